@@ -1,7 +1,7 @@
 # Set-up, the two example runs and the tests, on any machine with Python >= 3.10, g++ and make.
 #   make demo     PPO on arithmetic, a few minutes on two CPU cores
 #   make gsm8k DATA=dir
-#   make test
+#   make test     ten minutes; make test-full, make test-recipes run the rest
 #   make test-gpu, make bench-gpu    on a machine with an NVIDIA GPU; skipped elsewhere
 #   make vllm     adds vLLM for CPUs, an engine beside the native one; make test-vllm tests it
 
@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # Runs and tests start many processes; each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install dev demo gsm8k test test-gpu bench-gpu vllm test-vllm screenshots lint clean
+.PHONY: install dev demo gsm8k test test-full test-recipes test-gpu bench-gpu vllm test-vllm screenshots lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
@@ -54,13 +54,22 @@ gsm8k: $(READY)
 	$(BIN)/python tools/merge_summaries.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
 	$(BIN)/python tools/report.py runs/gsm8k/ppo runs/gsm8k/rm runs/gsm8k/sft --out runs/gsm8k/report.html
 
-# So many processes run the tests, each a file at a time, in the order of the files' names; 0 starts
+# So many processes run the tests, each a file at a time, in the order of tests/tiers.py; 0 starts
 # none and runs one test after the other.
 TEST_WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest tests \
+  --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder
 
+# The three tiers, which tests/README.md describes. Each leaves what every test took in
+# runs/tests, from which `python -m tests.tiers` brings tests/tiers.yaml up to date.
 test: $(DEV_READY)
-	$(BIN)/python -m pytest tests --ignore=tests/vllm \
-	  --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder
+	$(PYTEST) --tier=verdict --junitxml=runs/tests/verdict.xml
+
+test-full: $(VENV)/vllm-ready $(DEV_READY)
+	$(PYTEST) --tier=full --junitxml=runs/tests/full.xml
+
+test-recipes: $(DEV_READY)
+	$(PYTEST) --tier=recipes --junitxml=runs/tests/recipes.xml
 
 # These two need torch >= 2.11, transformers, megatron-core and pydantic alone.
 test-gpu:

@@ -46,9 +46,9 @@ setup(
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
     package_data={
         "mrlhf": [
-            "compiled/*.h",
-            "inference/native/*.cpp",
-            "models/*.cpp",
+            "config/*.yaml",
+            "host/*.cpp",
+            "host/*.h",
             "report/page/*",
             "report/page/uplot/*",
         ]

@@ -35,13 +35,13 @@ from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.inference.base import EngineStats, Finished, Request, Sample, SamplingParams
-from mrlhf.metrics import PhaseTimer
 from mrlhf.models.families import FAMILIES
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.phases import Phases, seconds_by_phase
 from mrlhf.rl.kl import FixedKlController
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import PolicyLossSettings
@@ -50,8 +50,8 @@ from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.experience import ModelOutputs
-from mrlhf.trainers.ppo import PPOTrainer
+from mrlhf.trainers.ppo.experience import ModelOutputs
+from mrlhf.trainers.ppo.work import Work
 from mrlhf.training.engine import ModelEngine
 
 PROMPT_TOKENS = 100
@@ -117,7 +117,7 @@ class _InstantModel(ModelEngine):
         self._pipeline: Any = SimpleNamespace(forward=self._forward)
         self._channels = channels
 
-    def _forward(self, packs: Sequence[Pack], evaluate: object) -> list[Tensor]:
+    def _forward(self, packs: Sequence[Pack], evaluate: object, routing: object) -> list[Tensor]:
         if self.groups.coordinates.pp < self.groups.layout.pp - 1:
             return []
         return [-torch.rand(self._channels, len(pack.select)) for pack in packs]
@@ -129,7 +129,7 @@ class _InstantModel(ModelEngine):
 
 
 def take_step(
-    trainer: Any,
+    work: Any,
     generator: Generator,
     prompts: Prompts,
     models: Any,
@@ -137,31 +137,31 @@ def take_step(
 ) -> None:
     """All of a step that holds the batch; `at_end` is called while it still holds it."""
     sampling = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=RESPONSE_TOKENS, seed=1)
-    with trainer.timer("gen"):
+    with work.phases.enter("gen"):
         rollout = generator.generate(prompts, sampling, "train", step=1).rollout
 
     total = torch.rand(len(rollout), generator=torch.Generator().manual_seed(1))
     scores = Scores(total, {"exact_match": total.tolist()})
     collected = Collected(rollout, scores, None, RESPONSE_TOKENS * len(rollout), {})
-    with trainer.timer("cut"):
-        cuts = PPOTrainer.cut(trainer, rollout)
+    with work.phases.enter("cut"):
+        cuts = Work.cut(work, rollout)
 
-    with trainer.timer("ref"):
+    with work.phases.enter("ref"):
         ref_logprobs = models.reference.outputs(
             rollout, models.reference.cut(cuts.sequences, "response")
         )[0]
-    old, _ = PPOTrainer.evaluate_actor(trainer, rollout, cuts.actor, None, trainer.timer)
-    with trainer.timer("values"):
+    old, _ = Work.evaluate(work, rollout, cuts)
+    with work.phases.enter("values"):
         values = models.critic.outputs(rollout, cuts.critic)[0]
     outputs = ModelOutputs(old, ref_logprobs, values)
-    experience, _ = PPOTrainer.make_experience(trainer, collected, outputs, trainer.timer)
+    experience, _ = Work.advantages(work, collected, outputs)
     del outputs, old, ref_logprobs, values
 
-    with trainer.timer("mini-batches"):
+    with work.phases.enter("mini-batches"):
         # The actor keeps the numbers of all of them for its epochs, until the update has ended.
         numbers = [
             PolicyMiniBatch.of(
-                trainer.parts.losses.batch(experience, mini_batch.rows),
+                work.parts.losses.batch(experience, mini_batch.rows),
                 mini_batch.local_packs,
                 by_token=True,
             )
@@ -171,8 +171,8 @@ def take_step(
     at_end()
 
 
-def _trainer(factory: GroupFactory, models: Any, timer: PhaseTimer) -> Any:
-    """What the trainer's phases need of a trainer."""
+def _work(factory: GroupFactory, models: Any, phases: Phases) -> Any:
+    """What the phases need of a trainer."""
     config = PPOConfig.model_validate(
         {
             "actor": {"path": "none"},
@@ -195,13 +195,13 @@ def _trainer(factory: GroupFactory, models: Any, timer: PhaseTimer) -> Any:
         samples_per_mini_batch={"actor": rows, "critic": rows},
         losses=PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction),
         shaper=RewardShaper(config.algorithm, RESPONSE_TOKENS),
+        kl_controller=FixedKlController(0.01),
     )
     return SimpleNamespace(
         config=config,
         parts=parts,
         machine=factory.machine,
-        kl_controller=FixedKlController(0.01),
-        timer=timer,
+        phases=phases,
     )
 
 
@@ -232,8 +232,8 @@ def _rank(
         critic=_InstantModel(groups, 1),
         reference=_InstantModel(groups, 1),
     )
-    timer = PhaseTimer()
-    trainer = _trainer(factory, models, timer)
+    phases = Phases()
+    work = _work(factory, models, phases)
     engine_groups = factory.engine_groups(EngineLayout.inside(layout, 1))
     generator = Generator(InstantEngine(), engine_groups, None, 1)  # type: ignore[arg-type]
 
@@ -241,19 +241,17 @@ def _rank(
     texts = [""] * count
     tokens = [list(range(1000, 1000 + PROMPT_TOKENS)) for _ in range(count)]
     prompts = Prompts(tokens, list(range(count)), texts, texts, texts, [{}] * count)
-    for name in ("cut", "ref", "old_log_prob", "values", "adv", "mini-batches"):
-        timer.seconds[name] = 0.0
 
     def at_end() -> None:
         status = Path("/proc/self/status").read_text()
         peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
-        signals.results.put({"rss": peak, "seconds": timer.seconds})
+        signals.results.put({"rss": peak, "seconds": seconds_by_phase(phases.spans)})
         signals.end_is_measured.wait()
 
     dist.barrier()
     signals.results.put("ready")
     signals.baseline_is_measured.wait()
-    take_step(trainer, generator, prompts, models, at_end)
+    take_step(work, generator, prompts, models, at_end)
     dist.barrier()
     dist.destroy_process_group()
 

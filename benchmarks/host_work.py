@@ -46,14 +46,14 @@ from mrlhf.config import PPOConfig, load_config
 from mrlhf.device import pick_device
 from mrlhf.inference.base import EngineStats, Finished, Request, Sample
 from mrlhf.job import init_distributed
-from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.preflight import read_ppo_inputs
 from mrlhf.run.startup import Run
-from mrlhf.trainers import ppo
-from mrlhf.trainers.ppo import PPOTrainer
-from mrlhf.trainers.ppo_setup import assemble
+from mrlhf.trainers.ppo import work
+from mrlhf.trainers.ppo.setup import assemble
+from mrlhf.trainers.ppo.step import PPOTrainer
 from mrlhf.training.optimizer import ShardedOptimizer
 
 SIZE = "one layer"
@@ -145,13 +145,14 @@ CLOCK = _Clock()
 def _count_seconds() -> None:
     """Have the parts of the trainer counted."""
 
-    class CountedTimer(PhaseTimer):
-        @contextmanager
-        def __call__(self, phase: str) -> Iterator[None]:
-            with super().__call__(phase), CLOCK.part("rest of step" if phase == "step" else phase):
-                yield
+    enter = Phases.enter
 
-    Run.timer = lambda self: CountedTimer()  # type: ignore[method-assign]
+    @contextmanager
+    def counted(self: Phases, phase: str) -> Iterator[None]:
+        with enter(self, phase), CLOCK.part("rest of step" if phase == "step" else phase):
+            yield
+
+    Phases.enter = counted  # type: ignore[method-assign]
     for name in ("forward", "forward_backward"):
         passes = getattr(Pipeline, name)
 
@@ -162,8 +163,8 @@ def _count_seconds() -> None:
 
         setattr(Pipeline, name, CLOCK.wrap(with_callback, "model"))
     ShardedOptimizer.step = CLOCK.wrap(ShardedOptimizer.step, "model")  # type: ignore[method-assign]
-    PPOTrainer.cut = CLOCK.wrap(PPOTrainer.cut, "cut")  # type: ignore[method-assign]
-    ppo.correction_metrics = CLOCK.wrap(ppo.correction_metrics, "correction metrics")
+    work.Work.cut = CLOCK.wrap(work.Work.cut, "cut")  # type: ignore[method-assign]
+    work.correction_metrics = CLOCK.wrap(work.correction_metrics, "correction metrics")
 
 
 def _measured_step(trainer: PPOTrainer, number: int) -> dict[str, float]:

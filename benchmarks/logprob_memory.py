@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.parallel.vocab import OutputLayer, Tokens, token_loss
-from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
+from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 
 FORMS = ("whole", "chunks", "chunks, short sequences", "chunks, one long sequence")
 SHORT = 64  # tokens of a short sequence
@@ -64,7 +64,7 @@ def _forms(weight: Tensor, tokens: int) -> dict[str, Callable[[], Tensor]]:
 
     def chunks(lengths: list[int], by_token: bool) -> Tensor:
         some = Tokens(hidden, targets, lengths)
-        return token_loss(layer, some, Wanted(), _sum_of_logprobs, by_token)
+        return token_loss(layer, some, NumbersToCompute(), _sum_of_logprobs, by_token)
 
     functions = (
         whole,

@@ -2,11 +2,11 @@
 
     python benchmarks/plan_scale.py [--ranks 64 1024 8192] [--json FILE]
 
-The models have the shapes of Llama 70B and of Qwen3 235B-A22B, a mixture of 128 experts; no weight
-is allocated and no other rank is started. For each case one rank in the middle of the job plans.
-The table gives the seconds on the processor, the peak of the memory that Python allocates meanwhile
-(`tracemalloc`, in a run of its own, since it slows planning), and what the plan holds. Machines
-have 8 ranks each, and their table, which a job gathers once, is counted.
+The models have the shapes of Llama 70B, and of Qwen3 235B-A22B and Qwen3 30B-A3B, mixtures of 128
+experts; no weight is allocated and no other rank is started. For each case one rank in the middle
+of the job plans. The table gives the seconds on the processor, the peak of the memory that Python
+allocates meanwhile (`tracemalloc`, in a run of its own, since it slows planning), and what the plan
+holds. Machines have 8 ranks each, and their table, which a job gathers once, is counted.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ WORLD_SIZES = (8, 64, 256, 1024, 2048, 4096, 8192)
 RANKS_PER_MACHINE = 8
 BYTES_OF_A_NUMBER = 2
 REPEATS = 3
+MakeSpec = Callable[[int], ModelSpec]
 
 
 def _spec(context: int) -> ModelSpec:
@@ -53,15 +54,15 @@ def _spec(context: int) -> ModelSpec:
     return FAMILIES["llama"].read_config(config.to_dict(), "lm")
 
 
-def _mixture(context: int) -> ModelSpec:
-    """The same of a mixture of experts."""
+def _mixture(context: int, layers: int, hidden: int, ffn: int, heads: int) -> ModelSpec:
+    """The same of a mixture of 128 experts."""
     config = Qwen3MoeConfig(
         vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-        num_hidden_layers=94,
-        num_attention_heads=64,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        moe_intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=4,
         head_dim=128,
         num_experts=128,
@@ -70,6 +71,24 @@ def _mixture(context: int) -> ModelSpec:
         tie_word_embeddings=False,
     )
     return FAMILIES["qwen3_moe"].read_config(config.to_dict(), "lm")
+
+
+MIXTURES = {
+    "235B": partial(_mixture, layers=94, hidden=4096, ffn=1536, heads=64),
+    "30B": partial(_mixture, layers=48, hidden=2048, ffn=768, heads=32),
+}
+# The model; tp, ep and the most stages of training; tp and ep of the engine.
+MIXTURE_CASES = (
+    ("235B", 8, 8, 8, 8, 8),
+    ("235B", 8, 8, 8, 8, 1),
+    ("235B", 8, 8, 8, 16, 16),
+    ("235B", 8, 32, 8, 8, 8),
+    ("235B", 8, 32, 8, 8, 1),
+    ("235B", 4, 32, 8, 8, 8),
+    ("30B", 4, 8, 4, 4, 1),
+    ("30B", 4, 8, 4, 4, 4),
+    ("30B", 4, 8, 1, 1, 1),
+)
 
 
 def _engines(world_size: int) -> dict[str, EngineLayout]:
@@ -86,15 +105,16 @@ def _engines(world_size: int) -> dict[str, EngineLayout]:
     return cases
 
 
-def _engines_of_mixture(world_size: int) -> dict[str, EngineLayout]:
-    """The same for the mixture; replicas share its experts out, or split each of them."""
-    pp = min(8, world_size // 8)
-    actor = ParallelLayout(tp=8, pp=pp, dp=world_size // 8 // pp, ep=8)
-    training = f"mixture, TP8 EP8 PP{pp} DP{actor.dp}"
-    return {
-        f"{training} → TP8 EP8": EngineLayout.closest(actor, 8, 8),
-        f"{training} → TP8": EngineLayout.closest(actor, 8),
-    }
+def _engines_of_mixtures(world_size: int) -> Iterator[tuple[MakeSpec, str, EngineLayout]]:
+    """The same for mixtures; replicas share the experts out, or split each of them."""
+    for model, tp, ep, most_stages, engine_tp, engine_ep in MIXTURE_CASES:
+        pp = min(most_stages, world_size // max(tp, ep))
+        if pp == 0 or world_size < engine_tp:
+            continue
+        actor = ParallelLayout(tp=tp, pp=pp, dp=world_size // tp // pp, ep=ep)
+        engines = EngineLayout.closest(actor, engine_tp, engine_ep)
+        case = f"{model}, TP{tp} EP{ep} PP{pp} DP{actor.dp} → TP{engine_tp} EP{engine_ep}"
+        yield MIXTURES[model], case, engines
 
 
 def _plan(spec: ModelSpec, engines: EngineLayout) -> ReshardPlan:
@@ -115,9 +135,7 @@ def _plan(spec: ModelSpec, engines: EngineLayout) -> ReshardPlan:
     return Planner(sides, BYTES_OF_A_NUMBER, machines.__getitem__).plan(rank)
 
 
-def _measure(
-    make_spec: Callable[[int], ModelSpec], engines: EngineLayout, contexts: Iterator[int]
-) -> dict[str, Any]:
+def _measure(make_spec: MakeSpec, engines: EngineLayout, contexts: Iterator[int]) -> dict[str, Any]:
     """One row of the table."""
     seconds: list[float] = []
     for _ in range(REPEATS):
@@ -157,8 +175,10 @@ def main() -> None:
     print("| ranks | case | seconds | peak, MB | receives | sends | copies | aliases |")
     print("|---|---|---|---|---|---|---|---|")
     for world_size in arguments.ranks:
-        cases = [(_spec, *case) for case in _engines(world_size).items()]
-        cases += [(_mixture, *case) for case in _engines_of_mixture(world_size).items()]
+        cases: list[tuple[MakeSpec, str, EngineLayout]] = [
+            (_spec, *case) for case in _engines(world_size).items()
+        ]
+        cases += _engines_of_mixtures(world_size)
         for make_spec, case, engines in cases:
             row = {"case": case, **_measure(make_spec, engines, contexts)}
             assert row["bytes_received"] == row["bytes_minimum"]

@@ -10,7 +10,6 @@ The contenders beside our own resharding:
     flat send      the bytes that had to move, as one flat message for each pair of ranks, over the
                    same backend
     memcpy         each rank copies as many bytes as it had to receive, in its own memory
-    ours, sent     our executor without shared memory; on a GPU it never has any
 
 The script starts its own ranks. All contenders take the same weights and take turns in one run.
 Each measurement starts at a barrier and ends with the slowest rank; the table gives medians. The
@@ -53,7 +52,7 @@ from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot
 
 LAYOUTS = ((2, 2), (4, 1), (1, 4), (2, 1))
-OTHERS = ("full gather", "megatron", "flat send", "memcpy", "ours, sent")
+OTHERS = ("full gather", "megatron", "flat send", "memcpy")
 
 
 def _spec(size: str) -> ModelSpec:

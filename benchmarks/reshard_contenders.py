@@ -78,21 +78,17 @@ def make_contenders(case: Case, factory: GroupFactory) -> dict[str, Contender]:
     """All contenders by name; "ours" returns `ReshardStats`. Every rank calls it."""
     ours_engine = Engine(case)
     gathered_engine = Engine(case)
-    sent_engine = Engine(case)
 
     flat = FlatMessages.of(case.planner.plan(case.rank), case.device.torch_device)
     connect(None, case.device.torch_device)
     pairs = [(buffer, torch.ones_like(buffer)) for _, buffer in flat.receives]
 
     return {
-        "ours": Contender(_resharder(case, ours_engine, shared_memory=True).run, ours_engine),
+        "ours": Contender(_resharder(case, ours_engine).run, ours_engine),
         "full gather": Contender(FullGather(case, gathered_engine).run, gathered_engine),
         "megatron": Contender(_megatron(case, factory)),
         "flat send": Contender(flat.send),
         "memcpy": Contender(partial(_copy_all, pairs)),
-        "ours, sent": Contender(
-            _resharder(case, sent_engine, shared_memory=False).run, sent_engine
-        ),
     }
 
 
@@ -119,8 +115,8 @@ class Engine:
         return self._parameters.pieces
 
 
-def _resharder(case: Case, engine: Engine, shared_memory: bool) -> Resharder:
-    options = TransferOptions(BUCKET_BYTES, shared_memory=shared_memory)
+def _resharder(case: Case, engine: Engine) -> Resharder:
+    options = TransferOptions(BUCKET_BYTES)
     return Resharder(
         case.planner, case.source, engine, case.rank, options, case.groups.collection.mp
     )

@@ -33,8 +33,8 @@ from mrlhf.job import init_distributed
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import read_ppo_inputs
 from mrlhf.run.startup import Run
-from mrlhf.trainers.ppo import PPOTrainer
-from mrlhf.trainers.ppo_setup import assemble
+from mrlhf.trainers.ppo.setup import assemble
+from mrlhf.trainers.ppo.step import PPOTrainer
 
 ROLES = ("actor", "critic", "reference", "reward_model")
 

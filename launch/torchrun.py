@@ -1,7 +1,10 @@
-"""torchrun for runs that may be asked to stop: it hands SIGTERM, SIGUSR1 and SIGINT to the workers,
-waits until they have saved, and exits with 75 if they ask to be queued again.
+"""torchrun for schedulers. Plain torchrun starts, saves and resumes a run too; it cannot
 
-Usage: python launch/torchrun.py [--stop-timeout SECONDS] <the arguments of torchrun>
+- exit with the ranks' code: 75, which asks to be queued again, or 2 for bad input; its own is 1;
+- take a signal that a scheduler repeats: the third one makes it leave its ranks to themselves;
+- hold a signal back while ranks import, and end the others at once when a rank dies.
+
+Usage: python launch/torchrun.py <the arguments of torchrun>
 """
 
 import sys

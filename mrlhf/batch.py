@@ -51,7 +51,7 @@ class Sequences:
 
     @staticmethod
     def of(rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Sequences:
-        """The sequences with these token ids."""
+        """Build the sequences with these token ids."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         prompts = torch.tensor(prompt_lengths, dtype=torch.int64)
         return Sequences(
@@ -72,13 +72,13 @@ def flat_ids(rows: Sequence[Sequence[int]]) -> Tensor:
 class ExpertRecord:
     """The experts that tokens were sent to, in every mixture of a model.
 
-    There is a record of the first tokens of a sequence; the tokens after them have none. The last
-    token of a response never has one: no engine computes it, and nothing depends on its experts.
+    Only the first tokens of a sequence have a record. The last token of a response never has one:
+    no engine computes it, and nothing depends on its experts.
 
     Attributes:
         chosen: uint8 or int16 [positions, mixtures, per_token], the numbers of the experts.
         begins: int64 [rows], where the positions of each sequence begin.
-        counts: int64 [rows], of how many tokens of each sequence there is a record.
+        counts: int64 [rows], tokens of each sequence that have a record.
     """
 
     chosen: Tensor
@@ -86,13 +86,13 @@ class ExpertRecord:
     counts: Tensor
 
     def of_rows(self, rows: Sequence[int] | range) -> ExpertRecord:
-        """That of the sequences `rows`, in that order, in the same memory."""
+        """The records of the sequences `rows`, in that order, in the same memory."""
         index = torch.tensor(rows, dtype=torch.int64)
         return ExpertRecord(self.chosen, self.begins[index], self.counts[index])
 
     @staticmethod
     def join(parts: Sequence[ExpertRecord]) -> ExpertRecord:
-        """That of the sequences of all parts, one part after the other, with nothing between."""
+        """The records of all parts, one part after the other, with nothing between."""
         chosen = [Parts(part.begins, part.counts).of(part.chosen) for part in parts]
         counts = torch.cat([part.counts for part in parts])
         return ExpertRecord(torch.cat(chosen), counts.cumsum(0) - counts, counts)
@@ -106,13 +106,11 @@ class Prompts:
         token_ids: the prompt's tokens with the chat template applied, at least one.
         uid: stable number of the prompt in its data set; sampling depends on it and not on the
             order of the batch.
-        text: the prompt as text.
         data_source: name of the data set; it decides which rules score the prompt and which
             validation metrics it counts in.
-        ground_truth: the reference answer, as text if a rule compares with it; None if the row has
+        ground_truth: the reference answer, as text if a rule compares with it; None if there is
             none.
-        extra_info: everything else in the prompt's row of the data set, for users' reward
-            functions.
+        extra_info: the rest of the prompt's row, for users' reward functions.
     """
 
     token_ids: list[list[int]]
@@ -158,25 +156,24 @@ class Prompts:
 class Rollout:
     """Trajectories: row i of every tensor continues row i of `prompts`, repeated n times.
 
-    A response may hold tokens that the policy did not draw, such as a tool's answer. They are part
-    of what the models read, and they do not train.
+    A response may hold tokens that the policy did not draw, such as a tool's answer. The models
+    read them, but they do not train.
 
     Attributes:
         prompts: one row a sample.
-        sample_index: which of the n samples of its prompt the row is.
+        sample_index: number of the row among the n samples of its prompt.
         response_ids: int32 [batch, response_len], zero after the end.
-        response_mask: bool [batch, response_len], the tokens that are there: True up to the end of
-            the response, whose stop token is part of it.
-        loss_mask: bool [batch, response_len], the tokens that train: those of `response_mask` that
-            the policy drew.
+        response_mask: bool [batch, response_len], True for each token of the response, its stop
+            token included.
+        loss_mask: bool [batch, response_len], the tokens of `response_mask` that the policy drew;
+            only these train.
         rollout_logprobs: float32 [batch, response_len], log-probabilities at the sampling
             temperature, from the engine; 0 where `loss_mask` is False.
         versions: int32 [batch, response_len], version of the policy that drew each token;
             `NO_VERSION` where `loss_mask` is False.
         stopped: bool [batch], True if a stop token ended the response, False if the length limit
             did.
-        experts: those to which the engine sent each row's prompt and response; None if it has not
-            recorded them.
+        experts: the engine's experts for each row's prompt and response; None if not recorded.
     """
 
     prompts: Prompts
@@ -226,7 +223,7 @@ class Rollout:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and columns of the tables: batch and response_len."""
+        """The size [batch, response_len] of the tables."""
         batch, width = self.response_ids.shape
         return batch, width
 
@@ -237,16 +234,13 @@ class Rollout:
 
     @property
     def response_lengths(self) -> list[int]:
-        """Tokens of each row's response that are there, whether they train or not."""
+        """Tokens of each row's response, whether they train or not."""
         lengths: list[int] = np.count_nonzero(self.response_mask.numpy(), axis=1).tolist()
         return lengths
 
     @property
     def prompt_groups(self) -> Tensor:
-        """The number of each row's prompt group, int64 [batch].
-
-        Rows with the same number are the samples of one prompt; they stand side by side.
-        """
+        """The number of each row's prompt group, int64 [batch]; a group's rows are adjacent."""
         return torch.tensor(self.sample_index, dtype=torch.int64).eq(0).cumsum(0) - 1
 
     def select(self, rows: Sequence[int]) -> Rollout:
@@ -319,25 +313,24 @@ class Experience:
     Tensors are float32 [batch, response_len] unless another type or shape is given.
 
     Attributes:
-        rollout: the responses.
         scores: [batch], the reward of each whole response before any shaping or KL.
-        loss_mask: bool, the tokens whose loss counts: those of the rollout's `loss_mask` less what
-            rollout correction rejected before the update. (In bypass mode correction is made on
-            every mini-batch of the update, and nothing is rejected here.)
+        loss_mask: bool, the tokens whose loss counts: the rollout's `loss_mask` without the tokens
+            that rollout correction rejected before the update. (In bypass mode correction is made
+            on every mini-batch of the update, and nothing is rejected here.)
         old_logprobs: log-probabilities in the denominator of the probability ratio, fixed for the
             whole step: those under the policy before this step's updates, or, in bypass mode, those
             of the engine.
         ref_logprobs: log-probabilities under the frozen reference, or None if no KL is used.
-        token_rewards: shaped scores placed on tokens, with the KL taken off.
+        token_rewards: shaped scores placed on tokens, with the KL subtracted.
         values: the critic's predictions before this step's updates, or None without a critic.
         advantages: advantages for the policy loss, whitened over the whole batch if the estimator
             asks for it.
         returns: regression targets for the critic.
         weights: factors of each token's policy loss that correct for the engine's policy, or None.
-        positive: bool [batch], True for right responses, or None if no reward term says which
-            responses are right.
-        experts: those that the policy chose in the pass that gave `old_logprobs`; None if the
-            update does not replay them.
+        positive: bool [batch], True for right responses, or None if no reward term tells right from
+            wrong.
+        experts: the policy's choices in the pass that gave `old_logprobs`; None if the update does
+            not replay them.
     """
 
     rollout: Rollout

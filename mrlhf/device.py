@@ -54,7 +54,7 @@ _VARIABLES_OF_TORCH = {
     "THP_MEM_ALLOC_ENABLE": "1",
     # Products in bfloat16 keep a compiled kernel for each shape, and packs have ever new lengths.
     # Both caches would hold 1,024 kernels, about 1 GB. With 128 the kernels of some forty lengths
-    # that come again would be compiled anew each time, which costs a small model a third of a step.
+    # that come again would be compiled each time, which costs a small model a third of a step.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
     "LRU_CACHE_CAPACITY": "512",
 }
@@ -65,20 +65,14 @@ _OTHER_CARD = re.compile(r"MIG|Laptop|Max-Q|RTX 5090 D|RTX 4090 D|RTX 3090 Ti")
 
 @dataclass(frozen=True)
 class Device:
-    """Where tensors live and how ranks talk.
-
-    Attributes:
-        kind: "cpu" or "cuda".
-        torch_device: for `torch.empty(device=...)`; for a GPU it includes the index.
-        backend: backend of `torch.distributed` for tensors on the device.
-    """
+    """Where tensors live and how ranks communicate; a GPU's `torch_device` includes the index."""
 
     kind: Kind
     torch_device: torch.device
     backend: Literal["gloo", "nccl"]
 
     def synchronize(self) -> None:
-        """Wait for all work queued on the device, so that a clock that is read next is right."""
+        """Wait for all work queued on the device, so that a clock can be read."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.torch_device)
 
@@ -90,7 +84,7 @@ class Device:
         return peak if sys.platform == "darwin" else peak * 1024
 
     def peak_tflops(self, dtype: torch.dtype) -> float | None:
-        """The peak of the device, as the function `peak_tflops` knows it; None on a CPU."""
+        """The result of the function `peak_tflops` for this device; None on a CPU."""
         if self.kind == "cpu":
             return None
         return peak_tflops(torch.cuda.get_device_name(self.torch_device), dtype)
@@ -112,12 +106,8 @@ class Device:
 def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
     """Dense peak of matrix products on one GPU, in 10^12 operations a second.
 
-    Args:
-        name: the name that `torch.cuda.get_device_name` gives.
-        dtype: dtype of the operands.
-
-    Returns:
-        The peak, or None if the card (or the MIG slice of a card) or the dtype is not known here.
+    It is None if this file does not know the card (or the MIG slice of a card) or the dtype. `name`
+    is the one that `torch.cuda.get_device_name` gives.
     """
     column = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1}
     if dtype not in column or _OTHER_CARD.search(name):
@@ -130,13 +120,9 @@ def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
-    """The device of one process; "auto" takes a GPU if there is one.
+    """Choose the device of one process; "auto" takes a GPU if there is one.
 
     On a CPU the process then keeps the memory that it frees.
-
-    Args:
-        setting: the device that the configuration asks for.
-        local_rank: number of the process on its machine.
 
     Raises:
         ConfigError: there is no GPU, or there are too few, or the CPU is asked for and a GPU is
@@ -163,7 +149,7 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
 
 
 def _processor() -> str:
-    """The name of the machine's processor, as far as the system tells it."""
+    """The name of the machine's processor, if the system gives it, and the number of its cores."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -174,12 +160,12 @@ def _processor() -> str:
 
 
 def _keep_freed_memory() -> None:
-    """Let the process use freed memory again, which by default goes back to the system at once.
+    """Let the process use freed memory again, instead of returning it to the system at once.
 
-    A pass over a pack allocates and frees the same tensors for each layer. Memory that comes back
-    from the system is cleared first, page by page, which takes up to a sixth of an update of a
-    small model. On glibc, tensors of up to 32 MiB (its highest limit) reuse memory, and larger ones
-    still go back. Elsewhere nothing changes, nor where the user has set glibc's limits.
+    A pass over a pack allocates and frees the same tensors for each layer. The system clears memory
+    before it gives it out again, which takes up to a sixth of an update of a small model. On glibc,
+    tensors of up to 32 MiB (its highest limit) then reuse memory. Nothing changes elsewhere, or if
+    the user has set glibc's limits.
     """
     if _MALLOC_VARIABLES & os.environ.keys() or "glibc.malloc." in os.environ.get(
         "GLIBC_TUNABLES", ""
@@ -199,14 +185,14 @@ def resolve_dtype(setting: Literal["auto", "float32", "bfloat16"], device: Devic
 
 
 def dtype_on(setting: Literal["auto", "float32", "bfloat16"], kind: str) -> torch.dtype:
-    """As `resolve_dtype`, for a kind of device."""
+    """The result of `resolve_dtype` for a kind of device."""
     if setting == "auto":
         return torch.bfloat16 if kind == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[setting]
 
 
 def device_kind(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
-    """The kind of device that a setting means on this machine, which may lack it."""
+    """The kind of device that a setting means; this machine may lack it."""
     if setting == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return setting
@@ -220,10 +206,10 @@ def seed_everything(seed: int) -> None:
 
 
 def set_variables_of_torch() -> None:
-    """Set what torch and oneDNN read of the environment, if there is no GPU.
+    """Set the environment variables of torch and oneDNN, if there is no GPU.
 
-    They read it at the first tensor and the first product, so the package calls this when it is
-    imported. What the user has set stays. Programs that the process starts inherit the variables.
+    torch reads them at the first tensor and the first product, so the package calls this when it is
+    imported. Variables that the user has set stay. Child processes inherit them.
     """
     if torch.cuda.is_available():
         return

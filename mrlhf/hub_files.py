@@ -1,4 +1,4 @@
-"""Files as they come from a hub of models: JSON objects, and what Git LFS leaves for large files.
+"""Reads the files of a hub of models: JSON objects, and the pointers of Git LFS for large files.
 
 This file does not know what the files mean.
 """
@@ -17,7 +17,7 @@ _POINTER = b"version https://git-lfs"
 
 
 def read_object(file: Path, refusal: type[MrlhfError]) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
         MrlhfError: of the type `refusal`; the file cannot be read, or holds something else.
@@ -33,12 +33,8 @@ def read_object(file: Path, refusal: type[MrlhfError]) -> dict[str, Any]:
 
 
 def refuse_pointer(file: Path, refusal: type[MrlhfError]) -> None:
-    """Refuse what `git clone` leaves in the place of a large file, and what is no file.
-
-    Raises:
-        MrlhfError: of the type `refusal`; the file is a pointer of Git LFS, or a pipe or a device,
-            whose reader might wait for ever.
-    """
+    """Refuse a Git LFS pointer, which `git clone` may leave, and anything but a file."""
+    # A reader of a pipe or a device might wait for ever.
     if file.exists() and not file.is_file():
         raise refusal(f"{file}: not readable: it is a directory, a pipe or a device; copy a file")
     try:

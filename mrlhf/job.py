@@ -1,4 +1,4 @@
-"""The place of this process in the job: who started it, which store it shares, how it joins.
+"""The place of this process in the job: its launcher, its store, and how it joins the others.
 
 This is the one file that reads the environment variables of the launcher. It knows neither models
 nor layouts.
@@ -31,13 +31,7 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in the job, as the launcher gave it.
-
-    Attributes:
-        rank: number of the process in the whole job.
-        world_size: processes in the whole job.
-        local_rank: number of the process on its machine.
-    """
+    """The place of this process in the job; `local_rank` counts on one machine."""
 
     rank: int
     world_size: int
@@ -45,27 +39,26 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """The place of this process; what else the launcher says is checked too.
+    """Read the place of this process, and check the launcher's other variables.
 
     Raises:
         ConfigError: the process was not started by torchrun, or a variable of the launcher or of
-            Slurm has a value that it cannot have.
+            Slurm has an impossible value.
     """
     launch = read_place()
 
-    # What is read later is checked before this process joins the others.
+    # These are used later, but must be checked before this process joins the others.
     processes_on_this_machine()
     end_of_allocation()
-    read_starts()
+    read_launch_history()
     return launch
 
 
 def read_place() -> Launch:
-    """The place of this process, from the environment variables that torchrun sets.
+    """Read the place of this process from the environment variables that torchrun sets.
 
     Raises:
-        ConfigError: the process was not started by torchrun, or one of these variables has a value
-            that it cannot have.
+        ConfigError: the process was not started by torchrun, or a variable has an impossible value.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
@@ -87,10 +80,10 @@ def read_place() -> Launch:
 
 
 def speaks_without_place() -> bool:
-    """Whether this process says that the launcher's variables are bad, if `read_place` fails.
+    """Whether this process reports bad launcher variables, if `read_place` fails.
 
     The ranks cannot agree then. All ranks of a machine read the same variables, so the first one
-    speaks, and one whose own number is too high.
+    reports, and one whose own number is too high.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     texts = [os.environ.get(name, "") for name in names]
@@ -100,21 +93,13 @@ def speaks_without_place() -> bool:
 
 
 def end_of_allocation() -> float | None:
-    """When Slurm ends the job, in seconds since 1970; None if Slurm does not say.
-
-    Raises:
-        ConfigError: what Slurm says is no number.
-    """
+    """When Slurm ends the job, in seconds since 1970; None if it does not say."""
     name = "SLURM_JOB_END_TIME"
     return float(_number(name)) if name in os.environ else None
 
 
 def processes_on_this_machine() -> int:
-    """Number of processes of the job on this machine; 1 if no launcher says.
-
-    Raises:
-        ConfigError: what the launcher says is no such number.
-    """
+    """Number of the job's processes on this machine; 1 without a launcher."""
     return _number("LOCAL_WORLD_SIZE", least=1, default="1")
 
 
@@ -129,14 +114,9 @@ def _number(
     """The whole number in the environment variable `name`.
 
     Args:
-        name: the variable; it is set if there is no default.
-        least: the smallest number that it may be.
-        most: the largest one; None: any.
-        bound: what messages call the largest one; None: the number itself.
-        default: the text that stands for a variable that is not set.
-
-    Raises:
-        ConfigError: it is no whole number, or out of its bounds.
+        most: the largest allowed number; None: any.
+        bound: the name of `most` in messages; None: the number itself.
+        default: the text for a variable that is not set; without it the variable must be set.
     """
     text = os.environ[name] if default is None else os.environ.get(name, default)
     start = f"environment variable {name} is {text[:40]!r}"
@@ -155,9 +135,7 @@ def _number(
 def write_error_file(message: str, moment: float) -> None:
     """Leave the message for the summary of torchrun, if it has started this process.
 
-    Args:
-        message: why this process fails.
-        moment: when it failed, in seconds since 1970; the summary shows the earliest failure.
+    The summary shows the failure with the earliest `moment`, in seconds since 1970.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
@@ -168,13 +146,13 @@ def write_error_file(message: str, moment: float) -> None:
 
 
 @dataclass(frozen=True)
-class Starts:
-    """What started this process, and whether it has started it before.
+class LaunchHistory:
+    """The job and the launcher that started this process, and those that have done so before.
 
     Attributes:
         job: the scheduler's number of the job; None if there is no scheduler.
-        names: of the job and of the launcher's run, which are the same when they start again.
-        again: those of the names that have started again.
+        names: of the job and of the launcher's run; the same after a restart.
+        again: the `names` that have restarted.
     """
 
     job: str | None
@@ -182,12 +160,8 @@ class Starts:
     again: tuple[str, ...]
 
 
-def read_starts() -> Starts:
-    """What started this process, from the environment variables of Slurm and torchrun.
-
-    Raises:
-        ConfigError: a count of restarts is no number.
-    """
+def read_launch_history() -> LaunchHistory:
+    """Read the launch history from the environment variables of Slurm and torchrun."""
     job = os.environ.get("SLURM_JOB_ID")
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     launcher = f"torchrun {run}" if run != "none" else f"torchrun process {os.getppid()}"
@@ -198,19 +172,12 @@ def read_starts() -> Starts:
         again.append(launcher)
     if _number("SLURM_RESTART_COUNT", default="0") > 0 and job is not None:
         again.append(names[-1])
-    return Starts(job, names, tuple(again))
+    return LaunchHistory(job, names, tuple(again))
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job that this process has joined.
-
-    Attributes:
-        rank: number of this process.
-        world_size: processes of the job.
-        store: keys and values that all processes of this attempt share, over a connection that
-            nothing else uses.
-    """
+    """The job that this process has joined; nothing else uses the connection of its store."""
 
     rank: int
     world_size: int
@@ -223,10 +190,7 @@ def is_store_of_launcher() -> bool:
 
 
 def connect(timeout_s: float) -> dist.Store:
-    """A new connection to the store of this attempt of the job, which nothing else uses.
-
-    Args:
-        timeout_s: seconds to wait for the store, and for each key that is asked for.
+    """Make a new connection to the store of this attempt of the job.
 
     Raises:
         ConfigError: the process was not started by torchrun.
@@ -272,7 +236,7 @@ def connect(timeout_s: float) -> dist.Store:
 
 
 def connect_before_start(timeout_s: float) -> dist.Store:
-    """A connection whose keys the processes share before they have joined the job; see `connect`.
+    """A connection for keys that the processes share before they join the job; see `connect`.
 
     torchrun's count of restarts keeps the keys of two attempts apart.
     """
@@ -286,7 +250,6 @@ def init_distributed(
     """Join the job's process group: gloo for host tensors, and NCCL for tensors on a GPU.
 
     Args:
-        device: the device of this process.
         timeout_s: seconds after which a collective gives up.
         look: called again and again while this process waits for the others; it may raise.
 
@@ -319,11 +282,7 @@ def init_distributed(
 def meet(
     connection: dist.Store, launch: Launch, timeout_s: float, look: Callable[[], None] | None
 ) -> dist.Store:
-    """Keys that only the processes of this attempt share, once all of them have come.
-
-    Raises:
-        HangError: a process did not come in time.
-    """
+    """Wait for all processes of this attempt; returns a store that only they share."""
     name = _name_attempt(connection, launch, timeout_s, look)
     return dist.PrefixStore(f"mrlhf {name}", connection)
 
@@ -335,11 +294,7 @@ def wait_for(
     timeout_s: float,
     look: Callable[[], None] | None,
 ) -> None:
-    """Wait until other processes have set all of these keys; see `init_distributed`.
-
-    Raises:
-        HangError: they have not, within the time.
-    """
+    """Wait until other processes have set all of these keys; else a HangError."""
     latest = time.monotonic() + timeout_s
     while not store.check(list(keys)):
         if time.monotonic() >= latest:
@@ -352,8 +307,8 @@ def wait_for(
 def check_interfaces(backend: str) -> None:
     """Refuse a choice of network interfaces that this machine does not have.
 
-    gloo needs each of a list of names. NCCL needs one of a list of prefixes, or of names after "=";
-    after "^" it is a list of those to leave out.
+    gloo needs every name of its list. NCCL needs one of a list of prefixes, or of names after "=";
+    a list after "^" excludes names.
 
     Raises:
         ConfigError: an environment variable names an interface that is not there.
@@ -385,15 +340,12 @@ def _no_interface(variable: str, chosen: str, present: list[str]) -> ConfigError
 def _name_attempt(
     store: dist.Store, launch: Launch, timeout_s: float, look: Callable[[], None] | None
 ) -> str:
-    """A name that all processes of this attempt share, and that no earlier attempt has had.
+    """Agree on a name that all processes of this attempt share, and no earlier attempt had.
 
-    torchrun may keep its store when it starts the processes again; keys of the last attempt, such
-    as the addresses of its processes, are then still there. Its count of restarts is no name, since
-    it may differ from machine to machine. So each process shows a fresh number of its own, and rank
-    0 answers each number with its own one.
-
-    Raises:
-        HangError: a process did not come in time.
+    torchrun may keep its store when it starts the processes again. It then still holds keys of the
+    last attempt, such as the addresses of its processes. torchrun's count of restarts is no name,
+    since it may differ from machine to machine. So each process publishes a fresh random number,
+    and rank 0 answers each number with its own.
     """
     rank = launch.rank
     mine = secrets.token_hex(8)

@@ -1,7 +1,7 @@
 """The output of a run: log lines with the rank in front, the metrics file, and curves.
 
-Rank 0 writes all of it; other ranks only log warnings, and construct no writer. Apart from
-`PPO_COLUMNS` and `HELD_OUT`, this file knows only those names of metrics that its caller gives it.
+Rank 0 writes all of it; other ranks only log warnings, and construct no writer. The meaning of each
+metric stands in the table of `metrics`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 from mrlhf.errors import ConfigError, DataError
+from mrlhf.metrics.table import COLUMNS
 from mrlhf.printable import printable
 
 logger = logging.getLogger(__name__)
 
 Console = Literal["auto", "view", "plain", "quiet"]
 
-PPO_COLUMNS = (
-    ("reward", "critic/score/mean"),
-    ("kl to old", "actor/ppo_kl"),
-    ("kl to reference", "actor/reward_kl_penalty"),
-    ("kl to reference in loss", "actor/kl_loss"),
-    ("length", "response_length/mean"),
-    ("tokens/s/rank", "perf/throughput"),
-)
-
-# How the metrics of held-out rows begin.
+# The prefixes of the metrics of held-out rows.
 HELD_OUT = {"validation": ("val/", "val_sampled/"), "test": ("test/", "test_sampled/")}
 
 
@@ -54,8 +46,8 @@ class _StderrHandler(logging.Handler):
 def configure_logging(rank: int, console: Console = "auto") -> None:
     """Send log lines to standard error with the rank in front; a second call replaces the first.
 
-    Our own lines are shown from INFO on rank 0, unless the console is to be quiet, and from WARNING
-    on other ranks; those of other packages from WARNING. Warnings about data and models are shown
+    mrlhf's own lines are shown from INFO on rank 0, unless the console is quiet, and from WARNING
+    on other ranks; lines of other packages from WARNING. Warnings about data and models are shown
     on rank 0 alone, since every rank reads the same files.
     """
     handler = _StderrHandler()
@@ -82,8 +74,7 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
 def quiet_transformers() -> None:
     """Hide the warnings of transformers, unless TRANSFORMERS_VERBOSITY asks for them.
 
-    They are about how it is called, which the user cannot change. What a user must know of models
-    and tokenizers is said elsewhere.
+    They are about how mrlhf calls it, which the user cannot change.
     """
     # It reads the variable when it is imported; if that has been done, the level counts.
     if os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error") == "error":
@@ -94,10 +85,7 @@ class MetricsWriter:
     """Appends the metrics of each step to `metrics.jsonl`."""
 
     def __init__(self, output_dir: Path) -> None:
-        """Open the file; a resumed run appends.
-
-        Args:
-            output_dir: the directory of `metrics.jsonl`; created if it is missing.
+        """Open the file, and create its directory if it is missing; a resumed run appends.
 
         Raises:
             ConfigError: the file cannot be opened.
@@ -125,7 +113,7 @@ class MetricsWriter:
         self._write_what_fits()
 
     def close(self) -> None:
-        """Close the file; say so if rows are lost."""
+        """Close the file; log an error if rows are lost."""
         self._write_what_fits()
         if self._unwritten:
             lost = self._unwritten.count(b"\n")
@@ -169,44 +157,35 @@ def metrics_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 class Progress:
-    """Shows the progress of a run as log lines, and knows how long it still takes."""
+    """Shows the progress of a run as log lines, and estimates the time left."""
 
     def __init__(
         self,
         total_steps: int,
-        columns: Sequence[tuple[str, str]],
         first_step: int = 0,
         log_freq: int = 1,
     ) -> None:
         """Start the clock.
 
         Args:
-            total_steps: steps of the whole run.
-            columns: label and metric of each number to show; a metric that a step lacks is left
-                out.
             first_step: steps that were done before the run was resumed; the time left is estimated
                 from the steps done since.
-            log_freq: steps from one line to the next. The last step has a line too, and so has
-                every validation.
+            log_freq: steps between lines; the last step and every validation have a line too.
         """
         self._total_steps = total_steps
-        self._columns = columns
         self._first_step = first_step
         self._log_freq = log_freq
         self._start = time.monotonic()
 
     def seconds_left(self, step: int) -> float | None:
-        """Until the last step is complete, now that `step` is; None before the first one."""
+        """Estimated time from the end of `step` to the end of the run; None at the first step."""
         if step <= self._first_step:
             return None
         per_step = (time.monotonic() - self._start) / (step - self._first_step)
         return per_step * (self._total_steps - step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` is done, and its metrics.
-
-        Step 0 is what was measured before training; it does not count as progress.
-        """
+        """Show that `step` is done, and its metrics; step 0 was measured before training."""
         if step and (step % self._log_freq == 0 or step == self._total_steps):
             self._show_step(step, metrics)
 
@@ -218,7 +197,7 @@ class Progress:
                 logger.info("%s %s: %s", title, when, measured)
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = [f"{label} {metrics[name]:.4g}" for label, name in self._columns if name in metrics]
+        shown = [f"{label} {metrics[name]:.4g}" for label, name in COLUMNS if name in metrics]
         parts = [f"step {step}/{self._total_steps}", *shown]
         seconds = self.seconds_left(step)
         if seconds is not None:
@@ -241,10 +220,10 @@ def parse_metrics_line(line: str) -> dict[str, Any] | None:
 
 
 def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
-    """The records that `MetricsWriter` wrote, sorted by step.
+    """Read the records that `MetricsWriter` wrote, sorted by step.
 
     If a resumed run has written a step again, its later record is returned. A damaged line is left
-    out, and a warning says so; the last one may be one that is still being written.
+    out with a warning; the last line may still be being written.
 
     Raises:
         DataError: the file cannot be read.

@@ -1,7 +1,7 @@
-"""The function that the name of a method stands for: from our own table, or from a user's file.
+"""Finds the function of a method by its name: in our own table, or in a user's file.
 
-What a user's function raises is told in one line and with the user's lines of code alone. This file
-does not know what the functions compute.
+An error of a user's function is shown in one line and with the user's lines of code alone. This
+file does not know what the functions compute.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def find_method(key: str, name: str, table: Mapping[Any, MethodT]) -> MethodT:
-    """The function of `table` called `name`, else the user's function "path/to/file.py:function".
+    """Find the function `name` in `table`, else the user's function "path/to/file.py:function".
 
-    A user's file is imported by the first call and not again, in this process, whose models it may
-    use. Its function is called as f(inputs, options); what it raises comes as a MethodError.
+    A user's file is imported only once, in this process, whose models it may use. Its function is
+    called as f(inputs, options); an error in it becomes a MethodError.
 
     Args:
         key: the configuration key that holds `name`, for the message.
-        name: a name in `table`, or a reference to a function.
-        table: our own functions by name.
 
     Raises:
         ConfigError: the file or the function is missing, the file cannot be imported, or the
@@ -49,7 +47,7 @@ def find_method(key: str, name: str, table: Mapping[Any, MethodT]) -> MethodT:
 
 
 def _with_own_errors(function: Callable[..., Any], file: Path, title: str) -> Callable[..., Any]:
-    """`function`, whose errors are told as those of the user's `file`."""
+    """`function` with its errors turned into MethodErrors that show lines of `file` alone."""
 
     @functools.wraps(function)
     def call(inputs: object, options: object) -> Any:

@@ -1,4 +1,4 @@
-"""Parts of a flat tensor on the host, such as those that the rows of a table make use of.
+"""Parts of a flat tensor on the host, such as the used numbers in the rows of a table.
 
 This file knows no batch and no packs.
 """
@@ -15,11 +15,9 @@ from torch import Tensor
 class Parts(NamedTuple):
     """Parts of a flat tensor, one part after the other.
 
-    NumPy repeats numbers and takes slices several times as fast as torch does.
-
     Attributes:
-        begins: int64 [parts], where each of them begins.
-        counts: int64 [parts], how many numbers each has.
+        begins: int64 [parts], where each part begins.
+        counts: int64 [parts], how many numbers each part has.
     """
 
     begins: Tensor
@@ -27,21 +25,22 @@ class Parts(NamedTuple):
 
     @property
     def places(self) -> Tensor:
-        """Where the numbers of all parts stand, int64."""
+        """The indices of the numbers of all parts, int64."""
         shifts = self.begins - (self.counts.cumsum(0) - self.counts)
         places = np.repeat(shifts.numpy(), self.counts.numpy())
         places += np.arange(len(places))
         return torch.from_numpy(places)
 
     def of(self, flat: Tensor) -> Tensor:
-        """The numbers of all parts, a copy."""
+        """A copy of the numbers of all parts."""
+        # NumPy repeats numbers and takes slices several times as fast as torch does.
         numbers = flat.numpy()
         ends = (self.begins + self.counts).tolist()
         slices = [numbers[begin:end] for begin, end in zip(self.begins.tolist(), ends, strict=True)]
         return torch.from_numpy(np.concatenate([numbers[:0], *slices]))
 
     def put(self, flat: Tensor, numbers: Tensor) -> None:
-        """Write numbers, [..., of all parts], into the parts of `flat`, [..., numbers]."""
+        """Write `numbers` [..., numbers of all parts] into the parts of `flat` [..., size]."""
         target = flat.numpy()
         source = numbers.numpy()
         done = 0
@@ -51,5 +50,5 @@ class Parts(NamedTuple):
 
     @staticmethod
     def join(several: list[Parts]) -> Parts:
-        """All of them, one after the other; at least one."""
+        """All parts of `several` (at least one), one after the other."""
         return Parts(*(torch.cat(column) for column in zip(*several, strict=True)))

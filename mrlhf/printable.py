@@ -1,6 +1,6 @@
-"""Text that is safe to show on a terminal: control characters are written out.
+"""Makes text safe to show on a terminal, by writing out control characters.
 
-A name, a path or a sample of a user may hold any character; an escape sequence would recolour the
+A user's name, path or sample may hold any character; an escape sequence would recolour the
 terminal, move its cursor or hide other lines. This file does not know where the text is shown.
 """
 
@@ -13,7 +13,7 @@ import sys
 
 STANDARD_OUTPUT = "standard output"
 
-# C0 but for line end and tab, DEL and C1, and what changes the direction of text.
+# C0 except line end and tab, DEL, C1, and characters that change the direction of text.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -23,9 +23,9 @@ def printable(text: str) -> str:
 
 
 def show(text: str) -> None:
-    """Print `text` on standard output, at once, so that a fault of it is not lost.
+    """Print `text` on standard output, at once, so that an error is not lost.
 
-    A reader that has read enough, such as `head`, is no fault.
+    It is no error if a reader such as `head` has read enough.
 
     Raises:
         OSError: standard output is full or closed; its `filename` says so.
@@ -35,7 +35,7 @@ def show(text: str) -> None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         print(printable(text), flush=True)
     except OSError as error:
-        # What is left in the buffer must not fail once more when the interpreter ends.
+        # The rest of the buffer must not fail once more when the interpreter ends.
         if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):

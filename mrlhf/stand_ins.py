@@ -44,7 +44,7 @@ class _NoStream:
 
 
 class _CudaOnCpu:
-    """What rewritten megatron-core sees as `torch.cuda`; other names come from the real module."""
+    """Stands in for `torch.cuda` in rewritten megatron-core; other names are torch's own."""
 
     Stream = Event = current_stream = default_stream = _NoStream
     stream = contextlib.nullcontext
@@ -81,10 +81,7 @@ CUDA_ON_CPU = _CudaOnCpu()
 
 
 def not_compiled(function: T | None = None, **options: Any) -> T | Callable[[T], T]:
-    """What rewritten megatron-core sees as `torch.compile`: it returns the function as it is.
-
-    A CPU then needs no compiler, and no time is spent compiling.
-    """
+    """Stands in for `torch.compile`: a CPU needs no compiler, so the function stays as it is."""
     if function is None:
         return lambda decorated: decorated
     return function
@@ -155,7 +152,7 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
 class _Loader(importlib.machinery.SourceFileLoader):
     """Loads one rewritten module, whose bytecode is kept in the user's cache folder.
 
-    It must not lie beside the source, where Python expects bytecode of the source as it is.
+    It must not lie beside the source, where Python expects bytecode of the unchanged source.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -188,11 +185,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _kept_bytecode(source: bytes, path: str) -> Path:
-    """Where the bytecode of a module is kept; the name changes with all that it depends on.
-
-    Raises:
-        OSError: there is no folder for it.
-    """
+    """The path of a module's bytecode; its name changes with everything that it depends on."""
     identity = (source, path.encode(), _rewriter_identity())
     digest = hashlib.blake2b(b"|".join(identity), digest_size=16).hexdigest()
     return _bytecode_directory() / f"{digest}.pyc"
@@ -200,7 +193,7 @@ def _kept_bytecode(source: bytes, path: str) -> Path:
 
 @cache
 def _rewriter_identity() -> bytes:
-    """This file, and the version and settings of Python."""
+    """The content of this file, and the version and settings of Python."""
     settings = f"{sys.flags.optimize}|".encode()
     return settings + importlib.util.MAGIC_NUMBER + Path(__file__).read_bytes()
 
@@ -236,10 +229,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_cpu_stand_ins() -> None:
-    """Rewrite megatron-core for the CPU when it is imported.
-
-    This does nothing if there is a GPU, or if it has been called before.
-    """
+    """Rewrite megatron-core for the CPU when it is imported; do nothing if there is a GPU."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert "megatron.core" not in sys.modules, (

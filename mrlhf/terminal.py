@@ -1,6 +1,6 @@
 """Draws on a terminal: the view of a run below the log lines, and bars for long file tasks.
 
-It draws what it is given, and does not know what a run or a metric is.
+This file does not know what a run or a metric is.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ _SAMPLE_LINES = 6
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric.
-
-    Attributes:
-        label: its name in words.
-        values: the latest ones, the present one last; at least one.
-    """
+    """One metric: its name in words, and its latest values, at least one, the present one last."""
 
     label: str
     values: Sequence[float]
@@ -44,13 +39,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Count:
-    """How much of something is done, in steps or in a phase.
-
-    Attributes:
-        done: so many.
-        of: out of so many.
-        unit: of what, in the plural.
-    """
+    """Progress in steps or in a phase: `done` out of `of`, and the unit in the plural."""
 
     done: int
     of: int
@@ -59,19 +48,14 @@ class Count:
 
 @dataclass(frozen=True)
 class Picture:
-    """What the view shows.
+    """The contents of the view.
 
     Attributes:
-        title: which run it is.
-        steps: training steps.
-        seconds_left: until the last one is complete; None if that is not known.
-        phase: the present one.
-        phase_seconds: since when.
+        seconds_left: until the last step is complete; None if that is not known.
+        phase_seconds: time since the phase began.
         progress: within the phase; None if that is not known.
-        curves: the metrics.
         alarms: the alarms that are on, one line each.
-        sample_title: which sample it is; empty if there is none.
-        sample: the sample in words.
+        sample_title: empty if there is no sample.
     """
 
     title: str
@@ -93,10 +77,10 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 class LinesAboveView:
-    """Standard error of a process on whose terminal a view is drawn, by this process or another.
+    """Standard error of a process on whose terminal this or another process draws a view.
 
     Between two drawings the cursor rests at the upper left corner of the view. A line clears the
-    terminal from there on and takes the place of the view, which is next drawn below it.
+    terminal below the cursor and takes the place of the view, which is next drawn below it.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -105,7 +89,7 @@ class LinesAboveView:
         self._unfinished = ""
 
     def write(self, text: str) -> int:
-        """Write all lines that are complete; the rest waits for its end."""
+        """Write all complete lines; the rest waits for its end."""
         lines, end, self._unfinished = (self._unfinished + text).rpartition("\n")
         if end:
             self._stream.write(_CLEAR_BELOW + lines + end)
@@ -120,15 +104,11 @@ class TerminalView:
     """The lowest lines of a terminal; log lines scroll by above them, see `LinesAboveView`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """Draw nothing yet.
-
-        Args:
-            stream: a terminal; standard error by default.
-        """
+        """Draw nothing yet; `stream` is a terminal, standard error by default."""
         self._console = Console(file=sys.stderr if stream is None else stream)
 
     def draw(self, picture: Picture) -> None:
-        """Draw the picture in the place of the one before."""
+        """Replace the picture on the terminal."""
         with self._console.capture() as drawn:
             self._console.print(render(picture))
         lines = drawn.get().splitlines()[: max(self._console.height - 1, 1)]
@@ -136,11 +116,11 @@ class TerminalView:
         self._write("\n".join(lines) + back)
 
     def close(self) -> None:
-        """Take the view off the terminal."""
+        """Remove the view from the terminal."""
         self._write("")
 
     def _write(self, text: str) -> None:
-        """Write `text` in the place of the view, at once, so that no other line comes between."""
+        """Replace the view by `text` in one write, so that no other line comes between."""
         self._console.file.write(_CLEAR_BELOW + text)
         self._console.file.flush()
 
@@ -149,7 +129,6 @@ class ByteBars:
     """A bar for each task that reads or writes bytes; nothing if standard error is no terminal."""
 
     def __init__(self) -> None:
-        """Draw nothing yet."""
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
         self._progress = Progress(
             *columns,
@@ -159,7 +138,7 @@ class ByteBars:
         )
 
     def start(self, task: str, nbytes: int) -> Callable[[int], None]:
-        """Begin a task of so many bytes; returns what is to be called with the bytes just done."""
+        """Begin a task of `nbytes` bytes; call the result with each number of bytes done."""
         number = self._progress.add_task(task, total=nbytes)
         return lambda done: self._progress.advance(number, done)
 
@@ -192,7 +171,7 @@ def render(picture: Picture) -> RenderableType:
 
 
 def trend(values: Sequence[float]) -> str:
-    """The latest values as a row of bars, from the lowest to the highest of them."""
+    """The latest values as a row of bars, scaled from the lowest to the highest of them."""
     shown = values[-_TREND_POINTS:]
     low = min(shown)
     spread = max(shown) - low
@@ -203,7 +182,7 @@ def trend(values: Sequence[float]) -> str:
 
 
 def arrow(values: Sequence[float]) -> str:
-    """Whether the value has risen, fallen or stayed since the one before."""
+    """An arrow that shows whether the value has risen, fallen or stayed since the one before."""
     if len(values) < 2 or values[-1] == values[-2]:
         return "→"
     return "↑" if values[-1] > values[-2] else "↓"

@@ -24,10 +24,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tracked:
-    """What trackers are told of one step.
+    """One step for the trackers.
 
     Attributes:
-        step: its number.
         numbers: the metrics that are finite numbers.
         texts: samples in words, by title.
         distributions: numbers of each response, by name.
@@ -41,14 +40,11 @@ class Tracked:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What trackers are told of the run.
+    """The run for the trackers.
 
     Attributes:
-        output_dir: of the run; its files stand there as far as the tracker allows.
-        project: the project to which the run belongs.
-        name: of the run.
-        config: the configuration.
-        first_step: of a resumed run, the first step that is tracked again; None for a new run.
+        output_dir: the trackers' files stand there if the tracker allows it.
+        first_step: the first step that a resumed run tracks again; None for a new run.
     """
 
     output_dir: Path
@@ -69,11 +65,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker that is not installed.
-
-    Raises:
-        ConfigError: naming it, and the command that installs it.
-    """
+    """Refuse a tracker that is not installed, and name the command that installs it."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -83,14 +75,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of a run. One that fails is given up, and training goes on."""
+    """All trackers of a run. One that fails is given up, and training continues."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
-        """Open the trackers.
-
-        Raises:
-            ConfigError: one cannot be opened.
-        """
+        """Open the trackers; ConfigError if that is not possible."""
         self._trackers: dict[str, Tracker] = {}
         for name in names:
             try:
@@ -104,7 +92,7 @@ class Trackers:
                 ) from error
 
     def write(self, tracked: Tracked) -> None:
-        """Tell all trackers of a step."""
+        """Send a step to all trackers."""
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.write(tracked)
@@ -113,7 +101,7 @@ class Trackers:
                 del self._trackers[name]
 
     def close(self) -> None:
-        """Finish all of them."""
+        """Close all trackers."""
         for name, tracker in self._trackers.items():
             try:
                 tracker.close()

@@ -1,4 +1,4 @@
-"""The folder of this user in which what was compiled is kept between runs."""
+"""The user's folder in which compiled code is kept between runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """A folder that only this user owns and can write to: in the home, else the temporary folder.
+    """Find a folder that only this user owns and can write to: in the home, or a temporary one.
 
     Raises:
         OSError: there is none.

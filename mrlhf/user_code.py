@@ -2,7 +2,7 @@
 the function.
 
 This file uses the standard library alone. So the process of a reward function can load it by its
-path, without the package, which would bring torch. It does not know what the function is for.
+path, without the package, which would import torch. It does not know the purpose of the function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_reference(name: str) -> bool:
 
 
 def check_name(name: object, known: Sequence[str]) -> str:
-    """`name`, which must be one of `known` or have the form "path/to/file.py:function".
+    """`name` if it is one of `known` or has the form "path/to/file.py:function".
 
     Raises:
         ValueError: it is neither; the message names the nearest known one.
@@ -65,18 +65,16 @@ def read_reference(reference: str) -> tuple[Path, str]:
 def load_function(
     file: Path, name: str, parameters: Sequence[str], *, by_name: bool
 ) -> Callable[..., Any]:
-    """The function `name` of `file`, which is imported once a process, as any module is.
+    """Load the function `name` of `file` (absolute), which is imported once a process.
 
     Args:
-        file: an existing Python file, as an absolute path.
-        name: the function.
-        parameters: what the function must accept.
-        by_name: whether it is called with keyword arguments of these names, else by position.
+        parameters: the arguments that the function must accept.
+        by_name: whether these are passed by keyword, else by position.
 
     Raises:
         UserCodeError: the file cannot be imported, has no such function, or the function takes
-            other arguments or does not return its result. Where the file raised an error, that is
-            the cause.
+            other arguments or does not return its result. If the file raised an error, that is the
+            cause.
     """
     members = vars(_import_file(file))
     function = members.get(name)
@@ -112,7 +110,7 @@ def summarise_error(error: BaseException, file: Path) -> str:
 
 
 def _check_kind(function: Callable[..., Any]) -> None:
-    """Refuse a function whose call returns something that is still to be run."""
+    """Refuse a coroutine or generator function, whose call returns something still to be run."""
     for code in (function, type(function).__call__):  # an object is called through its class
         kind = None
         if inspect.iscoroutinefunction(code):

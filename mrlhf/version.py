@@ -1,4 +1,4 @@
-"""The version of mrlhf, and the option that tells it.
+"""The version of mrlhf, and the option that shows it.
 
 `setup.py` runs this file by itself, so it imports nothing of the package.
 """
@@ -13,5 +13,5 @@ __version__ = "0.8.0"
 
 
 def add_version_option(parser: argparse.ArgumentParser) -> None:
-    """Let a program print the version with `--version`, and end."""
+    """Add `--version`, which prints the version and ends the program."""
     parser.add_argument("--version", action="version", version=f"mrlhf {__version__}")

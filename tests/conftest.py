@@ -1,4 +1,5 @@
-"""Makes what several test files need, once for all workers of pytest-xdist.
+"""Chooses the tests of a tier and orders them; makes what several test files need, once for all
+workers of pytest-xdist.
 
 Examples of hypothesis are the same in every run, and a slow machine may take its time over them.
 """
@@ -13,6 +14,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from tests.tiers import HERE, TIERS, place_of, read_table, tier_of
+
 settings.register_profile(
     "any machine",
     derandomize=True,
@@ -21,7 +24,41 @@ settings.register_profile(
 )
 settings.load_profile("any machine")
 
+TABLE = read_table()
+
 Make = Callable[[Path], object]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, help="run the tests of this tier alone")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file without a test of the tier is not even imported."""
+    tier = config.getoption("tier")
+    if tier is None or not collection_path.match("test_*.py"):
+        return None
+    return True if _name(collection_path) not in TABLE[tier] else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the tier; the cheap files come first, then the longest."""
+    tier = config.getoption("tier")
+    if tier is not None:
+        chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            marks = [mark.name for mark in item.iter_markers()]
+            chosen[tier_of(_name(item.path), marks, TABLE) == tier].append(item)
+        items[:] = chosen[True]
+        config.hook.pytest_deselected(items=chosen[False])
+
+    seconds = TABLE[tier] if tier else {}
+    items.sort(key=lambda item: place_of(_name(item.path), seconds))
+
+
+def _name(path: Path) -> str:
+    """As `tests/tiers.yaml` names the file."""
+    return path.relative_to(HERE).as_posix()
 
 
 @pytest.fixture(scope="session")

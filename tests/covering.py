@@ -1,5 +1,7 @@
 """Chooses combinations in which every two choices that go together meet at least once.
 
+With strength 1 each choice occurs at least once, with strength 3 every three meet, and so on.
+
 With a dozen axes the full product is too long to run. Most faults show as soon as two choices meet,
 so a few dozen combinations find nearly all that the product would. This file does not know what is
 combined.
@@ -17,9 +19,10 @@ Row = dict[str, Any]
 """One combination: by axis, the value that is chosen."""
 Choice = tuple[str, int]
 """An axis, and the number of one of its values."""
-Pair = tuple[Choice, Choice]
+Meeting = frozenset[Choice]
+"""Choices of different axes that are to occur in one row; as many as the strength says."""
 
-# For each new row, so many of the pairs that are still missing are tried as its beginning.
+# For each new row, so many of the meetings that are still missing are tried as its beginning.
 _ATTEMPTS = 48
 
 
@@ -37,9 +40,13 @@ class Rule:
 
 
 def covering_rows(
-    axes: Mapping[str, Sequence[Any]], rules: Sequence[Rule], cost: str | None = None
+    axes: Mapping[str, Sequence[Any]],
+    rules: Sequence[Rule],
+    cost: str | None = None,
+    strength: int = 2,
+    given: Sequence[Row] = (),
 ) -> list[Row]:
-    """Rows that keep all rules and together hold every pair of values that some such row holds.
+    """Rows that keep all rules and together hold every meeting of values that some such row holds.
 
     The same arguments always give the same rows. They cost little, though not the least.
 
@@ -47,25 +54,31 @@ def covering_rows(
         axes: by name, the values to choose from.
         rules: those that name an axis which is not there are left out.
         cost: the axis whose value is the cost of a row; None: all rows cost the same.
+        strength: how many values meet; 1: each value occurs.
+        given: rows that are run anyway; what they hold is not asked of the others.
     """
-    search = _Search(axes, [rule for rule in rules if set(rule.axes) <= axes.keys()])
-    missing = dict.fromkeys(search.feasible_pairs())
+    search = _Search(axes, [rule for rule in rules if set(rule.axes) <= axes.keys()], strength)
+    missing = dict.fromkeys(search.feasible())
+    for row in given:
+        numbers = {axis: axes[axis].index(row[axis]) for axis in axes}
+        for meeting in search.meetings(numbers):
+            missing.pop(meeting, None)
     rows: list[Row] = []
 
     while missing:
         best: dict[str, int] = {}
-        most = 0.0  # pairs that are still missing, for what a row costs
-        for pair in list(missing)[:_ATTEMPTS]:
-            for chosen, price in _priced(dict(pair), axes, cost):
+        most = 0.0  # meetings that are still missing, for what a row costs
+        for meeting in list(missing)[:_ATTEMPTS]:
+            for chosen, price in _priced(dict(meeting), axes, cost):
                 candidate = search.complete(chosen, missing)
                 if candidate is None:
                     continue
-                gain = sum(other in missing for other in _pairs_of(candidate, axes)) / price
+                gain = sum(other in missing for other in search.meetings(candidate)) / price
                 if gain > most:
                     best = candidate
                     most = gain
-        for pair in _pairs_of(best, axes):
-            missing.pop(pair, None)
+        for meeting in search.meetings(best):
+            missing.pop(meeting, None)
         search.used.update(best.items())
         rows.append({axis: axes[axis][best[axis]] for axis in axes})
     return rows
@@ -78,9 +91,11 @@ class _Search:
         used: how often each value has been chosen.
     """
 
-    def __init__(self, axes: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) -> None:
+    def __init__(
+        self, axes: Mapping[str, Sequence[Any]], rules: Sequence[Rule], strength: int
+    ) -> None:
         self._axes = axes
-        self._places = {axis: place for place, axis in enumerate(axes)}
+        self._strength = strength
         self._rules_of: dict[str, list[Rule]] = {axis: [] for axis in axes}
         for rule in rules:
             for axis in rule.axes:
@@ -89,20 +104,23 @@ class _Search:
         # Axes with many rules first: a dead end is then found early.
         self._order = sorted(axes, key=lambda axis: -len(self._rules_of[axis]))
 
-    def feasible_pairs(self) -> Iterator[Pair]:
-        """Every two values of different axes that a row can hold together."""
-        for first, second in combinations(self._axes, 2):
-            numbers = range(len(self._axes[first])), range(len(self._axes[second]))
-            for one, other in product(*numbers):
-                pair = ((first, one), (second, other))
-                if self.complete(dict(pair), {}) is not None:
-                    yield pair
+    def feasible(self) -> Iterator[Meeting]:
+        """All values of different axes that a row can hold together."""
+        for axes in combinations(self._axes, self._strength):
+            for numbers in product(*[range(len(self._axes[axis])) for axis in axes]):
+                meeting = frozenset(zip(axes, numbers, strict=True))
+                if self.complete(dict(meeting), {}) is not None:
+                    yield meeting
+
+    def meetings(self, row: Mapping[str, int]) -> Iterator[Meeting]:
+        """All meetings of a row's values."""
+        yield from map(frozenset, combinations(row.items(), self._strength))
 
     def complete(
-        self, chosen: dict[str, int], missing: Mapping[Pair, None]
+        self, chosen: dict[str, int], missing: Mapping[Meeting, None]
     ) -> dict[str, int] | None:
         """A row that holds `chosen`; of the values of each other axis it takes the one that adds
-        most of the missing pairs, of equals the one that was used least, and of those the first.
+        most of the missing meetings, of equals the one that was used least, and of those the first.
 
         Returns:
             The row, or None if there is none.
@@ -112,15 +130,16 @@ class _Search:
         return self._extend(dict(chosen), missing)
 
     def _extend(
-        self, chosen: dict[str, int], missing: Mapping[Pair, None]
+        self, chosen: dict[str, int], missing: Mapping[Meeting, None]
     ) -> dict[str, int] | None:
         axis = next((axis for axis in self._order if axis not in chosen), None)
         if axis is None:
             return chosen
 
         def rank(number: int) -> tuple[int, int]:
-            pairs = [self._pair(axis, number, other, chosen[other]) for other in chosen]
-            added = sum(pair in missing for pair in pairs)
+            added = 0
+            for others in combinations(chosen.items(), self._strength - 1):
+                added += frozenset([(axis, number), *others]) in missing
             return -added, self.used[axis, number]
 
         for number in sorted(range(len(self._axes[axis])), key=rank):
@@ -140,11 +159,6 @@ class _Search:
                     return False
         return True
 
-    def _pair(self, axis: str, number: int, other: str, other_number: int) -> Pair:
-        if self._places[axis] < self._places[other]:
-            return (axis, number), (other, other_number)
-        return (other, other_number), (axis, number)
-
 
 def _priced(
     chosen: dict[str, int], axes: Mapping[str, Sequence[Any]], cost: str | None
@@ -156,7 +170,3 @@ def _priced(
     for number, price in enumerate(axes[cost]):
         if chosen.get(cost, number) == number:
             yield {**chosen, cost: number}, price
-
-
-def _pairs_of(row: Mapping[str, int], axes: Mapping[str, Sequence[Any]]) -> Iterator[Pair]:
-    yield from combinations([(axis, row[axis]) for axis in axes], 2)

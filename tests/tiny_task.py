@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
-from tests import plain_models
+from tests.oracle import plain_models
 
 
 def write_tiny_task(

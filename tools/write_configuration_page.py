@@ -1,4 +1,4 @@
-"""Writes what is made from the configuration's fields: docs/configuration.md and configs/schema/.
+"""Writes what is made from the code: docs/configuration.md, docs/metrics.md and configs/schema/.
 
 Usage: python tools/write_configuration_page.py [--out DIR]
 """
@@ -13,13 +13,14 @@ from pathlib import Path
 
 from mrlhf.config.json_schema import json_schema
 from mrlhf.config.page import LAUNCHERS, configuration_page
+from mrlhf.metrics.page import metrics_page
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def contents() -> dict[str, str]:
     """The text of each file by its path in the repository."""
-    files = {"docs/configuration.md": configuration_page()}
+    files = {"docs/configuration.md": configuration_page(), "docs/metrics.md": metrics_page()}
     for launcher, root_class in LAUNCHERS.items():
         text = json.dumps(json_schema(root_class), indent=1, ensure_ascii=False)
         files[f"configs/schema/{launcher}.json"] = text + "\n"
@@ -29,7 +30,7 @@ def contents() -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, write."""
     parser = argparse.ArgumentParser(
-        description="Write the page of all configuration keys and the JSON schemas for editors."
+        description="Write the pages of all configuration keys and metrics, and the JSON schemas."
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT, metavar="DIR", help="written here, not in the repository"

@@ -1,1 +1,1 @@
-"""What outlives a process: the state of a run in files, and how it comes back."""
+"""The state of a run in files, and how it comes back."""

@@ -1,7 +1,7 @@
-"""What identifies the files of a model that is read at every start and never saved.
+"""Recognises the files of a model that is read at every start and never saved.
 
-A checkpoint does not hold the reference and the reward model. It holds what is needed to notice
-that their files have changed.
+A checkpoint does not hold the reference and the reward model. It holds a fingerprint of their
+files, so that a change is noticed.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import xxhash
 
 from mrlhf.errors import CheckpointError
 
-_END = 64 * 2**10  # bytes at each end of a file that are hashed
+_HASHED_END_BYTES = 64 * 2**10  # at each end of a file
 
 
 def fingerprint(directory: str | Path) -> dict[str, Any]:
-    """Size and hash of both ends of each weight file of a Hugging Face model.
-
-    The beginning of a safetensors file lists its tensors. Hashing all of it would take as long as
-    loading the model.
-    """
+    """Size and hash of both ends of each weight file of a Hugging Face model."""
     files = {}
     for file in sorted(Path(directory).glob("*.safetensors")):
+        # The beginning of a safetensors file lists its tensors. Hashing all of the file would take
+        # as long as loading the model.
         size = file.stat().st_size
         with file.open("rb") as stream:
-            digest = xxhash.xxh3_64(stream.read(_END))
-            stream.seek(max(0, size - _END))
-            digest.update(stream.read(_END))
+            digest = xxhash.xxh3_64(stream.read(_HASHED_END_BYTES))
+            stream.seek(max(0, size - _HASHED_END_BYTES))
+            digest.update(stream.read(_HASHED_END_BYTES))
         files[file.name] = [size, digest.hexdigest()]
     return {"path": str(directory), "files": files}
 
@@ -40,7 +38,7 @@ def check_frozen(
     """Refuse to go on with another frozen model than the run began with.
 
     Raises:
-        CheckpointError: naming the role.
+        CheckpointError: with the role's name.
     """
     for role in sorted(stored.keys() & current.keys()):
         if stored[role]["files"] != current[role]["files"]:

@@ -1,9 +1,9 @@
-"""What a checkpoint is made of, as its `manifest.json` says; and which checkpoints there are.
+"""The contents of a checkpoint, as its `manifest.json` says; and the checkpoints of a run.
 
 The manifest is written last, so a directory without one is not whole. It lists every file with size
-and hash, and for each model which box of which tensor lies in which file. It ends with the hash of
-its own text, so every byte of a checkpoint is under a hash. This file knows names, numbers and
-directories. It knows no tensors and no ranks.
+and hash, and for each model the file of each box of each tensor. It ends with the hash of its own
+text, so every byte of a checkpoint is under a hash. This file knows names, numbers and directories.
+It knows no tensors and no ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _SEALED = re.compile(rb'(.*),"xxh3":"([0-9a-f]{16})"\}', re.DOTALL)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a named tensor lies.
+    """The places of a named tensor's parts.
 
     Attributes:
         shape: its full shape.
-        slices: (number of the file in the manifest, starts, stops) of each stored box. Together
-            the boxes hold each element once.
+        slices: (number of the file in the manifest, starts, stops) of each stored box. Together the
+            boxes hold each element once.
     """
 
     shape: Shape
@@ -60,7 +60,7 @@ class StoredModel:
         hf_config: the content of its Hugging Face `config.json`.
         dtype: of the parameters, such as "float32"; main weights are stored in float32.
         layout: sizes of the parallel axes when it was saved.
-        kinds: what is stored of each element: the weight, and Adam's moments if there are any.
+        kinds: the numbers stored of each element: the weight, and Adam's moments if there are any.
         optimizer_steps: optimizer steps behind the moments.
         tensors: every named tensor of the model.
     """
@@ -76,7 +76,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole of a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
         step: training steps that are complete.
@@ -87,7 +87,7 @@ class Manifest:
         versions: of the packages that made it.
         files: every file but the manifest.
         models: the trained models, by role.
-        frozen: for each model that is not stored, what identifies its files.
+        frozen: the fingerprint of each model that is not stored, by role.
         metrics: the metrics of step `step`.
         format: of the file that it was read from; it is written in the newest one.
     """
@@ -115,7 +115,7 @@ class Manifest:
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """The JSON of a manifest, with the hash of all that stands before the hash."""
+    """The JSON of a manifest, with a hash of everything before the hash at its end."""
     body = json.dumps(content, separators=(",", ":")).encode()[:-1]
     return body + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}'
 
@@ -133,7 +133,7 @@ def checkpoint_name(step: int, unfinished_step: bool) -> str:
 def checkpoints_in(directory: Path) -> list[Path]:
     """The directories in `directory` that have a checkpoint's name, newest first, whole or not.
 
-    A checkpoint that holds a part of a step is newer than that without it.
+    A checkpoint with a part of the next step is newer than one of the same step without it.
     """
     found = []
     if directory.is_dir():
@@ -145,18 +145,14 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 
 def with_manifest(directory: Path) -> list[Path]:
-    """Those of `checkpoints_in` that have a manifest, newest first."""
+    """The directories of `checkpoints_in` that have a manifest, newest first."""
     return [path for path in checkpoints_in(directory) if (path / MANIFEST).is_file()]
 
 
 def named_checkpoint(path: Path) -> Path | None:
-    """What `path` names: a checkpoint, or else the folder with the checkpoints of a run.
+    """The checkpoint, or the folder of checkpoints, that `path` names; None if there is none.
 
-    Args:
-        path: a checkpoint, a folder of checkpoints, or the output directory of a run.
-
-    Returns:
-        Its real path; None if there is no checkpoint.
+    `path` may be either of them, or the output directory of a run; the result has no links.
     """
     if (path / MANIFEST).is_file():
         return path.resolve()
@@ -167,7 +163,7 @@ def named_checkpoint(path: Path) -> Path | None:
 
 
 def hidden_directories(directory: Path) -> list[Path]:
-    """What is left in `directory` of saves and deletions that did not come to their end."""
+    """The remains in `directory` of saves and deletions that were cut short."""
     hidden: list[Path] = []
     for ending in (".saving", ".deleted", REPLACED):
         hidden += directory.glob(f".step_*{ending}")
@@ -175,7 +171,7 @@ def hidden_directories(directory: Path) -> list[Path]:
 
 
 def bring_back_replaced(directory: Path) -> None:
-    """Give back its name to a checkpoint that another one of that name was about to replace.
+    """Rename a checkpoint back that another one of its name was about to replace.
 
     Call it before a run looks for checkpoints in `directory`, while no other process writes there.
     """
@@ -206,7 +202,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(file: Path, content: bytes) -> Manifest:
-    """The manifest with this content, compared with its hash and checked.
+    """Read the manifest with this content, and check it and its hash.
 
     A manifest of the first format has no hash; `has_hash` of the result says so.
 
@@ -242,7 +238,7 @@ def check_name(directory: Path, manifest: Manifest) -> None:
     """Refuse a directory with the name of another checkpoint, since names say which is newest.
 
     Raises:
-        CheckpointError: naming both.
+        CheckpointError: with both names.
     """
     name = checkpoint_name(manifest.step, manifest.unfinished_step)
     if _NAME.fullmatch(directory.name) and directory.name != name:
@@ -256,7 +252,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
     """Refuse a checkpoint of which a file is missing or has another size.
 
     Raises:
-        CheckpointError: naming the first such file.
+        CheckpointError: with the name of the first such file.
     """
     for listed in manifest.files:
         file = directory / listed.path
@@ -276,7 +272,7 @@ def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:
     """Refuse a checkpoint of which one of the files with these numbers is damaged.
 
     Raises:
-        CheckpointError: naming the first such file.
+        CheckpointError: with the name of the first such file.
     """
     for number in numbers:
         listed = manifest.files[number]

@@ -1,9 +1,9 @@
-"""Which slices of a model a rank writes into a checkpoint, and how it finds those that it needs.
+"""The slices of a model that a rank writes into a checkpoint, and those that it reads from one.
 
 Every element of a weight is written by one rank. With the distributed optimizer that is the rank
 that updates it; otherwise the ranks with the same weights share the work. Moments stand beside the
-weights, in the same boxes. When loading, a rank reads the boxes that overlap what it holds, whoever
-wrote them. This file does not know roles, schedules or directories.
+weights, in the same boxes. When loading, a rank reads the boxes that overlap its own, whoever wrote
+them. This file does not know roles, schedules or directories.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mrlhf.weights.shard import Key, Piece
 
 @dataclass(frozen=True)
 class RankSlices:
-    """What one rank writes of one model.
+    """The numbers that one rank writes of one model.
 
     Attributes:
-        kinds: what is stored of each element.
+        kinds: the numbers stored of each element.
         optimizer_steps: optimizer steps behind the moments, as far as this rank knows.
         boxes: the boxes, in the order of the file; every kind is stored of each.
         sources: the tensors of the file.
@@ -60,7 +60,7 @@ class _Held:
 
 
 def slices_to_save(engine: ModelEngine) -> RankSlices:
-    """What this rank writes of a model that is trained; no rank waits for another."""
+    """This rank's share of a model that is trained; no rank waits for another."""
     assert engine.optimizer is not None, "a frozen model is not saved"
     groups = engine.groups
     rank = torch.distributed.get_rank()
@@ -103,11 +103,7 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
 def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: str) -> None:
     """Fill a model, its main weights and its moments from a checkpoint of any layout.
 
-    Args:
-        engine: has its optimizer.
-        directory: of the checkpoint.
-        manifest: of the checkpoint.
-        role: the model's name in it.
+    The engine has its optimizer; `role` is the model's name in the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint's tensors are not the model's.
@@ -148,15 +144,13 @@ def _held(engine: ModelEngine) -> Iterator[_Held]:
 
 
 def _keys_to_write(spec: ModelSpec, layout: ParallelLayout, rank: int) -> set[Key]:
-    """The named slices that this rank writes, of those that ranks of its replica hold.
-
-    Tensor-parallel ranks hold the same norms, and the two ends of a pipeline the same tied
-    embedding. The first rank that holds a slice writes it. A slice of an expert is on ranks of
-    different replicas alone.
-    """
+    """The named slices that this rank writes, of those that ranks of its replica hold."""
     mine = layout.coordinates(rank)
     own = {piece.key for piece in role_pieces(spec, layout, rank)}
     dense = {piece.key for piece in role_pieces(spec, layout, rank) if not piece.of_expert}
+    # Tensor-parallel ranks hold the same norms, and the two ends of a pipeline the same tied
+    # embedding. The first rank that holds such a slice writes it. Only ranks of other replicas hold
+    # the same slice of an expert.
     for pp in range(layout.pp):
         for tp in range(layout.tp):
             if (pp, tp) < (mine.pp, mine.tp):
@@ -166,19 +160,14 @@ def _keys_to_write(spec: ModelSpec, layout: ParallelLayout, rank: int) -> set[Ke
 
 
 def _untrained(parameter: Tensor, optimizer: ShardedOptimizer) -> OptimizedRange:
-    """A parameter that the optimizer does not know, as if it had never moved."""
+    """The range of a parameter that the optimizer does not have, as if it had never moved."""
     flat = parameter.detach().float().view(-1)
     names = MOMENTS if optimizer.steps_taken else ()
     return OptimizedRange(0, flat, {name: torch.zeros_like(flat) for name in names})
 
 
 def _share(held: _Held, replicas: int, replica: int) -> tuple[int, dict[str, Tensor]]:
-    """This rank's part of a parameter that every replica holds whole.
-
-    Args:
-        held: the parameter.
-        replicas: how many there are.
-        replica: the number of this rank's.
+    """This rank's part of a parameter that every one of `replicas` holds whole.
 
     Returns:
         The first element, and the flat tensors by kind.

@@ -29,7 +29,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(state: Mapping[str, Tensor]) -> None:
-    """Go on from a state that `random_state` gave; a GPU's is left out where there is none."""
+    """Restore a state from `random_state`; a GPU's is left out where there is none."""
     next_gauss = state["python_gauss"].tolist()
     numbers = tuple(state["python"].tolist())
     random.setstate((3, numbers, next_gauss[0] if next_gauss else None))

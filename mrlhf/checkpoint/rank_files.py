@@ -22,11 +22,11 @@ from mrlhf.weights.boxes import Box
 
 @dataclass(frozen=True)
 class ModelPart:
-    """What one rank has written of one model.
+    """One rank's file of one model.
 
     Attributes:
         path: its file, relative to the checkpoint.
-        kinds: what is stored of each element.
+        kinds: the numbers stored of each element.
         optimizer_steps: optimizer steps behind the moments, as far as the rank knows.
         boxes: the stored boxes.
     """
@@ -39,7 +39,7 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank has written.
+    """All that one rank has written.
 
     Attributes:
         files: its files.
@@ -91,9 +91,7 @@ class RankWriter:
     ) -> None:
         """Write all files; returns when they are on disk, or writing has failed.
 
-        Args:
-            models: what to write of each model, by role.
-            write_rest: writes the rank's other files; need not wait for the disk.
+        `write_rest` writes the rank's other files; it need not wait for the disk.
         """
         part = RankPart()
         try:
@@ -135,7 +133,7 @@ class RankWriter:
         return self._thread is None or not self._thread.is_alive()
 
     def result(self) -> RankPart:
-        """What was written; waits for it."""
+        """The files that were written; waits for them."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,7 +1,7 @@
 """Chooses the checkpoint that a run goes on from, and brings it back.
 
-All ranks share the work of checking that the files are what the manifest says. This file does not
-know what the state means.
+All ranks share the work of checking the files against the manifest. This file does not know what
+the state means.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Checkpoint:
 
     Attributes:
         path: its directory.
-        manifest: what it is made of.
+        manifest: its contents.
         state: everything but models and random numbers.
     """
 
@@ -75,12 +75,7 @@ def newest_checkpoint(
 ) -> Checkpoint | None:
     """The newest whole checkpoint in `directory`, or None if it holds none; every rank calls it.
 
-    A damaged checkpoint is passed over, and a warning says so.
-
-    Args:
-        directory: a folder of checkpoints.
-        world: all ranks of the job.
-        damaged: gets the checkpoints that were passed over.
+    A damaged checkpoint is passed over with a warning, and added to `damaged`.
     """
     names: list[list[str]] = [[path.name for path in checkpoints_in(directory)]]
     dist.broadcast_object_list(names, src=0, group=world)  # the ranks must look at the same ones
@@ -95,7 +90,7 @@ def newest_checkpoint(
 
 
 def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
-    """The checkpoint in directory `path`, after every byte of it was checked; every rank calls it.
+    """Check every byte of the checkpoint in directory `path`, and read it; every rank calls it.
 
     Raises:
         CheckpointError: it is not whole or damaged, on every rank; the message names the file.
@@ -126,7 +121,7 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, so that it is never counted among those that are kept."""
+    """Rename a damaged checkpoint so that it is no longer found."""
     number = 1
     while (aside := path.with_name(f"damaged_{number}.{path.name}")).exists():
         number += 1

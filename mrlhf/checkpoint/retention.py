@@ -1,4 +1,4 @@
-"""When a checkpoint is due, which one is best, and which ones are deleted.
+"""Decides when a checkpoint is due, which one is best, and which ones are deleted.
 
 It decides from numbers. It does not know models or what a checkpoint holds.
 """
@@ -41,13 +41,10 @@ class Best:
     value: float = math.nan
 
     def check(self, measured: AbstractSet[str]) -> None:
-        """Refuse a metric that the run does not measure.
-
-        Args:
-            measured: the names of all metrics that it does.
+        """Refuse a metric that the run does not measure; `measured` names those that it does.
 
         Raises:
-            ConfigError: naming the nearest metric.
+            ConfigError: with the nearest name.
         """
         if self.metric is not None and self.metric not in measured:
             kind = self.metric.split("/")[0]
@@ -59,17 +56,14 @@ class Best:
     def check_validation(self, measured: AbstractSet[str]) -> None:
         """Refuse a metric of the validation that a validation does not measure.
 
-        Args:
-            measured: the names of all metrics of a validation.
-
         Raises:
-            ConfigError: naming the nearest metric.
+            ConfigError: with the nearest name.
         """
         if self.metric is not None and self.metric.startswith(("val/", "val_sampled/")):
             self.check(measured)
 
     def is_improved_by(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether step `step` has the best value so far; takes note of it then."""
+        """Whether step `step` has the best value so far, which is then kept."""
         if self.metric is None or self.metric not in metrics:
             return False
         value = float(metrics[self.metric])
@@ -88,7 +82,7 @@ class Best:
         return {"metric": self.metric, "step": self.step, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` gave; another metric begins anew."""
+        """Restore a state from `state_dict`; with another metric, begin anew."""
         if state["metric"] == self.metric:
             self.step = state["step"]
             self.value = state["value"]
@@ -99,12 +93,8 @@ def is_due(
 ) -> bool:
     """Whether a checkpoint is to be saved after step `step`.
 
-    Args:
-        section: how often.
-        step: the step that has ended.
-        last_step: of the run.
-        seconds_since_last: since the last checkpoint, or since the start.
-        improved: whether this step is the best so far.
+    `seconds_since_last` counts from the last checkpoint, or from the start; `improved` says whether
+    this step is the best so far.
     """
     if section.save_freq and (step % section.save_freq == 0 or step == last_step):
         return True
@@ -135,7 +125,7 @@ def delete_old(directory: Path, max_to_keep: int | None, best_step: int | None) 
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint; at no time does a part of it look whole."""
+    """Delete a checkpoint, so that at no time a part of it looks whole."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
     try:
         shutil.rmtree(hidden, ignore_errors=True)

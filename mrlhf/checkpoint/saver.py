@@ -52,12 +52,12 @@ _PACKAGES = ("mrlhf", "torch", "megatron-core", "transformers", "safetensors")
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What every manifest of a run says.
+    """The facts about a run in each of its manifests.
 
     Attributes:
         program: class of the configuration.
         config: the whole configuration.
-        frozen: for each model that is not stored, what identifies its files.
+        frozen: the fingerprint of each model that is not stored, by role.
     """
 
     program: str
@@ -67,7 +67,7 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is to hold; the same on every rank, but for the models' shards.
+    """The contents of a checkpoint; the same on every rank, but for the models' shards.
 
     Attributes:
         step: training steps that are complete.
@@ -75,9 +75,9 @@ class Contents:
         models: the trained models, by role.
         state: everything else that lasts, as a tree for `StateCopy`.
         metrics: of step `step`.
-        exports: writes further files into the directory that it is given, such as a Hugging Face
-            checkpoint; every rank calls each, and if one fails, each raises a CheckpointError. By
-            the name of the directory.
+        exports: by the name of a directory, a function that writes further files into it, such as a
+            Hugging Face checkpoint. Every rank calls each, and if one fails, each raises a
+            CheckpointError.
     """
 
     step: int
@@ -113,7 +113,7 @@ class Saver:
 
         Args:
             directory: holds the checkpoints; on a file system that all ranks share.
-            identity: what every manifest says.
+            identity: the facts in every manifest.
             world: all ranks of the job.
             asynchronous: let a thread write models while training goes on.
             verify: rank 0 calls it before a checkpoint gets its name; it raises a CheckpointError
@@ -170,8 +170,7 @@ class Saver:
     def finish(self, wait: bool) -> Path | None:
         """Complete the checkpoint that is being written, if every rank has written its files.
 
-        Args:
-            wait: until they have.
+        With `wait`, wait until they have.
 
         Returns:
             The checkpoint, if one was completed.
@@ -195,7 +194,7 @@ class Saver:
         return self._publish(pending, part)
 
     def _prepare(self, hidden: Path) -> str | None:
-        """Make the hidden directory; returns what is wrong, if anything, on every rank."""
+        """Make the hidden directory; returns the error, if any, on every rank."""
         error = None
         if dist.get_rank() == 0:
             try:
@@ -229,7 +228,7 @@ class Saver:
     def _publish_on_main_rank(
         self, pending: _Pending, parts: list[RankPart], path: Path
     ) -> str | None:
-        """Write the manifest and rename the directory; returns what is wrong, if anything."""
+        """Write the manifest and rename the directory; returns the error, if any."""
         began = time.monotonic()
         errors = []
         for rank, part in enumerate(parts):
@@ -278,7 +277,7 @@ class Saver:
 
 
 def _writer_of_rest(hidden: Path, contents: Contents) -> Callable[[], list[WrittenFile]]:
-    """Copy everything but the models, as it is now; returns what writes it."""
+    """Copy everything but the models, as it is now; returns a function that writes it."""
     rank = dist.get_rank()
     numbers = [TensorSource.of(name, tensor) for name, tensor in random_state().items()]
     state = StateCopy.of(contents.state) if rank == 0 else None
@@ -297,7 +296,7 @@ def _writer_of_rest(hidden: Path, contents: Contents) -> Callable[[], list[Writt
 def _stored_model(
     role: str, engine: ModelEngine, parts: list[RankPart], numbers: Mapping[str, int]
 ) -> StoredModel:
-    """One model's entry in the manifest, from what all ranks have written of it."""
+    """One model's entry in the manifest, made of all ranks' parts."""
     slices: dict[str, list[Any]] = {name: [] for name in engine.tensor_shapes}
     kinds: tuple[str, ...] = ()
     steps = 0
@@ -345,7 +344,7 @@ def _report(path: Path, manifest: Manifest, free: int, seconds: float) -> None:
 
 
 def _replace(hidden: Path, path: Path) -> None:
-    """Give a whole checkpoint its name; an older one of that name goes.
+    """Give a whole checkpoint its name, and delete an older one of that name.
 
     If the process is killed in between, `bring_back_replaced` brings the older one back.
     """

@@ -18,7 +18,7 @@ from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box, boxes_in
 from mrlhf.weights.shard import Piece, Shape
 
-_BUCKET = 2 * 2**20  # elements that are read at a time
+_ELEMENTS_AT_ONCE = 2 * 2**20
 
 
 def check_shapes(
@@ -27,7 +27,7 @@ def check_shapes(
     """Refuse a stored model whose tensors are not exactly those of `shapes`.
 
     Raises:
-        CheckpointError: naming the first tensor that is missing, too many or of another shape.
+        CheckpointError: with the first tensor that is missing, too many or of another shape.
     """
     for name in sorted(shapes.keys() | model.tensors.keys()):
         stored = list(model.tensors[name].shape) if name in model.tensors else None
@@ -84,13 +84,14 @@ class SliceReader:
         target: Tensor,
         start: int,
     ) -> None:
-        """Fill `target`, elements of a flat parameter from `start` on, as far as pieces lie in it.
+        """Fill `target`, elements of a flat parameter from `start` on, with the elements of its
+        pieces.
 
         Padding, which belongs to no piece, becomes zero.
         """
         target.zero_()
         columns = math.prod(parameter_shape[1:])
-        step = max(1, _BUCKET // columns) * columns
+        step = max(1, _ELEMENTS_AT_ONCE // columns) * columns
         stop = start + target.numel()
         begin = start
         while begin < stop:
@@ -103,7 +104,7 @@ class SliceReader:
     def _fill_part(
         self, role: str, kind: str, piece: Piece, parameter_shape: Shape, part: Tensor, start: int
     ) -> None:
-        """Fill the elements of one piece, of those from `start` on."""
+        """Fill those elements of one piece that lie in `part`, which begins at `start`."""
         for stored in boxes_in(piece, parameter_shape, start, start + part.numel()):
             values = self.read(role, kind, stored.box).reshape(-1)
             place = 0

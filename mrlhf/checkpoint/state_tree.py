@@ -1,7 +1,7 @@
 """Writes a tree of plain values and tensors as JSON and safetensors, and reads it back.
 
-The parts of a run say by `state_dict` what they need to go on: numbers, texts, lists, dictionaries
-and tensors. Nothing is pickled. This file does not know whose state it is.
+The parts of a run give their state by `state_dict`: numbers, texts, lists, dictionaries and
+tensors. Nothing is pickled. This file does not know whose state it is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StateCopy:
 
 
 def read_state(root: Path) -> dict[str, Any]:
-    """The state that `StateCopy.write` wrote.
+    """Read the state that `StateCopy.write` wrote.
 
     Raises:
         CheckpointError: it cannot be read.

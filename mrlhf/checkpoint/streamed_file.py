@@ -1,7 +1,7 @@
 """Reads tensors out of a safetensors file with plain reads.
 
 The safetensors package maps a file into memory, so that a process which reads all of a large model
-seems to need all of it. Here nothing is held but the tensor that is asked for. This file does not
+seems to need all of it. Here only the tensor that is asked for is in memory. This file does not
 know what the tensors are.
 """
 
@@ -20,15 +20,11 @@ from mrlhf.checkpoint.tensor_file import DTYPES
 from mrlhf.errors import WeightError
 
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-_LARGEST_HEADER = 100 * 10**6  # bytes, as in the safetensors package
+_LARGEST_HEADER_BYTES = 100 * 10**6  # as in the safetensors package
 
 
 class StreamedFile:
-    """An open safetensors file.
-
-    Attributes:
-        tensors: what it holds.
-    """
+    """An open safetensors file, with its `tensors` by name."""
 
     def __init__(self, path: Path) -> None:
         """Open a file and read its header.
@@ -92,7 +88,7 @@ class StreamedFile:
     def _read_header(self) -> None:
         size = self._path.stat().st_size
         length = int.from_bytes(self._file.read(8), "little")
-        if length > min(size - 8, _LARGEST_HEADER):
+        if length > min(size - 8, _LARGEST_HEADER_BYTES):
             raise ValueError("the header is longer than the file")
 
         header = json.loads(self._file.read(length))

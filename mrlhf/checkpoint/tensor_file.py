@@ -32,7 +32,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_CHUNK = 4 * 2**20  # bytes read at a time when a file is hashed
+_CHUNK_BYTES = 4 * 2**20  # read at a time when a file is hashed
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TensorSource:
         key: its name in the file.
         dtype: of its elements.
         shape: its shape.
-        runs: gives flat tensors that one after the other are the elements, on any device.
+        runs: gives flat tensors on any device; one after the other they are the elements.
     """
 
     key: str
@@ -163,7 +163,7 @@ def describe_file(root: Path, path: str) -> WrittenFile:
     """
     digest = xxhash.xxh3_64()
     nbytes = 0
-    chunk = memoryview(bytearray(_CHUNK))
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
     try:
         with (root / path).open("rb", buffering=0) as stream:
             while count := stream.readinto(chunk):

@@ -1,8 +1,7 @@
-"""Converts checkpoints between Hugging Face, Megatron-LM and our training checkpoints.
+"""Converts checkpoints to Hugging Face's and Megatron-LM's formats.
 
 Usage: mrlhf-convert-checkpoint SOURCE --to huggingface --out DIR
        mrlhf-convert-checkpoint SOURCE --to megatron --out DIR
-       mrlhf-convert-checkpoint SOURCE --to training --out DIR --tp 2
        mrlhf-convert-checkpoint --inspect DIR
 
 One process without a GPU; it holds one tensor at a time.
@@ -18,38 +17,21 @@ from typing import NoReturn
 
 import torch
 
-from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert, relayout
-from mrlhf.checkpoint.conversion.identify import Found, examine, identify
+from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
+from mrlhf.checkpoint.conversion.identify import examine
 from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
-from mrlhf.checkpoint.conversion.run_output import Selection
-from mrlhf.errors import ConfigError, MrlhfError
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.errors import MrlhfError
 from mrlhf.printable import show
 from mrlhf.terminal import ByteBars
 from mrlhf.version import add_version_option
 
 _FILE_MB = 5000
-# In which conversions an option is looked at; in all where it is not named.
-_LOOKED_AT = {
-    "role": ("source:training", "to:training"),
-    "like": ("source:megatron", "source:training to:huggingface", "source:training to:megatron"),
-    "vocab_size": ("source:megatron",),
-    "model_type": ("source:megatron",),
-    "max_shard_mb": ("to:huggingface", "to:megatron"),
-    "vocab_divisible_by": ("to:megatron",),
-    "norm_names": ("to:megatron",),
-    "dtype": (
-        *("to:huggingface", "to:megatron"),
-        *("source:huggingface to:training", "source:megatron to:training"),
-    ),
-    **dict.fromkeys(("tp", "pp", "dp", "vpp", "pp_layers"), ("to:training",)),
-}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the command line."""
+    """Reports a mistake in the command line in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see --help\n")
@@ -72,7 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "the format torch_dist",
     )
     parser.add_argument("--inspect", type=Path, metavar="DIR", help="say what DIR is, and stop")
-    parser.add_argument("--to", choices=("huggingface", "megatron", "training"))
+    parser.add_argument("--to", choices=("huggingface", "megatron"))
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the result goes")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at --out")
     parser.add_argument(
@@ -84,7 +66,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-shard-mb",
         type=_positive,
-        help=f"huggingface, megatron: size of a file (default: {_FILE_MB})",
+        help=f"size of a file (default: {_FILE_MB})",
     )
     _add_source_options(parser)
     _add_target_options(parser)
@@ -94,6 +76,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         for name in ("source", "to", "out"):
             if getattr(options, name) is None:
                 parser.error(f"{'SOURCE' if name == 'source' else '--' + name} is missing")
+        for name in ("vocab_divisible_by", "norm_names"):
+            if getattr(options, name) is not None and options.to != "megatron":
+                parser.error(f"--{name.replace('_', '-')} goes with --to megatron alone")
         return options
     for name, value in vars(options).items():
         if name not in ("inspect", "verify") and value not in (None, False):
@@ -140,25 +125,6 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
         "pre_mlp_layernorm",
     )
 
-    for axis, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        target.add_argument(
-            f"--{axis}",
-            type=_positive,
-            help=f"training: {meaning}-parallel size for which the files are cut (default: 1)",
-        )
-    target.add_argument(
-        "--vpp",
-        type=_positive,
-        help="training: virtual stages of each pipeline rank (default: 1)",
-    )
-    target.add_argument(
-        "--pp-layers",
-        type=_not_negative,
-        nargs="+",
-        metavar="LAYERS",
-        help="training: layers of each virtual stage (default: equal numbers)",
-    )
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Inspect or convert; 0 when done, 2 on bad input, 1 if an inspected directory is damaged."""
@@ -187,18 +153,6 @@ def _inspect(directory: Path, every_byte: bool) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    wanted = Selection(options.step, options.role, whole=options.to == "training")
-    found = identify(options.source, wanted)
-    _check_options(options, found)
-
-    layout = ParallelLayout(
-        tp=options.tp or 1,
-        pp=options.pp or 1,
-        vpp=options.vpp or 1,
-        pp_layers=None if options.pp_layers is None else tuple(options.pp_layers),
-        dp=options.dp or 1,
-        etp=options.tp or 1,  # as in training with one expert-parallel rank
-    )
     max_file_bytes = (options.max_shard_mb or _FILE_MB) * 10**6
     target = TargetOptions(
         format=options.to,
@@ -209,8 +163,6 @@ def _convert(options: argparse.Namespace) -> int:
             fused_norms=options.norm_names != "own",
             max_file_bytes=max_file_bytes,
         ),
-        role=options.role or "actor",
-        layout=layout,
         overwrite=options.overwrite,
     )
     source = SourceOptions(
@@ -218,20 +170,9 @@ def _convert(options: argparse.Namespace) -> int:
     )
 
     with ByteBars() as bars:
-        if options.to == "training" and found.format == "training":
-            report = relayout(
-                options.source,
-                options.out,
-                target,
-                role=options.role,
-                verify=options.verify,
-                start=bars.start,
-                step=options.step,
-            )
-        else:
-            report = convert(
-                options.source, options.out, source, target, verify=options.verify, start=bars.start
-            )
+        report = convert(
+            options.source, options.out, source, target, verify=options.verify, start=bars.start
+        )
 
     of_step = "" if report.step is None else f", of step {report.step}"
     show(f"{report.path}: {report.kind}{of_step}")
@@ -241,24 +182,6 @@ def _convert(options: argparse.Namespace) -> int:
         show(f"note: {text}")
     show(f"{options.out}: {report.tensors} tensors, {report.nbytes} bytes")
     return 0
-
-
-def _check_options(options: argparse.Namespace, found: Found) -> None:
-    """Refuse an option that this conversion would not look at.
-
-    Raises:
-        ConfigError: naming the first one.
-    """
-    source = f"source:{found.format}"
-    here = {source, f"to:{options.to}", f"{source} to:{options.to}"}
-    for name, where in _LOOKED_AT.items():
-        if getattr(options, name) is not None and not here & set(where):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} has no meaning here: {options.source} is converted "
-                f"from {found.format} to {options.to}; leave it out"
-            )
-    if options.step is not None and found.path == options.source:
-        raise ConfigError(f"--step chooses a checkpoint of a run; {found.path} is no run")
 
 
 def _not_negative(text: str) -> int:

@@ -2,9 +2,8 @@
 
 Usage: mrlhf-init [--out DIR]
 
-The commands of the pages name these files relative to the working directory, the configurations
-name each other's results so, and alarms name sections of the pages so. It does not know what is in
-the files.
+Pages, configurations and alarms name these files relative to the working directory. This file does
+not know their contents.
 """
 
 from __future__ import annotations
@@ -15,18 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import mrlhf
+from mrlhf.config.presets import shipped
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
 FOLDERS = ("configs", "docs", "launch")
-
-
-def shipped() -> Path:
-    """Where the folders are: inside an installed package, beside the package in a clone."""
-    package = Path(mrlhf.__file__).parent
-    installed = package / "shipped"
-    return installed if installed.is_dir() else package.parent
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

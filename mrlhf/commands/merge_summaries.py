@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrlhf.checkpoint.summary import combine_summaries
 from mrlhf.errors import MrlhfError
 from mrlhf.printable import show
-from mrlhf.run.summary import combine_summaries
 from mrlhf.version import add_version_option
 
 

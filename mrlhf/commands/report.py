@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrlhf.checkpoint.output_files import REPORT
 from mrlhf.errors import MrlhfError
 from mrlhf.printable import show
 from mrlhf.report.write import write_report
-from mrlhf.run.directory import REPORT
 from mrlhf.version import add_version_option
 
 

@@ -3,8 +3,8 @@
 Usage: torchrun --no-python --nproc-per-node=N mrlhf-train-ppo --config FILE [--config FILE ...]
            [key.path=value ...] [--dry-run [--world-size N] [--allow-missing]]
 
-What checks a run and what trains is imported once the configuration has been read: that import
-takes seconds, and neither --help nor a mistake in the configuration has to wait for it.
+The checks and the trainers are imported once the configuration has been read: the import takes
+seconds, and neither --help nor a mistake in the configuration has to wait for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ppo() -> int:
     """Train a policy with PPO."""
 
     def train(config: PPOConfig) -> None:
-        from mrlhf.trainers.ppo_run import train_ppo
+        from mrlhf.trainers.ppo.run import train_ppo
 
         train_ppo(config)
 

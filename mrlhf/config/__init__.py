@@ -3,7 +3,7 @@
 from mrlhf.config.arguments import DryRun, parse_args
 from mrlhf.config.load import dump_yaml, load_config
 from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.config.schema import flatten
+from mrlhf.config.tree import flatten
 
 __all__ = [
     "DPOConfig",

@@ -5,7 +5,7 @@ It knows the names of the methods. It does not know their formulas or other sect
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 from pydantic import Field, field_validator
 
@@ -17,9 +17,11 @@ from mrlhf.config.fields import (
     NotNegative,
     Positive,
     Section,
-    Switch,
+    known_name,
 )
 from mrlhf.config.path_text import expand_name
+from mrlhf.config.presets import PresetName
+from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, by_estimator, read_if
 from mrlhf.rl.names import (
     AdvantageEstimator,
     FilterMetric,
@@ -27,49 +29,61 @@ from mrlhf.rl.names import (
     KlPlacement,
     RewardKlKind,
     RewardNorm,
+    estimator_traits,
+)
+
+
+def _not_the_sum(place: Place) -> NotRead | None:
+    """A key that shapes the sum of the terms, while the estimator compares them one by one."""
+    name = place.value(ESTIMATOR)
+    if not estimator_traits(name).compares_terms:
+        return None
+    why = f" with {ESTIMATOR} {name}, which compares the scores of single terms and not their sum"
+    remedy = "use another estimator, such as grpo"
+    return NotRead(why, remedy, (ESTIMATOR,), leave="turn it off")
+
+
+_SHAPES_THE_SUM = ReadIf(_not_the_sum)
+_IF_IN_REWARD = read_if("algorithm.use_kl_in_reward")
+_IF_ADAPTIVE = read_if("type", lambda kind: kind == "adaptive", "is fixed", "use adaptive")
+_UNLESS_OF_LENGTH = read_if(
+    "lam_length_alpha",
+    lambda alpha: alpha is None,
+    "sets the lambda of the advantages",
+    "set that to null",
 )
 
 
 class KlCtrlSection(Section):
     """The coefficient of the KL in the reward."""
 
-    switches = (
-        Switch(
-            "type",
-            lambda kind: kind == "fixed",
-            ("target_kl", "horizon"),
-            "is fixed",
-            "use adaptive",
-        ),
-    )
-
-    type: KlControllerKind = Field(
+    type: Annotated[KlControllerKind, _IF_IN_REWARD] = Field(
         "fixed",
         description="fixed: the coefficient stays; adaptive: it is steered towards target_kl",
     )
-    kl_coef: NotNegative = Field(0.001, description="coefficient; adaptive: at the start")
-    target_kl: Positive = Field(0.1, description="adaptive: wanted mean KL per token, nats")
-    horizon: Count = Field(
+    kl_coef: Annotated[NotNegative, _IF_IN_REWARD] = Field(
+        0.001, description="coefficient; adaptive: at the start"
+    )
+    target_kl: Annotated[Positive, _IF_IN_REWARD, _IF_ADAPTIVE] = Field(
+        0.1, description="adaptive: wanted mean KL per token, nats"
+    )
+    horizon: Annotated[Count, _IF_IN_REWARD, _IF_ADAPTIVE] = Field(
         10000, description="adaptive: the larger, the slower the coefficient changes, samples"
     )
-
-
-def _is_false(value: Any) -> bool:
-    return value is False
 
 
 class OverlongBufferSection(Section):
     """DAPO's penalty (arXiv 2503.14476) for responses near data.max_response_length."""
 
-    switches = (Switch("enable", _is_false, ("len", "penalty_factor"), "is false", "turn that on"),)
-
-    enable: bool = Field(False, description="lower the score of responses that are almost too long")
-    len: Count | None = Field(
+    enable: Annotated[bool, _SHAPES_THE_SUM] = Field(
+        False, description="lower the score of responses that are almost too long"
+    )
+    len: Annotated[Count | None, read_if("enable")] = Field(
         None,
         description="the penalty begins this many tokens before the longest response; required "
         "if enabled",
     )
-    penalty_factor: NotNegative = Field(
+    penalty_factor: Annotated[NotNegative, read_if("enable")] = Field(
         1.0, description="penalty of a response of full length; it grows linearly from 0"
     )
 
@@ -80,19 +94,15 @@ class FilterGroupsSection(Section):
     A prompt whose answers all have the same score teaches nothing.
     """
 
-    switches = (
-        Switch("enable", _is_false, ("metric", "max_num_gen_batches"), "is false", "turn that on"),
-    )
-
     enable: bool = Field(
         False, description="drop such prompts, and generate others until the batch is full"
     )
-    metric: FilterMetric = Field(
+    metric: Annotated[FilterMetric, read_if("enable")] = Field(
         "score",
         description="what must differ between the answers: acc, whether they are right; score; "
         "seq_reward, the score after clipping and penalties",
     )
-    max_num_gen_batches: Count = Field(
+    max_num_gen_batches: Annotated[Count, read_if("enable")] = Field(
         10, description="most batches of data.gen_batch_size prompts in one step"
     )
 
@@ -100,89 +110,79 @@ class FilterGroupsSection(Section):
 class AlgorithmSection(Section):
     """From scores to advantages."""
 
-    switches = (
-        Switch(
-            "use_kl_in_reward",
-            _is_false,
-            (
-                "kl_penalty",
-                "kl_placement",
-                "kl_ctrl.type",
-                "kl_ctrl.kl_coef",
-                "kl_ctrl.target_kl",
-                "kl_ctrl.horizon",
-            ),
-            "is false",
-            "turn that on",
-        ),
-        Switch(
-            "lam_length_alpha",
-            lambda alpha: alpha is not None,
-            ("lam",),
-            "sets the lambda of the advantages",
-            "set that to null",
-        ),
+    preset: Annotated[PresetName | None, known_name(get_args(PresetName))] = Field(
+        None,
+        description="a method by its name, which begins anew: keys of the method in earlier files "
+        "do not count, those beside it win; defaults: no method's keys; after reading it is null "
+        "and the keys hold its values",
     )
-
     adv_estimator: AdvantageEstimator | FunctionReference = Field(
         "gae",
         description="advantage estimator; only gae needs a critic; "
         "path/to/file.py:function: your own",
     )
-    use_critic: bool = Field(
+    use_critic: Annotated[bool, by_estimator()] = Field(
         False, description="train a critic and give its values to an estimator of your own"
     )
-    gamma: Fraction = Field(
+    gamma: Annotated[Fraction, by_estimator("gae", "reinforce_plus_plus")] = Field(
         1.0, description="discount from one token to the next; read by gae and reinforce_plus_plus"
     )
-    lam: Fraction = Field(1.0, description="gae: lambda of generalised advantage estimation")
-    lam_critic: Fraction | None = Field(
+    lam: Annotated[Fraction, by_estimator("gae"), _UNLESS_OF_LENGTH] = Field(
+        1.0, description="gae: lambda of generalised advantage estimation"
+    )
+    lam_critic: Annotated[Fraction | None, by_estimator("gae")] = Field(
         None, description="gae: lambda of the critic's targets; null: as that of the advantages"
     )
-    lam_length_alpha: Positive | None = Field(
+    lam_length_alpha: Annotated[Positive | None, by_estimator("gae")] = Field(
         None,
         description="gae: lambda = 1 - 1 / (this x response length) instead of lam, from VAPO; "
         "null: off",
     )
-    norm_adv_by_std_in_grpo: bool = Field(
+    norm_adv_by_std_in_grpo: Annotated[bool, by_estimator("grpo", "grpo_passk", "gdpo")] = Field(
         True,
         description="grpo, grpo_passk, gdpo: divide by the standard deviation of the prompt's "
         "scores",
     )
-    f_norm: Positive = Field(1.0, description="gpg: divisor of the advantages")
-    gdpo_reward_keys: Annotated[list[str], Field(min_length=1)] | None = Field(
+    f_norm: Annotated[Positive, by_estimator("gpg")] = Field(
+        1.0, description="gpg: divisor of the advantages"
+    )
+    gdpo_reward_keys: Annotated[
+        Annotated[list[str], Field(min_length=1)] | None, by_estimator("gdpo")
+    ] = Field(
         None,
         description="gdpo: the scores that are compared one by one, as reward/<name> reports them; "
         "a number that only one function reports needs no function's name; null: reward.terms, "
         "with their weights",
     )
-    gdpo_reward_weights: Annotated[list[float], Field(min_length=1)] | None = Field(
-        None, description="gdpo: the weight of each of gdpo_reward_keys; null: 1 for each"
-    )
-    use_kl_in_reward: bool = Field(
+    gdpo_reward_weights: Annotated[
+        Annotated[list[float], Field(min_length=1)] | None, by_estimator("gdpo")
+    ] = Field(None, description="gdpo: the weight of each of gdpo_reward_keys; null: 1 for each")
+    use_kl_in_reward: Annotated[bool, _SHAPES_THE_SUM] = Field(
         False, description="subtract coefficient x KL(old, reference) from the reward"
     )
-    kl_penalty: RewardKlKind = Field("kl", description="estimator of the KL in the reward")
-    kl_placement: KlPlacement = Field(
+    kl_penalty: Annotated[RewardKlKind, _IF_IN_REWARD] = Field(
+        "kl", description="estimator of the KL in the reward"
+    )
+    kl_placement: Annotated[KlPlacement, _IF_IN_REWARD] = Field(
         "token",
         description="token: subtract each token's KL from its reward; terminal: all of it from "
         "the last token's",
     )
     kl_ctrl: KlCtrlSection = Field(description="coefficient of the KL in the reward")
-    reward_clip: Positive | None = Field(
+    reward_clip: Annotated[Positive | None, _SHAPES_THE_SUM] = Field(
         None, description="scores are clipped to -/+ this; null: off"
     )
-    reward_norm: RewardNorm | None = Field(
+    reward_norm: Annotated[RewardNorm | None, _SHAPES_THE_SUM] = Field(
         None,
         description="(score - mean) / std; running: of all scores so far; group: of the "
         "prompt's; batch: of the step's; null: off",
     )
-    whiten_rewards: bool = Field(
+    whiten_rewards: Annotated[bool, by_estimator("gae")] = Field(
         False,
         description="gae: divide the rewards of the tokens by their std over the batch; their "
         "mean is kept",
     )
-    missing_eos_penalty: NotNegative = Field(
+    missing_eos_penalty: Annotated[NotNegative, _SHAPES_THE_SUM] = Field(
         0.0, description="subtracted from the score of a response that was cut off"
     )
     overlong_buffer: OverlongBufferSection = Field(description="penalty of long responses")
@@ -192,6 +192,14 @@ class AlgorithmSection(Section):
     rollout_correction: RolloutCorrectionSection = Field(
         description="correction of the difference between the engine's policy and the trainer's"
     )
+
+    @field_validator("preset")
+    @classmethod
+    def _is_replaced(cls, name: PresetName | None) -> None:
+        if name is not None:
+            raise ValueError(
+                f"{name} is replaced by its keys where `load_config` reads it; use that"
+            )
 
     @field_validator("adv_estimator", mode="before")
     @classmethod

@@ -27,7 +27,7 @@ class DryRun:
 
     Attributes:
         world_size: ranks to check for; None: the fewest on which the layouts fit.
-        allow_missing: whether all is well although files or packages are not on this machine.
+        allow_missing: succeed although files or packages are not on this machine.
     """
 
     world_size: int | None
@@ -35,7 +35,7 @@ class DryRun:
 
 
 class _Help(argparse.Action):
-    """Prints the help; argparse's own leaves it to the end of the interpreter to fail."""
+    """Prints the help with `show`, which reports an error at once, unlike argparse's own action."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         show(parser.format_help().rstrip())
@@ -52,7 +52,7 @@ def parse_args(
         were left out since they have no effect, or "".
 
     Raises:
-        ConfigError: bad configuration, one line a mistake.
+        ConfigError: bad configuration, one line for each mistake.
         SystemExit: --help, --version, or an option that does not exist.
     """
     parser = argparse.ArgumentParser(

@@ -1,23 +1,20 @@
-"""Which keys differ between an earlier configuration and this one.
+"""Compares an earlier configuration with this one.
 
 It compares values; it does not know what a key means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
 from mrlhf.config.roots import Root
+from mrlhf.config.tree import flatten, leaves
 
 
 def read_leaves(text: str) -> dict[str, Any]:
-    """The values of a configuration as `dump_yaml` wrote it, by their dotted names.
-
-    It is empty if the text is no configuration.
-    """
+    """The values in the output of `dump_yaml` by dotted names; empty if it is unreadable."""
     try:
         read = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -26,24 +23,14 @@ def read_leaves(text: str) -> dict[str, Any]:
 
 
 def changed_keys(earlier: str, config: Root) -> list[str]:
-    """The dotted names of the keys whose values differ, sorted.
+    """The dotted names of the keys whose values differ from the `earlier` output of `dump_yaml`,
+    sorted.
 
-    Args:
-        earlier: a configuration as `dump_yaml` wrote it. If it is not readable, all keys differ.
-        config: the present configuration.
+    If that is not readable, all keys differ.
     """
     before = read_leaves(earlier)
-    now = dict(leaves(config.model_dump()))
+    now = flatten(config)
 
     missing = object()
     names = before.keys() | now.keys()
     return sorted(n for n in names if before.get(n, missing) != now.get(n, missing))
-
-
-def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested sections by their dotted names; a list is one value."""
-    for name, value in node.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

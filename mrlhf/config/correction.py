@@ -1,5 +1,4 @@
-"""The section `algorithm.rollout_correction`: importance weights and rejection of what the engine
-sampled.
+"""The section `algorithm.rollout_correction`: importance weights, and rejection of sampled tokens.
 
 It reads thresholds that are written as text, and fills in presets. It does not know how a weight or
 a statistic is computed; `mrlhf.rl.correction` does.
@@ -14,7 +13,8 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mrlhf.config.fields import Section, Switch
+from mrlhf.config.fields import Section, known_name
+from mrlhf.config.reads import read_if
 from mrlhf.rl.names import BypassLoss, Statistic, WeightLevel
 
 CorrectionPreset = Literal[
@@ -87,17 +87,17 @@ NO_CORRECTION: Mapping[str, object] = MappingProxyType(
         "loss_type": "ppo_clip",
     }
 )
+_NUMBERS_OF = {
+    "rollout_is": ("rollout_is_threshold", "rollout_is_batch_normalize"),
+    "rollout_rs": ("rollout_rs_threshold",),
+}
 _LEAST = 1e-9
 _MOST = 1e9
 NOT_EVEN_ONE = "does not even hold the ratio 1, at which engine and trainer agree"
 
 
 def _numbers(text: str) -> tuple[float | None, float]:
-    """The bounds that `text` stands for: (None, number) or, for "lower_upper", (lower, upper).
-
-    Raises:
-        ValueError: `text` is neither, or not 0 < lower < upper, or a bound is no use.
-    """
+    """The bounds in `text`: (None, number), or (lower, upper) for "lower_upper"."""
     *before, last = text.split("_", maxsplit=1)
     if "_" in last:  # Python would read 2_000 as a number
         raise ValueError
@@ -113,18 +113,14 @@ def _numbers(text: str) -> tuple[float | None, float]:
 
 
 def _as_texts(value: object) -> list[str]:
-    """The comma-joined parts of a threshold, each as text; none if it is no number and no text."""
+    """The comma-joined parts of a threshold as texts; none if it is neither number nor text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return []
     return str(value).split(",")
 
 
 def _checked(value: object, parts: list[str], allowed: str) -> object:
-    """`value`; as a number if it is a text that holds one number.
-
-    Raises:
-        ValueError: a part is not a threshold; the message says what is allowed.
-    """
+    """`value`, as a number if its text holds one number; ValueError if a part is no threshold."""
     try:
         bounds = [_numbers(part) for part in parts]
     except ValueError:
@@ -160,16 +156,6 @@ def _rejection_threshold(value: object) -> object:
     return _checked(value, _as_texts(value), allowed)
 
 
-def _known_preset(value: object) -> object:
-    """`value` if it is a preset or null; the error names the nearest preset."""
-    presets = get_args(CorrectionPreset)
-    if value is None or value in presets:
-        return value
-    near = difflib.get_close_matches(str(value), presets, n=1)
-    hint = f"did you mean '{near[0]}'? It should be" if near else "should be"
-    raise ValueError(f"{hint} one of {', '.join(presets)}")
-
-
 def _statistics(value: object) -> object:
     """The names in `value` joined by commas, without spaces and repetitions."""
     if isinstance(value, list):
@@ -188,30 +174,21 @@ def _statistics(value: object) -> object:
     return ",".join(names)
 
 
+_IF_WEIGHTED = read_if(
+    "rollout_is", lambda level: level is not None, "is null", "set that to token or sequence"
+)
+_IF_REJECTED = read_if(
+    "rollout_rs", lambda names: names is not None, "is null", "name the statistic there"
+)
+
+
 class RolloutCorrectionSection(Section):
     """How the difference between the engine's policy and the trainer's is corrected.
 
     The metrics of the difference are reported in any case.
     """
 
-    switches = (
-        Switch(
-            "rollout_is",
-            lambda level: level is None,
-            ("rollout_is_threshold", "rollout_is_batch_normalize"),
-            "is null",
-            "set that to token or sequence",
-        ),
-        Switch(
-            "rollout_rs",
-            lambda names: names is None,
-            ("rollout_rs_threshold",),
-            "is null",
-            "name the statistic there",
-        ),
-    )
-
-    preset: Annotated[CorrectionPreset | None, BeforeValidator(_known_preset)] = Field(
+    preset: Annotated[CorrectionPreset | None, known_name(get_args(CorrectionPreset))] = Field(
         None,
         description="a named setting of all the keys below; a key beside it wins, a key of an "
         "earlier file does not; after reading it is null and the keys hold its values",
@@ -221,23 +198,27 @@ class RolloutCorrectionSection(Section):
         description="importance weights: one of each token, or one of each response for all its "
         "tokens; null: none",
     )
-    rollout_is_threshold: Annotated[float | str, BeforeValidator(_weight_threshold)] = Field(
+    rollout_is_threshold: Annotated[
+        float | str, BeforeValidator(_weight_threshold), _IF_WEIGHTED
+    ] = Field(
         2.0,
         description="a number: larger weights are lowered to it; lower_upper: weights outside "
         "become 0 (IcePop)",
     )
-    rollout_is_batch_normalize: bool = Field(False, description="divide the weights by their mean")
+    rollout_is_batch_normalize: Annotated[bool, _IF_WEIGHTED] = Field(
+        False, description="divide the weights by their mean"
+    )
     rollout_rs: Annotated[str | None, BeforeValidator(_statistics)] = Field(
         None,
         description="statistics that reject: comma-joined {token, seq_sum, seq_mean}_{k1, k2, "
         "k3}, seq_max_{k2, k3}; null: nothing is rejected",
     )
-    rollout_rs_threshold: Annotated[float | str | None, BeforeValidator(_rejection_threshold)] = (
-        Field(
-            None,
-            description="one threshold for all of rollout_rs, or one each, comma-joined; k1: "
-            "lower_upper, or upper alone (lower = 1/upper); k2, k3: upper",
-        )
+    rollout_rs_threshold: Annotated[
+        float | str | None, BeforeValidator(_rejection_threshold), _IF_REJECTED
+    ] = Field(
+        None,
+        description="one threshold for all of rollout_rs, or one each, comma-joined; k1: "
+        "lower_upper, or upper alone (lower = 1/upper); k2, k3: upper",
     )
     bypass_mode: bool = Field(
         False, description="use the engine's log-probs as the old ones; saves a forward pass"
@@ -250,17 +231,16 @@ class RolloutCorrectionSection(Section):
 
     @classmethod
     def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """`raw` with the keys that its preset stands for in place of the preset.
+        """Replace the preset in `raw` by its keys.
 
-        Weights or rejection that are switched off beside the preset take its numbers with them.
+        If weights or rejection are switched off beside it, its numbers for them are dropped.
         """
         if not isinstance(raw.get("preset"), str) or raw["preset"] not in PRESETS:
             return raw
         full = {**NO_CORRECTION, **PRESETS[raw["preset"]], **raw, "preset": None}
-        for switch in cls.switches:
-            if full[switch.key] is None:
-                for number in switch.numbers:
-                    full[number] = raw.get(number, NO_CORRECTION[number])
+        for switch, numbers in _NUMBERS_OF.items():
+            if full[switch] is None:
+                full |= {number: raw.get(number, NO_CORRECTION[number]) for number in numbers}
         return full
 
     @model_validator(mode="before")
@@ -279,7 +259,7 @@ class RolloutCorrectionSection(Section):
         return self
 
     def trained_loss(self, loss_mode: str) -> str:
-        """The policy loss that is trained where `actor.policy_loss` has `loss_mode`."""
+        """The policy loss that is trained if `actor.policy_loss` has `loss_mode`."""
         return "reinforce" if self.loss_type == "reinforce" else loss_mode
 
     @property
@@ -289,16 +269,15 @@ class RolloutCorrectionSection(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float]:
-        """The bounds of the weights.
+        """The bounds of the weights: (None, upper) lowers larger ones to upper.
 
-        Either (None, upper): larger weights are lowered to upper. Or (lower, upper): weights
-        outside become 0.
+        (lower, upper) makes weights outside 0.
         """
         return _numbers(str(self.rollout_is_threshold))
 
     @property
     def criteria(self) -> tuple[tuple[Statistic, float | None, float], ...]:
-        """What is kept: statistic, lower bound (only k1 has one), upper bound."""
+        """The criteria for keeping a token: statistic, lower bound (only of k1), upper bound."""
         return self._read_criteria()
 
     def _read_criteria(self) -> tuple[tuple[Statistic, float | None, float], ...]:
@@ -324,11 +303,7 @@ class RolloutCorrectionSection(Section):
 
 
 def _bounds_of(name: str, lower: float | None, upper: float) -> tuple[float | None, float]:
-    """The bounds of statistic `name`: k1 has two, the others have only the upper one.
-
-    Raises:
-        ValueError: the statistic has no lower bound, or the ratio 1 is outside the bounds.
-    """
+    """The bounds of statistic `name`: k1 has two, the others only an upper one."""
     if not name.endswith("_k1"):
         if lower is not None:
             raise ValueError(

@@ -1,17 +1,28 @@
 """The section `data` of each launcher: which files are read, and how much of them at once.
 
-It does not know what stands in the files.
+It does not know the contents of the files.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrlhf.config.fields import Count, Files, PathText, Section, Switch, Tokens
+from mrlhf.config.fields import Count, Files, PathText, Section, Tokens
+from mrlhf.config.reads import NotRead, Place, ReadIf, read_if
 
 Overlong = Literal["error", "drop"]
+_FILTERS = "algorithm.filter_groups.enable"
+
+
+def _not_filtered(place: Place) -> NotRead | None:
+    """A different number of prompts to generate, although none of them is dropped."""
+    if place.value(_FILTERS):
+        return None
+    prompts = place.value("train_batch_size")
+    why = f" beside data.train_batch_size {prompts}, since {_FILTERS} is false"
+    return NotRead(why, "turn that on", (_FILTERS,))
 
 
 class PromptDataSection(Section):
@@ -32,7 +43,7 @@ class PromptDataSection(Section):
     train_batch_size: Count = Field(
         1024, description="prompts in one training step (x rollout.n = samples)"
     )
-    gen_batch_size: Count = Field(
+    gen_batch_size: Annotated[Count, ReadIf(_not_filtered)] = Field(
         description="prompts generated at once; another number only with algorithm.filter_groups"
     )
     max_prompt_length: Tokens = Field(512, description="longest prompt, tokens")
@@ -82,10 +93,10 @@ class SFTDataSection(SupervisedDataSection):
 class PreferenceDataSection(SupervisedDataSection):
     """Prompts with a chosen and a rejected response."""
 
-    switches = (Switch("val_files", bool, ("held_out_fraction",), "is set", "leave that empty"),)
-
     batch_size: Count = Field(256, description="pairs in one optimizer step")
-    held_out_fraction: float = Field(
+    held_out_fraction: Annotated[
+        float, read_if("val_files", lambda files: not files, "is set", "leave that empty")
+    ] = Field(
         0.1,
         ge=0,
         lt=1,

@@ -1,8 +1,8 @@
-"""A JSON schema of each launcher's configuration file, with which editors complete keys and mark
-mistakes as a file is written.
+"""A JSON schema of each launcher's configuration file; editors complete keys and mark mistakes with
+it.
 
-It says what a single file may hold: values and unknown keys are checked, but no key is required,
-since another file or an argument may give it. What must hold between keys is not in it.
+It describes a single file: values and unknown keys are checked, but no key is required, since
+another file or an argument may give it. It does not check conditions between keys.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from mrlhf.config.roots import Root
+from mrlhf.config.tree import nodes
 
 JsonSchema: TypeAlias = dict[str, Any]
 
@@ -21,15 +22,20 @@ def json_schema(root_class: type[Root]) -> JsonSchema:
     """The JSON schema of one configuration file of `root_class`."""
     schema = root_class.model_json_schema()
     sections: dict[str, JsonSchema] = schema.pop("$defs")
-    items = _list_items(sections)
+    # A later file replaces a list as a whole, so each item needs its required keys.
+    items = {
+        node.section.__name__
+        for node in nodes(root_class).values()
+        if node.section and node.is_list
+    }
     for name, section in sections.items():
         _relax(section, keep_required=name in items)
     _relax(schema, keep_required=False)
 
     for key in root_class.inherited:
-        section_name, name = key.split(".")
-        section = sections[_class_name(schema["properties"][section_name])]
-        section["properties"][name] = _or_null(section["properties"][name])
+        values = sections[nodes(root_class)[key].owner.__name__]["properties"]
+        name = key.rpartition(".")[2]
+        values[name] = _or_null(values[name])
 
     return {"$schema": DIALECT, **schema, "$defs": sections}
 
@@ -37,27 +43,16 @@ def json_schema(root_class: type[Root]) -> JsonSchema:
 def values_of(root_class: type[Root]) -> dict[str, JsonSchema]:
     """The schema of every value by its dotted key; `*` stands for the number of a list item."""
     schema = json_schema(root_class)
-    return dict(_walk(schema, schema["$defs"], ""))
-
-
-def _walk(
-    section: JsonSchema, sections: dict[str, JsonSchema], prefix: str
-) -> list[tuple[str, JsonSchema]]:
-    values: list[tuple[str, JsonSchema]] = []
-    for name, value in section["properties"].items():
-        key = f"{prefix}{name}"
-        if "items" in value and "$ref" in value["items"]:
-            values.append((key, value))
-            values += _walk(sections[_class_name(value["items"])], sections, f"{key}.*.")
-        elif _is_section(value):
-            values += _walk(sections[_class_name(value)], sections, f"{key}.")
-        else:
-            values.append((key, value))
-    return values
+    sections = {**schema["$defs"], root_class.__name__: schema}
+    return {
+        node.name: sections[node.owner.__name__]["properties"][node.name.rpartition(".")[2]]
+        for node in nodes(root_class).values()
+        if not node.is_section
+    }
 
 
 def _relax(section: JsonSchema, keep_required: bool) -> None:
-    """Let `section` stand for a part of a configuration, as one file holds it."""
+    """Let `section` describe a part of a configuration, as in one file."""
     section.pop("title")
     if not keep_required:
         section.pop("required", None)
@@ -68,28 +63,8 @@ def _relax(section: JsonSchema, keep_required: bool) -> None:
 
 
 def _or_null(value: JsonSchema) -> JsonSchema:
-    """`value`, or null, which stands for a key that is left out."""
+    """`value`, or null, which means a key that is left out."""
     kept: JsonSchema = {key: value[key] for key in ("default", "description") if key in value}
     own = {key: part for key, part in value.items() if key not in kept}
     choices = own.get("anyOf", [own])
     return {"anyOf": choices if NULL in choices else [*choices, NULL], **kept}
-
-
-def _list_items(sections: dict[str, JsonSchema]) -> set[str]:
-    """The sections that are items of lists; a later file replaces a list as a whole."""
-    names = set()
-    for section in sections.values():
-        for value in section["properties"].values():
-            if "items" in value and "$ref" in value["items"]:
-                names.add(_class_name(value["items"]))
-    return names
-
-
-def _is_section(value: JsonSchema) -> bool:
-    return any("$ref" in choice for choice in value.get("anyOf", [value]))
-
-
-def _class_name(value: JsonSchema) -> str:
-    """The name of the section that `value` refers to."""
-    references = [choice["$ref"] for choice in value.get("anyOf", [value]) if "$ref" in choice]
-    return str(references[0]).rpartition("/")[2]

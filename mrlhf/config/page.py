@@ -53,6 +53,7 @@ unit. `launch/train_ppo.py --help` prints the same list. This page is written by
   relative to the working directory.
 - A key that has no effect is refused where the same file, or the command line, also holds the key
   that decides so. If another one does, the key is left out, and a line at the start names it.
+- `algorithm.preset` begins the method anew: what earlier files say of it is left out and named.
 - `null` stands for "not set". Where the default reads "as `actor.path`", the value of that key is
   taken if this one is left out or null.
 - "required" stands where there is no default. The keys of an optional section, `reward_model`, are

@@ -1,7 +1,6 @@
-"""Reads a path as it is written in a configuration: `~` and `${VARIABLE}` stand for what the shell
-would put there.
+"""Reads a path in a configuration: `~` and `${VARIABLE}` are replaced as in a shell.
 
-It does not know whether there is anything at the path.
+It does not know whether anything exists at the path.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^{}]*\})")
 
 
 def expand_path(text: str) -> str:
-    """`text` with a `~` at its start and the environment's variables in it replaced.
+    """Replace a `~` at the start of `text`, and environment variables.
 
     Raises:
-        ValueError: it is empty or no path but an address, or names a user or a variable that does
+        ValueError: it is empty or an address and no path, or names a user or a variable that does
             not exist.
     """
     if not text.strip():
@@ -46,12 +45,7 @@ def expand_path(text: str) -> str:
 
 
 def expand_name(name: object, known: Sequence[str]) -> str:
-    """`name` if it is a known one, else the reference "path/to/file.py:function" with its path
-    expanded.
-
-    Raises:
-        ValueError: it is neither, or its path cannot be expanded.
-    """
+    """A known name, or "path/to/file.py:function" with its path expanded; else ValueError."""
     text = check_name(name, known)
     if not is_reference(text):
         return text

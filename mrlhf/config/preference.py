@@ -1,6 +1,6 @@
-"""The section `dpo`: which loss trains a policy on preference pairs, and its numbers.
+"""The section `dpo`: the loss that trains a policy on preference pairs, and its numbers.
 
-It knows no other section. What a loss computes is said in `rl.preference`.
+It knows no other section. `rl.preference` computes the losses.
 """
 
 from __future__ import annotations
@@ -9,22 +9,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mrlhf.config.fields import Positive, Section, Switch
+from mrlhf.config.fields import Positive, Section
+from mrlhf.config.reads import read_if
 from mrlhf.rl.names import PairLossName
 
 
 class DPOSection(Section):
     """The loss on preference pairs."""
-
-    switches = (
-        Switch(
-            "loss_type",
-            lambda name: name == "ipo",
-            ("label_smoothing",),
-            "is ipo",
-            "use sigmoid",
-        ),
-    )
 
     loss_type: PairLossName = Field(
         "sigmoid",
@@ -36,7 +27,11 @@ class DPOSection(Section):
         description="how strongly the policy is held to the reference; sigmoid: factor of the "
         "log-ratios; ipo: they are drawn 1 / (2 beta) nats a token apart",
     )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+    label_smoothing: Annotated[
+        float,
+        Field(ge=0, lt=0.5),
+        read_if("loss_type", lambda name: name != "ipo", "is ipo", "use sigmoid"),
+    ] = Field(
         0.0,
         description="sigmoid: fraction of the pairs that are taken to be the wrong way round",
     )

@@ -9,8 +9,9 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from mrlhf.config.fields import MOST, Count, FunctionReference, Number, Seconds, Section, Switch
+from mrlhf.config.fields import MOST, FunctionReference, Number, Seconds, Section
 from mrlhf.config.path_text import expand_name
+from mrlhf.config.reads import read_if
 from mrlhf.rl.names import RewardName
 from mrlhf.user_code import is_reference
 
@@ -36,36 +37,24 @@ class RewardTermSection(Section):
         return expand_name(name, get_args(RewardName))
 
 
-def _no_own_function(terms: list[RewardTermSection]) -> bool:
-    """Whether none of `terms` is a user's function."""
-    return not any(is_reference(term.name) for term in terms)
+def _has_function(terms: list[RewardTermSection]) -> bool:
+    """Whether any of `terms` is a user's function."""
+    return any(is_reference(term.name) for term in terms)
+
+
+_IF_OWN = read_if("terms", _has_function, "holds no function of your own", "name one there")
 
 
 class RewardSection(Section):
     """The score of a response: the weighted sum of its terms."""
 
-    switches = (
-        Switch(
-            "terms",
-            _no_own_function,
-            ("timeout_s", "memory_mb", "max_processes"),
-            "holds no function of your own",
-            "name one there",
-        ),
-    )
-
     terms: Annotated[list[RewardTermSection], Field(min_length=1)] = Field(
         description="list of {name, weight}"
     )
-    timeout_s: Seconds = Field(
+    timeout_s: Annotated[Seconds, _IF_OWN] = Field(
         60.0, description="longest time that one call of a user's function may take, seconds"
     )
-    memory_mb: Annotated[int, Field(ge=64, le=MOST)] | None = Field(
+    memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, _IF_OWN] = Field(
         16384,
         description="most private memory of each process of a user's function, MB; null: no limit",
-    )
-    max_processes: Count | None = Field(
-        64,
-        description="most processes of a user's function at once, on each rank; they are counted "
-        "twice a second; null: no limit",
     )

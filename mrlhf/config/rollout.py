@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mrlhf.config.fields import MOST, Count, CountOrZero, Ranks, Section, Switch, Texts, Tokens
+from mrlhf.config.fields import MOST, Count, CountOrZero, Ranks, Section, Texts, Tokens
+from mrlhf.config.reads import read_if
 
 UTILIZATION = 0.9  # default of rollout.gpu_memory_utilization
+
+_IF_DUMPED = read_if(
+    "dump_freq", bool, "is 0", "set that to the steps between two rollouts that are written down"
+)
+_IF_PARQUET = read_if(
+    "dump_format", lambda name: name != "jsonl", "is jsonl", "set that to parquet"
+)
+_UNLESS_SIZED = read_if(
+    "kv_cache_mb", lambda size: size is None, "sizes the KV cache", "set that to null"
+)
 
 
 class RolloutSection(Section):
     """Generation."""
-
-    switches: ClassVar[tuple[Switch, ...]] = (
-        Switch(
-            "dump_freq",
-            lambda steps: steps == 0,
-            ("dump_format", "dump_samples", "dump_ratios"),
-            "is 0",
-            "set that to the steps between two rollouts that are written down",
-        ),
-        Switch(
-            "dump_format",
-            lambda name: name == "jsonl",
-            ("dump_ratios",),
-            "is jsonl",
-            "set that to parquet",
-        ),
-        Switch(
-            "kv_cache_mb",
-            lambda size: size is not None,
-            ("gpu_memory_utilization",),
-            "sizes the KV cache",
-            "set that to null",
-        ),
-    )
 
     engine: Literal["native", "vllm"] = Field(
         "native", description="inference engine; vllm needs its package"
@@ -91,7 +78,7 @@ class RolloutSection(Section):
         description="KV cache of one rank, MiB; null: up to half of the free memory on a CPU, "
         "what gpu_memory_utilization leaves on a GPU",
     )
-    gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] = Field(
+    gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1), _UNLESS_SIZED] = Field(
         UTILIZATION,
         description="fraction of a GPU's memory for the engine's weights and KV cache, as in vLLM "
         "and verl; less if training leaves less: a tenth of the GPU stays free, or 1 - this",
@@ -106,17 +93,17 @@ class RolloutSection(Section):
         description="training steps between rollouts that are written down, as parquet with the "
         "numbers of each token, or as jsonl; 0: none",
     )
-    dump_format: Literal["parquet", "jsonl"] = Field(
+    dump_format: Annotated[Literal["parquet", "jsonl"], _IF_DUMPED] = Field(
         "parquet",
         description="parquet: texts, scores, and the numbers of each token, as the report needs "
         "them; jsonl: texts and scores",
     )
-    dump_samples: Count | None = Field(
+    dump_samples: Annotated[Count | None, _IF_DUMPED] = Field(
         256,
         description="most samples that are written down in one step, by whole prompts; the same "
         "prompts are chosen whenever they come; null: all",
     )
-    dump_ratios: bool = Field(
+    dump_ratios: Annotated[bool, _IF_DUMPED, _IF_PARQUET] = Field(
         True,
         description="for parquet, compute log-probabilities once more after the update, which "
         "shows how it changed each token",
@@ -127,6 +114,10 @@ class RolloutSection(Section):
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k {self.top_k} is neither -1 (off) nor at least 1")
         return self
+
+    def dump_is_due(self, step: int) -> bool:
+        """Whether the responses of training step `step` are written down."""
+        return bool(self.dump_freq and step % self.dump_freq == 0)
 
     @property
     def records_experts(self) -> bool:

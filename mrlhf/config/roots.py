@@ -1,7 +1,7 @@
 """The four configurations, one for each launcher, and the keys that inherit from another key.
 
-A root is a tree of sections. This file knows which sections a launcher has. What a key means is
-said in the file of its section; what must hold between keys is said in `preflight`.
+A root is a tree of sections. This file knows which sections a launcher has. It does not know what a
+key means; `preflight` checks the conditions between keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from mrlhf.config.fields import Section, Seed
 from mrlhf.config.preference import DPOSection
 from mrlhf.config.reward import RewardSection
 from mrlhf.config.rollout import RolloutSection
-from mrlhf.config.router import RouterSection
 from mrlhf.config.sections import (
     ActorSection,
     CriticSection,
@@ -31,9 +30,11 @@ from mrlhf.config.sections import (
     ReferenceSection,
     RewardModelSection,
     RoleSection,
+    RouterSection,
     ScalarOptimSection,
 )
 from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
+from mrlhf.config.tree import nodes
 from mrlhf.rl.names import estimator_traits
 
 
@@ -48,6 +49,11 @@ class Root(Section):
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType({})
     unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
+    @property
+    def unbuilt(self) -> frozenset[str]:
+        """The sections of models that this run does not build."""
+        return frozenset()
+
     @model_validator(mode="before")
     @classmethod
     def _inherit(cls, raw: Any) -> Any:
@@ -55,16 +61,18 @@ class Root(Section):
             return raw
         tree = _plain(raw)
         others = {key for keys in cls.unless_given.values() for key in keys}
-        given = {key for key in others if _is_given(tree, key)}
+        given = {key for key in others if _given(tree, key) is not None}
 
         for key, source in cls.inherited.items():
             section, name = key.split(".")
             if tree.get(section) is None:
                 tree[section] = {}
-            if not given.isdisjoint(cls.unless_given.get(key, ())):
-                continue
-            if isinstance(tree[section], dict) and tree[section].get(name) is None:
-                value = _value_or_default(cls, tree, source)
+            is_free = given.isdisjoint(cls.unless_given.get(key, ()))
+            if is_free and isinstance(tree[section], dict) and _given(tree, key) is None:
+                value = _given(tree, source)
+                field = nodes(cls)[source].field
+                if value is None and not field.is_required():
+                    value = field.default
                 if value is not None:
                     tree[section][name] = value
         return tree
@@ -81,29 +89,19 @@ def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def _is_given(tree: Mapping[str, Any], key: str) -> bool:
-    """Whether `tree` has a value for `section.name`."""
+def _given(tree: Mapping[str, Any], key: str) -> Any:
+    """The value of `section.name` in `tree`; None if it has none."""
     section, name = key.split(".")
     values = tree.get(section)
-    return isinstance(values, dict) and values.get(name) is not None
-
-
-def _value_or_default(root: type[Root], tree: dict[str, Any], key: str) -> Any:
-    """The value of `section.name` in `tree`; else the default of that field; else None."""
-    section, name = key.split(".")
-    given = tree.get(section)
-    if isinstance(given, dict) and given.get(name) is not None:
-        return given[name]
-    default = root.subsections()[section].model_fields[name]
-    return None if default.is_required() else default.default
+    return values.get(name) if isinstance(values, dict) else None
 
 
 def _of_reference(policy: str) -> dict[str, str]:
-    """The keys of the reference, all of which it takes from the policy that is trained."""
+    """The keys of the reference, which inherit from the policy that is trained."""
     return {f"reference.{key}": f"{policy}.{key}" for key in ReferenceSection.model_fields}
 
 
-# They go with the policy's sizes; beside a size of the reference's own they have their defaults.
+# These go with the policy's sizes; beside a size of its own, the reference has their defaults.
 _WITH_SIZES_OF_REFERENCE = {
     "reference.vpp": ("reference.pp",),
     "reference.pp_layers": ("reference.pp", "reference.vpp"),
@@ -146,6 +144,11 @@ class PPOConfig(Root):
     algorithm: AlgorithmSection = Field(description="from scores to advantages")
     trainer: PPOTrainerSection = Field(description="how long to train, and what to leave behind")
     distributed: DistributedSection = Field(description="the processes")
+
+    @property
+    def unbuilt(self) -> frozenset[str]:
+        """The sections of models that this run does not build."""
+        return frozenset({"critic", "reference"}.difference(self.roles()))
 
     @property
     def needs_critic(self) -> bool:

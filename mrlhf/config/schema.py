@@ -1,20 +1,17 @@
-"""The keys of a configuration as a flat list, for --help and for the nearest key to a misspelling.
+"""The keys of a configuration in words, for --help, and the nearest key to a misspelling.
 
-It reads the classes of the sections. It does not know files, nor what the values mean.
+It does not know files, nor what the values mean.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import Root
+from mrlhf.config.tree import Node, in_yaml, nodes, starred
 from mrlhf.config.verl_names import verl_hint
 
 REQUIRED = "required"
@@ -22,12 +19,10 @@ REQUIRED = "required"
 
 @dataclass(frozen=True)
 class Key:
-    """What --help says of one key.
+    """One key in the words of --help.
 
     Attributes:
         name: full dotted key; `*` stands for the number of a list item.
-        is_section: whether it holds keys rather than a value.
-        type: the values it takes, in words.
         default: its default as written in YAML, "required", or the key that it inherits from.
         doc: its meaning, with the unit.
     """
@@ -41,44 +36,23 @@ class Key:
 
 def keys(root_class: type[Root]) -> list[Key]:
     """Every key of a root, sections included, in the order of the file."""
-    return list(_walk(root_class, "", root_class))
-
-
-def _walk(section: type[Section], prefix: str, root_class: type[Root]) -> Iterable[Key]:
-    for name, field in section.model_fields.items():
-        full = f"{prefix}{name}"
-        kind = _section_class(field)
-        is_list = get_origin(field.annotation) is list
-
-        default = _default_in_words(field)
-        if full in root_class.inherited:
-            default = root_class.inherited[full]
-        yield Key(
-            name=full,
-            is_section=kind is not None and not is_list,
-            type=_type_in_words(field.annotation),
-            default=default,
-            doc=field.description or "",
+    return [
+        Key(
+            name=node.name,
+            is_section=node.is_section,
+            type=_type_in_words(node.field.annotation),
+            default=root_class.inherited.get(node.name, _default_in_words(node)),
+            doc=node.field.description or "",
         )
-
-        if kind is not None:
-            yield from _walk(kind, f"{full}.*." if is_list else f"{full}.", root_class)
-
-
-def _section_class(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, alone, in a list or as one of two types; else None."""
-    for kind in (field.annotation, *get_args(field.annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section) and get_origin(kind) is None:
-            return kind
-    return None
+        for node in nodes(root_class).values()
+    ]
 
 
-def _default_in_words(field: FieldInfo) -> str:
-    if field.is_required():
+def _default_in_words(node: Node) -> str:
+    if node.field.is_required():
         return REQUIRED
-    value = field.get_default(call_default_factory=True, validated_data={})
-    words = {True: "true", False: "false", None: "null"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    value = node.default
+    return in_yaml(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _type_in_words(annotation: Any) -> str:
@@ -108,16 +82,11 @@ def help_text(root_class: type[Root]) -> str:
     return "\n".join(lines)
 
 
-def starred(name: str) -> str:
-    """`name` with the numbers of list items replaced by `*`."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
 def unknown_key(root_class: type[Root], name: str) -> str:
-    """One line that says `name` is no key, and which key was probably meant."""
-    known = [key.name for key in keys(root_class)]
+    """One line that says that `name` is no key, and which key was probably meant."""
+    known = list(nodes(root_class))
     if name in known:
-        return f"unknown key '{name}'; its name holds a dot: nest it, as {nested(name)}"
+        return f"unknown key '{name}'; its name holds a dot: nest it, as {in_sections(name)}"
     bare = name.lstrip("+~")
     if bare != name and bare in known:
         return f"unknown key '{name}'; write '{bare}': + and ~ are Hydra's"
@@ -135,14 +104,14 @@ def unknown_key(root_class: type[Root], name: str) -> str:
     return f"unknown key '{name}'; {hint}"
 
 
-def nested(name: str) -> str:
-    """The dotted key `name` as a file writes it."""
+def in_sections(name: str) -> str:
+    """The dotted key `name` as in a file."""
     first, _, rest = name.partition(".")
-    return f"{first}: {{{nested(rest)}}}" if rest else f"{first}: ..."
+    return f"{first}: {{{in_sections(rest)}}}" if rest else f"{first}: ..."
 
 
 def _without_verls_section(name: str, known: list[str]) -> str:
-    """What `name` is called here; verl has one more section around actor, rollout and reference."""
+    """The name for `name` here; verl has one more section around actor, rollout and reference."""
     for theirs, ours in (("actor", "actor"), ("rollout", "rollout"), ("ref", "reference")):
         start = f"actor_rollout_ref.{theirs}"
         if name.startswith(f"{start}."):
@@ -157,10 +126,10 @@ def _without_verls_section(name: str, known: list[str]) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str | None:
-    """The key that `name` probably stands for.
+    """The key that was probably meant by `name`.
 
-    The first of these that exists: a key of that word in a subsection, a key of the same section
-    with a similar word, a key of that word in another section, any similar key.
+    The first of these that exists: the same word in a subsection, a similar word in the same
+    section, the same word in another section, any similar key.
     """
     parent, _, last = name.rpartition(".")
     same_word = [key for key in known if key.rpartition(".")[2] == last]
@@ -181,19 +150,3 @@ def _nearest(name: str, known: list[str]) -> str | None:
         return max(same_word, key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
     close = difflib.get_close_matches(name, known, n=1)
     return close[0] if close else None
-
-
-def flatten(config: BaseModel) -> dict[str, Any]:
-    """Every value of `config` by its dotted key; lists stay lists, an absent section is None."""
-    flat: dict[str, Any] = {}
-    for name, value in config.model_dump().items():
-        _flatten_into(flat, name, value)
-    return flat
-
-
-def _flatten_into(flat: dict[str, Any], key: str, value: Any) -> None:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            _flatten_into(flat, f"{key}.{name}", inner)
-    else:
-        flat[key] = value

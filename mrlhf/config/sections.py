@@ -1,7 +1,7 @@
 """The sections for models, field by field, with the unit of each number.
 
 A section checks its own fields. It does not know other sections, models, ranks or files: `roots`
-fills in what one section takes from another, and `preflight` compares them.
+fills in the values that one section takes from another, and `preflight` compares them.
 """
 
 from __future__ import annotations
@@ -22,41 +22,55 @@ from mrlhf.config.fields import (
     Positive,
     Ranks,
     Section,
-    Switch,
     UpToOne,
 )
 from mrlhf.config.path_text import expand_name
-from mrlhf.config.router import RouterSection
+from mrlhf.config.reads import LOSS_MODE, NotRead, Place, ReadIf, by_loss, read_if
 from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RouterReplay, policy_loss_traits
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
 CLIP_RATIO = 0.2
+NORMALISED = "seq-mean-token-sum-norm"
+
+_IF_IT_DECAYS = read_if(
+    "lr_decay_style", lambda style: style != "constant", "is constant", "use linear or cosine"
+)
+_BY_CLIPPING_LOSS = by_loss(
+    "vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl"
+)
+
+
+def _beside_bounds(place: Place) -> NotRead | None:
+    """The clip distance for both sides, although each side has its own."""
+    deciders = ("actor.clip_ratio_low", "actor.clip_ratio_high")
+    low, high = map(place.value, deciders)
+    if low is None or high is None:
+        return None
+    why = f" beside {deciders[0]} {low} and {deciders[1]} {high}"
+    return NotRead(why, "set one of these to null", deciders)
+
+
+def _not_normalised(place: Place) -> NotRead | None:
+    """The divisor of a loss under an aggregation that does not read it."""
+    mode = place.value("agg_mode")
+    if mode == NORMALISED:
+        return None
+    decider = place.name("loss_agg_mode")
+    deciders = (decider, LOSS_MODE) if place.value(decider) is None else (decider,)
+    return NotRead(f" with {decider} {mode}", f"use {NORMALISED}", deciders)
+
+
+_UNLESS_BOTH_BOUNDS = ReadIf(_beside_bounds)
+_IF_NORMALISED = ReadIf(_not_normalised)
 
 
 class OptimSection(Section):
     """AdamW and its learning-rate schedule."""
 
-    switches = (
-        Switch(
-            "lr_decay_style",
-            lambda style: style == "constant",
-            ("min_lr_ratio", "lr_decay_steps"),
-            "is constant",
-            "use linear or cosine",
-        ),
-        Switch(
-            "use_distributed_optimizer",
-            lambda split: split is False,
-            ("overlap_param_gather",),
-            "is false",
-            "turn that on",
-        ),
-    )
-
     lr: UpToOne = Field(1e-5, description="peak learning rate; 0: nothing is learned")
-    min_lr_ratio: Fraction = Field(
+    min_lr_ratio: Annotated[Fraction, _IF_IT_DECAYS] = Field(
         0.0, description="learning rate after the decay, as a fraction of lr"
     )
     lr_warmup_steps: CountOrZero = Field(
@@ -65,7 +79,7 @@ class OptimSection(Section):
     lr_decay_style: LrDecayStyle = Field(
         "constant", description="how the learning rate changes after the warm-up"
     )
-    lr_decay_steps: Count | None = Field(
+    lr_decay_steps: Annotated[Count | None, _IF_IT_DECAYS] = Field(
         None, description="training steps after which min_lr_ratio is reached; null: the whole run"
     )
     weight_decay: UpToOne = Field(0.01, description="decoupled weight decay")
@@ -93,7 +107,7 @@ class OptimSection(Section):
         description="sum gradients over the ranks that hold the same weights while the backward "
         "pass goes on, not after it; null: on a GPU alone",
     )
-    overlap_param_gather: bool | None = Field(
+    overlap_param_gather: Annotated[bool | None, read_if("use_distributed_optimizer")] = Field(
         None,
         description="gather the updated weights while the next micro-batch is computed, each layer "
         "when it needs its own, not right after the step; null: on a GPU alone",
@@ -184,6 +198,21 @@ class RoleSection(Section):
     )
 
 
+class RouterSection(Section):
+    """What is added to the loss for the routers of a mixture of experts."""
+
+    router_balance_coef: NotNegative = Field(
+        0.0,
+        description="mixture of experts: weight of the load-balancing loss of each layer, a mean "
+        "over sequences that is 1 where all experts get equally much; 0: none",
+    )
+    router_z_coef: NotNegative = Field(
+        0.0,
+        description="mixture of experts: weight of the mean square of the log-sum-exp of each "
+        "layer's router logits; 0: none",
+    )
+
+
 class PolicyLossSection(Section):
     """The loss that trains the policy; a key that it does not read is refused."""
 
@@ -192,19 +221,21 @@ class PolicyLossSection(Section):
         description="name of the policy loss; vanilla: PPO's clipped ratio with dual clip; "
         "path/to/file.py:function: your own",
     )
-    clip_cov_ratio: Fraction = Field(
+    clip_cov_ratio: Annotated[Fraction, by_loss("clip_cov", own=False)] = Field(
         0.0002, description="clip_cov: fraction of the tokens that get no gradient"
     )
-    clip_cov_lb: Number = Field(
+    clip_cov_lb: Annotated[Number, by_loss("clip_cov", own=False)] = Field(
         1.0, description="clip_cov: lower bound of the covariance of these tokens"
     )
-    clip_cov_ub: Number = Field(
+    clip_cov_ub: Annotated[Number, by_loss("clip_cov", own=False)] = Field(
         5.0, description="clip_cov: upper bound of the covariance of these tokens"
     )
-    kl_cov_ratio: Fraction = Field(
+    kl_cov_ratio: Annotated[Fraction, by_loss("kl_cov", own=False)] = Field(
         0.0002, description="kl_cov: fraction of the tokens that get a KL penalty"
     )
-    ppo_kl_coef: NotNegative = Field(0.1, description="kl_cov: weight of that KL penalty")
+    ppo_kl_coef: Annotated[NotNegative, by_loss("kl_cov")] = Field(
+        0.1, description="kl_cov: weight of that KL penalty"
+    )
 
     @field_validator("loss_mode", mode="before")
     @classmethod
@@ -224,43 +255,35 @@ class PolicyLossSection(Section):
 class ActorSection(RouterSection, RoleSection):
     """The policy that is trained."""
 
-    switches = (
-        Switch(
-            "use_kl_loss",
-            lambda value: value is False,
-            ("kl_loss_coef", "kl_loss_type"),
-            "is false",
-            "turn that on",
-        ),
-    )
-
     optim: ActorOptimSection = Field(description="optimizer")
     ppo_mini_batch_size: Count = Field(
         256, description="prompts in one optimizer step (x rollout.n = samples)"
     )
     ppo_epochs: Count = Field(1, description="passes over the batch in each training step")
-    clip_ratio: Positive = Field(
+    clip_ratio: Annotated[Positive, _BY_CLIPPING_LOSS, _UNLESS_BOTH_BOUNDS] = Field(
         CLIP_RATIO,
         description="clip distance: the probability ratio is clipped to 1 -/+ this; geo_mean: "
         "the log-ratio to -/+ this; dppo_tv, dppo_kl: a token gets no gradient once "
         "its probability has moved by more",
     )
-    clip_ratio_low: Positive | None = Field(
+    clip_ratio_low: Annotated[Positive | None, _BY_CLIPPING_LOSS] = Field(
         None, description="lower clip distance; null: as clip_ratio"
     )
-    clip_ratio_high: Positive | None = Field(
+    clip_ratio_high: Annotated[Positive | None, _BY_CLIPPING_LOSS] = Field(
         None, description="upper clip distance; null: as clip_ratio"
     )
-    clip_ratio_c: Annotated[float, Field(gt=1, le=1e9)] = Field(
+    clip_ratio_c: Annotated[
+        float, Field(gt=1, le=1e9), by_loss("vanilla", "dppo_tv", "dppo_kl")
+    ] = Field(
         3.0,
         description="vanilla: dual clip, the largest ratio that counts where the advantage is "
         "negative; dppo_tv, dppo_kl: the largest ratio that counts anywhere",
     )
     policy_loss: PolicyLossSection = Field(description="the loss that trains the policy")
-    tau_pos: Positive = Field(
+    tau_pos: Annotated[Positive, by_loss("sapo")] = Field(
         1.0, description="sapo: temperature of the gate where the advantage is positive"
     )
-    tau_neg: Positive = Field(
+    tau_neg: Annotated[Positive, by_loss("sapo")] = Field(
         1.05, description="sapo: temperature of the gate where the advantage is not positive"
     )
     positive_lm_coef: NotNegative = Field(
@@ -275,14 +298,20 @@ class ActorSection(RouterSection, RoleSection):
     use_kl_loss: bool = Field(
         False, description="add kl_loss_coef x KL(current, reference) to the loss"
     )
-    kl_loss_coef: NotNegative = Field(0.001, description="weight of the KL in the loss")
-    kl_loss_type: KlKind = Field("low_var_kl", description="estimator of the KL in the loss")
+    kl_loss_coef: Annotated[NotNegative, read_if("use_kl_loss")] = Field(
+        0.001, description="weight of the KL in the loss"
+    )
+    kl_loss_type: Annotated[KlKind, read_if("use_kl_loss")] = Field(
+        "low_var_kl", description="estimator of the KL in the loss"
+    )
     loss_agg_mode: LossAggMode | None = Field(
         None,
         description="how the losses of the tokens become one number; null: seq-mean-token-mean "
         "for gspo, sapo and geo_mean, else token-mean",
     )
-    loss_scale_factor: Annotated[float, Field(ge=1e-6, le=2**24)] | None = Field(
+    loss_scale_factor: Annotated[
+        Annotated[float, Field(ge=1e-6, le=2**24)] | None, _IF_NORMALISED
+    ] = Field(
         None,
         description="divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length",
     )
@@ -330,10 +359,17 @@ class CriticSection(RouterSection, RoleSection):
     loss_agg_mode: LossAggMode = Field(
         "token-mean", description="how the losses of the tokens become one number"
     )
-    loss_scale_factor: Annotated[float, Field(ge=1e-6, le=2**24)] | None = Field(
+    loss_scale_factor: Annotated[
+        Annotated[float, Field(ge=1e-6, le=2**24)] | None, _IF_NORMALISED
+    ] = Field(
         None,
         description="divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length",
     )
+
+    @property
+    def agg_mode(self) -> LossAggMode:
+        """How the losses of the tokens become one number."""
+        return self.loss_agg_mode
 
 
 class ReferenceSection(RoleSection):

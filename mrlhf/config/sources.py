@@ -1,70 +1,95 @@
-"""Which source, a file or the command line, gave each key its value.
+"""The sources of a configuration, files and the command line, laid over each other.
 
-A key that has no effect is a mistake where the same source also says why it has none. Where another
-source does, such as a method's file that is laid over a base, the key is left out and named.
+A key that has no effect is a mistake if the same source decides so. If another source does, such as
+a method's file that is laid over a base, the key is left out and named. A preset is a source of its
+own, below the one that names it; what the preset decides, that source decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from mrlhf.config.compare import leaves
-from mrlhf.config.unread import Unread, in_yaml
+from mrlhf.config.presets import PRESET, is_of_method
+from mrlhf.config.roots import Root
+from mrlhf.config.tree import in_yaml, put
+from mrlhf.config.unread import Unread
 
 
 class Sources:
-    """The sources that were read so far, in order."""
+    """The values of the sources so far by dotted keys, the later over the earlier."""
 
     def __init__(self) -> None:
-        """No source was read yet."""
+        self.values: dict[str, Any] = {}
         self._labels: list[str] = []
         self._of: dict[str, int] = {}  # the number of the last source that has the key
+        self._presets: set[int] = set()  # the numbers of the sources that are presets
+        self._begun_anew: list[tuple[str, Unread]] = []  # with the labels of their sources
         self._left_out: dict[tuple[str, str], list[str]] = {}  # by source and reason
 
-    def add(self, label: str, raw: Mapping[str, Any]) -> None:
-        """Take note of the keys of the next source.
+    def forget(self, sections: Collection[str]) -> None:
+        """Forget all keys of `sections`, because the next source replaces them as a whole."""
+        below = tuple(f"{section}." for section in sections)
+        for key in list(self._of):
+            if key in sections or key.startswith(below):
+                self.values.pop(key, None)
+                del self._of[key]
 
-        Args:
-            label: what the source is called.
-            raw: its sections, with shorthands expanded.
-        """
-        for key, _ in leaves(raw):
+    def lay(self, label: str, values: Mapping[str, Any]) -> None:
+        """Lay the next source, with its label and values by dotted names, over the others."""
+        for key, value in values.items():
+            put(self.values, key, value)
             self._of[key] = len(self._labels)
         self._labels.append(label)
 
-    def forget(self, key: str) -> None:
-        """Forget who gave `key`, which may be a section, its value."""
-        for known in list(self._of):
-            if known == key or known.startswith(f"{key}."):
-                del self._of[known]
+    def lay_preset(self, label: str, name: str, values: Mapping[str, Any]) -> None:
+        """Replace the method by a preset; the source that names it is laid over it next."""
+        why = f", since {PRESET} of {label} is {name}"
+        for key in [key for key in self.values if is_of_method(key)]:
+            value = self.values.pop(key)
+            if self._of[key] not in self._presets:
+                unread = Unread(key, value, why)
+                self._begun_anew.append((self._labels[self._of[key]], unread))
+            del self._of[key]
+        self._presets.add(len(self._labels))
+        self.lay(f"the preset {name}", values)
 
-    def apart(self, unread: Unread) -> bool:
+    def decided_elsewhere(self, unread: Unread) -> bool:
         """Whether another source than the key's own decides that the key has no effect.
 
-        Where several keys decide so, the last word counts. A default decides in every source.
+        If several keys decide so, the last source counts. A default decides in every source.
         """
-        own = self._of.get(unread.key)
+        own = self._of[unread.key] if unread.key in self.values else None
         return own is not None and self._deciding(unread) not in (None, own)
 
     def leave_out(self, unread: Unread) -> None:
-        """Take note that the key is left out, which its default now stands for."""
-        label = self._labels[self._of[unread.key]]
-        keys = self._left_out.setdefault((label, unread.why), [])
-        keys.append(f"{unread.key} {in_yaml(unread.value)}")
-
+        """Leave out a key, so that it has its default."""
+        self._note(self._labels[self._of[unread.key]], unread)
         deciding = self._deciding(unread)
         assert deciding is not None
         self._of[unread.key] = deciding
+        del self.values[unread.key]
 
-    def left_out(self) -> str:
-        """All keys that were left out in one line, with their sources and the reason; or ""."""
+    def left_out(self, config: Root) -> str:
+        """One line with all keys that were left out, their sources and the reason; or "".
+
+        A key that has the same value in `config` after all is not named.
+        """
+        for label, unread in self._begun_anew:
+            if unread.key not in self.values and config.value_of(unread.key) != unread.value:
+                self._note(label, unread)
+
         parts = []
         for (label, why), keys in self._left_out.items():
             has = "has" if len(keys) == 1 else "have"
             parts.append(f"{', '.join(keys)} of {label} {has} no effect{why}")
         return f"left out: {'; '.join(parts)}" if parts else ""
 
+    def _note(self, label: str, unread: Unread) -> None:
+        keys = self._left_out.setdefault((label, unread.why), [])
+        keys.append(f"{unread.key} {in_yaml(unread.value)}")
+
     def _deciding(self, unread: Unread) -> int | None:
-        """The last source that has a key which decides; None: they all have their defaults."""
-        return max((self._of[key] for key in unread.deciders if key in self._of), default=None)
+        """The last source that has a deciding key; None if all of them have their defaults."""
+        numbers = [self._of[key] for key in unread.deciders if key in self._of]
+        return max((number + (number in self._presets) for number in numbers), default=None)

@@ -5,7 +5,7 @@ A section checks its own fields, and knows no other sections.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,53 +16,42 @@ from mrlhf.config.fields import (
     PathText,
     Positive,
     Section,
-    Switch,
 )
+from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, read_if
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
+
+_UNLESS_STEPS = read_if("total_steps", lambda steps: steps is None, "is set", "set that to null")
+_IF_TRACKED = read_if(
+    "trackers",
+    lambda names: "wandb" in names or "trackio" in names,
+    "names neither wandb nor trackio",
+    "name one of them there",
+)
+
+
+def _is_named(metric: str | None) -> bool:
+    return metric is not None
+
+
+def _no_critic(place: Place) -> NotRead | None:
+    """The warm-up of a critic that does not exist."""
+    if place.config.needs_critic:
+        return None
+    why = f" with {ESTIMATOR} {place.value(ESTIMATOR)}, which has no critic"
+    return NotRead(why, "use gae", (ESTIMATOR, "algorithm.use_critic"))
 
 
 class TrainerSection(Section):
     """How long to train, and what to leave behind."""
 
-    switches: ClassVar[tuple[Switch, ...]] = (
-        Switch(
-            "total_steps",
-            lambda steps: steps is not None,
-            ("total_epochs", "min_steps"),
-            "is set",
-            "set that to null",
-        ),
-        Switch(
-            "keep_best",
-            lambda metric: metric is None,
-            ("keep_best_mode",),
-            "is null",
-            "name a metric there",
-        ),
-        Switch(
-            "export_best",
-            lambda metric: metric is None,
-            ("export_best_mode",),
-            "is null",
-            "name a metric there",
-        ),
-        Switch(
-            "trackers",
-            lambda names: "wandb" not in names and "trackio" not in names,
-            ("project_name", "experiment_name"),
-            "names neither wandb nor trackio",
-            "name one of them there",
-        ),
-    )
-
     total_steps: Count | None = Field(
         None, description="training steps; null: as many as total_epochs and min_steps make"
     )
-    total_epochs: Count = Field(
+    total_epochs: Annotated[Count, _UNLESS_STEPS] = Field(
         1, description="passes over train_files; refused beside total_steps"
     )
-    min_steps: CountOrZero = Field(
+    min_steps: Annotated[CountOrZero, _UNLESS_STEPS] = Field(
         0,
         description="fewest training steps: passes over train_files beyond total_epochs are made "
         "until then, so that little data still makes enough steps; refused beside total_steps",
@@ -93,10 +82,10 @@ class TrainerSection(Section):
     trackers: list[Tracker] = Field(
         [], description="what gets the metrics beside metrics.jsonl: tensorboard, wandb, trackio"
     )
-    project_name: Annotated[str, Field(pattern=r"\S")] = Field(
+    project_name: Annotated[str, Field(pattern=r"\S"), _IF_TRACKED] = Field(
         "mrlhf", description="project of the run in wandb and trackio"
     )
-    experiment_name: Annotated[str, Field(pattern=r"\S")] | None = Field(
+    experiment_name: Annotated[Annotated[str, Field(pattern=r"\S")] | None, _IF_TRACKED] = Field(
         None, description="name of the run in wandb and trackio; null: that of output_dir"
     )
     max_shard_size_mb: Count = Field(
@@ -124,17 +113,17 @@ class TrainerSection(Section):
         description="metric by which the best checkpoint is kept as well, such as "
         "val/<data source>/acc@1; null: none",
     )
-    keep_best_mode: Literal["max", "min"] = Field(
-        "max", description="whether a high or a low value of keep_best is best"
-    )
+    keep_best_mode: Annotated[
+        Literal["max", "min"], read_if("keep_best", _is_named, "is null", "name a metric there")
+    ] = Field("max", description="whether a high or a low value of keep_best is best")
     export_best: Annotated[str, Field(pattern=r"\S")] | None = Field(
         None,
         description="metric by which the best model is exported as well, beside the last one, such "
         "as val/<data source>/acc@1; null: the last one only",
     )
-    export_best_mode: Literal["max", "min"] = Field(
-        "max", description="whether a high or a low value of export_best is best"
-    )
+    export_best_mode: Annotated[
+        Literal["max", "min"], read_if("export_best", _is_named, "is null", "name a metric there")
+    ] = Field("max", description="whether a high or a low value of export_best is best")
     save_hf: bool = Field(
         False, description="write the trained policy as a Hugging Face checkpoint beside each one"
     )
@@ -178,12 +167,7 @@ class TrainerSection(Section):
 class PPOTrainerSection(TrainerSection):
     """How long to train, and what to leave behind."""
 
-    switches = (
-        *TrainerSection.switches,
-        Switch("val_sampled", lambda value: value is False, ("val_n",), "is false", "turn that on"),
-    )
-
-    critic_warmup: CountOrZero = Field(
+    critic_warmup: Annotated[CountOrZero, ReadIf(_no_critic)] = Field(
         0,
         description="first training step that trains the actor; only the critic is trained "
         "before; 0: no warm-up",
@@ -193,7 +177,9 @@ class PPOTrainerSection(TrainerSection):
         False,
         description="validate with samples at rollout.temperature as well as with greedy answers",
     )
-    val_n: Count = Field(1, description="samples of each prompt in the validation with samples")
+    val_n: Annotated[Count, read_if("val_sampled")] = Field(
+        1, description="samples of each prompt in the validation with samples"
+    )
     log_samples: CountOrZero = Field(
         1,
         description="responses shown on the console at each validation, or without held-out "

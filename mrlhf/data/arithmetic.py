@@ -48,13 +48,13 @@ class Problem:
     answer: int
 
     def short_operands(self, digits: int) -> int:
-        """How many of the two operands have fewer than `digits` digits."""
+        """The number of operands with fewer than `digits` digits."""
         return sum(len(operand) < digits for operand in re.findall(r"\d+", self.prompt))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticTask:
-    """What the data files of the task hold.
+    """The choices behind the data files of the task.
 
     Attributes:
         digits: the most digits of an operand.
@@ -96,14 +96,7 @@ def sample_problems(
     rng: random.Random,
     exclude: frozenset[str] = frozenset(),
 ) -> list[Problem]:
-    """Draw `count` distinct problems whose prompts are not in `exclude`.
-
-    Args:
-        count: number of problems.
-        digits: the most digits of an operand.
-        operations: the signs to use, such as "+-".
-        rng: the random numbers.
-        exclude: prompts to leave out.
+    """Draw `count` distinct problems whose prompts are not in `exclude`; see `ArithmeticTask`.
 
     Raises:
         DataError: there are fewer such problems, or an operation is unknown.
@@ -135,13 +128,8 @@ def sample_problems(
 def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
     """Draw a number that differs from `answer`.
 
-    "uniform" and "near" keep the sign and the number of digits; "carry" may not.
-
-    Args:
-        answer: the right answer.
-        kind: "uniform" draws any such number, "near" changes one digit, "carry" adds 10, which is
-            what a needless carry does.
-        rng: the random numbers.
+    "uniform" draws any number with the same sign and as many digits, "near" changes one digit, and
+    "carry" adds 10, as a needless carry does, which may change the number of digits.
     """
     if kind == "carry":
         return answer + 10
@@ -246,6 +234,5 @@ def _rl_row(problem: Problem) -> dict[str, str]:
 
 
 def _pair(problem: Problem, kind: WrongKind, rng: random.Random) -> dict[str, str]:
-    """A right answer and a wrong one."""
     wrong = wrong_answer(problem.answer, kind, rng)
     return {"prompt": problem.prompt, "chosen": str(problem.answer), "rejected": str(wrong)}

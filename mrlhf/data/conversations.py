@@ -39,7 +39,7 @@ def prompt_of(row: Row) -> Prompt:
 
 
 def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
-    """The messages that a response is to follow, each with a string as its content.
+    """The messages that a response follows, each with a string as its content.
 
     Raises:
         DataError: one of them has no role or no text, all texts are empty, or the last message is
@@ -103,7 +103,7 @@ def encode_response(row: Row, text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _problem(message: Any) -> str | None:
-    """What is wrong with one message of a list, or None."""
+    """The fault of one message of a list, or None."""
     if not isinstance(message, dict):
         return f'must be an object with "role" and "content", found {type(message).__name__}'
 

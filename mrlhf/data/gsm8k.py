@@ -39,7 +39,7 @@ def format_prompt(question: str) -> str:
 
 
 def final_answer(row: Row) -> str:
-    """The number after "####" in a row's worked solution, thousands separators removed."""
+    """The number after "####" in a row's worked solution, without thousands separators."""
     solution, mark, number = row.text("answer").rpartition("####")
     if not mark or not number.strip():
         raise DataError(
@@ -141,7 +141,7 @@ def _rl_row(row: Row, split: str, index: int) -> dict[str, Any]:
 
 
 def _read_pairs(source: Path, test_questions: Set[str]) -> list[dict[str, str]]:
-    """Preference pairs; none if `source` has nothing of which they can be made."""
+    """Preference pairs; none if `source` has no solutions to compare."""
     preferences = source / "preferences.jsonl"
     if preferences.is_file():
         return [

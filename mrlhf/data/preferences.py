@@ -16,8 +16,7 @@ from typing import Any
 from mrlhf.batch import Sequences
 from mrlhf.data.conversations import encode_prompt, encode_response, message_list, prompt_of
 from mrlhf.data.prompts import Overlong
-from mrlhf.data.row_counts import of_rows, warn_of_dropped
-from mrlhf.data.rows import Row
+from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
 
@@ -73,14 +72,9 @@ def encode_preferences(
 
     `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages of which the
     last is the assistant's. Such a list may hold the prompt itself, as in TRL. A pair is never
-    truncated, because the reward is read at eos.
-
-    Args:
-        rows: rows with `prompt`, `chosen` and `rejected`.
-        tokenizer: encodes them.
-        max_length: the most tokens that prompt, response and eos may have together.
-        overlong: refuse a pair with a longer side, or drop it and count it.
-        chat: put plain string prompts through the chat template too.
+    truncated, because the reward is read at eos: if a side has more than `max_length` tokens, the
+    pair is refused, or dropped and counted. With `chat`, plain string prompts go through the chat
+    template too.
 
     Raises:
         DataError: a row is malformed or too long, or no row is left.
@@ -122,7 +116,7 @@ def encode_preferences(
 def _check_differences(
     rows: Sequence[Row], chosen_ids: list[list[int]], rejected_ids: list[list[int]]
 ) -> None:
-    """Warn of pairs that teach nothing, or the opposite of another one; refuse if all are equal.
+    """Warn of pairs that teach nothing, or the opposite of another one.
 
     Raises:
         DataError: in every pair, both sides have the same tokens.

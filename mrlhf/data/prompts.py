@@ -15,8 +15,7 @@ from typing import Any, Literal
 from mrlhf.batch import Prompts
 from mrlhf.data.conversations import encode_prompt, prompt_of
 from mrlhf.data.reference_answers import AnswerRules, reference_answer
-from mrlhf.data.row_counts import of_rows, warn_of_dropped
-from mrlhf.data.rows import Row, read_rows
+from mrlhf.data.rows import Row, of_rows, read_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 
@@ -73,7 +72,7 @@ class PromptDataset:
             max_prompt_length: the most tokens of a prompt.
             overlong: refuse a longer prompt, or drop it and count it.
             chat: put plain string prompts through the chat template too.
-            split: what rewards find as "split" in the `extra_info` of rows that do not say it.
+            split: the value of "split" in the `extra_info` of rows that do not state one.
             answer_rules: the rules that need an answer in every row; none: the answer may be left
                 out.
 
@@ -140,10 +139,10 @@ class PromptDataset:
         )
 
     def _check_answers(self, rows: Sequence[Row], rules: AnswerRules) -> None:
-        """Refuse answers with which a rule gives every response 0; warn if some are of that kind.
+        """Warn of answers with which a rule gives every response 0.
 
         Raises:
-            DataError: all of them are.
+            DataError: all of them are of that kind.
         """
         for rule, can_be_right in rules.items():
             hopeless = [entry for entry in self._entries if not can_be_right(entry.ground_truth)]
@@ -163,7 +162,7 @@ class PromptDataset:
             logger.warning("%s; so it is in %s", problem, of_rows(len(hopeless), rows))
 
     def _report_copies(self, rows: Sequence[Row]) -> None:
-        """Tell how many prompts stand more than once, and warn if their answers differ."""
+        """Report how many prompts stand more than once, and warn if their answers differ."""
         first_with: dict[tuple[int, ...], _Entry] = {}
         copies = 0
         contradicting = []
@@ -214,7 +213,7 @@ def _data_source(row: Row) -> str:
 
 
 def _extra_info(row: Row, uid: int, split: str) -> dict[str, Any]:
-    """What the reward gets to know of the row, beside its prompt, answer and data source.
+    """The facts about the row that the reward gets beside its prompt, answer and data source.
 
     These are the columns that have no meaning of their own, and the entries of `extra_info`, which
     stand in for columns of the same names. `split` and `index` are added if the row has none.

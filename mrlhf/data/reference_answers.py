@@ -26,12 +26,9 @@ If it is empty, rows need no answer.
 def reference_answer(row: Row, rules: AnswerRules) -> Any:
     """The reference answer: text for a string or a number; None if the row has none.
 
-    A number with no fraction is written without one, since files often hold 18 as 18.0. Without
-    rules, a boolean, a list and an object are returned as they are.
-
-    Args:
-        row: a row with `answer`, or with verl's `reward_model`, an object with a `ground_truth`.
-        rules: the rules that compare with the answer.
+    It stands under `answer`, or under `ground_truth` in verl's `reward_model`. A number with no
+    fraction is written without one, since files often hold 18 as 18.0. Without rules, a boolean, a
+    list and an object are returned as they are.
 
     Raises:
         DataError: a rule needs an answer and there is none, or it is of a type that cannot be used.
@@ -70,7 +67,7 @@ def reference_answer(row: Row, rules: AnswerRules) -> Any:
 
 
 def _find(row: Row) -> tuple[str, Any]:
-    """The key of the row's answer, and what stands there; None if there is no such thing."""
+    """The key of the row's answer, and its value; None if there is none."""
     section = row.fields.get("reward_model")
     if section is None:
         return "answer", row.fields.get("answer")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import difflib
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ import pyarrow.parquet
 
 from mrlhf.errors import DataError
 
-__all__ = ["Row", "read_rows", "write_rows"]
+__all__ = ["Row", "of_rows", "read_rows", "warn_of_dropped", "write_rows"]
+
+logger = logging.getLogger(__name__)
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -86,6 +89,21 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     return len(lines)
 
 
+def of_rows(count: int, rows: Sequence[Row]) -> str:
+    """`count` as a number and a share of `rows`, with the files that they come from."""
+    files = sorted({str(row.file) for row in rows})
+    shown = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
+    return f"{count} of {len(rows)} rows ({count / len(rows):.1%}) of {shown}"
+
+
+def warn_of_dropped(what: str, count: int, rows: Sequence[Row], most: int) -> None:
+    """Warn that rows are left out because their `what` are longer than `most` tokens."""
+    if count:
+        logger.warning(
+            "dropped %s, whose %s have more than %d tokens", of_rows(count, rows), what, most
+        )
+
+
 def _read_file(path: Path) -> list[Row]:
     if not path.is_file():
         raise DataError(
@@ -138,7 +156,7 @@ def _decode(line: bytes, where: str) -> str:
 
 
 def _check_text(fields: dict[str, Any], where: str) -> None:
-    """Refuse strings that are no text, since nothing can encode them."""
+    """Refuse strings that are not valid text, since nothing can encode them."""
     for column, value in fields.items():
         try:
             json.dumps({column: value}, ensure_ascii=False).encode()
@@ -165,7 +183,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _find_bad_value(path: Path, table: pyarrow.Table) -> str:
-    """Says which value of a table Python cannot hold, such as a string that is not UTF-8."""
+    """Name the value of a table that Python cannot hold, such as a string that is not UTF-8."""
     for number in range(len(table)):
         for column in table.column_names:
             try:

@@ -1,5 +1,4 @@
-"""The parquet file of a rollout that was written down: a row for each sample, with lists of its
-tokens' numbers.
+"""The parquet file of a rollout: a row for each sample, with lists of its tokens' numbers.
 
 It knows the file's format and its columns. It does not know where the numbers come from.
 """
@@ -76,7 +75,7 @@ class SampleTable:
 
     @property
     def begins(self) -> list[int]:
-        """Where the tokens of each sample begin, and the end of the last."""
+        """The first token of each sample, and the end of the last."""
         begins: list[int] = np.concatenate([[0], np.cumsum(self.texts["length"])]).tolist()
         return [int(begin) for begin in begins]
 

@@ -16,7 +16,7 @@ __all__ = ["SamplerState", "StatefulSampler"]
 
 
 class SamplerState(TypedDict):
-    """The position of a sampler, and what its order depends on."""
+    """The position of a sampler, and the facts that its order depends on."""
 
     epoch: int
     position: int
@@ -75,7 +75,7 @@ class StatefulSampler:
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Continue where `state` was taken; the batch size may differ, the rows may not.
+        """Continue from `state`; the batch size may differ, the rows may not.
 
         Raises:
             DataError: the state belongs to another data set, seed or order.

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from mrlhf.data.conversations import encode_prompt, encode_response, prompt_of
 from mrlhf.data.prompts import Overlong
-from mrlhf.data.row_counts import of_rows, warn_of_dropped
-from mrlhf.data.rows import Row
+from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 
@@ -44,13 +43,9 @@ def encode_sft(
 ) -> list[SftExample]:
     """Tokenise rows for supervised fine-tuning.
 
-    Args:
-        rows: rows with `prompt` (a string or chat messages) and `response`; `answer` is used if a
-            row has no `response`.
-        tokenizer: encodes them.
-        max_length: the most tokens that prompt, response and eos may have together.
-        overlong: refuse a longer row, or drop it and log how many.
-        chat: put plain string prompts through the chat template too.
+    A row has a `prompt` (a string or chat messages) and a `response`, or else an `answer`. If
+    prompt, response and eos are more than `max_length` tokens, the row is refused, or dropped and
+    counted in the log. With `chat`, plain string prompts go through the chat template too.
 
     Raises:
         DataError: a row is malformed or too long, or no row is left.

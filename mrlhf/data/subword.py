@@ -48,14 +48,11 @@ def train_sentencepiece(
 
     Args:
         texts: the corpus.
-        out_dir: receives tokenizer.model, tokenizer.json and tokenizer_config.json; created if it
-            is missing.
+        out_dir: gets tokenizer.model, tokenizer.json and tokenizer_config.json, which
+            `load_tokenizer` and `transformers.AutoTokenizer` read. It is returned.
         vocab_size: the most tokens to make, special ones included; a small corpus may yield fewer.
         byte_fallback: add 256 byte tokens, so that no text is unknown. Without them, an unseen
             character becomes unk.
-
-    Returns:
-        `out_dir`, which `load_tokenizer` and `transformers.AutoTokenizer` read.
     """
     corpus = [text for text in texts if text]
     if not corpus:
@@ -120,7 +117,7 @@ def check_sentencepiece(model_file: Path) -> sentencepiece.SentencePieceProcesso
     """The sentencepiece model in `model_file`.
 
     Raises:
-        DataError: it is none.
+        DataError: the file is not a sentencepiece model.
     """
     processor = sentencepiece.SentencePieceProcessor()
     try:

@@ -54,8 +54,8 @@ class Tokenizer:
         pad_id: the padding token. If the tokenizer names none it is eos, which is safe because
             padding is always masked.
         bos_id: the token that begins a sequence, or None.
-        unk_id: the token of text that has none; None if there is no such token, or if it is eos,
-            bos or pad too.
+        unk_id: the token that stands for unknown text; None if there is none, or if it is eos, bos
+            or pad too.
         ids: all token ids. There may be gaps between them.
         end_ids: further tokens that end a response. At its end they have no text, as eos has none.
     """
@@ -100,13 +100,12 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`.
 
-        Args:
-            text: any text.
-            add_special_tokens: add the tokens with which the model family begins and ends a
-                sequence.
+        With `add_special_tokens`, those with which the model family begins and ends a sequence are
+        added.
 
         Raises:
-            DataError: the text has characters for which there are no tokens, or that are none.
+            DataError: the text has characters for which there are no tokens, or that are not valid
+                text.
         """
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
@@ -118,7 +117,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, without special tokens if they are skipped, or with all tokens."""
+        """The text of `ids`, with or without special tokens."""
         if skip_special_tokens and self.end_ids and len(ids) and ids[-1] in self.end_ids:
             ids = ids[:-1]
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -151,7 +150,7 @@ class Tokenizer:
         return pieces
 
     def _whole_token(self) -> int:
-        """An ordinary token that has a text of its own, and is no part of a character."""
+        """An ordinary token that has a text of its own, and is not part of a character."""
         for token in sorted(self.ids):
             text = self.decode([token]) if self.is_ordinary(token) else ""
             if text.strip() and _TORN not in text:
@@ -168,14 +167,17 @@ class Tokenizer:
         return any(string in self.decode(self.encode(text)) for text in texts)
 
     def special_id(self, string: str) -> int | None:
-        """The special token that is written `string`, which no text shows; None if it is none."""
+        """The id of the special token that is written `string`, or None if there is none.
+
+        A special token is one that decoded text does not show.
+        """
         token: int | None = self._backend.get_vocab().get(string)
         if token is None or self.is_ordinary(token) or self.decode([token]):
             return None
         return token
 
     def is_ordinary(self, token: int) -> bool:
-        """Whether a token is made of ordinary text: it was not added to the vocabulary."""
+        """Whether a token is part of the vocabulary that was trained, and was not added to it."""
         return token not in self._backend.added_tokens_decoder
 
     def apply_chat_template(
@@ -183,9 +185,7 @@ class Tokenizer:
     ) -> str:
         """The text that the chat template makes of `messages`.
 
-        Args:
-            messages: the conversation.
-            add_generation_prompt: end with what precedes the assistant's answer.
+        With `add_generation_prompt` it ends with the header of the assistant's answer.
 
         Raises:
             DataError: there is no template, or it refuses the messages.
@@ -208,10 +208,7 @@ class Tokenizer:
     def encode_prompt(self, prompt: Prompt, chat: bool = False) -> tuple[str, list[int]]:
         """The text of a prompt as the model sees it, and its tokens.
 
-        Args:
-            prompt: plain text, or chat messages. The chat template writes the special tokens of
-                chat messages itself.
-            chat: treat plain text as one message of the user.
+        With `chat`, plain text is treated as one message of the user.
         """
         if isinstance(prompt, str) and not chat:
             ids = self.encode(prompt, add_special_tokens=True)
@@ -231,9 +228,7 @@ class Tokenizer:
     def save_pretrained(self, directory: Path, pad_id: int | None = None) -> None:
         """Write the tokenizer's files into `directory`, for `load_tokenizer` to read.
 
-        Args:
-            directory: where the files go.
-            pad_id: the padding token of the written tokenizer; None: as it is.
+        `pad_id` is the padding token of the written tokenizer; None: the same.
         """
         backend = self._backend
         if pad_id is not None and pad_id != backend.pad_token_id:
@@ -280,7 +275,7 @@ def _has_hf_files(directory: Path) -> bool:
 
 
 def _set_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> None:
-    """Replace the tokenizer's chat template by that in `file`, as far as it is not too long.
+    """Replace the tokenizer's chat template by that in `file`, unless it is too long.
 
     Raises:
         DataError: the file cannot be read.
@@ -298,7 +293,7 @@ def _try_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> No
     """Apply the chat template to a message.
 
     Raises:
-        DataError: it is no jinja, or does not end.
+        DataError: the template is not jinja, or does not end.
     """
     try:
         _render(backend, [{"role": "user", "content": "a"}])
@@ -319,10 +314,10 @@ def _render(
     conversation: list[dict[str, Any]],
     add_generation_prompt: bool = False,
 ) -> str:
-    """What the chat template makes of a conversation, within limits.
+    """Apply the chat template to a conversation, within limits of time and length.
 
     The time is that of the processor, so that a busy machine does not count. The limit needs a
-    signal, which Python hands to the main thread alone; so elsewhere there is none.
+    signal, which Python delivers only to the main thread; so in other threads there is none.
 
     Raises:
         _TemplateLimitError: it takes too long, or its text is too long.
@@ -392,12 +387,10 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_vocabulary(path: Path) -> None:
-    """Tell a directory without the files of a tokenizer from one whose files are damaged.
+    """Raise a DataError if the directory has no file with tokens.
 
-    A few tokenizers (of bytes) need no such file, so this is only asked of what cannot be loaded.
-
-    Raises:
-        DataError: there is no file with tokens.
+    It is only called for a tokenizer that cannot be loaded, since a few (of bytes) need no such
+    file.
     """
     if not path.is_file() and not any((path / name).is_file() for name in _VOCABULARIES):
         raise DataError(
@@ -414,7 +407,7 @@ def _is_generic(model: object | None, config: Mapping[str, Any] | None) -> bool:
 
 
 def _brief(error: Exception) -> str:
-    """What the error says, on one line of bounded length; its type, if it says little."""
+    """The error's message on one line of bounded length, or its type if it says little."""
     words = " ".join(str(error).split())
     if len(words) > _LONGEST_REASON:
         words = f"{words[:_LONGEST_REASON]} ..."

@@ -1,7 +1,7 @@
 """Warns of text that a tokenizer does not know: it becomes <unk>, or nothing at all.
 
-A model cannot learn from such text, and nothing else would show that it is missing. This file does
-not know where the text comes from.
+A model cannot learn from such text, and nothing else would show that it is missing. `what` names
+the data in warnings. This file does not know where the text comes from.
 """
 
 from __future__ import annotations
@@ -15,21 +15,15 @@ __all__ = ["warn_of_lost_characters", "warn_of_unknown_tokens"]
 
 logger = logging.getLogger(__name__)
 
-_TOLERATED = 0.01  # share of <unk> that passes without a word
-_TOLERATED_LOSS = 0.05  # share of characters; some tokenizers compose characters and drop accents
-_COMPARED = 1000  # texts that are decoded again
+_TOLERATED_UNKNOWN_SHARE = 0.01  # of the tokens
+_TOLERATED_LOST_SHARE = 0.05  # of the characters; some tokenizers compose them and drop accents
+_COMPARED_TEXTS = 1000
 
 
 def warn_of_unknown_tokens(
     sequences: Iterable[Sequence[int]], tokenizer: Tokenizer, what: str
 ) -> None:
-    """Warn if more than a small share of the tokens is <unk>.
-
-    Args:
-        sequences: token ids.
-        tokenizer: made them.
-        what: names the data.
-    """
+    """Warn if more than a small share of the tokens is <unk>."""
     if tokenizer.unk_id is None:
         return
     total = 0
@@ -38,7 +32,7 @@ def warn_of_unknown_tokens(
         total += len(tokens)
         unknown += list(tokens).count(tokenizer.unk_id)
 
-    if unknown > _TOLERATED * total:
+    if unknown > _TOLERATED_UNKNOWN_SHARE * total:
         logger.warning(
             "%.3g %% of the tokens of %s are %s: the tokenizer does not know their text, and the "
             "model sees the same token for all of it",
@@ -53,24 +47,18 @@ def warn_of_lost_characters(
 ) -> None:
     """Warn if the tokens of some texts say less than the texts, because characters have no token.
 
-    Some tokenizers leave out what they do not know. Spaces are not counted, because many decoders
-    add or remove some.
-
-    Args:
-        texts: what was encoded; the first of them are compared.
-        sequences: the token ids of each.
-        tokenizer: made them.
-        what: names the data.
+    Some tokenizers leave out what they do not know. Only the first texts are compared. Spaces are
+    not counted, because many decoders add or remove some.
     """
     if tokenizer.unk_id is not None:
         return
     total = 0
     kept = 0
-    for text, tokens in zip(texts[:_COMPARED], sequences[:_COMPARED], strict=True):
+    for text, tokens in zip(texts[:_COMPARED_TEXTS], sequences[:_COMPARED_TEXTS], strict=True):
         total += _visible(text)
         kept += min(_visible(text), _visible(tokenizer.decode(tokens, skip_special_tokens=False)))
 
-    if total - kept > _TOLERATED_LOSS * total:
+    if total - kept > _TOLERATED_LOST_SHARE * total:
         logger.warning(
             "%.3g %% of the characters of %s have no token and are left out; use a tokenizer that "
             "knows them",

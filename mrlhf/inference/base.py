@@ -1,7 +1,7 @@
-"""What every inference engine can do, and `generate`, the loop that runs any of them.
+"""The protocol of an inference engine with its types, and `generate`, the loop that runs any.
 
-The types that go in and come out are here too. A backend is any class that fits `InferenceEngine`.
-This file knows no backend, no model and no batch of the trainer.
+A backend is any class that fits `InferenceEngine`. This file knows no backend, no model and no
+batch of the trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.weights.shard import Piece, Slot
 
-# Below it, logits divided by the temperature leave the range of float32.
+# Logits divided by a lower temperature leave the range of float32.
 MIN_TEMPERATURE = 1e-6
 
 N = TypeVar("N", int, float)
@@ -31,7 +31,7 @@ class SamplingParams:
     Attributes:
         n: number of samples for each prompt.
         temperature: logits are divided by this; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens; ties with the k-th are included; -1 is off.
+        top_k: draw from the k likeliest tokens and those that tie with the k-th; -1 is off.
         top_p: draw from the fewest likeliest tokens that together have this probability; 1 is off.
         max_tokens: length of the longest response, in tokens.
         stop_token_ids: a response ends after any of these; the stop token is part of it.
@@ -40,8 +40,8 @@ class SamplingParams:
         seed: fixes every random number, together with prompt uid, sample index and position. A
             prompt that comes again with the same seed gets the same numbers, so training mixes the
             step into the seed.
-        record_experts: whether samples say to which experts their tokens were sent; the native
-            engine does so, of models with mixtures.
+        record_experts: whether samples record the experts of their tokens; only the native engine
+            does so, for models with mixtures.
     """
 
     n: int = 1
@@ -79,19 +79,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt, and the samples that are wanted of it.
+    """One prompt, and the samples to draw for it.
 
     The requests that are in flight together share how a token is drawn and what ends a response:
     temperature, top_k, top_p, stop_token_ids and stop. Each may have its own max_tokens and seed.
 
     Attributes:
-        id: the caller's number for the request, which its samples carry. No two requests in flight
-            have the same.
+        id: the caller's number for the request, which its samples carry; unique among the requests
+            in flight.
         prompt: token ids, at least one.
         uid: the prompt's number, on which the random numbers depend: equal uids draw equal numbers.
         samples: the sample indices to draw.
-        sampling: how to draw them. `requests_for` reads its `n`; an engine draws `samples` and does
-            not read it.
+        sampling: how to draw them. Only `requests_for` reads its `n`; an engine draws `samples`.
     """
 
     id: int
@@ -102,28 +101,25 @@ class Request:
 
 
 class _PackedList(Generic[N]):
-    """A field of a dataclass: a list of numbers to whoever reads it, kept as an array.
+    """A field of a dataclass that reads as a list of numbers, and is kept as an array.
 
     The array takes a tenth of the list's memory.
     """
 
     def __init__(self, typecode: Literal["i", "f"]) -> None:
-        """Keep numbers of 4 bytes each, whole ones or not."""
         self._typecode = typecode
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Learn the name of the field."""
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> list[N]:
-        """A list of its own for each caller."""
+        """Return a new list for each caller."""
         if instance is None:
             raise AttributeError(self._name)  # so that dataclasses see a field without a default
         numbers: list[N] = vars(instance)[self._name].tolist()
         return numbers
 
     def __set__(self, instance: object, numbers: Sequence[N]) -> None:
-        """Take a copy of `numbers`."""
         vars(instance)[self._name] = array(self._typecode, numbers)
 
 
@@ -131,20 +127,20 @@ class _PackedList(Generic[N]):
 class Sample:
     """One response.
 
-    Each look at `token_ids` or `logprobs` makes a new list; `arrays` has the numbers without one.
+    Each access to `token_ids` or `logprobs` makes a new list; `arrays` does not.
 
     Attributes:
         request_id: the request that it answers.
         sample_index: which of the request's samples it is.
         token_ids: the response, stop token included.
         logprobs: the log-probability of each token, at the sampling temperature (1 if greedy), over
-            the whole vocabulary, before top-k and top-p, and with the tokens that the engine never
+            the whole vocabulary: before top-k and top-p, and with the tokens that the engine never
             draws.
         stopped: whether a stop token or stop string ended it; otherwise the length limit did.
         version: the version of the weights that drew it.
-        experts: uint8 or int16 [tokens, mixtures, per_token], the experts to which each token was
-            sent, prompt included, but for the last token, which is not computed; None if that was
-            not asked for, and on the ranks of a replica beside its first.
+        experts: the experts of each token, uint8 or int16 [tokens, mixtures, per_token], prompt
+            included; the last token is not computed and has none. None if they were not asked for,
+            and on all ranks of a replica but the first.
     """
 
     request_id: int
@@ -158,26 +154,26 @@ class Sample:
 
     @property
     def arrays(self) -> tuple[array[int], array[float]]:
-        """Token ids and log-probabilities as they are kept, in int32 and float32."""
+        """Token ids in int32 and log-probabilities in float32, as they are stored."""
         return vars(self)["token_ids"], vars(self)["logprobs"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """How much an engine may take at once.
+    """The most that an engine may take at once.
 
     Attributes:
         max_num_seqs: number of sequences that are decoded at once.
         max_length: length of the longest prompt and response together, in tokens.
         max_prefill_tokens: number of prompt tokens computed in one step; longer prompts are
             computed in chunks.
-        block_size: tokens in one block of the KV cache; None for what suits the device's kernels
-            best.
+        block_size: tokens in one block of the KV cache; None for the best size for the device's
+            kernels.
         cache_bytes: size of one rank's KV cache. None takes what `gpu_memory_utilization` leaves on
             a GPU; elsewhere up to half of the free memory, shared with the other processes of the
             machine.
-        gpu_memory_utilization: share of a GPU's memory for the engine's weights and KV cache, of
-            which training's own memory may leave less; see `gpu_room`.
+        gpu_memory_utilization: share of a GPU's memory for the engine's weights and KV cache;
+            training's own memory may leave less, see `gpu_room`.
         enforce_eager: capture no CUDA graphs.
     """
 
@@ -192,30 +188,21 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the engine did on this rank since results were last collected.
+    """The engine's work on this rank since results were last collected."""
 
-    Attributes:
-        steps: number of passes through the model.
-        prompt_tokens: tokens in the prompts of the collected samples, each prompt counted once a
-            sample.
-        computed_prompt_tokens: prompt tokens that were computed; the others shared a computed
-            prefix.
-        generated_tokens: tokens in the collected samples.
-        preemptions: number of times that a sequence lost its blocks and had to be computed again.
-        cache_bytes: size of the KV cache.
-        peak_cache_bytes: size of the blocks in use when most were.
-    """
-
-    steps: int = 0
+    steps: int = 0  # passes through the model
+    # tokens in the prompts of the collected samples, each prompt counted once a sample
     prompt_tokens: int = 0
+    # prompt tokens that were computed; the others shared a computed prefix
     computed_prompt_tokens: int = 0
-    generated_tokens: int = 0
+    generated_tokens: int = 0  # tokens in the collected samples
+    # number of times that a sequence lost its blocks and had to be computed again
     preemptions: int = 0
-    cache_bytes: int = 0
-    peak_cache_bytes: int = 0
+    cache_bytes: int = 0  # size of the KV cache
+    peak_cache_bytes: int = 0  # the largest size of the blocks in use
 
     def __add__(self, later: EngineStats) -> EngineStats:
-        """Both together: counts are added, and of the sizes the larger is taken."""
+        """Add the counts, and take the larger of the sizes."""
         return EngineStats(
             steps=self.steps + later.steps,
             prompt_tokens=self.prompt_tokens + later.prompt_tokens,
@@ -229,7 +216,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class Finished:
-    """Samples that have ended, and what the engine did meanwhile."""
+    """Samples that have ended, and the engine's work meanwhile."""
 
     samples: list[Sample]
     stats: EngineStats
@@ -238,9 +225,9 @@ class Finished:
 class InferenceEngine(Protocol):
     """A generator of text whose weights are written from outside.
 
-    The weights come first: call `wake`, then `bind` or fill `weight_slots`, call `take_cache` while
-    they are being filled, then `commit`. Then samples are drawn: `submit` requests, and call `step`
-    and `collect` until nothing is in flight (see `generate`). `sleep` ends the use.
+    First the weights: call `wake`, then `bind` or fill `weight_slots`, call `take_cache` while they
+    are being filled, then `commit`. Then the samples: `submit` requests, and call `step` and
+    `collect` until nothing is in flight (see `generate`). At the end call `sleep`.
 
     All ranks of one replica make the same calls with the same arguments. So a decision that depends
     on one rank alone, such as a signal that it got, must be agreed on before it changes a call.
@@ -248,15 +235,15 @@ class InferenceEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights, as last committed."""
+        """The version of the weights that was last committed."""
         ...
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
-        """Which named slices each parameter of this rank holds; costs no memory."""
+        """Return the named slices that each parameter of this rank holds; costs no memory."""
         ...
 
     def weight_slots(self) -> list[Slot]:
-        """Where each named slice is stored, to be filled in place.
+        """Return where each named slice is stored, to be filled in place.
 
         A parameter that is not bound gets storage.
         """
@@ -267,7 +254,7 @@ class InferenceEngine(Protocol):
         ...
 
     def commit(self, version: int) -> None:
-        """Declare the weights complete as `version`, and drop what older ones have computed.
+        """Declare the weights complete as `version`, and drop what was computed with older ones.
 
         Raises:
             EngineError: a parameter has no weights, or samples are in flight.
@@ -276,11 +263,11 @@ class InferenceEngine(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """The number of samples that were submitted and are not collected yet."""
+        """The number of samples that were submitted and not yet collected."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, also while others are in flight; it may run no step.
+        """Queue requests, also while others are in flight; it need not run a step.
 
         Raises:
             EngineError: the engine cannot answer one of them; then none is queued.
@@ -290,16 +277,16 @@ class InferenceEngine(Protocol):
     def step(self) -> None:
         """Run one pass through the model; without a sample to compute, do nothing.
 
-        If it raises, everything in flight is dropped, and the engine can be used again.
+        After an error everything in flight is dropped, and the engine can be used again.
         """
         ...
 
     def collect(self) -> Finished:
-        """Hand over the samples that have ended, in an order that is the same on all ranks."""
+        """Return the samples that have ended, in an order that is the same on all ranks."""
         ...
 
     def cancel(self) -> Finished:
-        """Drop the samples that have not ended, and hand over those that have."""
+        """Drop the samples that have not ended, and return those that have."""
         ...
 
     def sleep(self) -> None:
@@ -315,7 +302,7 @@ class InferenceEngine(Protocol):
         ...
 
     def take_cache(self) -> None:
-        """Take the memory of the KV cache, if that need not wait for `commit` or `submit`.
+        """Take the memory of the KV cache, if that can be done before `commit` and `submit`.
 
         It waits for no other rank.
         """
@@ -328,13 +315,11 @@ def requests_for(
     sampling: SamplingParams,
     samples: Sequence[range] | None = None,
 ) -> list[Request]:
-    """One request for each prompt, numbered from 0.
+    """Return one request for each prompt, numbered from 0.
 
     Args:
-        prompts: token ids.
         uids: the number of each prompt, on which its random numbers depend.
-        sampling: how to draw.
-        samples: which sample indices of each prompt to draw; None draws all `sampling.n` of each.
+        samples: the sample indices to draw for each prompt; None draws all `sampling.n` of each.
     """
     if samples is None:
         samples = [range(sampling.n)] * len(prompts)
@@ -350,22 +335,20 @@ def generate(
     requests: Sequence[Request],
     may_begin: Callable[[int], bool] | None = None,
 ) -> Finished:
-    """Answer `requests`: submit them, and step until all samples are collected.
+    """Answer `requests` on an engine with nothing in flight, step by step.
 
     Args:
-        engine: has nothing in flight.
-        requests: what to answer.
-        may_begin: is asked before each step, with the step's number from 0; if it says False, the
-            samples that have not ended are dropped. All ranks of a replica must get the same
-            answers. None: always True.
+        may_begin: is asked before each step, with the step's number from 0; if it returns False,
+            the samples that have not ended are dropped. All ranks of a replica must get the same
+            answers.
 
     Returns:
         The samples in the order of the requests, then by sample index, and the statistics of the
         whole call.
 
     Raises:
-        EngineError: samples of others are in flight, or the engine refuses or fails. Then nothing
-            of this call is left in the engine.
+        EngineError: other samples are in flight, or the engine refuses or fails. Then nothing of
+            this call is left in the engine.
     """
     if engine.in_flight:
         raise EngineError(

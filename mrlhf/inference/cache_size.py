@@ -1,7 +1,6 @@
 """The sizes of one rank's KV cache: its KV heads, the tokens in a block, the bytes of a block.
 
-Both engines use it, and so do the checks before a run. It is arithmetic on a model's spec, and
-knows no tensors.
+Both engines and the checks before a run use it. It is arithmetic on a spec, without tensors.
 """
 
 from __future__ import annotations
@@ -15,29 +14,20 @@ from mrlhf.models.spec import Experts, ModelSpec
 NATIVE_CPU_BLOCK = 16
 NATIVE_GPU_BLOCK = 256  # the page of FlashAttention 2
 _VLLM_CPU_BLOCK = 32
-_KEPT_FREE = 0.1  # share of a GPU
+_FREE_GPU_SHARE = 0.1  # of its memory
 _VLLM_GPU_BLOCK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """The cache of one rank, whatever its number of blocks.
-
-    Attributes:
-        num_layers: transformer layers.
-        kv_heads: key and value heads on the rank.
-        head_dim: width of one head.
-        itemsize: bytes of a number.
-        block_size: tokens in a block.
-        experts: the mixtures whose choice of experts is recorded beside the keys and values; None:
-            nothing is.
-    """
+    """The cache of one rank, without its number of blocks."""
 
     num_layers: int
-    kv_heads: int
+    kv_heads: int  # on the rank
     head_dim: int
-    itemsize: int
-    block_size: int
+    itemsize: int  # bytes of a number
+    block_size: int  # tokens in a block
+    # the mixtures whose chosen experts are recorded; None records nothing
     experts: Experts | None = None
 
     @classmethod
@@ -49,7 +39,7 @@ class CacheShape:
         block_size: int,
         experts: Experts | None = None,
     ) -> CacheShape:
-        """The cache of a model on one of `tp_size` ranks."""
+        """Return the cache of a model on one of `tp_size` ranks."""
         return cls(
             num_layers=spec.num_layers,
             kv_heads=kv_heads_on_rank(spec, tp_size),
@@ -61,7 +51,7 @@ class CacheShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes: its keys and values, and the record of its experts."""
+        """Bytes of one token: its keys and values, and the record of its experts."""
         pairs = 2 * self.num_layers * self.kv_heads * self.head_dim * self.itemsize
         return pairs + self.record_bytes
 
@@ -77,32 +67,27 @@ class CacheShape:
 
 
 def gpu_room(utilization: float, weights: int, free: int, total: int) -> int:
-    """Bytes that an engine may still take of a GPU.
+    """Return the bytes that an engine may still take of a GPU.
 
-    As in vLLM, `utilization` is the share of the GPU for the engine's weights and what it takes
-    besides. What training holds comes first: a tenth of the GPU stays free in any case, or less
-    where `utilization` is above 0.9.
-
-    Args:
-        utilization: rollout.gpu_memory_utilization.
-        weights: bytes of the engine's weights that are on the GPU already, shared or not.
-        free: bytes that are free now.
-        total: bytes of the GPU.
+    As in vLLM, `utilization` is the share of the GPU for the engine: its weights, of which
+    `weights` bytes are there already (shared or not), and all else.
     """
-    kept = total * min(1 - utilization, _KEPT_FREE)
+    # Training's memory comes first: a tenth of the GPU stays free in any case, or less where
+    # `utilization` is above 0.9.
+    kept = total * min(1 - utilization, _FREE_GPU_SHARE)
     return max(0, min(int(total * utilization) - weights, free - int(kept)))
 
 
 def kv_heads_on_rank(spec: ModelSpec, tp_size: int) -> int:
-    """The KV heads on each of `tp_size` ranks; if there are more ranks than heads, ranks share."""
+    """Return the KV heads on each of `tp_size` ranks; ranks share if there are more than heads."""
     return max(1, spec.num_kv_heads // tp_size)
 
 
 def vllm_cpu_block(wanted: int | None) -> int:
-    """Tokens in a block of vLLM's on a CPU: `wanted`, rounded up to what its attention can do."""
+    """Round `wanted` up to the tokens of a block for which vLLM has attention on a CPU."""
     return -(-(wanted or _VLLM_CPU_BLOCK) // _VLLM_CPU_BLOCK) * _VLLM_CPU_BLOCK
 
 
 def vllm_gpu_block(wanted: int | None) -> int:
-    """Tokens in a block of vLLM's on a GPU."""
+    """Return the tokens in vLLM's block on a GPU."""
     return wanted or _VLLM_GPU_BLOCK

@@ -1,4 +1,4 @@
-"""What an engine refuses: requests that it cannot answer, tensors that do not fit, missing weights.
+"""Refuses requests that no engine can answer, tensors that do not fit, and missing weights.
 
 All engines use these checks, so all refuse the same things. This file knows token ids, limits and
 shapes, and no engine.
@@ -21,10 +21,7 @@ _SHARED = ("temperature", "top_k", "top_p", "stop_token_ids", "stop")
 def check_prompts(requests: Sequence[Request], max_length: int, vocab_size: int) -> None:
     """Refuse prompts that are empty, too long, or of another vocabulary.
 
-    Args:
-        requests: the requests whose prompts are checked.
-        max_length: length of the longest prompt and response together, in tokens.
-        vocab_size: size of the model's vocabulary.
+    `max_length` is the length of the longest prompt and response together, in tokens.
 
     Raises:
         EngineError: naming the first such request.
@@ -79,12 +76,7 @@ def check_tensor(
 ) -> None:
     """Refuse a tensor that cannot become the parameter `name`.
 
-    Args:
-        name: the parameter's name.
-        tensor: the tensor that is to become the parameter.
-        shapes: the shape of each parameter, by name.
-        dtype: the dtype of all parameters.
-        device: where the parameters are.
+    `shapes` has the shape of each parameter.
 
     Raises:
         EngineError: there is no such parameter, or shape, dtype or device differ.
@@ -101,11 +93,7 @@ def check_tensor(
 
 
 def check_complete(missing: Sequence[str]) -> None:
-    """Refuse to use weights while the parameters `missing` have none.
-
-    Raises:
-        EngineError: `missing` is not empty.
-    """
+    """Raise an EngineError if there are parameters without weights."""
     if missing:
         raise EngineError(
             f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in "
@@ -114,14 +102,7 @@ def check_complete(missing: Sequence[str]) -> None:
 
 
 def committed(version: int | None) -> int:
-    """The version of the weights that were last committed.
-
-    Args:
-        version: that version; None if no weights were committed.
-
-    Raises:
-        EngineError: it is None.
-    """
+    """Return the last committed version of the weights; EngineError if there is none."""
     if version is None:
         raise EngineError(
             "the engine has no weights yet: fill weight_slots() or bind(), then commit(version)"

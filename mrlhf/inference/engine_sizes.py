@@ -1,7 +1,6 @@
-"""Which tensor-parallel sizes of an engine fit a model, and how its experts are shared out.
+"""The tensor-parallel sizes of an engine that fit a model, and how its experts are shared out.
 
-Both engines use it, and so do the checks before a run. It is arithmetic on a model's spec, and
-knows no tensors.
+Both engines and the checks before a run use it. It is arithmetic on a spec, without tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ def engine_tp_problem(
     ranks: int | None = None,
     ep: int | None = None,
 ) -> str | None:
-    """Why an engine of `tp` ranks does not fit a model, and which sizes do, in one line.
+    """Say in one line why an engine of `tp` ranks does not fit a model, and which sizes do.
 
     Args:
-        engine: which engine.
         tp: ranks of one replica.
-        spec: a language model.
-        ranks: the sizes that are named divide it; None: any size.
-        ep: over how many parts of a replica the experts are shared out; None: over any that fits.
+        ranks: only divisors of it are named; None: any size.
+        ep: the number of parts of a replica over which experts are shared out; None: any that fits.
 
     Returns:
         None if the size fits.
@@ -50,11 +47,7 @@ def engine_tp_problem(
 def engine_ep_problem(
     engine: Literal["native", "vllm"], ep: int, tp: int, spec: ModelSpec
 ) -> str | None:
-    """Why experts cannot be shared out over `ep` parts of a replica, in one line.
-
-    Returns:
-        None if they can.
-    """
+    """Say in one line why experts cannot be shared out over `ep` parts of a replica, if so."""
     experts = spec.experts
     if experts is None:
         none = f"rollout.ep {ep} does not fit a model without experts; leave it out"
@@ -80,22 +73,18 @@ def engine_ep(
     actor_etp: int,
     spec: ModelSpec,
 ) -> int:
-    """Over how many parts of a replica the experts of a layer are shared out.
-
-    vLLM splits each expert over all ranks of a replica. The native engine can do otherwise. If it
-    is left open, an expert is split there over as many ranks as in training where that fits: a rank
-    that has the same experts on both sides then shares their memory. Otherwise it is split over
-    all ranks of the replica, which gives all of them equal work, or else over the most that fit.
+    """Return the number of parts of a replica over which the experts of a layer are shared out.
 
     Args:
-        engine: which engine.
+        engine: vLLM always splits each expert over all ranks of a replica.
         wanted: `rollout.ep`; None leaves it open.
         tp: ranks of one replica.
         actor_etp: over how many ranks training splits an expert.
-        spec: the model.
     """
     if wanted is not None or spec.experts is None or engine == "vllm":
         return wanted or 1
+    # Split over as many ranks as in training, experts can share their memory with it. Otherwise
+    # all ranks of the replica split each expert, for equal work, or as many as possible.
     sizes = _divisors(tp)
     if tp % actor_etp == 0:
         sizes.insert(0, tp // actor_etp)
@@ -103,7 +92,7 @@ def engine_ep(
 
 
 def vllm_vocabulary(rows: int) -> int:
-    """Rows of an embedding in vLLM over all ranks, padding included."""
+    """Return the rows of an embedding in vLLM over all ranks, padding included."""
     return -(-rows // VLLM_VOCABULARY_UNIT) * VLLM_VOCABULARY_UNIT
 
 
@@ -124,7 +113,7 @@ def _native_vocabulary(spec: ModelSpec, tp: int) -> str | None:
 
 
 def _experts(spec: ModelSpec, tp: int, ep: int | None) -> str | None:
-    """What of the experts does not divide over `ep` parts of `tp` ranks, in words."""
+    """Name in words the experts, if they do not divide over `ep` parts of `tp` ranks."""
     experts = spec.experts
     if experts is None:
         return None

@@ -1,7 +1,7 @@
 """Keeps the requests between `submit` and `collect`, and the samples that have ended.
 
 Every engine uses this class, so all engines refuse and count the same things. This file does not
-know models or how a sample is computed.
+know models, or how a sample is computed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ from mrlhf.inference.stopping import Decode
 
 
 class InFlight:
-    """The requests and samples of one engine; `len()` counts the samples not collected yet."""
+    """The requests and samples of one engine; `len()` counts the samples not collected yet.
+
+    Without `decode`, from token ids to text, stop strings are refused.
+    """
 
     def __init__(self, limits: EngineLimits, vocab_size: int, decode: Decode | None) -> None:
-        """Start with nothing in flight.
-
-        Args:
-            limits: how much the engine may take at once.
-            vocab_size: size of the model's vocabulary.
-            decode: token ids to text, without which stop strings are refused.
-        """
         self._limits = limits
         self._vocab_size = vocab_size
         self._decode = decode
@@ -38,11 +34,7 @@ class InFlight:
         return self._length
 
     def require_none(self, call: str) -> None:
-        """Refuse `call` while samples are in flight.
-
-        Raises:
-            EngineError: some are.
-        """
+        """Raise an EngineError that refuses `call` if samples are in flight."""
         if self._length:
             raise EngineError(
                 f"{call}() is refused while {self._length} samples are in flight: collect() or "
@@ -50,7 +42,7 @@ class InFlight:
             )
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Refuse requests that the engine cannot answer, or not beside those in flight.
+        """Refuse requests that the engine cannot answer, or not together with those in flight.
 
         Raises:
             EngineError: naming the first such request.
@@ -86,7 +78,7 @@ class InFlight:
         self._finished.extend(samples)
 
     def collect(self) -> Finished:
-        """Hand over the samples that have ended, with their prompt tokens and generated tokens."""
+        """Return the samples that have ended, with their prompt tokens and generated tokens."""
         samples = self._finished
         self._finished = []
         prompt_tokens = 0

@@ -1,7 +1,4 @@
-"""Checks that this machine has the optional packages which a configuration needs.
-
-It imports none of them.
-"""
+"""Checks that this machine has the optional packages of a configuration; it imports none."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ VLLM = "0.32"
 
 
 def require_engine(engine: str) -> None:
-    """Refuse `rollout.engine` if its package is missing or has another version than we support.
+    """Refuse `rollout.engine` if its package is missing or has an unsupported version.
 
     Raises:
         ConfigError: in one line, with what to install.

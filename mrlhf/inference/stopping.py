@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character
-_SLACK = 16  # characters at the start of a decoded tail that may differ from the whole text
-_FIRST_CUT = 16  # tokens of the shortest tail that is tried
-_STARTS = 4  # places at which a tail may begin: a character has up to four bytes
-_GARBAGE = 5  # a character has up to four bytes, so five broken ones in a row stay broken
+_SLACK_CHARACTERS = 16  # at the start of a decoded tail, which may differ from the whole text
+_SHORTEST_TAIL_TOKENS = 16  # shorter tails are not tried
+_TAIL_STARTS = 4  # places at which a tail may begin: a character has up to four bytes
+_BROKEN_CHARACTERS = 5  # a character has up to four bytes, so five broken ones in a row stay broken
 
 
 class StopSearch:
@@ -21,36 +21,32 @@ class StopSearch:
 
     The text of a token depends on its neighbours: a character may be spread over several tokens,
     some tokens have no text, and some decoders treat the beginning of a text in another way. So the
-    reference is the text of all tokens, decoded together. That is too slow for every token, so the
-    end of the response is decoded, from a token on that is far enough back. What is found there is
+    text of all tokens, decoded together, decides. Decoding it for every token is too slow, so only
+    the end of the response is decoded, from a token that is far enough back. A hit there is
     confirmed in the whole text.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
-        """Start with an empty response.
-
-        Args:
-            decode: token ids to text.
-            stop: strings, none of them empty.
-        """
+        """Start with an empty response; no string in `stop` may be empty."""
         self._decode = decode
         self._stop = tuple(stop)
-        self._needed = max(map(len, stop)) + _SLACK
+        self._needed = max(map(len, stop)) + _SLACK_CHARACTERS
         self._may_cut = not any(_REPLACEMENT in string for string in stop)
 
         self._tokens: list[int] = []
         self._start = 0  # the tail begins here
-        self._next_cut = 2 * _FIRST_CUT  # length of the tail at which a shorter one is looked for
+        # A tail of this length in tokens is shortened if possible.
+        self._next_cut = 2 * _SHORTEST_TAIL_TOKENS
         self._text = ""
         self._broken = 0  # how often in a row the text changed and ended in a broken character
 
     def append(self, token: int) -> bool:
-        """Add one token; whether the text of the response now contains a stop string."""
+        """Add one token; return whether the text of the response now contains a stop string."""
         self._tokens.append(token)
         text = self._decode(self._tokens[self._start :])
         if text == self._text:
-            # A token without text, again and again: bytes of a character cannot be so many.
-            if self._tokens[-_GARBAGE:] == [token] * _GARBAGE:
+            # The same token again and again without text: a character has fewer bytes than that.
+            if self._tokens[-_BROKEN_CHARACTERS:] == [token] * _BROKEN_CHARACTERS:
                 self._tokens.pop()
         else:
             self._broken = self._broken + 1 if text.endswith(_REPLACEMENT) else 0
@@ -66,15 +62,13 @@ class StopSearch:
         return any(string in text for string in self._stop)
 
     def _shorten(self) -> None:
-        """Let the tail begin later, if a later beginning leaves enough text.
-
-        A stop string that a later token completes must lie in the tail. Broken characters do not
-        count as text, because that token may mend them.
-        """
+        """Move the beginning of the tail to a later token, if that leaves enough text."""
+        # A stop string that a later token completes must lie in the tail. Broken characters do not
+        # count as text, because that token may mend them.
         count = len(self._tokens)
-        length = _FIRST_CUT
+        length = _SHORTEST_TAIL_TOKENS
         while self._start < count - length:
-            for start in range(count - length, max(self._start, count - length - _STARTS), -1):
+            for start in range(count - length, max(self._start, count - length - _TAIL_STARTS), -1):
                 text = self._decode(self._tokens[start:])
                 if self._is_enough(text):
                     self._start = start
@@ -86,6 +80,6 @@ class StopSearch:
 
     def _is_enough(self, text: str) -> bool:
         """Whether a tail with this text has enough characters that no later token can change."""
-        if self._broken >= _GARBAGE:
+        if self._broken >= _BROKEN_CHARACTERS:
             return len(text) >= self._needed
         return len(text) - text.count(_REPLACEMENT) >= self._needed

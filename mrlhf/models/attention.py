@@ -18,6 +18,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from mrlhf.models import compiled_attention
+from mrlhf.models.ops import rotate
 from mrlhf.parallel.packed_sequences import PackedSequences, Rotation
 
 try:
@@ -33,8 +34,8 @@ Projections = tuple[Tensor, ...]
 class CoreAttention(torch.nn.Module):
     """Causal attention without dropout and without a mask from the caller.
 
-    On a host it is one compiled function, on a GPU in bfloat16 torch's attention of sequences of
-    any lengths. Where there is neither, sequences are computed one by one.
+    It is one compiled function on a host, and torch's attention of sequences of any lengths on a
+    GPU in bfloat16. If neither is available, sequences are computed one by one.
 
     With context parallelism the keys and values of whole sequences are gathered for this layer
     alone. What is kept for the backward pass is this rank's share; they are gathered again there.
@@ -49,10 +50,8 @@ class CoreAttention(torch.nn.Module):
     ) -> None:
         """Take the scale and the layer's window from megatron-core's configuration.
 
-        Args:
-            config: of the model.
-            layer_number: the layer's number in the whole model, counted from 1.
-            softmax_scale: products are multiplied by it; None for 1 / sqrt(head_dim).
+        `layer_number` counts from 1 in the whole model. A `softmax_scale` of None is 1 /
+        sqrt(head_dim).
         """
         super().__init__()
         assert config.attention_dropout == 0.0
@@ -71,12 +70,9 @@ class CoreAttention(torch.nn.Module):
     def forward(
         self, projections: Projections, rotation: Rotation | None, packed: PackedSequences
     ) -> Tensor:
-        """Rotate, and attend.
+        """Rotate q and k of the projections, unless `rotation` is None, and attend.
 
-        Args:
-            projections: q, k and v before rotation.
-            rotation: None to rotate nothing.
-            packed: the sequences, which cover all tokens.
+        The sequences of `packed` cover all tokens.
 
         Returns:
             [tokens, heads * head_dim].
@@ -101,7 +97,7 @@ class CoreAttention(torch.nn.Module):
     def _attend_rotated(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
     ) -> Tensor:
-        """Attend to the keys of all ranks, on torch's operators; [tokens, heads * head_dim]."""
+        """Attend to the keys of all ranks, on torch's operators, to [tokens, heads * head_dim]."""
         if packed.keys is not None:
             key, value = packed.keys.gather(torch.stack([key, value], dim=1)).unbind(1)
         if _has_varlen(query.device, query.dtype, query.shape[-1]):
@@ -168,9 +164,7 @@ class CoreAttention(torch.nn.Module):
         return torch.cat(outputs)
 
     def _mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Which keys the last tokens see, [queries, keys]; None where these are all tokens, and the
-        window hides nothing.
-        """
+        """Return which keys the last tokens see, [queries, keys]; None for causality alone."""
         if queries == keys and (self.window is None or keys <= self.window):
             return None
         key = torch.arange(keys, device=device)
@@ -182,31 +176,27 @@ class CoreAttention(torch.nn.Module):
 def rotated_heads(
     projections: Projections, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [tokens, heads, head_dim], and k and v [tokens, kv_heads, head_dim], after rotation."""
+    """Rotate to q [tokens, heads, head_dim], and k and v [tokens, kv_heads, head_dim]."""
     if len(projections) == 3:
         query, key, value = projections
         if rotation is not None:
-            query = _rotated(query, rotation)
-            key = _rotated(key, rotation)
+            tables = _tables(rotation)
+            query = rotate(query, *tables)
+            key = rotate(key, *tables)
         return query, key, value
 
     mixed = projections[0]
     turned = mixed[:, :, :-1]
     if rotation is not None:
         shape = turned.shape
-        turned = _rotated(turned.flatten(1, 2), rotation).view(shape)
+        turned = rotate(turned.flatten(1, 2), *_tables(rotation)).view(shape)
     return turned[:, :, :-1].flatten(1, 2), turned[:, :, -1], mixed[:, :, -1]
 
 
-def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [tokens, heads, head_dim], of which the first dimensions are rotated, in its dtype."""
-    cosines, sines = (table.unsqueeze(1) for table in rotation.by_token)
-    half = cosines.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    # The tables are float32, and so are the products.
-    turned_first = first * cosines - second * sines
-    turned_second = second * cosines + first * sines
-    return torch.cat([turned_first.to(x.dtype), turned_second.to(x.dtype), rest], dim=-1)
+def _tables(rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of each token, for all heads."""
+    cosines, sines = rotation.by_token
+    return cosines.unsqueeze(1), sines.unsqueeze(1)
 
 
 @cache

@@ -1,8 +1,8 @@
 """Builds one rank's part of a model, and says where each named tensor lies in it.
 
-All weights of a new part are zero: they are always loaded later. TransformerEngine's layers are
-used on a GPU if they can be imported, except with context parallelism. The family says what the
-layers are; this file knows no family, no optimizer and no data.
+All weights of a new part are zero: they are always loaded later. On a GPU TransformerEngine's
+layers are used if they can be imported, except with context parallelism. The family defines the
+layers; this file knows no family, no optimizer and no data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.heads import GPTHiddenModel, GPTScalarModel
 from mrlhf.models.layer_numbers import LayerNumbers
 from mrlhf.models.parameters import chunk_prefix, chunks_of
-from mrlhf.models.scaling import scale_embeddings
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
@@ -37,9 +36,9 @@ class BuiltModel(NamedTuple):
 
     Attributes:
         config: megatron-core's configuration, which the schedules and the optimizer share.
-        chunks: what schedules and DistributedDataParallel take, one for each virtual stage of the
-            rank: a GPTModel, which is wrapped in a Float16Module if its dtype is bfloat16. The last
-            one of the model gives hidden states, or one number for each token, in its dtype.
+        chunks: a GPTModel for each virtual stage of the rank, wrapped in a Float16Module if its
+            dtype is bfloat16. The model's last one gives hidden states, or one number for each
+            token, in its dtype.
     """
 
     config: TransformerConfig
@@ -47,10 +46,10 @@ class BuiltModel(NamedTuple):
 
 
 class HalfPrecision(Float16Module):
-    """A Float16Module that gives what the model gives, without a copy of it in float32."""
+    """A Float16Module whose output is not copied to float32."""
 
     def forward(self, *inputs: Any, **arguments: Any) -> Any:
-        """The output of the model."""
+        """Return the output of the model."""
         return super().forward(*inputs, fp32_output=False, **arguments)
 
 
@@ -63,13 +62,11 @@ def build_model(
     sequence_parallel: bool,
     recompute: Recompute,
 ) -> BuiltModel:
-    """This rank's part of the model.
+    """Build this rank's part of the model.
 
     Args:
         spec: the model; its heads and MLP divide over tp and its layers over the stages.
-        groups: the role's groups.
         dtype: dtype of parameters and activations, float32 or bfloat16.
-        device: where the parameters live.
         sequence_parallel: split the activations between layers over the tensor-parallel ranks. A
             packed micro-batch must then hold a multiple of tp tokens. No effect if tp is 1.
         recompute: which activations are computed again in the backward pass.
@@ -104,7 +101,7 @@ def _build_chunk(
     number: int,
     transformer_engine: bool,
 ) -> torch.nn.Module:
-    """The chunk of virtual stage `number` of this rank."""
+    """Build the chunk of virtual stage `number` of this rank."""
     layout = groups.layout
     model_class = GPTHiddenModel if spec.head == "lm" else GPTScalarModel
     model = model_class(
@@ -120,8 +117,10 @@ def _build_chunk(
         vp_stage=number if layout.vpp > 1 else None,
     )
 
-    if chunk.is_first:
-        scale_embeddings(model.embedding, spec.embedding_multiplier)
+    if chunk.is_first and spec.embedding_multiplier != 1.0:  # which a GPTModel does not have
+        model.embedding.register_forward_hook(
+            lambda module, inputs, output: output * spec.embedding_multiplier
+        )
     return model
 
 
@@ -131,7 +130,7 @@ def slots_of(
     layout: ParallelLayout,
     coordinates: Coordinates,
 ) -> list[Slot]:
-    """Every named slice that the rank holds, and where it is stored, parameter by parameter.
+    """Return every named slice that the rank holds, and where it is stored, parameter by parameter.
 
     A chunk may be wrapped in a Float16Module or a DistributedDataParallel. The last stage of a
     model with tied embeddings has its own copy of the embedding, which is a slot like any other.
@@ -144,8 +143,9 @@ def slots_of(
     slots = []
     for number, chunk in enumerate(chunks_of(spec, layout, coordinates)):
         prefix = chunk_prefix(layout, number)
+        rules = family.rules_of(spec, chunk)
         for name, parameter in unwrap_model(chunks[number]).named_parameters():
-            rule = family.rule_of(spec, chunk, name)
+            rule = rules[name]
             place = of_expert if rule.of_expert else dense
             for piece in pieces_of(prefix + name, rule, shapes, *place):
                 slots.append(Slot(piece, parameter))
@@ -161,7 +161,7 @@ def transformer_config(
     sequence_parallel: bool,
     recompute: Recompute,
 ) -> TransformerConfig:
-    """megatron-core's configuration of the model, on pipeline rank `stage` of a layout."""
+    """Return megatron-core's configuration of the model, on pipeline rank `stage` of a layout."""
     model_options = family_of(spec).megatron_options(spec)
     recompute_options = _recompute_options(recompute)
     pipeline_options = _pipeline_options(spec, layout, stage)

@@ -1,7 +1,7 @@
-"""Causal attention of packed sequences by the compiled functions of `attention.cpp`.
+"""Causal attention of packed sequences by the compiled functions of `packed_attention.cpp`.
 
-Rotation is part of it, and so is the backward pass. It is for hosts, in float32 and bfloat16. This
-file knows shapes, and no model; `attention` has the same on torch's operators.
+It includes rotation and the backward pass, for hosts, in float32 and bfloat16. `attention` has the
+same on torch's operators. This file knows shapes, and no model.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+from mrlhf.host.library import SOURCES, SUFFIXES, functions_of, load_library, threads_for
 from mrlhf.parallel.key_exchange import KeyExchange
 
-SOURCE = Path(__file__).with_name("attention.cpp")
+SOURCE = SOURCES / "packed_attention.cpp"
 
-# The arguments of each function in the order of attention.cpp.
+# The arguments of each function in the order of packed_attention.cpp.
 _SIGNATURES = {
     "attend": "pppp pppp pp iiiiii fn",
     "attend_back": "pppp pppp ppp pppp iiiiii fn",
@@ -28,14 +27,14 @@ _SIGNATURES = {
 
 
 class Settings(NamedTuple):
-    """What attention depends on beside projections and rotation.
+    """The settings of attention besides projections and rotation.
 
     Attributes:
-        query_edges: where each sequence, or each part of one that is here, begins, and the end;
-            int32 [sequences + 1] on the host.
-        key_edges: the same of the keys that each may see. The last query of each stands beside the
-            last of its keys.
-        keys: brings the keys here that lie on other ranks; None where there are none.
+        query_edges: where each sequence, or the part of it on this rank, begins, and the end; int32
+            [sequences + 1] on the host.
+        key_edges: the same for the keys that each may see. The last query of each is at the
+            position of the last of its keys.
+        keys: gets the keys that lie on other ranks; None if there are none.
         scale: products of queries and keys are multiplied by it.
         window: how many tokens a token sees, itself included; None for all before it.
     """
@@ -55,7 +54,7 @@ def is_available(dtype: torch.dtype) -> bool:
 def attend(
     projections: tuple[Tensor, ...], rotation: tuple[Tensor, Tensor] | None, settings: Settings
 ) -> Tensor:
-    """Causal attention within each sequence, where `is_available` says that it can be computed.
+    """Compute causal attention within each sequence, if `is_available`.
 
     Args:
         projections: for each KV head its q heads, its k and its v in one tensor, [tokens, kv_heads,
@@ -63,7 +62,6 @@ def attend(
             kv_heads, head_dim], which may be of more tokens than q.
         rotation: the cosines and sines of each position, float32 [positions, rotary_dim / 2] each;
             None to rotate nothing. Positions count from 0 in each sequence.
-        settings: the rest.
 
     Returns:
         [tokens, heads * head_dim].
@@ -92,7 +90,7 @@ def _functions(dtype: torch.dtype) -> dict[str, Any] | None:
 class _Attention(torch.autograd.Function):
     """Keeps the projections, its output and a number for each query; no weights of attention.
 
-    Of the keys and values it keeps this rank's own, and gathers those of others once more.
+    It keeps only this rank's own keys and values, and gathers those of others once more.
     """
 
     @staticmethod
@@ -158,7 +156,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _seen(projections: Sequence[Tensor], settings: Settings) -> list[Tensor]:
-    """q of this rank's tokens, and k and v of the tokens that they may see, as `_by_kv_head`."""
+    """Return q of this rank's tokens, and k and v of the tokens that they may see.
+
+    All are in the form of `_by_kv_head`.
+    """
     query, key, value = _by_kv_head(projections)
     if settings.keys is None:
         return [query, key, value]
@@ -167,7 +168,7 @@ def _seen(projections: Sequence[Tensor], settings: Settings) -> list[Tensor]:
 
 
 def _by_kv_head(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """q, k and v of each KV head, [tokens, kv_heads, heads of the KV head, head_dim]."""
+    """Return q, k and v of each KV head, [tokens, kv_heads, heads of the KV head, head_dim]."""
     if len(tensors) == 1:
         mixed = tensors[0]
         return [mixed[:, :, :-2], mixed[:, :, -2:-1], mixed[:, :, -1:]]
@@ -176,13 +177,13 @@ def _by_kv_head(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _places(views: Sequence[Tensor]) -> tuple[list[int], Any]:
-    """Where q, k and v begin, and for each the strides of tokens, KV heads and query heads."""
+    """Return the addresses of q, k and v, and each one's strides of tokens, KV and query heads."""
     strides = [stride for view in views for stride in view.stride()[:3]]
     return [view.data_ptr() for view in views], (ctypes.c_int64 * len(strides))(*strides)
 
 
 def _tables(rotation: tuple[Tensor, Tensor], settings: Settings) -> list[int]:
-    """Where the tables of positions and of sequences begin."""
+    """Return the addresses of the tables of positions and of sequences."""
     tables = (*rotation, settings.query_edges, settings.key_edges)
     return [table.data_ptr() for table in tables]
 
@@ -190,7 +191,7 @@ def _tables(rotation: tuple[Tensor, Tensor], settings: Settings) -> list[int]:
 def _sizes(
     views: Sequence[Tensor], rotation: tuple[Tensor, Tensor], settings: Settings
 ) -> tuple[Any, ...]:
-    """The numbers with which both functions end."""
+    """Return the numbers that are the last arguments of both functions."""
     tokens, kv_heads, per_kv_head, dim = views[0].shape
     threads = threads_for(16 * tokens * kv_heads * per_kv_head * dim)
     return (

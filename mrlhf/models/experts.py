@@ -1,4 +1,4 @@
-"""The experts of a mixture on one rank, and how tokens get to those of other ranks.
+"""The experts of a mixture on one rank, and how tokens get to the experts of other ranks.
 
 The experts of a layer are shared out over the expert-parallel ranks. Rows travel to the ranks of
 their experts and back with two all-to-all exchanges; none is dropped. This file does not know how
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrlhf.models.grouped_products import grouped_products, has_kernel
-from mrlhf.models.kernels import gated
+from mrlhf.models.ops import gated
 from mrlhf.models.router import Routing
 from mrlhf.models.spec import Experts
 
@@ -36,14 +36,7 @@ class ExpertMatrix(torch.nn.Module):
     """
 
     def __init__(self, rows: int, columns: int, split: int, config: TransformerConfig) -> None:
-        """Make a matrix of zeros.
-
-        Args:
-            rows: of the slice.
-            columns: of the slice.
-            split: the dimension along which the matrix is split.
-            config: of the model.
-        """
+        """Make a slice of zeros of a matrix that is split along dimension `split`."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=config.params_dtype))
         # No other tensor-parallel rank counts it in the norm of the gradient.
@@ -53,11 +46,11 @@ class ExpertMatrix(torch.nn.Module):
         self.gradient_accumulation_fusion = False
 
     def forward(self) -> Tensor:
-        """The matrix. Whoever has to wait for a weight does so before this is called."""
+        """Return the matrix; a hook that waits for the weight runs before this."""
         return self.weight
 
     def product(self, x: Tensor) -> Tensor:
-        """x [tokens, columns] to [tokens, rows]."""
+        """Multiply x [tokens, columns] to [tokens, rows]."""
         output: Tensor = linear_with_grad_accumulation_and_async_allreduce(
             x,
             self(),
@@ -73,13 +66,12 @@ class Expert(torch.nn.Module):
     """A gated MLP, or this rank's slice of it, whose outputs add up over the ranks."""
 
     def __init__(self, config: TransformerConfig, ffn_size: int) -> None:
-        """Make an expert of this width on this rank."""
         super().__init__()
         self.linear_fc1 = ExpertMatrix(2 * ffn_size, config.hidden_size, 0, config)
         self.linear_fc2 = ExpertMatrix(config.hidden_size, ffn_size, 1, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] to [tokens, hidden]."""
+        """Map x [tokens, hidden] to [tokens, hidden]."""
         return self.linear_fc2.product(gated(self.linear_fc1.product(x)))
 
 
@@ -89,13 +81,6 @@ class RoutedExperts(torch.nn.ModuleDict):
     def __init__(
         self, config: TransformerConfig, experts: Experts, groups: ProcessGroupCollection
     ) -> None:
-        """Make experts of zeros.
-
-        Args:
-            config: of the model.
-            experts: the mixture.
-            groups: the process groups of the model.
-        """
         held = experts.count // groups.ep.size()
         first = held * groups.ep.rank()
         ffn_size = experts.ffn_size // groups.expt_tp.size()
@@ -106,12 +91,7 @@ class RoutedExperts(torch.nn.ModuleDict):
         self._group = groups.ep
 
     def forward(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of what the chosen experts give, [tokens, hidden].
-
-        Args:
-            tokens: [tokens, hidden].
-            routing: of these tokens.
-        """
+        """Return the weighted sum of the chosen experts' outputs for `tokens` [tokens, hidden]."""
         flat = routing.experts.flatten()
         order = flat.argsort(stable=True)
         places = torch.empty_like(order)
@@ -132,9 +112,8 @@ class RoutedExperts(torch.nn.ModuleDict):
     def _compute_where_experts_are(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send rows to the ranks of their experts, and get the outputs back in their order.
 
-        Args:
-            rows: [rows, hidden], in the order of all experts.
-            counts: int64 [experts], how many rows each expert gets from here.
+        `rows` [rows, hidden] are in the order of all experts; `counts`, int64 [experts], says how
+        many rows each expert gets from this rank.
         """
         ranks = self._group.size()
         arriving = torch.empty_like(counts)
@@ -151,9 +130,9 @@ class RoutedExperts(torch.nn.ModuleDict):
         return back
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Give each expert its rows, which follow each other; `counts` says how many.
+        """Give each expert its consecutive rows; `counts` says how many.
 
-        An expert without rows takes part, so that its gradients are there too.
+        An expert without rows takes part, so that its gradients exist too.
         """
         experts: list[Expert] = list(self.values())  # type: ignore[arg-type]
         width, hidden = experts[0].linear_fc1.weight.shape
@@ -168,11 +147,9 @@ class RoutedExperts(torch.nn.ModuleDict):
 
 
 def _regrouped(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Parts that stand in the order of the rows of a table, in the order of its columns.
+    """Reorder parts from the order of the rows of a table to the order of its columns.
 
-    Args:
-        rows: [sum of sizes, hidden].
-        sizes: the table: how many rows each part has.
+    `rows` are [sum of sizes, hidden]; `sizes` is the table, with the number of rows of each part.
     """
     parts = rows.split(sizes.flatten().tolist())
     numbers = torch.arange(len(parts)).view(sizes.shape).t().flatten().tolist()
@@ -180,7 +157,7 @@ def _regrouped(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 class _Copies(torch.autograd.Function):
-    """Copies of each row, as many as it has experts, in a new order; the gradients are added up.
+    """Copies of each row, one for each of its experts, in a new order; the gradients are added up.
 
     They are added in the order of the copies, which indexing on a GPU would not promise.
     """

@@ -1,14 +1,14 @@
 """Counts the floating-point operations that a forward pass and a training step of a model need.
 
-What counts is matrix products, with two operations for each multiplication and addition: every
-linear layer (of experts those that a token goes to), the output layer at the positions whose output
-is used, and attention between the pairs of positions that see each other. What does not count is
-the lookup of embeddings, norms, rotation and softmax, and whatever an implementation does twice
-(recomputed activations) or in vain (masked pairs, padding, outputs that nobody reads). Divided by
-time and by the peak of the device, this is the model FLOPs utilisation of
-https://arxiv.org/abs/2204.02311, appendix B.
+Matrix products count, with two operations for each multiplication and addition: every linear layer
+(of experts those that a token goes to), the output layer at the positions whose output is used, and
+attention between the pairs of positions that see each other. The lookup of embeddings, norms,
+rotation and softmax do not count, nor does whatever an implementation does twice (recomputed
+activations) or in vain (masked pairs, padding, outputs that nobody reads). Divided by time and by
+the peak of the device, this is the model FLOPs utilisation of https://arxiv.org/abs/2204.02311,
+appendix B.
 
-The counts are those of Llama-like models. This file knows neither devices nor layouts.
+The counts are those of Llama-like models. This file does not know devices or layouts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ BACKWARD = 2
 
 
 def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
-    """Operations of one forward pass over a sequence.
+    """Count the operations of one forward pass over a sequence of `length` tokens.
 
-    Args:
-        spec: the model.
-        length: tokens of the sequence.
-        outputs: positions that go through the output layer, such as those before response tokens.
+    `outputs` positions go through the output layer, such as those before response tokens.
     """
     q_rows = spec.num_heads * spec.head_dim
     kv_rows = spec.num_kv_heads * spec.head_dim
@@ -41,7 +38,7 @@ def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
 
 
 def _mlp_products(spec: ModelSpec, layer: int) -> int:
-    """Multiplications for each token in the MLP of a layer."""
+    """Count the multiplications for each token in the MLP of a layer."""
     experts = spec.experts
     if experts is None or not experts.layers[layer]:
         return 3 * spec.hidden_size * spec.ffn_size
@@ -51,25 +48,23 @@ def _mlp_products(spec: ModelSpec, layer: int) -> int:
 
 
 def training_flops(spec: ModelSpec, sequences: Iterable[tuple[int, int]]) -> float:
-    """Operations of one forward and backward pass.
+    """Count the operations of one forward and backward pass.
 
-    Args:
-        spec: the model.
-        sequences: for each sequence its tokens, and how many positions go through the output layer.
+    For each sequence there are its tokens, and how many positions go through the output layer.
     """
     forward = sum(forward_flops(spec, length, outputs) for length, outputs in sequences)
     return float((1 + BACKWARD) * forward)
 
 
 def sequence_flops(spec: ModelSpec, lengths: Sequence[int], outputs: Sequence[int]) -> list[int]:
-    """`forward_flops` of each of many sequences: their tokens, and their positions with outputs."""
+    """Return `forward_flops` of each sequence."""
     layers = {length: forward_flops(spec, length, 0) for length in set(lengths)}
     head = forward_flops(spec, 0, 1)
     return [layers[length] + head * count for length, count in zip(lengths, outputs, strict=True)]
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """Pairs (query, key) of a causal sequence.
+    """Count the pairs (query, key) of a causal sequence.
 
     Token t, counted from 1, sees min(t, window) tokens, itself included.
     """

@@ -1,7 +1,6 @@
-"""Reads which tokens end a response, from the files beside a model, and keeps its
-`generation_config.json` for the exported model.
+"""Reads which tokens end a response from a model's files, and copies `generation_config.json`.
 
-It knows neither tokenizers nor engines.
+It does not know tokenizers or engines.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ _FILE = "generation_config.json"
 
 
 def end_token_ids(directory: str | Path) -> dict[int, str]:
-    """The tokens that end a response according to `config.json` and `generation_config.json`.
+    """Return the tokens that end a response, with the name of the file that names each.
 
-    Both may name one token or a list, as `eos_token_id`.
-
-    Returns:
-        The name of the file that names it, for each token.
+    `config.json` and `generation_config.json` may name one token or a list, as `eos_token_id`.
 
     Raises:
         ConfigError: a file cannot be read, or its `eos_token_id` is neither.
@@ -40,7 +36,7 @@ def end_token_ids(directory: str | Path) -> dict[int, str]:
 
 
 def read_generation_config(directory: str | Path) -> str | None:
-    """The text of the model's `generation_config.json`; None if it has none.
+    """Return the text of the model's `generation_config.json`; None if it has none.
 
     Raises:
         ConfigError: transformers could not load it.
@@ -59,16 +55,12 @@ def read_generation_config(directory: str | Path) -> str | None:
 
 
 def write_generation_config(text: str, directory: Path) -> None:
-    """Put the text that `read_generation_config` returned beside another model.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the text that `read_generation_config` returned into another model's directory."""
     (directory / _FILE).write_text(text, encoding="utf-8")
 
 
 def _token_ids(file: Path, stated: Any) -> list[int]:
-    """The token ids that `eos_token_id` states: none, one or several."""
+    """Return the token ids in an `eos_token_id`: none, one or several."""
     ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
     for number in ids:
         if isinstance(number, bool) or not isinstance(number, int):

@@ -1,6 +1,6 @@
 """Products of groups of rows with a matrix each, all in one kernel.
 
-A GPU is so kept busy by experts that have few rows each. This file knows rows and matrices, and no
+This keeps a GPU busy with experts that have few rows each. The file knows rows and matrices, and no
 experts.
 """
 
@@ -19,12 +19,7 @@ _ARCHITECTURES = (9, 10)
 
 
 def has_kernel(rows: Tensor, *sizes: int) -> bool:
-    """Whether `grouped_products` can be used.
-
-    Args:
-        rows: that are multiplied.
-        sizes: of the matrices.
-    """
+    """Whether `grouped_products` can multiply `rows` by matrices of these `sizes`."""
     return (
         rows.is_cuda
         and rows.dtype == torch.bfloat16
@@ -35,21 +30,19 @@ def has_kernel(rows: Tensor, *sizes: int) -> bool:
 
 
 def grouped_products(rows: Tensor, ends: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Each row times its group's transposed matrix, [rows, out].
+    """Multiply each row by its group's transposed matrix, to [rows, out].
 
-    Args:
-        rows: [rows, in], one group after the other.
-        ends: int32 [groups], where each group ends.
-        matrices: of each group, [out, in].
+    `rows` [rows, in] are sorted by group, `ends` are the groups' ends, int32 [groups], and each of
+    the `matrices` is [out, in].
     """
     return _GroupedProducts.apply(rows, ends, *matrices)
 
 
 class _GroupedProducts(torch.autograd.Function):
-    """The matrices are put together anew for the backward pass, so that no copy is kept.
+    """Stacks the matrices again for the backward pass, so that no copy is kept.
 
     Without rows it gives gradients of zero in the same order as with rows: replicas of the matrices
-    may exchange them as soon as they are there.
+    may exchange them as soon as they exist.
     """
 
     @staticmethod

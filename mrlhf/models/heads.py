@@ -1,8 +1,8 @@
-"""What the last stage of a model gives instead of whole logits.
+"""The heads of a model's last stage, which do not give whole logits.
 
 A language model gives the hidden states that its output layer is applied to; a value or reward
 model gives one number for each token. Only the head differs from megatron-core's GPTModel. This
-file knows nothing of losses, nor what is done with hidden states.
+file does not know losses, or what is done with hidden states.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HiddenHead(torch.nn.Module):
         config: TransformerConfig,
         tp_group: torch.distributed.ProcessGroup,
     ) -> None:
-        """Take over the weight; None where it is the embedding's."""
+        """Take over the weight, which is None if it is the embedding's."""
         super().__init__()
         self.weight = weight
         self._sequence_parallel = config.sequence_parallel
@@ -44,7 +44,7 @@ class HiddenHead(torch.nn.Module):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """The hidden states, with the signature of the output layer that the head replaces."""
+        """Return the hidden states; the signature is that of the output layer."""
         if self._sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=self._tp_group), None
         return copy_to_tensor_model_parallel_region(hidden, group=self._tp_group), None
@@ -62,7 +62,7 @@ class GPTHiddenModel(GPTModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """The weight of the output layer, [vocab_shard, hidden]; of the last stage only."""
+        """The weight of the output layer, [vocab_shard, hidden]; only on the last stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         weight = self.output_layer.weight
@@ -93,7 +93,7 @@ class ScalarHead(torch.nn.Module):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """The scalars, with the signature of the output layer that the head replaces."""
+        """Return the scalars; the signature is that of the output layer."""
         scalars = torch.nn.functional.linear(hidden, self.weight)
         if self._sequence_parallel:
             # Every rank computes the same loss, so the gradient is split and not summed.

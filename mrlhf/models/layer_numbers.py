@@ -1,6 +1,6 @@
 """Tells megatron-core which layers of a model each virtual stage of a rank holds.
 
-It knows how many layers each stage has, and neither what they are made of nor any process group.
+It knows how many layers each stage has, but not their contents or any process group.
 """
 
 from __future__ import annotations
@@ -14,18 +14,11 @@ from mrlhf.parallel.stages import Stages
 class LayerNumbers(PipelineParallelLayerLayout):
     """megatron-core's list of the layers of each stage, for one pipeline rank.
 
-    megatron-core asks the process groups that one layout has for all of a process where the rank
-    stands; our roles have different layouts.
+    megatron-core takes the rank's place from the one set of process groups that a process has
+    there; our roles have different layouts.
     """
 
     def __init__(self, stages: Stages, rank: int, num_layers: int) -> None:
-        """List the layers.
-
-        Args:
-            stages: of the pipeline; the layers fit.
-            rank: the place of this rank in the pipeline.
-            num_layers: layers of the model.
-        """
         counts = stages.split(num_layers)
         assert counts is not None, f"{num_layers} layers do not fit {stages}"
         listed = [["decoder"] * count for count in counts]
@@ -43,6 +36,6 @@ class LayerNumbers(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """How many layers there are before the first layer of virtual stage `vp_stage`."""
+        """Return the number of layers before the first layer of virtual stage `vp_stage`."""
         assert layer_type is LayerType.decoder and pp_rank is None
         return self._stages.layers(self._numbers[vp_stage or 0], self._num_layers).start

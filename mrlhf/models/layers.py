@@ -26,24 +26,23 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from mrlhf.models.attention import CoreAttention
-from mrlhf.models.kernels import gated
 from mrlhf.models.mixture_layer import MixtureLayer
-from mrlhf.models.norm import RMSNorm
-from mrlhf.models.projection_norm import NormedRowLinear, ProjectionNormAttention
+from mrlhf.models.norms import NormedRowLinear, ProjectionNormAttention, RMSNorm
+from mrlhf.models.ops import gated
 from mrlhf.models.rope import Rope, rope_of
 from mrlhf.models.self_attention import TensorParallelSelfAttention
 from mrlhf.models.spec import ModelSpec
 
 
 class BiasedColumnLinear(ColumnParallelLinear):
-    """A linear layer whose rows are split over ranks, with a bias whatever the model has else."""
+    """A linear layer with rows split over ranks, and a bias, whatever the configuration says."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "bias": True})
 
 
 class BiasedRowLinear(RowParallelLinear):
-    """A linear layer whose columns are split over ranks, with a bias that every rank has whole.
+    """A linear layer with columns split over ranks, and a bias that every rank has whole.
 
     It adds the bias itself. An MLP that gave it to its layer could not be recomputed: the weight
     would become a result of the recomputation, which would then compute itself again without end.
@@ -53,7 +52,7 @@ class BiasedRowLinear(RowParallelLinear):
         super().__init__(*arguments, **{**options, "bias": True})
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """x [..., input_size of the rank] -> [..., output_size], and no bias."""
+        """Map x [..., input_size of the rank] to [..., output_size], and no bias."""
         output, bias = super().forward(x)
         return output + bias, None
 
@@ -66,18 +65,14 @@ class GatedActivation(torch.nn.Module):
         assert config.use_te_activation_func, "megatron-core must not activate by itself"
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """gate_up [tokens, 1, 2 * ffn] to [tokens, 1, ffn]."""
+        """Map gate_up [tokens, 1, 2 * ffn] to [tokens, 1, ffn]."""
         return gated(gate_up)
 
 
 def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> TransformerBlockSubmodules:
-    """The decoder of a chunk.
+    """Return the decoder of a chunk with these `layers`, numbered in the whole model.
 
-    Args:
-        spec: the model.
-        layers: the numbers of the chunk's layers in the model.
-        transformer_engine: build the layers of TransformerEngine's modules, if these have all that
-            the model needs.
+    `transformer_engine` allows TransformerEngine's modules, if these have all that the model needs.
     """
     needs_ours = (
         spec.o_bias
@@ -97,7 +92,7 @@ def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> Transfo
 
 
 def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
-    """The layer with the attention of a dense layer, and a mixture of experts as its MLP."""
+    """Return the layer with a dense layer's attention, and a mixture of experts as its MLP."""
     # TransformerEngine fuses the norm into the linear layer that follows it.
     submodules = replace(
         dense.submodules, pre_mlp_layernorm=RMSNorm, mlp=IdentityOp, sharded_state_dict_keys_map={}
@@ -115,7 +110,7 @@ def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
 
 
 def transformer_engine_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
-    """A layer of TransformerEngine's modules; `rope` as for `plain_layer`."""
+    """Return a layer of TransformerEngine's modules; `rope` as for `plain_layer`."""
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
     layer.submodules.mlp.submodules.activation_func = GatedActivation
     attention = layer.submodules.self_attention
@@ -125,11 +120,9 @@ def transformer_engine_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
 
 
 def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
-    """A layer of megatron-core's linear layers with our attention and norm.
+    """Return a layer of megatron-core's linear layers with our attention and norm.
 
-    Args:
-        spec: the model.
-        rope: the layer's entry in `spec.ropes`.
+    `rope` is the layer's entry in `spec.ropes`.
     """
     add = get_bias_dropout_add
     if spec.residual_multiplier != 1.0:
@@ -190,7 +183,7 @@ def _row_linear(spec: ModelSpec, bias: bool) -> type[RowParallelLinear]:
 
 
 def scaled_add(multiplier: float) -> Callable[..., Any]:
-    """As megatron-core's `get_bias_dropout_add`, without dropout; the addend is multiplied."""
+    """Return megatron-core's `get_bias_dropout_add` without dropout, with the addend multiplied."""
 
     def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         def add(

@@ -1,7 +1,7 @@
 """The MLP of a layer with experts: a router, experts, and an expert that all tokens go to.
 
 It shares tokens out over the tensor-parallel ranks. Ranks that split an expert are neighbours among
-these, and work on the same tokens. This file does not know how experts are chosen, nor how tokens
+these, and work on the same tokens. This file does not know how experts are chosen, or how tokens
 get to experts on other ranks.
 """
 
@@ -40,18 +40,15 @@ class SharedGate(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] to [..., 1]."""
+        """Map x [..., hidden] to [..., 1]."""
         return F.linear(x, self.weight).sigmoid()
 
 
 class Mixture(torch.nn.Module):
-    """The MLP of a layer with experts.
+    """The MLP of a layer with experts; `experts` are those of this rank.
 
-    Attributes:
-        router: chooses.
-        experts: those of this rank.
-        shared: the expert that all tokens go to; None: there is none.
-        shared_gate: what its output is multiplied by; None: nothing.
+    `shared`, the expert that all tokens go to, and `shared_gate`, which gives the factor of its
+    output, may be None.
     """
 
     def __init__(
@@ -62,15 +59,7 @@ class Mixture(torch.nn.Module):
         shared: MLPSubmodules,
         groups: ProcessGroupCollection,
     ) -> None:
-        """Make a mixture of zeros.
-
-        Args:
-            config: of the model.
-            experts: the mixtures of the model.
-            number: that of this mixture, from 0.
-            shared: what the shared expert is made of.
-            groups: the process groups of the model.
-        """
+        """Make the mixture with this `number`, from 0, of zeros."""
         super().__init__()
         self._tp_group = groups.tp
         self._split_group = groups.expt_tp
@@ -89,12 +78,10 @@ class Mixture(torch.nn.Module):
         self.shared_gate = SharedGate(config) if experts.shared_gate else None
 
     def forward(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
-        """The output for each token, in the form of `hidden`.
+        """Return the output for each token, shaped as `hidden`.
 
-        Args:
-            hidden: [tokens, 1, hidden], or this rank's part of the tokens under sequence
-                parallelism.
-            packed: the sequences of the pack.
+        `hidden` is [tokens, 1, hidden], or this rank's part of the tokens under sequence
+        parallelism.
         """
         tokens = hidden.squeeze(1)
         routing = self.router(tokens, packed)
@@ -114,7 +101,7 @@ class Mixture(torch.nn.Module):
         return output + shared
 
     def _of_parts(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """The output for this rank's part of the tokens, as every tensor-parallel rank has one.
+        """Return the output if every tensor-parallel rank has a part of the tokens.
 
         The ranks that split an expert work on all of their parts.
         """
@@ -130,9 +117,9 @@ class Mixture(torch.nn.Module):
         return reduce_scatter_to_sequence_parallel_region(output, group=group)
 
     def _of_copies(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """The output for the tokens that all tensor-parallel ranks have.
+        """Return the output if all tensor-parallel ranks have all tokens.
 
-        The ranks share them out, except that those that split an expert work on the same ones.
+        The ranks share them out, except that ranks that split an expert work on the same ones.
         """
         group = self._tp_group
         split = self._split_group.size()

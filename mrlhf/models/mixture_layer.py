@@ -1,6 +1,6 @@
 """A transformer layer whose MLP is a mixture of experts.
 
-It knows what stands around the mixture. It does not know how experts are chosen or shared out.
+It does not know how experts are chosen or shared out.
 """
 
 from __future__ import annotations
@@ -36,16 +36,6 @@ class MixtureLayer(TransformerLayer):
         pg_collection: ProcessGroupCollection,
         **options: Any,
     ) -> None:
-        """Make the layer.
-
-        Args:
-            config: of the model.
-            submodules: those of a layer without its MLP.
-            experts: the mixtures of the model.
-            shared: what their shared experts are made of.
-            pg_collection: the process groups of the model.
-            options: what TransformerLayer takes beside these.
-        """
         super().__init__(config, submodules, pg_collection=pg_collection, **options)
         number = experts.number_of(self.layer_number - 1)  # megatron-core counts from 1
         self.mlp = Mixture(config, experts, number, shared, pg_collection)
@@ -53,13 +43,10 @@ class MixtureLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As TransformerLayer.
+        """Compute the layer, as TransformerLayer does.
 
-        Args:
-            hidden_states: [tokens, 1, hidden], or this rank's part of the tokens under sequence
-                parallelism.
-            packed_seq_params: the sequences.
-            options: what else TransformerLayer takes.
+        `hidden_states` is [tokens, 1, hidden], or this rank's part of them under sequence
+        parallelism.
         """
         options.pop("dynamic_inference_decode_only", None)
         hidden_states, context = self._forward_attention(

@@ -1,7 +1,7 @@
-"""Which sizes of the parallel axes fit a model: arithmetic on its spec.
+"""The sizes of the parallel axes that fit a model: arithmetic on its spec.
 
-Checks before a run and the engines use it, so that what they refuse and the sizes that they name
-agree. It knows no ranks and no tensors.
+Checks before a run and the engines use it, so that they refuse and name the same sizes. It knows no
+ranks and no tensors.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ def tp_problem(
     vocabulary: Misfit | None = None,
     ranks: int | None = None,
 ) -> str | None:
-    """Why a tensor-parallel size does not fit a model, and which sizes do, in one line.
+    """Say in one line why a tensor-parallel size does not fit a model, and which sizes do.
 
     Args:
         key: names the size in the message.
         tp: tensor-parallel size, ranks.
-        spec: the model.
         whole_kv_heads: whether ranks that share a key and value head each hold all of it, as in an
             engine. In training each holds a part.
-        vocabulary: what of the model's vocabulary does not fit a size, in words, or None if it
-            fits. Left out, every size fits, since training pads the vocabulary.
-        ranks: the sizes that are named divide it; None: any size.
+        vocabulary: names in words what does not fit a size in the model's vocabulary; None if every
+            size fits, as in training, which pads the vocabulary.
+        ranks: only divisors of it are named; None: any size.
 
     Returns:
         None if the size fits.
@@ -54,12 +53,10 @@ def tp_problem(
 
 
 def pp_problem(role: str, stages: Stages, spec: ModelSpec) -> str | None:
-    """Why the stages of a pipeline do not fit a model, and what does, in one line.
+    """Say in one line why the stages of a pipeline do not fit a model, and what does.
 
-    Args:
-        role: the section whose keys are named in the message; "" for none.
-        stages: of the pipeline; if they name layers, they do so for each virtual stage.
-        spec: the model.
+    `role` is the section whose keys are named in the message; "" for none. If the stages name
+    layers, they do so for each virtual stage.
 
     Returns:
         None if they fit.
@@ -91,12 +88,9 @@ def pp_problem(role: str, stages: Stages, spec: ModelSpec) -> str | None:
 
 
 def ep_problem(role: str, sizes: AxisSizes, spec: ModelSpec) -> str | None:
-    """Why the sizes of expert parallelism do not fit a model, and which do, in one line.
+    """Say in one line why the sizes of expert parallelism do not fit a model, and which do.
 
-    Args:
-        role: the section whose keys are named in the message; "" for none.
-        sizes: of the role's axes.
-        spec: the model.
+    `role` is the section whose keys are named in the message; "" for none.
 
     Returns:
         None if the sizes fit.
@@ -130,7 +124,7 @@ def ep_problem(role: str, sizes: AxisSizes, spec: ModelSpec) -> str | None:
 def _misfits(
     tp: int, spec: ModelSpec, whole_kv_heads: bool, vocabulary: Misfit | None
 ) -> list[str]:
-    """What of the model a tensor-parallel size does not divide, or not as it must."""
+    """Name the sizes of the model that `tp` ranks cannot share as they must."""
     heads = spec.num_heads
     kv_heads = spec.num_kv_heads
     misfits = []

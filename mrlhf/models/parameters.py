@@ -1,4 +1,4 @@
-"""Which parameters, and which pieces of named tensors, each rank holds: from a spec and a layout.
+"""The parameters and the pieces of named tensors of each rank, computed from a spec and a layout.
 
 No model is built for this. The names are those of the build without TransformerEngine; with it, two
 norms of each layer have other parameter names and the same named slices. Pure: this file knows no
@@ -19,7 +19,7 @@ from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
 def chunks_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[Chunk]:
-    """The parts of the model on the rank at `place`, one for each virtual stage."""
+    """Return the parts of the model on the rank at `place`, one for each virtual stage."""
     stages = layout.stages
     experts = experts_of(spec, layout.ep, place.ep)
     chunks = []
@@ -31,7 +31,7 @@ def chunks_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> li
 
 
 def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
-    """The numbers of the experts on one of `ep` ranks, which divides their number."""
+    """Return the numbers of the experts on one of `ep` ranks, which divides their number."""
     if spec.experts is None:
         return range(0)
     held = spec.experts.count // ep
@@ -44,9 +44,10 @@ def keeps_float32(parameter: str) -> bool:
 
 
 def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:
-    """Pieces as they travel in numbers of `itemsize` bytes.
+    """Return the pieces in the form in which they travel, in numbers of `itemsize` bytes.
 
-    A tensor that stays float32 has one dimension more: the numbers that each of its own becomes.
+    A tensor that stays float32 travels as several numbers for each of its own: in one more
+    dimension.
     """
     words = 4 // itemsize
     carried: list[Piece] = []
@@ -58,9 +59,9 @@ def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:
 
 
 def parameter_names(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[str]:
-    """Names of all parameters of the rank at `place`, chunk by chunk.
+    """Return the names of all parameters of the rank at `place`, chunk by chunk.
 
-    They are those in `GPTModel.named_parameters()`, with layers from 0 in each chunk, behind the
+    They are those in `GPTModel.named_parameters()`, with layers from 0 in each chunk, after the
     prefix of the chunk.
     """
     names = []
@@ -71,12 +72,12 @@ def parameter_names(spec: ModelSpec, layout: ParallelLayout, place: Coordinates)
 
 
 def chunk_prefix(layout: ParallelLayout, number: int) -> str:
-    """What tells the parameters of a rank's chunk from those of its others; "" if it has one."""
+    """Return the prefix of the parameters of a rank's chunk; "" if the rank has one chunk."""
     return "" if layout.vpp == 1 else f"{number}."
 
 
 def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piece]:
-    """The pieces that global rank `rank` of a role holds, parameter by parameter."""
+    """Return the pieces that global rank `rank` of a role holds, parameter by parameter."""
     place = layout.coordinates(rank)
     pieces: list[Piece] = []
     for number, chunk in enumerate(chunks_of(spec, layout, place)):
@@ -90,9 +91,9 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
 def engine_pieces(
     spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
 ) -> list[Piece]:
-    """The pieces that global rank `rank` of an inference engine holds: one stage, all layers.
+    """Return the pieces that global rank `rank` of an engine holds: one stage, all layers.
 
-    If `tensors` is given, only the parameters that hold some of these named tensors.
+    If `tensors` is given, only those of parameters that hold some of these named tensors.
     """
     place = layout.place_in_replica(rank)
     experts = experts_of(spec, place.ep, place.ep_rank)
@@ -102,24 +103,18 @@ def engine_pieces(
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of a parameter a rank holds.
+    """The part of a parameter that a rank holds."""
 
-    Attributes:
-        rule: how the parameter is made of named tensors.
-        part: the number of the part.
-        parts: how many parts there are.
-    """
-
-    rule: Rule
-    part: int
-    parts: int
+    rule: Rule  # how the parameter is made of named tensors
+    part: int  # the number of the part
+    parts: int  # how many parts there are
 
 
 def engine_cuts(spec: ModelSpec, place: ReplicaPlace) -> dict[str, Cut]:
-    """The parameters of one rank of an inference replica, which has one pipeline stage.
+    """Return the parameters of one rank of an inference replica, which has one pipeline stage.
 
-    Their rules are those of training, except that an engine may have more ranks than KV heads; its
-    ranks then share them. Of the experts of a layer the rank has those of its place.
+    Their rules are those of training, except that several ranks may share a KV head. The rank has
+    the experts of its place.
     """
     experts = experts_of(spec, place.ep, place.ep_rank)
     cuts: dict[str, Cut] = {}
@@ -145,48 +140,49 @@ class _WeightMap:
         prefix: str = "",
         tensors: Set[str] | None = None,
     ) -> list[Piece]:
-        """The pieces of one rank, parameter by parameter.
+        """Return the pieces of one rank, parameter by parameter, with `prefix` before each name.
 
-        Args:
-            tp: its place and the number of places along tensor parallelism.
-            etp: the same for experts.
-            prefix: goes before the name of each parameter.
-            tensors: list only the parameters that hold some of these; None: all.
+        `tp` and `etp` are its place and the number of places, for dense parameters and for experts.
+        Only parameters that hold some of `tensors` are listed, if these are given.
         """
-        cuts: dict[str, tuple[Piece, ...]] = {}
+        cuts: dict[object, tuple[Piece, ...]] = {}
         pieces: list[Piece] = []
-        for name, rule in self.rules.items():
-            if tensors is not None and tensors.isdisjoint(rule.names):
-                continue
-            first = self._first_alike[name]
-            if first not in cuts:
-                place = etp if rule.of_expert else tp
-                cuts[first] = pieces_of(first, rule, self.shapes, *place)
+        for name in self.rules if tensors is None else self._holding(tensors):
+            rule = self.rules[name]
+            # Parameters of a kind are cut alike, as those of all experts are.
+            kind = (*rule[1:], *map(self.shapes.__getitem__, rule.names))
+            if kind not in cuts:
+                cuts[kind] = pieces_of(name, rule, self.shapes, *(etp if rule.of_expert else tp))
 
             # A rank has a piece of each of several tensors, but may have none of a single one.
             parameter = prefix + name
-            for cut, tensor in zip(cuts[first], rule.names, strict=False):
+            for cut, tensor in zip(cuts[kind], rule.names, strict=False):
                 pieces.append(Piece(tensor, *cut[1:5], parameter, *cut[6:]))
         return pieces
 
+    def _holding(self, tensors: Set[str]) -> list[str]:
+        """Return the parameters that hold some of these tensors, in their order."""
+        numbers = {number for name in tensors for number in self._index.get(name, ())}
+        names = list(self.rules)
+        return [names[number] for number in sorted(numbers)]
+
     @cached_property
-    def _first_alike(self) -> dict[str, str]:
-        """For each parameter the first one that is cut in the same way, as all experts are."""
-        first_of_kind: dict[object, str] = {}
-        first_alike: dict[str, str] = {}
-        for name, rule in self.rules.items():
-            kind = (*rule[1:], *map(self.shapes.__getitem__, rule.names))
-            first_alike[name] = first_of_kind.setdefault(kind, name)
-        return first_alike
+    def _index(self) -> dict[str, list[int]]:
+        """The numbers of the parameters that hold each tensor."""
+        index: dict[str, list[int]] = {}
+        for number, rule in enumerate(self.rules.values()):
+            for name in rule.names:
+                index.setdefault(name, []).append(number)
+        return index
 
 
 # A plan asks for the pieces of every tensor-parallel rank; the rules are the same for all of them.
 @lru_cache(maxsize=64)
 def _weight_map(spec: ModelSpec, chunk: Chunk) -> _WeightMap:
     family = family_of(spec)
+    rules = family.rules_of(spec, chunk)
     names = family.parameter_names(spec, chunk)
-    rules = {name: family.rule_of(spec, chunk, name) for name in names}
-    return _WeightMap(rules, _shapes(spec))
+    return _WeightMap({name: rules[name] for name in names}, _shapes(spec))
 
 
 @lru_cache(maxsize=4)

@@ -1,7 +1,7 @@
 """The rotary frequencies of a model, exactly as transformers computes them.
 
-Training and inference both rotate with these. This file knows frequencies only; positions and
-rotation are the models' business.
+Training and inference both rotate with these. This file does not know positions or how heads are
+rotated.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ _SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
 class Rope(NamedTuple):
-    """How a layer rotates q and k.
+    """The rotation of q and k in a layer.
 
     Attributes:
-        frequencies: radians by which a step of one position rotates, float32 [rotary_dim / 2], on
-            the host.
+        frequencies: radians for a step of one position, float32 [rotary_dim / 2], on the host.
         scale: cosines and sines are multiplied by it.
     """
 
@@ -39,7 +38,7 @@ def check_rope(parameters: Mapping[str, Any], partial: bool) -> None:
     Args:
         parameters: one entry of `rope_parameters`, as transformers completes it.
         partial: whether the family's heads may rotate in part. transformers' other families ignore
-            `partial_rotary_factor` where the rope type is the default, and fail where it is not.
+            `partial_rotary_factor` if the rope type is the default, and fail if it is not.
 
     Raises:
         ConfigError: the type is unknown or depends on the length of a sequence, or a number makes
@@ -70,13 +69,13 @@ def check_rope(parameters: Mapping[str, Any], partial: bool) -> None:
 
 
 def rope_type_of(spec: ModelSpec, kind: str) -> str:
-    """The rope type in this entry of `spec.ropes`, such as "default" or "yarn"."""
+    """Return the rope type in this entry of `spec.ropes`, such as "default" or "yarn"."""
     rope_type: str = _parameters(spec, kind)["rope_type"]
     return rope_type
 
 
 def rope_of(spec: ModelSpec, kind: str = WHOLE_MODEL) -> Rope:
-    """How the layers with this entry of `spec.ropes` rotate."""
+    """Return the rotation of the layers with this entry of `spec.ropes`."""
     parameters = _parameters(spec, kind)
     rope_type = parameters["rope_type"]
     if rope_type == "default":

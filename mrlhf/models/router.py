@@ -17,35 +17,30 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrlhf.models.expert_choice import SMALLEST_SUM, chosen_experts
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.pack_routing import PackRouting
 from mrlhf.parallel.packed_sequences import PackedSequences
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The experts of tokens."""
 
-    Attributes:
-        experts: int64 [tokens, per_token], the numbers of the chosen experts.
-        weights: float32 [tokens, per_token], what the output of each is multiplied by.
-    """
-
-    experts: Tensor
-    weights: Tensor
+    experts: Tensor  # int64 [tokens, per_token], the numbers of the chosen experts
+    weights: Tensor  # float32 [tokens, per_token], the factor of each expert's output
 
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """What the gradients of a mini-batch also hold, for each router.
+    """The losses of each router, whose gradients are added to those of a mini-batch.
 
     Attributes:
-        balance: factor of the load-balancing loss of a sequence,
-            https://arxiv.org/abs/2412.19437, equation 17. It is 1 where all experts get equally
-            much.
+        balance: factor of the load-balancing loss of a sequence, https://arxiv.org/abs/2412.19437,
+            equation 17. It is 1 if all experts get equally much.
         z: factor of the mean square of a sequence's log-sum-exp of the logits,
             https://arxiv.org/abs/2202.08906, equation 5.
-        share: what each sequence counts: 1 over the sequences of the mini-batch, times what the
-            reduction of gradients divides by.
+        share: the weight of each sequence: 1 over the sequences of the mini-batch, times the
+            divisor of the reduction of gradients.
     """
 
     balance: float
@@ -57,10 +52,10 @@ class Router(torch.nn.Module):
     """The router of one mixture.
 
     Attributes:
-        mixture: the number of its mixture, from 0, of all in the model.
+        mixture: the number of its mixture in the model, from 0.
         weight: [experts, hidden].
         correction: float32 [experts], added to the scores for the choice alone; it is not trained.
-        losses: whose gradients a backward pass adds; None: no losses.
+        losses: a backward pass adds their gradients; None: no losses.
         load: int64 [experts], how many tokens each expert got in the forward passes of training
             since `load` was set to zero. Padding does not count.
     """
@@ -72,14 +67,6 @@ class Router(torch.nn.Module):
         mixture: int,
         groups: ProcessGroupCollection,
     ) -> None:
-        """Make a router of zeros.
-
-        Args:
-            config: of the model.
-            experts: the mixtures of the model.
-            mixture: the number of this one.
-            groups: the process groups of the model.
-        """
         super().__init__()
         self.mixture = mixture
         self._experts = experts
@@ -102,23 +89,21 @@ class Router(torch.nn.Module):
         self.load = torch.zeros(experts.count, dtype=torch.int64)
 
     def forward(self, hidden: Tensor, packed: PackedSequences) -> Routing:
-        """Choose the experts of tokens.
+        """Choose the experts of `hidden` [tokens, hidden].
 
-        Args:
-            hidden: [tokens, hidden]; under sequence parallelism this rank's part of the tokens.
-            packed: the sequences of the pack.
+        Under sequence parallelism these are this rank's part of the tokens.
         """
         logits = F.linear(hidden.float(), self.weight.float())
         softmax = self._experts.scoring == "softmax"
         scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
 
-        chosen = self._choose(scores.detach())
+        correction = self.correction if self._experts.has_correction else None
+        chosen = chosen_experts(scores.detach(), correction, self._experts)
         if packed.routing is not None:
             chosen = self._replaced(chosen, packed.routing)
         weights = scores.gather(1, chosen)
         if self._experts.normalised:
-            # All sigmoids may be 0.
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
         weights = weights * self._experts.scale
 
         # With recomputation a pass without gradients comes first, which does not count.
@@ -131,47 +116,33 @@ class Router(torch.nn.Module):
         return Routing(chosen, weights)
 
     def _apply(self, function: Any, recurse: bool = True) -> Router:
-        """As for any module, but the correction stays in float32."""
+        """Apply `function` as any module does, but keep the correction in float32."""
         super()._apply(function, recurse)
         self.load = self.load.to(self.weight.device)
         if self._experts.has_correction:
             self.correction.data = self.correction.data.float()
         return self
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        """The numbers of the chosen experts, int64 [tokens, per_token]."""
-        experts = self._experts
-        if experts.has_correction:
-            scores = scores + self.correction
-
-        if experts.groups > 1:
-            grouped = scores.unflatten(1, (experts.groups, -1))
-            best = grouped.topk(2, dim=-1).values.sum(dim=-1)
-            kept = best.topk(experts.groups_per_token, dim=-1).indices
-            left_out = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
-            scores = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
-        return scores.topk(experts.per_token, dim=-1).indices
-
     def _replaced(self, chosen: Tensor, routing: PackRouting) -> Tensor:
-        """The experts that the tokens go to, where a pass may replay others than `chosen`."""
+        """Return the experts that the tokens go to; a pass may replay others than `chosen`."""
         # Without sequence parallelism all tensor-parallel ranks have the same tokens.
         if self._sequence_parallel or self._tp_group.rank() == 0:
             routing.note(self.mixture, chosen, self._own_part)
         return routing.replaced(self.mixture, chosen, self._own_part)
 
     def _own_part(self, of_tokens: Tensor) -> Tensor:
-        """The entries of this rank's tokens."""
+        """Return the entries of this rank's tokens."""
         if not self._sequence_parallel:
             return of_tokens
         return of_tokens.chunk(self._tp_group.size())[self._tp_group.rank()]
 
     def _count(self, chosen: Tensor, owners: Tensor, sequences: int) -> Tensor:
-        """Add to the load; returns the tokens of each sequence that each expert got.
+        """Count the tokens of each sequence that each expert got, and add them to the load.
 
         Args:
             chosen: [tokens, per_token].
             owners: [tokens], the sequence of each; `sequences` for padding.
-            sequences: how many there are in the pack.
+            sequences: their number in the pack.
 
         Returns:
             float32 [sequences + 1, experts], of this rank's tokens.
@@ -192,15 +163,9 @@ class Router(torch.nn.Module):
         logits: Tensor,
         scores: Tensor,
     ) -> Tensor:
-        """A scalar with the gradient that this rank's tokens contribute.
+        """Return a scalar with the gradient that this rank's tokens contribute.
 
-        Args:
-            losses: which there are.
-            packed: the sequences of the pack.
-            owners: as for `_count`.
-            counts: what `_count` returned.
-            logits: [tokens, experts].
-            scores: of the logits.
+        `owners` and `counts` are those of `_count`; `logits` and `scores` are [tokens, experts].
         """
         if losses.balance and self._sequence_group.size() > 1:
             dist.all_reduce(counts, group=self._sequence_group)
@@ -214,14 +179,14 @@ class Router(torch.nn.Module):
             tokens = F.pad(lengths, (0, 1), value=1.0).unsqueeze(-1)
             loads = counts * self._experts.count / (self._experts.per_token * tokens)
             if self._experts.scoring == "sigmoid":
-                scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+                scores = scores / (scores.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
             balance = (loads[owners] * scores).sum(dim=-1)
             loss = loss + losses.balance * (balance * per_token).sum()
         return loss
 
 
 class _WithLoss(torch.autograd.Function):
-    """Gives what it takes; in the backward pass a loss gets a gradient of 1."""
+    """Returns `carrier`; in the backward pass the loss gets a gradient of 1."""
 
     @staticmethod
     def forward(context: Any, carrier: Tensor, loss: Tensor) -> Tensor:

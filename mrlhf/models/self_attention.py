@@ -1,7 +1,7 @@
 """Self-attention of packed sequences, also with more tensor-parallel ranks than KV heads.
 
 It knows which rows of q, k and v a rank holds (`mrlhf.weights.shard` says the same), and how a rank
-comes by the KV head of its query heads. It does not know how attention is computed.
+gets the KV head of its query heads. It does not know how attention is computed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,17 @@ from mrlhf.parallel.packed_sequences import PackedSequences
 class TensorParallelSelfAttention(SelfAttention):
     """megatron-core's SelfAttention with a forward pass for packed sequences alone.
 
-    What depends on the pack and not on the layer is computed once a pack. Several ranks may share a
-    KV head: if there are more ranks than KV heads, their number is a multiple of the KV heads. Each
-    rank then computes its own query heads and an equal share of all keys and values. The ranks
-    gather the shares, and each attends to the one KV head of its query heads. In the backward pass
-    the gradients of a share are summed over the ranks that used it. So each row of a weight is on
-    one rank alone, with its whole gradient.
+    Several ranks may share a KV head: if there are more ranks than KV heads, their number is a
+    multiple of the KV heads. Each rank then computes its own query heads and an equal share of all
+    keys and values. The ranks gather the shares, and each attends to the one KV head of its query
+    heads. In the backward pass the gradients of a share are summed over the ranks that used it. So
+    each row of a weight is on one rank alone, with its whole gradient.
 
-    megatron-core gathers the query heads too, over process groups that one layout has for all of a
-    process; our roles have different layouts.
+    megatron-core gathers the query heads too, over the one set of process groups that a process has
+    there; our roles have different layouts.
     """
 
     def __init__(self, config: TransformerConfig, *, rope: Rope | None, **options: Any) -> None:
-        """Make the layer.
-
-        Args:
-            config: of the model.
-            rope: how the layer rotates; None if it does not.
-            options: what SelfAttention takes.
-        """
         super().__init__(config=config, **options)
         self._rope = rope
 
@@ -55,16 +47,13 @@ class TensorParallelSelfAttention(SelfAttention):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within the sequences of a pack.
+        """Attend within the sequences of a pack; the mask is causal.
 
-        Args:
-            hidden_states: [tokens, 1, hidden], or this rank's part of the tokens under sequence
-                parallelism.
-            attention_mask: None; the mask is causal.
-            packed_seq_params: the sequences.
+        `hidden_states` is [tokens, 1, hidden], or this rank's part of them under sequence
+        parallelism.
 
         Returns:
-            What SelfAttention returns, shaped as `hidden_states`, and a bias.
+            The output, shaped as `hidden_states`, and a bias, as SelfAttention returns them.
         """
         assert attention_mask is None
 
@@ -80,7 +69,7 @@ class TensorParallelSelfAttention(SelfAttention):
         return projected
 
     def project(self, hidden_states: Tensor) -> Projections:
-        """q, k and v of this rank's heads before rotation, in either form of `Projections`."""
+        """Return q, k and v of this rank's heads before rotation, as one of the `Projections`."""
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         kv_heads = self.config.num_query_groups
         if self.world_size > kv_heads:
@@ -100,7 +89,7 @@ class TensorParallelSelfAttention(SelfAttention):
         return query, key, value
 
     def _gather_shares(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's q, and the one k and v that go with it, out of all ranks' shares."""
+        """Return this rank's q, and the one k and v for it, out of all ranks' shares."""
         head_dim = self.hidden_size_per_attention_head
         q_width = self.query_projection_size // self.world_size
         query = mixed[..., :q_width].unflatten(-1, (-1, head_dim))
@@ -117,7 +106,7 @@ class TensorParallelSelfAttention(SelfAttention):
         return query, key, value
 
     def _attend(self, projections: Projections, packed: PackedSequences) -> Tensor:
-        """[tokens, heads * head_dim]."""
+        """Return [tokens, heads * head_dim]."""
         rotation = None
         if self._rope is not None:
             rotation = packed.rotation(self._rope.frequencies, self._rope.scale)

@@ -1,4 +1,4 @@
-"""What a model wants of the weight files in its directory, for checking them and for reading them.
+"""The tensors that a model needs from the weight files in its directory, to check and to read them.
 
 This file knows heads and families. It does not know roles, ranks or how a tensor is stored.
 """
@@ -13,19 +13,16 @@ from mrlhf.models.families import family_of, stated_spec
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.hf import read_weights
 from mrlhf.weights.shard import Slot
-from mrlhf.weights.stored import StoredModel, Wanted, match, survey
+from mrlhf.weights.stored import ExpectedTensors, ModelFiles, match, survey
 
 
 def check_weight_files(path: str | Path, spec: ModelSpec, needs_head: bool) -> tuple[str, ...]:
     """Check by the headers of the files in directory `path` that they hold the model.
 
-    Args:
-        path: directory of the model.
-        spec: the model, as a role uses it.
-        needs_head: whether a scalar model must have its head; a new critic may begin without.
+    If `needs_head`, a scalar model must have its head; a new critic may begin without.
 
     Returns:
-        What the user should know, one line each.
+        Remarks for the user, one line each.
 
     Raises:
         WeightError: there are no safetensors, or they are damaged or not those of the model.
@@ -33,7 +30,7 @@ def check_weight_files(path: str | Path, spec: ModelSpec, needs_head: bool) -> t
     stored = survey(Path(path))
     if spec.head == "scalar" and needs_head:
         _check_head(stored, spec)
-    match(stored, _wanted(spec))
+    match(stored, _expected(spec))
 
     if stated_spec(path, spec.head).output_is_embedding and not spec.output_is_embedding:
         untied = (
@@ -45,41 +42,32 @@ def check_weight_files(path: str | Path, spec: ModelSpec, needs_head: bool) -> t
 
 
 def read_model(path: str | Path, spec: ModelSpec, slots: Sequence[Slot], needs_head: bool) -> bool:
-    """Fill `slots` with the weights in directory `path`; returns whether the head was there.
+    """Fill this rank's `slots` from directory `path`; return whether the head was there.
 
-    Args:
-        path: directory of the model.
-        spec: the model, as a role uses it.
-        slots: where this rank's slices live.
-        needs_head: whether a scalar model must have its head.
-
-    Raises:
-        WeightError: as for `check_weight_files`.
+    The other arguments and errors are those of `check_weight_files`.
     """
     if spec.head == "scalar" and needs_head:
         _check_head(survey(Path(path)), spec)
-    return not read_weights(path, slots, _wanted(spec))
+    return not read_weights(path, slots, _expected(spec))
 
 
-def _wanted(spec: ModelSpec) -> Wanted:
-    """The tensors of the model.
-
-    Where the embeddings are tied, transformers takes either of the two tensors.
-    """
+def _expected(spec: ModelSpec) -> ExpectedTensors:
+    """Return the tensors of the model."""
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
     embedding = family.embedding
-    return Wanted(
+    return ExpectedTensors(
         shapes,
         may_lack=(family.scalar_head,) if spec.head == "scalar" else (),
         ignored=(family.language_head,),
         ignored_prefixes=family.ignored_prefixes(spec),
         other_forms=family.other_forms(spec),
+        # If the embeddings are tied, transformers takes either of the two tensors.
         stand_ins={embedding: family.language_head} if spec.output_is_embedding else {},
     )
 
 
-def _check_head(stored: StoredModel, spec: ModelSpec) -> None:
+def _check_head(stored: ModelFiles, spec: ModelSpec) -> None:
     """Refuse files without the head that makes a model a reward model.
 
     Raises:

@@ -1,20 +1,23 @@
-"""Lets all ranks stop at the same unit of the same phase, without a collective.
+"""Lets all ranks stop at the same unit of the same stretch of work, without a collective.
 
-The ranks agree through the job's key-value store. A thread of each rank, the watcher, does the
-talking, so ranks agree even while their main threads wait for each other in a collective. This file
-does not know who asks for a stop, nor what is done about it.
+A run is a sequence of stretches, which all ranks go through in the same order. A stretch is made of
+units: micro-batches, passes of the inference engine, or responses to score.
 
-How it works. A place is a number: a phase and a unit in it. Phases are counted alike on all ranks.
-When a watcher sees that a stop is asked for, it holds its rank where it is, and publishes that
-place. When all ranks have published theirs, rank 0 names the place after the furthest one as the
-place to stop: no rank has gone beyond it. A rank that is held waits for watchers only, never for
-the main thread of another rank, so there is no deadlock.
+The ranks agree through the job's key-value store. On each rank a thread, the watcher, talks to the
+store, so ranks agree even while their main threads wait for each other in a collective. This file
+does not know who asks for a stop, nor how the run stops.
+
+How it works. A place is a number: a stretch and a unit in it. Stretches are counted alike on all
+ranks. When a watcher sees that a stop is asked for, it holds its rank where it is, and publishes
+that place. When all ranks have published theirs, rank 0 names the place after the furthest one as
+the place to stop: no rank has gone beyond it. A rank that is held waits for watchers only, never
+for the main thread of another rank, so there is no deadlock.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from mrlhf.errors import Interrupted
 
 _UNIT_BITS = 32
-_LEFT = (1 << _UNIT_BITS) - 1  # the unit of a rank that has done all of a phase
+_LEFT = (1 << _UNIT_BITS) - 1  # the unit of a rank that has done all of a stretch
 _NOWHERE = 1 << 128  # beyond every place
 _HELD = 0  # before every place: go nowhere until the place to stop is known
 
@@ -33,22 +36,19 @@ _STOP = "stop"
 class AgreedStop:
     """The stop points of one rank.
 
-    `phase` and `may_begin` are for the main thread; any thread may call the other methods.
+    `stretch` and `may_begin` are for the main thread; any thread may call the other methods.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        """Begin before the first phase.
+        """Begin before the first stretch.
 
-        Args:
-            store: shared by all ranks, and used by nothing else. The watcher must not wait behind
-                the main thread, so this is a connection of its own.
-            rank: number of this rank.
-            world_size: number of ranks.
+        All ranks share `store`, and nothing else uses it. It is a connection of its own, since the
+        watcher must not wait behind the main thread.
         """
         self._store = store
         self._rank = rank
         self._place_keys = [f"place of rank {number}" for number in range(world_size)]
-        self._phase = 0
+        self._stretch = 0
         self._place = _LEFT
         self._limit = _NOWHERE
         self._looking = threading.Lock()
@@ -56,33 +56,41 @@ class AgreedStop:
         self._reason = ""
         self._lost = ""
         self._is_agreed = False
-        self._in_phase = False
+        self._in_stretch = False
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[AgreedStop]:
-        """Go through one phase; see `StopPoints.phase`."""
-        assert not self._in_phase, f"phase {name} is inside another one"
-        self._phase += 1
-        self._in_phase = True
-        try:
-            yield self
-        finally:
-            self._in_phase = False
+    def stretch(self) -> Iterator[Callable[[int], bool]]:
+        """Go through one stretch, with `may_begin`; every rank calls it, in the same order.
 
-        place = (self._phase << _UNIT_BITS) + _LEFT
+        Raises:
+            Interrupted: when the stretch is left, on every rank, if the ranks stop in it.
+        """
+        assert not self._in_stretch, "a stretch is inside another one"
+        self._stretch += 1
+        self._in_stretch = True
+        try:
+            yield self.may_begin
+        finally:
+            self._in_stretch = False
+
+        place = (self._stretch << _UNIT_BITS) + _LEFT
         self._place = place
         if place >= self._limit and place >= self._stop_place():
             self._limit = _NOWHERE
             raise Interrupted(self._reason)
 
     def may_begin(self, unit: int) -> bool:
-        """Whether to begin `unit`; see `Phase.may_begin`.
+        """Whether to begin `unit`, counted from 0; called before each unit, in order.
 
-        Where no stop is asked for, this writes one number and compares two.
+        Once it has returned False it does so for every later unit of the stretch, and the results
+        of the stretch are of no use. A unit that has begun may begin again, as a micro-batch does
+        in each chunk of an interleaved pipeline.
+
+        If no stop is asked for, this writes one number and compares two.
         """
         # This rank writes its place before it reads the limit, and the watcher writes the limit
         # before it reads the place. So either this rank is held or the watcher knows the new place.
-        place = (self._phase << _UNIT_BITS) + unit
+        place = (self._stretch << _UNIT_BITS) + unit
         self._place = max(self._place, place)
         return place < self._limit or place < self._stop_place()
 
@@ -105,8 +113,8 @@ class AgreedStop:
     def look(self) -> bool:
         """Take part in the agreement; the watcher calls it from time to time.
 
-        Returns:
-            Whether the ranks are agreeing at the moment, so that it should be called again soon.
+        Returns whether the ranks are agreeing at the moment, so that it should be called again
+        soon.
         """
         with self._looking:
             return self._look()
@@ -116,7 +124,7 @@ class AgreedStop:
         return [rank for rank, key in enumerate(self._place_keys) if not self._store.check([key])]
 
     def lose(self, why: str) -> None:
-        """There will be no agreement any more: whoever waits for one gets a RuntimeError."""
+        """Make everybody who waits for an agreement fail with a RuntimeError."""
         with self._changed:
             self._lost = why
             self._changed.notify_all()
@@ -143,7 +151,7 @@ class AgreedStop:
         return False
 
     def _hold(self) -> None:
-        """Hold this rank before its next place, and publish the one where it is."""
+        """Hold this rank before its next place, and publish its present place."""
         self._reason = self._store.get(_REASON).decode()
         self._limit = _HELD
         self._store.set(self._place_keys[self._rank], str(self._place))

@@ -1,7 +1,7 @@
 """Shares out sequences in parts of equal cost, and packs them within a budget of tokens.
 
 Everything is a pure function of integers, and takes n log n steps for n sequences. This file knows
-neither batches nor ranks, nor what a cost is.
+neither batches nor ranks, nor the meaning of a cost.
 """
 
 from __future__ import annotations

@@ -21,10 +21,8 @@ Message = tuple[int, Tensor]
 def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """The `rows` of every rank of the group, in group order.
 
-    Args:
-        rows: [rows of this rank, ...]. The first dimension may differ between ranks and may be 0;
-            the other dimensions and the dtype are the same on all ranks.
-        group: the ranks that take part.
+    Their first dimension may differ between ranks and may be 0; the other dimensions and the dtype
+    are the same on all ranks.
     """
     rows = rows.detach().contiguous()
     size = dist.get_world_size(group)
@@ -74,13 +72,9 @@ def exchange(
 ) -> None:
     """Send and receive contiguous tensors, all at once, and wait for all of them.
 
+    Each message names the other global rank, never this one, and the tensor to send or to fill.
     Messages between two ranks are matched by order: the k-th tensor that one rank sends to the
     other fills the k-th tensor that the other receives from it. Call `connect` once before.
-
-    Args:
-        sends: global rank of the receiver, never this rank itself, and the tensor to send.
-        receives: global rank of the sender, never this rank itself, and the tensor to fill.
-        group: the ranks that may take part; all ranks of the job if None.
     """
     finish_exchange(start_exchange(sends, receives, group))
 

@@ -1,4 +1,4 @@
-"""Which ranks form the replicas of the inference engine, in plain integers.
+"""The ranks that form each replica of the inference engine, in plain integers.
 
 The replicas stand on the ranks of the actor, whose layout says where each rank is. Nothing here
 touches a process group.
@@ -15,7 +15,7 @@ from mrlhf.parallel.layout import AXES, MODEL_AXES, Axis, AxisSizes, ParallelLay
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """Where a rank stands in its inference replica.
+    """The position of a rank in its inference replica.
 
     The experts of a layer are shared out over `ep` ranks or groups of ranks; the `etp` ranks of a
     group, which are neighbours, split each of their experts.
@@ -23,7 +23,7 @@ class ReplicaPlace:
     Attributes:
         tp_rank: the position of the rank.
         tp: the ranks of the replica.
-        ep: over how many parts of the replica the experts are shared out; divides tp.
+        ep: the number of parts of the replica that the experts are shared out over; divides tp.
     """
 
     tp_rank: int
@@ -32,7 +32,7 @@ class ReplicaPlace:
 
     @property
     def etp(self) -> int:
-        """How many ranks split an expert."""
+        """The number of ranks that split an expert."""
         return self.tp // self.ep
 
     @property
@@ -42,22 +42,22 @@ class ReplicaPlace:
 
     @property
     def ep_rank(self) -> int:
-        """The number of the part of the replica that the rank belongs to."""
+        """The part of the replica that the rank belongs to."""
         return self.tp_rank // self.etp
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Which ranks form the inference replicas, `tp` ranks each.
+    """The ranks that form each inference replica, `tp` ranks each.
 
-    Each group of ranks of `actor` that differ along `axes` only is cut into replicas of
-    consecutive ranks, so the replicas hold each rank once.
+    Each group of ranks of `actor` that differ along `axes` only is cut into replicas of consecutive
+    ranks, so the replicas hold each rank once.
 
     Attributes:
         tp: tensor-parallel size of the engine.
         actor: the layout of the role whose ranks the replicas share.
         axes: the axes along which the ranks of a replica may differ.
-        ep: over how many parts of a replica the experts of a layer are shared out; divides tp.
+        ep: the number of parts of a replica that a layer's experts are shared out over; divides tp.
     """
 
     tp: int
@@ -118,9 +118,10 @@ class EngineLayout:
 
     @property
     def copies_together(self) -> int:
-        """How many neighbouring model-parallel groups of the actor hold all experts together.
+        """The number of neighbouring model-parallel groups of the actor that hold all experts
+        together.
 
-        One where each of them holds all; the dense weights are in each of them.
+        It is one if each of them holds all; each of them has the dense weights.
         """
         dense = self.actor.group_size("tp", "cp")
         return math.lcm(dense, self.actor.group_size("etp", "ep")) // dense
@@ -139,7 +140,7 @@ class EngineLayout:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return self.actor.world_size // self.tp
 
     @property
@@ -158,7 +159,7 @@ class EngineLayout:
         return group * self._per_group + number, tp_rank
 
     def place_in_replica(self, rank: int) -> ReplicaPlace:
-        """Where global rank `rank` stands in its replica."""
+        """The position of global rank `rank` in its replica."""
         _, tp_rank = self.place(rank)
         return ReplicaPlace(tp_rank, self.tp, self.ep)
 

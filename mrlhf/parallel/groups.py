@@ -116,11 +116,10 @@ class GroupFactory:
     """
 
     def __init__(self, timeout_s: float, machine: str | None = None) -> None:
-        """Start with the group of all ranks, and those of the ranks of each machine.
+        """Make the group of all ranks, and those of the ranks of each machine.
 
-        Args:
-            timeout_s: seconds after which a collective in one of the groups gives up.
-            machine: a name that the ranks of this machine have in common; None: find one.
+        `timeout_s` are the seconds after which a collective gives up. `machine` is a name that the
+        ranks of this machine have in common; None: find one.
         """
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = dist.get_rank()
@@ -194,7 +193,7 @@ class GroupFactory:
         )
 
     def _machine(self, name: str) -> Machine:
-        """The machine of this rank, of those that the ranks name."""
+        """This rank's machine, by the names that all ranks give."""
         ranks_of: dict[str, list[int]] = {}
         for rank, its_name in enumerate(all_gather_objects(name, self._world)):
             ranks_of.setdefault(its_name, []).append(rank)

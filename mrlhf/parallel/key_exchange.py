@@ -24,9 +24,9 @@ class KeyExchange:
 
     Attributes:
         group: the ranks that share the sequences.
-        places: int64 [seen], for each held segment the tokens that it may see, in order, as their
-            places among the tokens of all ranks, one rank after the other.
-        tokens: how many tokens a rank has.
+        places: int64 [seen], the tokens that each held segment may see, in order, as their places
+            among the tokens of all ranks, one rank after the other.
+        tokens: the number of tokens of a rank.
     """
 
     group: dist.ProcessGroup
@@ -34,16 +34,16 @@ class KeyExchange:
     tokens: int
 
     def gather(self, own: Tensor) -> Tensor:
-        """What each held segment may see, [seen, ...], with gradients.
+        """The keys that each held segment may see, [seen, ...], from this rank's `own` [tokens,
+        ...].
 
-        Args:
-            own: [tokens, ...], of this rank's tokens.
+        They have gradients.
         """
         gathered: Tensor = _Gather.apply(self, own)
         return gathered
 
     def lay_out(self, own: Tensor) -> Tensor:
-        """The same without gradients."""
+        """The same as `gather` without gradients."""
         whole = own.new_empty((self.group.size() * self.tokens, *own.shape[1:]))
         dist.all_gather_into_tensor(whole, own.contiguous(), group=self.group)
         return whole.index_select(0, self.places)
@@ -51,8 +51,7 @@ class KeyExchange:
     def give_back(self, gradients: Tensor) -> Tensor:
         """The gradients of this rank's tokens, summed over all ranks that saw them, [tokens, ...].
 
-        Args:
-            gradients: [seen, ...], of what `lay_out` gave.
+        `gradients` [seen, ...] are those of the result of `lay_out`.
         """
         shape = gradients.shape[1:]
         whole = gradients.new_zeros((self.group.size() * self.tokens, *shape))
@@ -77,10 +76,8 @@ class _Gather(torch.autograd.Function):
 def seen_places(boundaries: Tensor, tokens: int, segments: Segments) -> Tensor:
     """The places of `KeyExchange`.
 
-    Args:
-        boundaries: int32 [sequences + 1], where each padded sequence begins, and the end.
-        tokens: how many tokens a rank has.
-        segments: those of this rank; several ranks share the sequences.
+    `boundaries` is int32 [sequences + 1]: the beginning of each padded sequence, and the end. A
+    rank has `tokens` tokens.
     """
     device = boundaries.device
     begins = boundaries[:-1].long()

@@ -1,4 +1,4 @@
-"""Where each rank stands on the parallel axes of a role, in plain integers.
+"""The place of each rank on the parallel axes of a role, in plain integers.
 
 The ranks of a role form a grid. Ranks are numbered along its axes in the order of `AXES`, the first
 one fastest, as in megatron-core. The experts of a mixture-of-experts model lie on the same ranks in
@@ -33,7 +33,7 @@ EXPERT_REPLICA_AXES: tuple[Axis, ...] = ("edp",)
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSizes:
-    """The sizes that a role asks for; data parallelism takes what they leave.
+    """The sizes that a role asks for; data parallelism takes the remaining ranks.
 
     Attributes:
         tp: tensor-parallel size.
@@ -55,7 +55,7 @@ class AxisSizes:
 
     @classmethod
     def of(cls, section: RoleSection) -> AxisSizes:
-        """Those of a role's section."""
+        """The sizes of a role's section."""
         sizes = {field.name: section.value_of(field.name) for field in fields(cls)}
         if sizes["pp_layers"] is not None:
             sizes["pp_layers"] = tuple(sizes["pp_layers"])
@@ -63,7 +63,7 @@ class AxisSizes:
 
     @property
     def ranks(self) -> int:
-        """How many ranks hold one copy of the model, or share a sequence."""
+        """The number of ranks that hold one copy of the model, or share a sequence."""
         return self.tp * self.cp * self.pp
 
     @property
@@ -98,7 +98,7 @@ class AxisSizes:
         return mine == (other.tp, other.cp, other.pp, other.ep, other.expert_tp)
 
     def problem(self, role: str, world_size: int) -> str | None:
-        """Why the sizes do not fit so many ranks, in one line; None if they do."""
+        """The reason why the sizes do not fit so many ranks, in one line; None if they do."""
         if world_size % self.ranks == 0:
             return self._expert_problem(role, world_size)
         keys = [f"{role}.{axis}" for axis in self._named]
@@ -108,7 +108,7 @@ class AxisSizes:
         )
 
     def _expert_problem(self, role: str, world_size: int) -> str | None:
-        """Why the experts do not fit the ranks of a pipeline stage; None if they do."""
+        """The reason why the experts do not fit the ranks of a pipeline stage; None if they do."""
         etp = self.expert_tp
         if self.tp % etp:
             fits = [str(size) for size in range(1, self.tp + 1) if self.tp % size == 0]
@@ -163,16 +163,11 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of the parallel axes of one role.
+    """Sizes of the parallel axes of one role, as in `AxisSizes`.
 
     Attributes:
-        tp: tensor-parallel size.
-        cp: context-parallel size.
-        pp: pipeline-parallel size.
-        vpp: virtual stages of each pipeline rank.
-        pp_layers: layers of each virtual stage; None: as many as `Stages` gives them.
         dp: data-parallel size; tp x cp x pp x dp is the world size.
-        ep: over how many ranks the experts of a layer are shared out.
+        ep: the number of ranks that the experts of a layer are shared out over.
         etp: tensor-parallel size of an expert.
     """
 
@@ -227,7 +222,7 @@ class ParallelLayout:
 
     @property
     def edp(self) -> int:
-        """How many ranks hold the same experts."""
+        """The number of ranks that hold the same experts."""
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     @property

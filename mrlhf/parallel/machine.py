@@ -1,11 +1,10 @@
-"""Memory that the ranks of one machine share, so that large tables lie in it once and not once a
-rank.
+"""Memory that the ranks of a machine share, so that each large table is in memory only once.
 
-The memory has no name in any file system: it is open in the ranks alone, so a job that is killed
+The memory has no name in any file system: only the ranks have it open, so a job that is killed
 leaves nothing behind, and the size of `/dev/shm` does not limit it. It is freed as soon as no rank
 refers to it. Where ranks cannot share memory, each has a copy, and nothing else changes.
 
-This file knows no batch. The groups of ranks come from `groups`.
+This file does not know what a batch is. The groups of ranks come from `groups`.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ T = TypeVar("T")
 
 
 def name_of_this_machine() -> str:
-    """A name that two processes have in common if they can open each other's files.
+    """A name that is equal in two processes if they can open each other's files.
 
-    They cannot in two containers of one machine, so it tells these apart too.
+    Two containers of one machine have different names, since their processes cannot.
     """
     parts = [platform.node()]
     try:
@@ -50,7 +49,7 @@ def name_of_this_machine() -> str:
 
 
 class Machine:
-    """The ranks of one machine, and what they hold in common.
+    """The ranks of one machine, and the memory that they share.
 
     All ranks of the job call its methods together, each on its own machine.
     """
@@ -63,7 +62,6 @@ class Machine:
         Args:
             ranks: the ranks of this machine; the first one leads.
             leaders: the leaders of all machines, on these ranks; elsewhere None.
-            machines: how many machines there are.
         """
         self._ranks = ranks
         self._leaders = leaders
@@ -73,11 +71,11 @@ class Machine:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the rank that does what is done once a machine."""
+        """Whether this rank does the work that is done once a machine."""
         return dist.get_rank() == self._leader
 
     def table(self, shape: Sequence[int], dtype: torch.dtype) -> OpenTable:
-        """A table of zeros in which every rank of the job writes entries of its own."""
+        """A table of zeros in which every rank of the job writes its own entries."""
         nbytes = math.prod(shape) * dtype.itemsize
         memory = self._share(nbytes) if nbytes and self._ranks.size() > 1 else None
         if memory is None:
@@ -86,18 +84,18 @@ class Machine:
             entries = memory.view(dtype).view(tuple(shape))
         return OpenTable(self, entries, is_shared=memory is not None)
 
-    def once(self, compute: Callable[[], T], known: Sequence[object] = ()) -> T:
-        """What `compute` returns, on every rank, although it is called once a machine.
+    def compute_on_leader(self, compute: Callable[[], T], shared: Sequence[object] = ()) -> T:
+        """Call `compute` on one rank of each machine, and return its result on every rank.
 
         The tensors in the result are shared, so nobody may write to them. Everything else is
         copied, so it should be small.
 
         Args:
             compute: takes part in no collective. It must give the same on every machine.
-            known: objects that the result may refer to and that each rank has: they are not copied.
+            shared: objects that each rank has. The result may refer to them without a copy.
 
         Raises:
-            Exception: what `compute` raised, on every rank.
+            Exception: the error that `compute` raised, on every rank.
         """
         if self._ranks.size() == 1:
             return compute()
@@ -107,7 +105,7 @@ class Machine:
         tensors: list[Tensor] = []
         if self.is_leader:
             try:
-                outcome[0], tensors = pickle_value(compute(), known)
+                outcome[0], tensors = pickle_value(compute(), shared)
             except Exception as error:  # the other ranks wait for it
                 failure = error
                 outcome[0] = _Failure.of(error)
@@ -125,11 +123,11 @@ class Machine:
             place.within(table.entries).copy_(tensor.detach())
         tensors.clear()
         self._complete_here(table.entries, table.is_shared)
-        value: T = unpickle_value(received, table.entries, known)
+        value: T = unpickle_value(received, table.entries, shared)
         return value
 
     def complete(self, entries: Tensor, is_shared: bool) -> None:
-        """Bring together what all ranks of all machines have written; see `OpenTable.complete`."""
+        """Add up the entries that all ranks have written; see `OpenTable.complete`."""
         self._complete_here(entries, is_shared)
         if self._machines == 1:
             return
@@ -142,18 +140,18 @@ class Machine:
             dist.broadcast(_summable(entries), src=self._leader, group=self._ranks)
 
     def _complete_here(self, entries: Tensor, is_shared: bool) -> None:
-        """Bring together what the ranks of this machine have written."""
+        """Add up the entries that the ranks of this machine have written."""
         if is_shared:
             self._wait()
         elif self._ranks.size() > 1 and entries.numel():
             dist.all_reduce(_summable(entries), group=self._ranks)
 
     def _wait(self) -> None:
-        """Wait for all ranks of the machine; a tensor of the host, so that a GPU has no part."""
+        """Wait for all ranks of the machine; the tensor is on the host, so no GPU takes part."""
         dist.all_reduce(torch.zeros(1, dtype=torch.int32, device="cpu"), group=self._ranks)
 
     def _share(self, nbytes: int) -> Tensor | None:
-        """New memory of all ranks of the machine, uint8 [nbytes]; None if they cannot share any."""
+        """Memory that all ranks of the machine map, uint8 [nbytes]; None if they cannot share."""
         if not self._can_share:
             return None
         file = _AnonymousFile.make(nbytes) if self.is_leader else None
@@ -186,7 +184,6 @@ class OpenTable:
     """A table that ranks are filling.
 
     Attributes:
-        machine: the ranks that see it.
         entries: zero where nobody has written. A rank writes its own entries and reads no others.
         is_shared: whether the ranks of the machine have one table together.
     """
@@ -198,7 +195,7 @@ class OpenTable:
     def complete(self) -> Tensor:
         """The table with the entries of all ranks of all machines; every rank calls it once.
 
-        No two ranks may have written to the same entry. From now on nobody may write to it.
+        No two ranks may have written to the same entry. After this nobody may write to it.
         """
         self.machine.complete(self.entries, self.is_shared)
         return self.entries
@@ -206,7 +203,7 @@ class OpenTable:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why there is no result, as the ranks are told that did not compute it."""
+    """The error of the rank that computed, in a form that the other ranks can also raise."""
 
     error: Exception
     cause: BaseException | None
@@ -221,20 +218,20 @@ class _Failure:
 
 
 def _class_of_ours(error: MrlhfError) -> type[MrlhfError]:
-    """The error's class, or ours from which it is derived, since every rank can unpickle that."""
+    """The nearest class of the error in `mrlhf.errors`, since every rank can unpickle that."""
     ours = MrlhfError.__module__
     return next(kind for kind in type(error).__mro__ if kind.__module__ == ours)
 
 
 @dataclass(frozen=True)
 class _AnonymousFile:
-    """A file in memory that is in no file system, as its maker offers it to others.
+    """A file in memory that is in no file system; its maker sends this description to other ranks.
 
     Attributes:
-        process: the maker's number.
-        descriptor: the maker's; None if there is no file.
-        link: what Linux says that the descriptor leads to. No other file in the world has it.
-        problem: why there is no file.
+        process: process id of the maker.
+        descriptor: the maker's file descriptor; None if there is no file.
+        link: the target of the descriptor's link in /proc, which no other file in the world has.
+        problem: the reason why there is no file.
     """
 
     process: int
@@ -244,7 +241,7 @@ class _AnonymousFile:
 
     @staticmethod
     def make(nbytes: int) -> _AnonymousFile:
-        """A file of `nbytes` zeros, whose pages are taken as they are written to."""
+        """A file of `nbytes` zeros. It takes memory only as it is written to."""
         process = os.getpid()
         if not hasattr(os, "memfd_create"):
             return _AnonymousFile(process, None, "", "this system has no memfd_create")
@@ -262,15 +259,13 @@ class _AnonymousFile:
         return _AnonymousFile(process, descriptor, f"/memfd:{name} (deleted)", "")
 
     def mapped(self, nbytes: int) -> tuple[Tensor | None, str]:
-        """Its memory, uint8 [nbytes], which lives as long as the tensor; or why there is none.
-
-        On another machine of the same name, such as a copy of a virtual one, the maker's number may
-        be that of a stranger, whose file is left alone.
-        """
+        """The file's memory, uint8 [nbytes], kept while the tensor lives; or why there is none."""
         if self.descriptor is None:
             return None, self.problem
         path = f"/proc/{self.process}/fd/{self.descriptor}"
         try:
+            # On another machine of the same name, such as a copy of a virtual one, the maker's
+            # process id may be that of a stranger, whose file must be left alone.
             link = os.readlink(path)
             if link != self.link:
                 return None, f"{path} is another file: {link}"
@@ -283,14 +278,12 @@ class _AnonymousFile:
             return None, str(error)
 
     def close(self) -> None:
-        """Let the memory live only as long as it is mapped."""
+        """Close the descriptor; the memory lives on as long as it is mapped."""
         if self.descriptor is not None:
             os.close(self.descriptor)
 
 
 def _summable(entries: Tensor) -> Tensor:
-    """The entries as numbers that can be summed: gloo sums no truth values and no int16.
-
-    Only one rank writes to an entry, so the sum of its bytes is the entry.
-    """
+    """The entries in a dtype that gloo can sum: it sums neither bool nor int16."""
+    # Only one rank writes to an entry, so the sum of its bytes is the entry.
     return entries.view(torch.uint8) if entries.dtype in (torch.bool, torch.int16) else entries

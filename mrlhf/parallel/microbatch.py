@@ -2,9 +2,9 @@
 
 Everything is a pure function of lengths, so every rank knows every other rank's share without
 asking. A batch is cut once a step, and the cut goes wherever the batch goes: the same sequences
-stand in the same pack in every forward pass and in every epoch. This is why log-probabilities
-before the update and during its first mini-batch are equal bit for bit. This file knows neither
-models nor process groups.
+stand in the same pack in every forward pass and in every epoch. So log-probabilities before the
+update and during its first mini-batch are equal bit for bit. This file knows neither models nor
+process groups.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from mrlhf.parallel import pipeline_order
 from mrlhf.parallel.balance import pack_rows, split_balanced
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.packs import Pack
 
 
@@ -35,18 +36,29 @@ class Balance:
     """How evenly a cut shares out the work.
 
     Attributes:
-        imbalance: the cost of the costliest rank over the mean of all data-parallel ranks; with
-            several mini-batches, the sum of the one over the sum of the other, since the ranks wait
-            for each other at the end of each.
+        imbalance: the cost of the costliest rank over the mean of all data-parallel ranks. With
+            several mini-batches it is the sum of the one over the sum of the other, since the ranks
+            wait for each other at the end of each.
         micro_batches: of a data-parallel rank in a mini-batch; the mean.
     """
 
     imbalance: float
     micro_batches: float
 
-    def bubble(self, stages: int, chunks: int) -> float:
-        """What a pipeline loses with these micro-batches; see `pipeline_order.bubble`."""
-        return pipeline_order.bubble(self.micro_batches, stages, chunks)
+    def metrics(self, role: str, layout: ParallelLayout) -> dict[str, float]:
+        """How evenly the work of a model is shared out, and what its pipeline should lose.
+
+        Returns:
+            `train/imbalance/<role>`: the work of the most loaded data-parallel rank over the mean,
+            in operations. With several pipeline stages also `train/bubble/<role>`: the time in
+            which a stage stands idle over the time in which it computes, if all micro-batches and
+            all virtual stages cost the same; `perf/bubble/<role>` is measured.
+        """
+        metrics = {f"train/imbalance/{role}": self.imbalance}
+        if layout.pp > 1:
+            bubble = pipeline_order.bubble(self.micro_batches, layout.pp, layout.vpp)
+            metrics[f"train/bubble/{role}"] = bubble
+        return metrics
 
 
 @dataclass(frozen=True)

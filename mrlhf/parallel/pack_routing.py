@@ -1,4 +1,4 @@
-"""What a pass over packs replays of the experts of tokens, and what it notes of routers' choices.
+"""Replays recorded experts in a pass over packs, and records the experts that routers choose.
 
 A router asks for the experts of a pack's tokens in the forward pass, and again where that is
 computed anew for the backward pass; the answer depends on the pack alone, so both are the same.
@@ -16,16 +16,16 @@ from torch import Tensor
 from mrlhf.batch import ExpertRecord
 from mrlhf.parallel.packs import Pack
 
-Part = Callable[[Tensor], Tensor]
+TokenSelector = Callable[[Tensor], Tensor]
 """Takes entries of all tokens of a pack, [tokens, ...]; returns those of a router's tokens."""
 
 
 class PassRouting:
-    """What one pass over packs replays and notes.
+    """The experts that one pass over packs replays and records.
 
     Attributes:
         differing: int64, how often a router of this rank chose another set of experts than
-            `compared` says: pairs of a selected token and a mixture.
+            `compared` has: pairs of a selected token and a mixture.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class PassRouting:
         compared: ExpertRecord | None = None,
         kept: ExpertRecord | None = None,
     ) -> None:
-        """Note nothing yet.
+        """Prepare a pass on `device`.
 
         Args:
-            device: where the model is.
-            replayed: takes the place of what routers choose, for the tokens that it has.
-            compared: what the routers' own choices are compared with.
-            kept: whose `chosen` gets the routers' own choices, for the tokens that it has.
+            device: the model's device.
+            replayed: its experts replace the routers' choices, for the tokens that it has.
+            compared: the routers' own choices are compared with it.
+            kept: its `chosen` gets the routers' own choices, for the tokens that it has.
         """
         self.differing = torch.zeros((), dtype=torch.int64, device=device)
         self._replayed = replayed
@@ -50,12 +50,12 @@ class PassRouting:
         self._notes: list[tuple[Tensor, int, Tensor]] = []
 
     def of_pack(self, pack: Pack, owners: Tensor, position_ids: Tensor) -> PackRouting:
-        """The part of a pack.
+        """The routing of one pack.
 
         Args:
-            pack: what this rank holds of it.
-            owners: int64 [tokens], which of the pack's sequences each token belongs to; as many as
-                there are for padding.
+            pack: this rank's share of it.
+            owners: int64 [tokens], the pack's sequence that each token belongs to; for padding, the
+                number of sequences.
             position_ids: int64 [tokens], from 0 in each sequence.
         """
         replayed = compared = kept = None
@@ -76,7 +76,7 @@ class PassRouting:
         """Keep choices until `write`.
 
         Args:
-            places: int64 [some], where they go in the record that is kept.
+            places: int64 [some], their places in the record that is kept.
             mixture: the number of the mixture.
             chosen: int64 [some, per_token].
         """
@@ -84,7 +84,7 @@ class PassRouting:
         self._notes.append((places, mixture, chosen.to(self._kept.chosen.dtype)))
 
     def write(self) -> None:
-        """Write what this rank has noted into the record that is kept."""
+        """Write the choices of this rank into the record that is kept."""
         for places, mixture, chosen in self._notes:
             assert self._kept is not None
             self._kept.chosen[places.cpu(), mixture] = chosen.cpu()
@@ -93,13 +93,14 @@ class PassRouting:
 
 @dataclass(frozen=True)
 class PackRouting:
-    """The part of one pack in a pass; see `PassRouting`.
+    """The routing of one pack in a pass; see `PassRouting`.
 
     Attributes:
         whole: the pass.
-        replayed: what its tokens replay, or None.
-        compared: what choices are compared with, or None.
-        kept: int64 [tokens], where the choice of each token is kept, -1 for nowhere; or None.
+        replayed: the experts that its tokens replay, or None.
+        compared: the experts that choices are compared with, or None.
+        kept: int64 [tokens], the place of each token in the record that is kept, -1 for none; or
+            None.
         is_selected: bool [tokens].
     """
 
@@ -109,39 +110,36 @@ class PackRouting:
     kept: Tensor | None
     is_selected: Tensor
 
-    def note(self, mixture: int, chosen: Tensor, part: Part) -> None:
-        """Note what a router has chosen by itself.
+    def note(self, mixture: int, chosen: Tensor, select: TokenSelector) -> None:
+        """Compare and keep a router's own choice.
 
         Args:
             mixture: the number of the mixture, of all in the model.
             chosen: int64 [some tokens, per_token].
-            part: gives the entries of these tokens.
+            select: gives the entries of these tokens.
         """
         if self.compared is not None:
-            recorded = part(self.compared.experts)[:, mixture].long()
+            recorded = select(self.compared.experts)[:, mixture].long()
             differs = recorded.sort(dim=-1).values != chosen.sort(dim=-1).values
-            counts = part(self.compared.is_there & self.is_selected)
+            counts = select(self.compared.is_there & self.is_selected)
             self.whole.differing += (differs.any(dim=-1) & counts).sum()
 
         if self.kept is not None:
-            places = part(self.kept)
+            places = select(self.kept)
             is_kept = places >= 0
             self.whole.note(places[is_kept], mixture, chosen[is_kept])
 
-    def replaced(self, mixture: int, chosen: Tensor, part: Part) -> Tensor:
-        """The experts that tokens go to: the replayed ones where there are any, else `chosen`.
-
-        Arguments as for `note`.
-        """
+    def replaced(self, mixture: int, chosen: Tensor, select: TokenSelector) -> Tensor:
+        """The experts that tokens go to: the replayed ones where there are any, else `chosen`."""
         if self.replayed is None:
             return chosen
-        recorded = part(self.replayed.experts)[:, mixture].long()
-        return torch.where(part(self.replayed.is_there)[:, None], recorded, chosen)
+        recorded = select(self.replayed.experts)[:, mixture].long()
+        return torch.where(select(self.replayed.is_there)[:, None], recorded, chosen)
 
 
 @dataclass(frozen=True)
 class _TokenExperts:
-    """What a record says of the tokens of a pack; where the model is.
+    """The recorded experts of the tokens of a pack; where the model is.
 
     Attributes:
         experts: [tokens, mixtures, per_token], in the record's dtype; 0 where there is no record.
@@ -155,7 +153,7 @@ class _TokenExperts:
     def of(
         record: ExpertRecord, rows: Sequence[int], owners: Tensor, position_ids: Tensor
     ) -> _TokenExperts:
-        """Those of the tokens of the pack with these rows; see `PassRouting.of_pack`."""
+        """The experts of the tokens of the pack with these rows; see `PassRouting.of_pack`."""
         places = _places(record, rows, owners, position_ids).cpu()
         is_there = places >= 0
         experts = record.chosen.new_zeros(len(places), *record.chosen.shape[1:])
@@ -166,7 +164,7 @@ class _TokenExperts:
 def _places(
     record: ExpertRecord, rows: Sequence[int], owners: Tensor, position_ids: Tensor
 ) -> Tensor:
-    """Where each token of a pack stands in a record, int64 [tokens]; -1 where it has none."""
+    """The place of each token of a pack in a record, int64 [tokens]; -1 where it has none."""
     index = torch.tensor(rows, dtype=torch.int64)
     # The owner of padding is one more than the last sequence.
     begins = torch.nn.functional.pad(record.begins[index], (0, 1)).to(owners.device)

@@ -1,4 +1,4 @@
-"""What a model's layers need to know of a pack, made once for all of them.
+"""The facts about a pack that a model's layers ask for, made once for all of them.
 
 The layers of megatron-core and TransformerEngine read the fields of `PackedSeqParams`; ours also
 ask for the angles by which each token is rotated, and for the keys that lie on other ranks. This
@@ -44,15 +44,15 @@ class Rotation:
 class PackedSequences(PackedSeqParams):
     """Sequences laid end to end, or the segments of them that this rank holds.
 
-    `cu_seqlens_q` says where each sequence or segment begins, and `cu_seqlens_kv` where the keys
-    that it may see begin. The last query of each sees the last of its keys.
+    `cu_seqlens_q` has the beginning of each sequence or segment, and `cu_seqlens_kv` that of the
+    keys that it may see. The last query of each sees the last of its keys.
 
     Attributes:
         position_ids: int64 [tokens], from 0 in each sequence.
         lengths: int32 [sequences], tokens of each whole sequence. Padding at its end does not
             count; nor does a sequence of padding, which stands behind the others.
         keys: brings the keys of whole sequences here; None where this rank has whole sequences.
-        routing: what the pass replays and notes of the experts of the tokens; None: nothing.
+        routing: replays and records the experts of the tokens; None: the routers choose.
     """
 
     position_ids: Tensor = field(kw_only=True)
@@ -72,10 +72,7 @@ class PackedSequences(PackedSeqParams):
     ) -> PackedSequences:
         """The sequences of a pack, with its padding as a last one.
 
-        Args:
-            pack: what this rank holds of them.
-            cp_group: the ranks that share the sequences; None if this rank has them whole.
-            routing: what the pass replays and notes of the experts of tokens.
+        `cp_group` are the ranks that share the sequences; None if this rank has them whole.
         """
         segments = pack.segments
         query_edges = key_edges = pack.boundaries
@@ -131,11 +128,11 @@ class PackedSequences(PackedSeqParams):
         return numbers.where(self.position_ids < ends[numbers], len(self.lengths))
 
     def rotation(self, frequencies: Tensor, scale: float) -> Rotation:
-        """How a layer rotates the tokens.
+        """The angles by which a layer rotates the tokens.
 
         Args:
             frequencies: radians by which a step of one position rotates. Layers that rotate alike
-                pass the same tensor, and get what the first of them got.
+                pass the same tensor, and get the result of the first of them.
             scale: cosines and sines are multiplied by it.
         """
         if id(frequencies) not in self._rotations:
@@ -149,5 +146,5 @@ class PackedSequences(PackedSeqParams):
 
 
 def _edges(lengths: Tensor) -> Tensor:
-    """Where parts of these lengths begin, and the end; int32 [parts + 1]."""
+    """The beginning of each part of these lengths, and the end; int32 [parts + 1]."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -26,17 +26,17 @@ Select = Literal["response", "last"]
 
 @dataclass(frozen=True)
 class _Laid:
-    """Where everything stands when all packs are laid end to end, over all ranks; int64.
+    """The places of everything when all packs are laid end to end, over all ranks; int64.
 
     Attributes:
         rows: [rows], in the order of the packs.
-        rows_in: [packs], how many each pack has.
+        rows_in: [packs], the number of rows of each pack.
         pack_of: [rows], the pack of each row.
-        begins: [rows], where each row begins.
+        begins: [rows], the beginning of each row.
         lengths: [rows], tokens of each row.
         padded: [rows], tokens of each row with its own padding.
         padding: [packs], tokens after the last row of each pack.
-        ends: [packs], where each pack ends, its padding included.
+        ends: [packs], the end of each pack, its padding included.
     """
 
     rows: Tensor
@@ -65,8 +65,8 @@ class _Held:
     Attributes:
         sizes: [rows, 1], tokens of a segment, with padding.
         positions: [rows, held], the position of each segment's first token in its sequence.
-        begins: [rows, held], where each segment begins, if the packs of this rank are laid end to
-            end.
+        begins: [rows, held], the beginning of each segment, if the packs of this rank are laid end
+            to end.
     """
 
     def __init__(self, laid: _Laid, segments: Segments) -> None:
@@ -77,7 +77,7 @@ class _Held:
         self.begins = (laid.begins // segments.size)[:, None] + self.sizes * numbers
 
     def within(self, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """Which positions from `first` up to `end`, [rows], each segment holds.
+        """The positions from `first` up to `end`, [rows], that each segment holds.
 
         Returns:
             The first of them and their number, [rows, held].
@@ -92,7 +92,7 @@ class _Selected:
     """The selected positions of all packs, one pack after the other.
 
     Attributes:
-        count_in: int64 [packs], how many each pack has on this rank.
+        count_in: int64 [packs], the number of them on this rank in each pack.
         columns: see `Pack`; of all packs.
         counts: see `Pack`; of all packs.
         positions: int32 [selected], counted from the beginning of their pack on this rank.
@@ -126,7 +126,7 @@ def make_packs(
             token, in tables of one column.
         multiple: each pack's token count on this rank is padded to a multiple of this, as a last
             sequence of zeros.
-        device: where the model is.
+        device: the model's device.
         segments: those that this rank holds. Each sequence is padded with zeros, so that its
             segments are equally long.
     """
@@ -201,7 +201,7 @@ def _token_ids(sequences: Sequences, laid: _Laid, segments: Segments) -> Tensor:
 
 
 def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor]:
-    """How many boundaries each pack has, [packs]; all boundaries, int32.
+    """The number of boundaries of each pack, [packs]; all boundaries, int32.
 
     Padding after the last row is a sequence too.
     """

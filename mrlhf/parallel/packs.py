@@ -1,4 +1,4 @@
-"""A pack, the micro-batch of a pipeline, and what tables of a batch hold at its positions.
+"""A pack, the micro-batch of a pipeline, and the entries of a batch's tables at its positions.
 
 It does not know how packs are made, nor which rows stand in which pack.
 """
@@ -24,23 +24,22 @@ class Pack:
     this rank holds: for each sequence one segment after the other, sequence by sequence.
 
     Every rank keeps its packs for the whole step, so a pack holds as little as it can, in int32;
-    the properties are made anew each time, in int64.
+    the properties are made anew each time, in int64. Tensors are where the model is, except
+    `columns` and `counts`, which are on the host.
 
     Attributes:
         rows: rows of the batch that are in the pack, in order.
-        token_ids: int32 [tokens], where the model is.
-        boundaries: int32 [sequences + 1], where each whole sequence begins with its padding, and
-            the end, over all ranks that share the sequences; where the model is.
-        lengths: int32 [rows], tokens of each whole sequence without its padding; where the model
-            is.
+        token_ids: int32 [tokens].
+        boundaries: int32 [sequences + 1], the beginning of each whole sequence with its padding,
+            and the end, over all ranks that share the sequences.
+        lengths: int32 [rows], tokens of each whole sequence without its padding.
         longest: tokens of the longest whole sequence, with padding.
-        select: int32 [selected], the positions whose output is wanted; where the model is.
+        select: int32 [selected], the positions whose output is wanted.
         target_ids: int32 [selected], the token that follows each of them in its sequence, on
-            whichever rank; 0 if the last tokens are selected. Where the model is.
-        columns: int64 [ranks, rows, held], the first column of each held segment's numbers in
-            their row of a table; of all ranks that share the sequences, on the host.
-        counts: int64 [ranks, rows, held], how many positions of each held segment are selected; on
-            the host.
+            whichever rank; 0 if the last tokens are selected.
+        columns: int64 [ranks, rows, held], the first column of each held segment's numbers in their
+            row of a table; of all ranks that share the sequences.
+        counts: int64 [ranks, rows, held], the number of selected positions of each held segment.
         width: columns of a table that holds a number for each selected position; those of a row
             stand in its first columns.
         segments: those that this rank holds.
@@ -81,9 +80,9 @@ class Pack:
 
     @property
     def places(self) -> Tensor:
-        """Where the selected positions' numbers stand in a flat [batch, width] table, [selected].
+        """The places of the selected positions' numbers in a flat [batch, width] table, [selected].
 
-        That is row * width + column, on the host, where the tables of the whole batch are.
+        A place is row * width + column, on the host, where the tables of the whole batch are.
         """
         return self.parts.places
 
@@ -99,30 +98,29 @@ class Pack:
 
     @property
     def row_counts(self) -> Tensor:
-        """How many positions of each row are selected, over all ranks that share it, [rows]."""
+        """The number of selected positions of each row, over all ranks that share it, [rows]."""
         return self.counts.sum(dim=(0, 2))
 
     @property
     def rank_counts(self) -> Tensor:
-        """How many positions of each row are selected on each of these ranks, [ranks, rows]."""
+        """The number of selected positions of each row on each of these ranks, [ranks, rows]."""
         return self.counts.sum(dim=2)
 
     def places_among(self, rows: slice) -> Tensor:
-        """Where this rank's numbers stand among those of whole rows, one row after the other.
+        """The places of this rank's numbers among those of whole `rows`, one row after the other.
 
-        Args:
-            rows: which of the pack's rows, counted from its first.
+        `rows` are counted from the pack's first.
         """
         counts = self.row_counts[rows]
         return self._own_parts(counts.cumsum(0) - counts, rows).places
 
     @property
     def _row_begins(self) -> Tensor:
-        """Where each row begins in a flat [batch, width] table, [rows]."""
+        """The beginning of each row in a flat [batch, width] table, [rows]."""
         return torch.tensor(self.rows, dtype=torch.int64) * self.width
 
     def _own_parts(self, begins: Tensor, rows: slice) -> Parts:
-        """Where this rank's numbers of some rows stand, if those of each row begin so."""
+        """The places of this rank's numbers of some rows, each of which begins at `begins`."""
         columns = self.columns[self.segments.rank, rows]
         counts = self.counts[self.segments.rank, rows]
         return Parts((begins[:, None] + columns).flatten(), counts.flatten())
@@ -131,7 +129,7 @@ class Pack:
 def lay_flat(
     tables: Mapping[str, Tensor | None], packs: Sequence[Pack], whole_rows: bool = False
 ) -> list[dict[str, Any]]:
-    """What tables of a batch, [batch, width], hold at the selected positions of each pack.
+    """The entries of a batch's tables, [batch, width], at the selected positions of each pack.
 
     Args:
         tables: on the host, by name; or None.
@@ -162,10 +160,7 @@ def lay_flat(
 def lay_in_rows(flat: Tensor, counts: Tensor, width: int) -> Tensor:
     """A table of [rows, width] with the numbers of each row in its first columns, 0 elsewhere.
 
-    Args:
-        flat: [numbers], those of one row after the other.
-        counts: int64 [rows], how many each row has; on the host.
-        width: columns of the table.
+    `flat` has those of one row after the other, `counts`, int64 [rows], the number of each row's.
     """
     rows = len(counts)
     places = Parts(torch.arange(rows) * width, counts).places.to(flat.device)

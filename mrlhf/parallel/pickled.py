@@ -20,13 +20,7 @@ _ALIGNMENT = 64  # bytes; a tensor begins at a line of the processor's cache
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in a flat memory.
-
-    Attributes:
-        begin: in bytes.
-        shape: of the tensor.
-        dtype: of the tensor.
-    """
+    """The place of a tensor in a flat memory; `begin` is in bytes."""
 
     begin: int
     shape: tuple[int, ...]
@@ -57,7 +51,7 @@ class Pickled:
 
 
 def pickle_value(value: object, known: Sequence[object]) -> tuple[Pickled, list[Tensor]]:
-    """Take `value` apart; `known` are objects that whoever reads it has too.
+    """Take `value` apart; `known` are objects that the reader has too.
 
     Returns:
         The value without its tensors, and each tensor, once for each place.
@@ -86,7 +80,7 @@ class _Pickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, thing: Any) -> tuple[str, int] | None:
-        """How a known object or a tensor is named; None for everything else."""
+        """The name of a known object or a tensor; None for everything else."""
         if id(thing) in self._known:
             return "known", self._known[id(thing)]
         if not isinstance(thing, Tensor):

@@ -1,4 +1,4 @@
-"""In which order the stages of a pipeline run their passes, and how long they stand idle.
+"""The order in which the stages of a pipeline run their passes, and the time that they stand idle.
 
 The order is that of megatron-core's schedules: 1F1B, or interleaved 1F1B where the ranks have
 several virtual stages (https://arxiv.org/abs/2104.04473, section 2.2). This file is arithmetic on
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Pass(NamedTuple):
-    """What a stage does with one micro-batch at a time; all are numbered from 0.
+    """A stage's work on one micro-batch; all are numbered from 0.
 
     Attributes:
         is_backward: whether it is a backward pass.
@@ -27,7 +27,7 @@ class Pass(NamedTuple):
 
 
 def rounds(micro_batches: int, stages: int, chunks: int) -> int:
-    """How many micro-batches the schedule has to run, empty ones among them.
+    """The number of micro-batches that the schedule has to run, empty ones among them.
 
     The interleaved schedule runs at least as many as there are ranks.
     """
@@ -35,10 +35,10 @@ def rounds(micro_batches: int, stages: int, chunks: int) -> int:
 
 
 def group_size(rounds: int, stages: int) -> int:
-    """How many micro-batches go through a chunk before a rank turns to its next chunk.
+    """The number of micro-batches that go through a chunk before a rank turns to its next chunk.
 
-    The smallest number of which the schedule has no stage wait: the last group, which has what is
-    left, also holds at least as many micro-batches as there are ranks.
+    It is the smallest with which no stage waits: the last group, which has the rest, also holds at
+    least as many micro-batches as there are ranks.
     """
     assert rounds >= stages, (rounds, stages)
     sizes = range(stages, rounds + 1)
@@ -48,9 +48,9 @@ def group_size(rounds: int, stages: int) -> int:
 def bubble(micro_batches: float, stages: int, chunks: int = 1) -> float:
     """Time for which a rank stands idle, as a share of the time in which it computes.
 
-    This is what the schedule costs if all micro-batches and all virtual stages cost the same: (p -
-    1) / (m v), with p ranks of v virtual stages and m micro-batches. With fewer micro-batches than
-    ranks, each of them also waits at every turn of the pipeline.
+    If all micro-batches and all virtual stages cost the same, the schedule costs (p - 1) / (m v),
+    with p ranks of v virtual stages and m micro-batches. With fewer micro-batches than ranks, each
+    of them also waits at every turn of the pipeline.
     """
     missing = max(0.0, stages - micro_batches)
     return (stages - 1 + (chunks - 1) * missing) / (micro_batches * chunks)
@@ -65,14 +65,9 @@ def idle_share(micro_batches: float, stages: int, chunks: int = 1) -> float:
 def passes(
     rank: int, stages: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> list[Pass]:
-    """What a rank of the pipeline does, one after the other.
+    """The passes of a rank of the pipeline, in order; empty micro-batches are left out.
 
-    Args:
-        rank: its place in the pipeline.
-        stages: ranks of the pipeline.
-        chunks: virtual stages of each rank.
-        micro_batches: how many there are; the empty ones, which take next to no time, are left out.
-        forward_only: whether there is no backward pass.
+    `stages` are the ranks of the pipeline, `chunks` the virtual stages of each.
     """
     order = _forward_order(micro_batches, stages, chunks)
     forward = [Pass(False, chunk, number) for chunk, number in order]
@@ -90,7 +85,7 @@ def passes(
 def timeline(
     stages: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> list[list[Pass | None]]:
-    """What each rank does at each time, if every pass takes one unit of it; None where it waits."""
+    """The pass of each rank at each time, if every pass takes one unit; None where it waits."""
     todo = [passes(rank, stages, chunks, micro_batches, forward_only) for rank in range(stages)]
     done: list[list[Pass | None]] = [[] for _ in todo]
     ends: dict[tuple[bool, int, int], int] = {}
@@ -129,7 +124,7 @@ def _forward_order(micro_batches: int, stages: int, chunks: int) -> list[tuple[i
 
 
 def _warm_up(rank: int, stages: int, chunks: int, micro_batches: int) -> int:
-    """How many forward passes a rank runs before its forward and backward passes take turns."""
+    """The number of forward passes before a rank's forward and backward passes take turns."""
     count = rounds(micro_batches, stages, chunks)
     after = stages - rank - 1
     if chunks == 1:
@@ -140,7 +135,7 @@ def _warm_up(rank: int, stages: int, chunks: int, micro_batches: int) -> int:
 def _ready(
     each: Pass, number: int, count: int, ends: dict[tuple[bool, int, int], int]
 ) -> int | None:
-    """When what a pass of virtual stage `number` of `count` needs is there; None: not known yet."""
+    """The time from which a pass of virtual stage `number` can run; None: not known yet."""
     if not each.is_backward:
         return 0 if number == 0 else ends.get((False, number - 1, each.micro_batch))
     if number == count - 1:

@@ -1,4 +1,4 @@
-"""Which replica of a model is slow, so that all others wait for it."""
+"""Finds the replica of a model that is slow, so that all others wait for it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from mrlhf.parallel.collectives import all_gather_ragged
 
 
 class SlowestReplica(NamedTuple):
-    """The replica that takes longest.
-
-    Attributes:
-        ratio: its time over the median of the others.
-        rank: its first rank.
-    """
+    """The slowest replica: its time over the median of the others, and its first rank."""
 
     ratio: float
     rank: int
@@ -28,7 +23,7 @@ def compare_replicas(time: float, rank: int, group: ProcessGroup) -> SlowestRepl
     """Find the slowest replica; every rank of the group calls it.
 
     Args:
-        time: what this rank took for a unit of work, in any unit; 0 if it had no work.
+        time: this rank's time for a unit of work, in any unit; 0 if it had no work.
         rank: the first rank of its replica.
         group: one rank or more of each replica. Of several the slowest counts.
     """
@@ -40,13 +35,9 @@ def compare_replicas(time: float, rank: int, group: ProcessGroup) -> SlowestRepl
 
 
 def slowest_replica(times: Mapping[int, float]) -> SlowestReplica | None:
-    """How far the slowest replica stays behind the others.
+    """The slowest replica, by the `times` of each for a unit of work, 0 if it had none.
 
-    Args:
-        times: of each replica, by its first rank, for a unit of work; 0 if it had none.
-
-    Returns:
-        None if there are no two replicas that had work.
+    The keys are first ranks. The result is None unless two replicas had work.
     """
     measured = sorted((time, rank) for rank, time in times.items() if time)
     if len(measured) < 2:

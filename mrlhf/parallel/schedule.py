@@ -1,15 +1,15 @@
 """Runs packed micro-batches through the pipeline of one model, with megatron-core's schedules.
 
-They are 1F1B, and interleaved 1F1B where the ranks have several chunks of the model. This file
-knows the model only as something that takes packed tokens, and the loss only as a function that its
-caller hands in. That function gets the output of the model at the positions a pack selects: a
+The schedules are 1F1B, and interleaved 1F1B where the ranks have several chunks of the model. This
+file knows the model only as a module that takes packed tokens, and the loss only as a function that
+its caller hands in. That function gets the output of the model at the positions a pack selects: a
 language model's hidden states, or the numbers of a scalar model.
 
-No schedule hangs because of timing: the order in which a rank sends, receives and waits follows
-from the number of micro-batches alone, messages between two ranks arrive in the order in which they
-were sent (also where the previous rank is the next one too), and no rank asks whether something is
-there. So a schedule that once comes to its end always does, and `test_interleaved` runs every small
-number of micro-batches.
+A schedule cannot hang because of timing. The order in which a rank sends, receives and waits
+follows from the number of micro-batches alone. Messages between two ranks arrive in the order in
+which they were sent (also where the previous rank is the next one too), and no rank asks whether a
+message is there. So a schedule that once comes to its end always does, and `test_interleaved` runs
+every small number of micro-batches.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packing import make_packs
 from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.pipeline_order import group_size, rounds
 from mrlhf.parallel.stage_clock import StageClock
-from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
 
 Result = TypeVar("Result")
 
@@ -54,25 +54,23 @@ class Pipeline:
         config: TransformerConfig,
         groups: RoleGroups,
         device: torch.device,
-        stops: StopPoints | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """Take over a model.
 
         Args:
             chunks: this rank's parts of the model, one for each virtual stage.
-            config: of megatron-core.
-            groups: the process groups of the model's layout.
-            device: where the model is.
-            stops: the places where all ranks may stop; each micro-batch is one. None: nowhere.
+            config: megatron-core's configuration of the model.
+            phases: where all ranks may stop before a micro-batch; None: nowhere.
         """
         self._chunks = list(chunks)
         self._config = config
         self._groups = groups
-        self._stops = stops or NeverStop()
+        self._phases = phases or Phases()
 
         layout = groups.layout
-        # What takes the place of the micro-batches after a stop, and of those that an interleaved
-        # schedule needs beyond the packs: as little as goes through.
+        # The shortest pack that can run. It replaces the micro-batches after a stop, and fills up
+        # the number that an interleaved schedule needs.
         multiple = layout.tp if config.sequence_parallel else 1
         [self._shortest] = make_packs(
             Sequences.of([[0]], [1]), [[]], "last", multiple, device, groups.segments
@@ -100,9 +98,9 @@ class Pipeline:
 
         Args:
             packs: micro-batches; none where this data-parallel rank has no rows.
-            evaluate: takes the model's output at a pack's selected positions, [selected, hidden]
-                or [selected, 1], and the number of the pack.
-            routing: what the pass replays and notes of the experts of tokens; None: nothing.
+            evaluate: takes the model's output at a pack's selected positions, [selected, hidden] or
+                [selected, 1], and the number of the pack.
+            routing: replays and records the experts of tokens; None: neither.
 
         Returns:
             On the last stage the results of `evaluate`, one for each pack, and None for a pack
@@ -116,10 +114,10 @@ class Pipeline:
             assert non_loss_data
             return evaluate(self._selected(output, pack), number)
 
-        with self._stops.phase("forward") as phase:
+        with self._phases.interruptible() as may_begin:
             if not packs:
                 return []
-            return self._schedule(packs, finish, phase, routing, forward_only=True)
+            return self._schedule(packs, finish, may_begin, routing, forward_only=True)
 
     def forward_backward(
         self,
@@ -129,21 +127,12 @@ class Pipeline:
     ) -> list[Result | None]:
         """Run the packs forward and backward, then reduce the gradients; every rank calls it.
 
-        The gradient is that of the sum of all scalars that `loss` returns, over all packs of all
-        data-parallel and context-parallel ranks. A scalar that several context-parallel ranks have
-        counts once, if each of them differentiates it in its own numbers alone.
+        `loss` takes what `evaluate` takes in `forward`, and returns a scalar and a result. Results,
+        `routing` and errors are as in `forward`; after Interrupted the gradient is of no use.
 
-        Args:
-            packs: at least one micro-batch.
-            loss: takes what `evaluate` takes in `forward`, and returns a scalar and a result.
-            routing: as for `forward`.
-
-        Returns:
-            On the last stage the results of `loss`, one for each pack, and None for a pack without
-            rows; on other stages nothing.
-
-        Raises:
-            Interrupted: the run stops here; the gradient is of no use.
+        The gradient is that of the sum of all scalars that `loss` returns, over all packs (at least
+        one) of all data-parallel and context-parallel ranks. A scalar that several context-parallel
+        ranks have counts once, if each of them differentiates it in its own numbers alone.
         """
         # The schedule divides by the number of micro-batches and multiplies by the number of
         # context-parallel ranks. The reduction divides by the number of both kinds of ranks.
@@ -153,17 +142,17 @@ class Pipeline:
             scalar, kept = loss(self._selected(output, pack), number)
             return scalar * scale, kept
 
-        with self._stops.phase("forward and backward") as phase:
+        with self._phases.interruptible() as may_begin:
             if self.clock is None:
-                return self._schedule(packs, finish, phase, routing, forward_only=False)
+                return self._schedule(packs, finish, may_begin, routing, forward_only=False)
             with self.clock.measured():
-                return self._schedule(packs, finish, phase, routing, forward_only=False)
+                return self._schedule(packs, finish, may_begin, routing, forward_only=False)
 
     def _schedule(
         self,
         packs: Sequence[Pack],
         finish: Callable[..., object],
-        phase: Phase,
+        may_begin: Callable[[int], bool],
         routing: PassRouting | None,
         forward_only: bool,
     ) -> list:
@@ -177,7 +166,7 @@ class Pipeline:
             numbered: Iterator[tuple[int, Pack | None]], model: nn.Module
         ) -> tuple[Tensor, Callable[..., object]]:
             number, pack = next(numbered)
-            if pack is None or not phase.may_begin(number):
+            if pack is None or not may_begin(number):
                 # The stages wait for each other's micro-batches, so the schedule goes on to its
                 # end; all stages stop at the same micro-batch.
                 return self._forward_pack(model, self._shortest), partial(_finish_nothing, model)
@@ -200,7 +189,7 @@ class Pipeline:
         return results[: len(packs)]
 
     def _rounds(self, packs: Sequence[Pack]) -> int:
-        """How many micro-batches the schedule runs."""
+        """The number of micro-batches that the schedule runs."""
         layout = self._groups.layout
         return rounds(len(packs), layout.pp, layout.vpp)
 
@@ -216,10 +205,10 @@ class Pipeline:
 
 
 class ClockedCommunicator(P2PCommunicator):
-    """Exchanges tensors with the neighbouring stages of a pipeline.
+    """Exchanges tensors with the neighbouring stages of a pipeline, and measures the waiting.
 
-    In an interleaved schedule a stage goes on computing while a tensor is under way. The time for
-    which it then still has to wait for it counts as waiting, as in the other exchanges.
+    In an interleaved schedule a stage goes on computing while a tensor is under way. Only the time
+    for which it then still has to wait counts as waiting, as in the other exchanges.
     """
 
     def __init__(
@@ -229,15 +218,15 @@ class ClockedCommunicator(P2PCommunicator):
         self._clock = clock
 
     def send_forward_recv_forward(self, *arguments: Any, **options: Any) -> Any:
-        """As megatron-core's."""
+        """Do the same as megatron-core's, on the clock."""
         return self._clocked(super().send_forward_recv_forward(*arguments, **options))
 
     def send_backward_recv_backward(self, *arguments: Any, **options: Any) -> Any:
-        """As megatron-core's."""
+        """Do the same as megatron-core's, on the clock."""
         return self._clocked(super().send_backward_recv_backward(*arguments, **options))
 
     def _clocked(self, received: Any) -> Any:
-        """What was received, and the requests that are still under way where there may be any."""
+        """The received tensor, and any requests that are still under way, each on the clock."""
         if not isinstance(received, tuple):
             return received
         tensor, requests = received
@@ -260,12 +249,10 @@ class _Request(NamedTuple):
 def _finish_nothing(
     model: nn.Module, output: Tensor, non_loss_data: bool = False
 ) -> tuple[Tensor, None] | None:
-    """The loss, or the result of a forward pass, of a micro-batch whose result nobody reads.
-
-    The loss reaches the weight of the output layer, as every loss does: replicas that exchange
-    gradients as soon as they are there must all have them in the same order.
-    """
+    """The loss, or the result of a forward pass, of a micro-batch whose result nobody reads."""
     if non_loss_data:
         return None
+    # Like every loss it reaches the output layer's weight: replicas exchange a gradient as soon as
+    # it is there, so all must have their gradients in the same order.
     weights = unwrap_model(model).output_layer.parameters()
     return (output * 0.0).sum() + sum(weight.sum() * 0.0 for weight in weights), None

@@ -1,9 +1,9 @@
-"""Which tokens of a sequence a context-parallel rank holds, in plain integers.
+"""The tokens of a sequence that a context-parallel rank holds, in plain integers.
 
 A sequence is padded and cut into twice as many equal segments as there are ranks. Rank r holds
 segment r from the front and segment r from the end. Attention is causal, so later tokens see more
-tokens than earlier ones; with a segment of either end all ranks have the same work. This file knows
-neither packs nor process groups.
+tokens than earlier ones; with one segment from each end all ranks have the same work. This file
+knows neither packs nor process groups.
 """
 
 from __future__ import annotations
@@ -19,19 +19,14 @@ Lengths = TypeVar("Lengths", int, Tensor)
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of each sequence that one rank holds.
-
-    Attributes:
-        rank: the context-parallel rank.
-        size: how many ranks share a sequence.
-    """
+    """The segments of each sequence that one context-parallel rank holds; `size` ranks share it."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def count(self) -> int:
-        """How many segments a sequence has; its padded length is a multiple of this."""
+        """The number of segments of a sequence; its padded length is a multiple of this."""
         return 1 if self.size == 1 else 2 * self.size
 
     @property
@@ -41,7 +36,7 @@ class Segments:
 
     @property
     def of_all_ranks(self) -> list[Segments]:
-        """Those of every rank that shares the sequences, in order."""
+        """The segments of every rank that shares the sequences, in order of ranks."""
         return [Segments(rank, self.size) for rank in range(self.size)]
 
     def padded(self, lengths: Lengths) -> Lengths:
@@ -49,7 +44,7 @@ class Segments:
         return -(-lengths // self.count) * self.count
 
     def pack_multiple(self, multiple: int) -> int:
-        """What a pack's tokens divide by, if those of each rank are to divide by `multiple`."""
+        """The divisor of a pack's tokens that makes each rank's tokens divisible by `multiple`."""
         return math.lcm(self.count, self.size * multiple)
 
 

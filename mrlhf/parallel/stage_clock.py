@@ -52,23 +52,23 @@ class StageClock:
         self._busy += busy
 
     def take(self) -> tuple[float, float]:
-        """What to add up over the stages: seconds idle and seconds busy, since the last call."""
+        """Seconds idle and seconds busy since the last call, to be summed over the stages."""
         taken = (self._idle, self._busy)
         self._idle = 0.0
         self._busy = 0.0
         return taken
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
-        """The timer of this name; the level does not matter."""
+        """The timer `name` of megatron-core; the level does not matter."""
         return _Timer(self, name)
 
     def start(self, name: str) -> None:
-        """Take note that what `name` means begins."""
+        """Note the begin of an exchange."""
         if name.endswith(_EXCHANGE):
             self._exchange_began = self._now()
 
     def stop(self, name: str) -> None:
-        """Take note that it ends."""
+        """Note the end of an exchange or of a backward pass."""
         if name.endswith(_EXCHANGE):
             self._ended = self._now()
             self._waited += self._ended - self._exchange_began

@@ -1,4 +1,4 @@
-"""How the layers of a model are shared out over the stages of a pipeline.
+"""Shares out the layers of a model over the stages of a pipeline.
 
 A rank of a pipeline holds one virtual stage, or several with an interleaved schedule. This file is
 arithmetic on ints. It knows no ranks outside the pipeline and no schedule.
@@ -29,7 +29,7 @@ class Stages:
 
     @property
     def count(self) -> int:
-        """How many virtual stages there are over all ranks."""
+        """The number of virtual stages over all ranks."""
         return self.pp * self.vpp
 
     def numbers_on(self, rank: int) -> range:

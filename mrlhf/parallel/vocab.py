@@ -1,4 +1,4 @@
-"""The output layer of a language model, and what is asked of the distributions that it gives.
+"""The output layer of a language model, and losses of the distributions that it gives.
 
 Hidden states are projected onto the vocabulary, which is split over tensor-parallel ranks, a chunk
 of tokens at a time. A few numbers for each token remain of a chunk's logits, so no tensor of
@@ -25,29 +25,29 @@ from mrlhf.parallel.vocab_sums import (
     Columns,
     LocalSums,
     Normalisers,
+    NumbersToCompute,
     TokenNumbers,
-    Wanted,
     write_gradient,
 )
 
 # Size of the logits of a chunk. The matrix products want many rows, memory wants few.
 _CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}
-_LEAST_ROWS = 128
+_LEAST_CHUNK_TOKENS = 128
 
 
-class Part(NamedTuple):
+class TokenRange(NamedTuple):
     """Consecutive tokens whose loss is evaluated at once.
 
     Attributes:
-        tokens: which of this rank's tokens.
-        rows: which of the sequences they are of.
+        tokens: their range among this rank's tokens.
+        rows: the range of the sequences that they belong to.
     """
 
     tokens: slice
     rows: slice
 
 
-Objective = Callable[[Part, TokenNumbers], Tensor]
+Objective = Callable[[TokenRange, TokenNumbers], Tensor]
 """Takes some of the tokens and their numbers, which have gradients; gives their loss, a scalar."""
 
 
@@ -78,13 +78,13 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Some tokens, and what their distributions are computed from.
+    """Some tokens, and the hidden states that their distributions are computed from.
 
     Attributes:
         hidden: [tokens, hidden], equal on all ranks of the output layer's group.
         targets: int64 [tokens], each in [0, vocab_size).
-        lengths: how many tokens each sequence has here, one sequence after the other.
-        ref_layer: the output layer of the reference, if the KL to it is wanted.
+        lengths: the number of tokens that each sequence has here, one sequence after the other.
+        ref_layer: the output layer of the reference, for the KL to it.
         ref_hidden: [tokens, hidden], the hidden states of the reference.
         most_lengths: the most tokens that each has on any of the ranks that hold parts of it; None
             if this rank holds them whole.
@@ -99,7 +99,7 @@ class Tokens:
 
 
 @torch.no_grad()
-def token_numbers(layer: OutputLayer, tokens: Tokens, wanted: Wanted) -> TokenNumbers:
+def token_numbers(layer: OutputLayer, tokens: Tokens, wanted: NumbersToCompute) -> TokenNumbers:
     """The numbers of each token, equal on all ranks of the layer's group.
 
     They are equal, bit for bit, to those that `token_loss` computes from the same tokens.
@@ -109,7 +109,11 @@ def token_numbers(layer: OutputLayer, tokens: Tokens, wanted: Wanted) -> TokenNu
 
 
 def token_loss(
-    layer: OutputLayer, tokens: Tokens, wanted: Wanted, objective: Objective, by_token: bool
+    layer: OutputLayer,
+    tokens: Tokens,
+    wanted: NumbersToCompute,
+    objective: Objective,
+    by_token: bool,
 ) -> Tensor:
     """The loss of all tokens, a scalar with gradients in the hidden states and the weight.
 
@@ -118,13 +122,13 @@ def token_loss(
 
     Args:
         layer: projects the hidden states.
-        tokens: what the loss is about.
+        tokens: those that the loss is about.
         wanted: the numbers that the objective reads.
         objective: the loss of some of the tokens; equal on all ranks of the group.
-        by_token: whether the losses of any parts of the tokens add up to the loss of all. If not,
-            those of whole sequences do: the objective gets all tokens of a sequence that are here,
-            and the logits of a sequence that is longer than a chunk are computed twice. Ranks that
-            hold parts of the same sequences call the objective together.
+        by_token: whether the loss is a sum over tokens. If not, it is a sum over sequences: the
+            objective gets all tokens of a sequence that are here, and the logits of a sequence that
+            is longer than a chunk are computed twice. Ranks that hold parts of the same sequences
+            call the objective together.
     """
     hidden = tokens.hidden
     weight = layer.weight
@@ -138,9 +142,9 @@ def token_loss(
 
         for span in spans:
             numbers, normalisers = projection.measure(span.chunks)
-            part_loss, of_numbers = _differentiate(objective, span.part, numbers)
+            part_loss, grad_numbers = _differentiate(objective, span.token_range, numbers)
             loss += part_loss
-            projection.differentiate(span.chunks, numbers, of_numbers, normalisers, gradients)
+            projection.differentiate(span.chunks, numbers, grad_numbers, normalisers, gradients)
     return _KnownGradients.apply(loss, hidden, weight, gradients.hidden, gradients.weight)
 
 
@@ -149,7 +153,7 @@ class _Span:
     """Whole sequences, as far as they are here, whose logits are computed chunk by chunk.
 
     Attributes:
-        rows: which of the sequences.
+        rows: the range of the sequences.
         chunks: their tokens, at least one chunk; it may be empty.
     """
 
@@ -157,9 +161,9 @@ class _Span:
     chunks: list[slice]
 
     @property
-    def part(self) -> Part:
+    def token_range(self) -> TokenRange:
         """All tokens of the span."""
-        return Part(slice(self.chunks[0].start, self.chunks[-1].stop), self.rows)
+        return TokenRange(slice(self.chunks[0].start, self.chunks[-1].stop), self.rows)
 
 
 class _Projection:
@@ -169,7 +173,7 @@ class _Projection:
         spans: the tokens in order, as `_spans` cuts them.
     """
 
-    def __init__(self, layer: OutputLayer, tokens: Tokens, wanted: Wanted) -> None:
+    def __init__(self, layer: OutputLayer, tokens: Tokens, wanted: NumbersToCompute) -> None:
         assert wanted.kl == (tokens.ref_layer is not None) == (tokens.ref_hidden is not None)
         assert sum(tokens.lengths) == len(tokens.targets)
         self._layer = layer
@@ -179,7 +183,7 @@ class _Projection:
 
         shard = len(layer.weight)
         row_bytes = shard * layer.weight.element_size()
-        most_rows = max(_LEAST_ROWS, _CHUNK_BYTES[layer.weight.device.type] // row_bytes)
+        most_rows = max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES[layer.weight.device.type] // row_bytes)
         self.spans = _spans(tokens.lengths, tokens.most_lengths or tokens.lengths, most_rows)
 
         rows = max(chunk.stop - chunk.start for chunk in self.chunks)
@@ -197,7 +201,7 @@ class _Projection:
         return [chunk for span in self.spans for chunk in span.chunks]
 
     def measure(self, chunks: Sequence[slice]) -> tuple[TokenNumbers, Normalisers]:
-        """The numbers of the tokens of consecutive chunks, and what their gradient needs."""
+        """The numbers of the tokens of consecutive chunks, and normalisers for their gradient."""
         tokens = self._tokens
         first = chunks[0].start
         sums = LocalSums(chunks[-1].stop - first, self._columns, self._wanted, tokens.hidden.device)
@@ -210,18 +214,13 @@ class _Projection:
         self,
         chunks: Sequence[slice],
         numbers: TokenNumbers,
-        of_numbers: TokenNumbers,
+        grad_numbers: TokenNumbers,
         normalisers: Normalisers,
         gradients: _Gradients,
     ) -> None:
-        """Add what these tokens contribute to the gradients.
+        """Add the gradients of the tokens of the chunks that were measured last.
 
-        Args:
-            chunks: those that were measured last.
-            numbers: as `measure` gave them.
-            of_numbers: the gradient of the loss in each of them.
-            normalisers: as `measure` gave them.
-            gradients: are added to.
+        `grad_numbers` is the gradient of the loss in each of their `numbers`.
         """
         first = chunks[0].start
         for rows in chunks:
@@ -233,10 +232,11 @@ class _Projection:
                 ref_logits,
                 self._columns,
                 numbers.tokens(inside),
-                of_numbers.tokens(inside),
+                grad_numbers.tokens(inside),
                 normalisers[inside],
             )
 
+            # The gradient has been written over the logits.
             self._held = None
             gradients.add(rows, logits, self._tokens.hidden[rows], self._layer.weight)
 
@@ -262,10 +262,10 @@ def _spans(lengths: Sequence[int], most_lengths: Sequence[int], most_rows: int) 
     as few chunks as possible, of nearly equal size.
 
     Args:
-        lengths: how many tokens each sequence has here.
-        most_lengths: how many it has at most on any rank that cuts the same sequences; where the
-            spans begin and end depends on this alone.
-        most_rows: of a chunk, tokens.
+        lengths: the number of tokens that each sequence has here.
+        most_lengths: the most that it has on any rank that cuts the same sequences. The spans
+            depend on this alone, so that these ranks cut alike.
+        most_rows: tokens of a chunk.
     """
     edges = [0]  # the first sequence of each span
     filled = 0
@@ -300,17 +300,17 @@ class _Gradients:
         self.hidden = hidden
         self.weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
-    def add(self, rows: slice, of_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Take in the gradient of the logits of the tokens `rows`."""
-        torch.mm(of_logits, weight, out=self.hidden[rows])
+    def add(self, rows: slice, grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Add the gradient of the logits of the tokens `rows`."""
+        torch.mm(grad_logits, weight, out=self.hidden[rows])
         if weight.dtype == torch.float32:
-            self.weight.addmm_(of_logits.t(), hidden)
+            self.weight.addmm_(grad_logits.t(), hidden)
         else:
-            self.weight.add_(of_logits.t() @ hidden)
+            self.weight.add_(grad_logits.t() @ hidden)
 
 
 def _differentiate(
-    objective: Objective, part: Part, numbers: TokenNumbers
+    objective: Objective, token_range: TokenRange, numbers: TokenNumbers
 ) -> tuple[Tensor, TokenNumbers]:
     """The loss of these tokens, and its gradient in each of their numbers."""
     leaves = {
@@ -319,13 +319,13 @@ def _differentiate(
         if number is not None and name != "sum_of_squares"
     }
     with torch.enable_grad():
-        loss = objective(part, replace(numbers, **leaves))
+        loss = objective(token_range, replace(numbers, **leaves))
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
 
     gradients = dict(zip(leaves, found, strict=True))
-    of_logprobs = gradients["logprobs"]
+    grad_logprobs = gradients["logprobs"]
     return loss.detach(), TokenNumbers(
-        logprobs=torch.zeros_like(numbers.logprobs) if of_logprobs is None else of_logprobs,
+        logprobs=torch.zeros_like(numbers.logprobs) if grad_logprobs is None else grad_logprobs,
         entropy=gradients.get("entropy"),
         full_kl=gradients.get("full_kl"),
         sum_of_squares=None,
@@ -333,11 +333,7 @@ def _differentiate(
 
 
 class _KnownGradients(torch.autograd.Function):
-    """A loss whose gradients have been computed together with it.
-
-    Its one backward pass hands them on. It must not keep them, because a schedule may hold the loss
-    while it computes the next one.
-    """
+    """A loss whose gradients have been computed with it; its one backward pass gives them."""
 
     @staticmethod
     def forward(
@@ -345,16 +341,23 @@ class _KnownGradients(torch.autograd.Function):
         loss: Tensor,
         hidden: Tensor,
         weight: Tensor,
-        of_hidden: Tensor,
-        of_weight: Tensor,
+        grad_hidden: Tensor,
+        grad_weight: Tensor,
     ) -> Tensor:
-        ctx.gradients = (of_hidden, of_weight)
+        ctx.gradients = (grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.gradients is not None, "the gradients have been handed on"
-        of_hidden, of_weight = ctx.gradients
+        grad_hidden, grad_weight = ctx.gradients
+        # A schedule may hold the loss while it computes the next one, so memory is freed here.
         ctx.gradients = None
-        return None, of_hidden.mul_(of_loss), of_weight.mul_(of_loss).to(ctx.dtype), None, None
+        return (
+            None,
+            grad_hidden.mul_(grad_loss),
+            grad_weight.mul_(grad_loss).to(ctx.dtype),
+            None,
+            None,
+        )

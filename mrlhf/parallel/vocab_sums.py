@@ -1,4 +1,4 @@
-"""Sums over a vocabulary that is split over ranks, and the gradient of what they give.
+"""Sums over a vocabulary that is split over ranks, and the gradient of the numbers that they give.
 
 Each rank sums over its own columns, relative to the maximum of its own columns. One gather of a few
 numbers a token brings the sums of all ranks together. Logits of any dtype are accepted; all
@@ -29,7 +29,7 @@ class Columns:
 
     Attributes:
         first: the token of the first column.
-        valid: how many of the columns are not padding.
+        valid: the number of columns that are not padding.
         scale: multiplies the logits.
     """
 
@@ -49,8 +49,8 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is computed beside the log-probability of each target token.
+class NumbersToCompute:
+    """The numbers that are computed beside the log-probability of each target token.
 
     Attributes:
         entropy: the entropy of each distribution.
@@ -65,7 +65,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """What is known of the distribution at each token; float32 [tokens], None if not wanted.
+    """The numbers of the distribution at each token; float32 [tokens], None if not computed.
 
     Attributes:
         logprobs: the log-probability of the target token.
@@ -80,14 +80,14 @@ class TokenNumbers:
     sum_of_squares: Tensor | None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenNumbers:
-        """The numbers with each of them changed alike."""
+        """Apply `change` to each of the numbers."""
         fields: dict[str, Any] = {
             name: None if number is None else change(number) for name, number in vars(self).items()
         }
         return TokenNumbers(**fields)
 
     def tokens(self, rows: slice) -> TokenNumbers:
-        """Those of some tokens."""
+        """The numbers of some tokens."""
         return self.map(lambda number: number[rows])
 
 
@@ -104,7 +104,7 @@ class Normalisers:
     reference: Tensor
 
     def __getitem__(self, rows: slice) -> Normalisers:
-        """Those of some tokens."""
+        """The normalisers of some tokens."""
         return Normalisers(self.policy[rows], self.reference[rows])
 
 
@@ -117,20 +117,18 @@ class LocalSums:
     # The rows of the table.
     MAXIMUM, TOTAL, TARGET, WEIGHTED, SQUARES, REF_MAXIMUM, REF_TOTAL, DIFFERENCE = range(8)
 
-    def __init__(self, tokens: int, columns: Columns, wanted: Wanted, device: torch.device) -> None:
+    def __init__(
+        self, tokens: int, columns: Columns, wanted: NumbersToCompute, device: torch.device
+    ) -> None:
         self._columns = columns
         self._wanted = wanted
         self._table = torch.zeros(8, tokens, dtype=torch.float32, device=device)
         self._table[[self.MAXIMUM, self.REF_MAXIMUM]] = _NO_MAXIMUM
 
     def add(self, begin: int, logits: Tensor, targets: Tensor, ref_logits: Tensor | None) -> None:
-        """Take in the logits of the tokens from `begin` on.
+        """Add the logits [rows, vocab_shard] of the tokens from number `begin` on.
 
-        Args:
-            begin: the number of the first token.
-            logits: [rows, vocab_shard].
-            targets: int64 [rows].
-            ref_logits: as `logits`, or None where no KL is wanted.
+        `targets` is int64 [rows]; `ref_logits` is None where no KL is computed.
         """
         if not self._columns.valid:
             return
@@ -158,16 +156,14 @@ class LocalSums:
                 torch.sum(y.exp_(), dim=1, out=sums[self.REF_TOTAL])
 
     def combine(self, group: dist.ProcessGroup | None) -> tuple[TokenNumbers, Normalisers]:
-        """The numbers of all tokens, and what their gradient needs.
+        """The numbers of all tokens, and the normalisers for their gradient, equal on all ranks.
 
-        Every rank of the group calls it, and all get the same.
-
-        Args:
-            group: the ranks that hold the columns; None if this rank holds all.
+        Every rank of the group calls it; the group is None if this rank holds all columns.
         """
         parts = self._gather(group)  # [ranks, 8, tokens]
         maxima = parts[:, self.MAXIMUM]
         maximum = maxima.amax(dim=0)
+        # Each rank's sums are relative to its own maximum; this brings them to the common one.
         moved = maxima - maximum
         factors = moved.exp()
         total = (parts[:, self.TOTAL] * factors).sum(dim=0)
@@ -211,47 +207,40 @@ def write_gradient(
     gradients: TokenNumbers,
     normalisers: Normalisers,
 ) -> None:
-    """Overwrite the logits with the gradient of a loss.
+    """Overwrite the logits [tokens, vocab_shard] with the gradient of a loss.
 
     With x the scaled logits, d log p(t) / dx_j = [j = t] - p_j, dH / dx_j = -p_j (log p_j + H), and
-    d KL / dx_j = p_j (log p_j - log q_j - KL).
-
-    Args:
-        logits: [tokens, vocab_shard]; unlike the reference's they are lost.
-        targets: int64 [tokens].
-        ref_logits: [tokens, vocab_shard], or None where the loss has no gradient in the KL.
-        columns: those of this rank.
-        numbers: of these tokens.
-        gradients: of the loss in the numbers; None for a number that it does not depend on.
-        normalisers: as `LocalSums.combine` gave them.
+    d KL / dx_j = p_j (log p_j - log q_j - KL). The reference's logits stay as they are; they are
+    None where the loss has no gradient in the KL. `gradients` are those of the loss in the
+    `numbers`, None for a number that it does not depend on.
     """
     logits[:, columns.valid :] = 0.0
     if not columns.valid:
         return
     local, is_local = columns.place(targets)
-    of_logprobs, of_entropy, of_kl = (
+    grad_logprobs, grad_entropy, grad_kl = (
         None if gradient is None else (gradient * columns.scale)[:, None]
         for gradient in (gradients.logprobs, gradients.entropy, gradients.full_kl)
     )
-    assert of_logprobs is not None
+    assert grad_logprobs is not None
 
     for rows in blocks(logits):
         log_p = columns.scaled(logits[rows]).sub_(normalisers.policy[rows, None])
         p = log_p.exp()
-        part = p * -of_logprobs[rows]
-        if of_entropy is not None:
+        grad_x = p * -grad_logprobs[rows]
+        if grad_entropy is not None:
             assert numbers.entropy is not None
             plus_entropy = log_p + numbers.entropy[rows, None]
-            part.sub_(plus_entropy.mul_(p).mul_(of_entropy[rows]))
-        if of_kl is not None:
+            grad_x.sub_(plus_entropy.mul_(p).mul_(grad_entropy[rows]))
+        if grad_kl is not None:
             assert ref_logits is not None and numbers.full_kl is not None
             log_q = columns.scaled(ref_logits[rows]).sub_(normalisers.reference[rows, None])
             difference = log_p.sub_(log_q).sub_(numbers.full_kl[rows, None])
-            part.add_(difference.mul_(p).mul_(of_kl[rows]))
+            grad_x.add_(difference.mul_(p).mul_(grad_kl[rows]))
 
-        at_target = of_logprobs[rows] * is_local[rows, None]
-        part.scatter_add_(1, local[rows, None], at_target)
-        logits[rows, : columns.valid] = part
+        at_target = grad_logprobs[rows] * is_local[rows, None]
+        grad_x.scatter_add_(1, local[rows, None], at_target)
+        logits[rows, : columns.valid] = grad_x
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:

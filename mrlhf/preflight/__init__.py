@@ -1,7 +1,7 @@
-"""What is found out before a model is built: cross-checks, batch arithmetic, the dry run."""
+"""Checks before a model is built: between keys, of inputs and models, and the dry run."""
 
 from mrlhf.preflight.checks import check
-from mrlhf.preflight.dry_run import describe, dry_run, preflight
+from mrlhf.preflight.dry_run import dry_run, preflight
 from mrlhf.preflight.inputs import (
     PPOInputs,
     PreferenceInputs,
@@ -11,6 +11,7 @@ from mrlhf.preflight.inputs import (
     read_sft_inputs,
 )
 from mrlhf.preflight.model_checks import check_models
+from mrlhf.preflight.words import describe
 
 __all__ = [
     "PPOInputs",

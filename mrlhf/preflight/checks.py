@@ -1,8 +1,9 @@
-"""What must hold between keys, and between keys and the number of ranks, before anything is built.
+"""Conditions between keys, and between keys and the number of ranks, checked before anything is
+built.
 
 Each complaint is one line with both numbers and the remedy. This file checks layouts, batches and
-the run by arithmetic on the configuration. `method_checks` checks the method, `model_checks` what
-must hold between keys and models.
+the run by arithmetic on the configuration. `method_checks` checks the method, `model_checks` the
+conditions between keys and models.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from mrlhf.config.trainer import PPOTrainerSection
 from mrlhf.config.unread import unread_keys
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import AxisSizes
-from mrlhf.parallel.segments import Segments
 from mrlhf.parallel.stages import Stages
+from mrlhf.preflight.batches import longest_unit, role_work
 from mrlhf.preflight.method_checks import method_problems
 from mrlhf.preflight.metric_checks import metric_problems
 from mrlhf.rewards.term_names import term_names
@@ -31,7 +32,7 @@ def check(config: AnyConfig, world_size: int) -> None:
     """Refuse a configuration that cannot run on `world_size` ranks.
 
     Raises:
-        ConfigError: one line a mistake.
+        ConfigError: one line for each mistake.
     """
     if world_size < 1:
         raise ConfigError(f"world size {world_size} is below 1; start at least one process")
@@ -55,17 +56,6 @@ def check(config: AnyConfig, world_size: int) -> None:
 
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def longest_unit(config: AnyConfig, cp: int = 1) -> int:
-    """Tokens of the longest unit that one micro-batch must hold: a sequence, or a pair of them.
-
-    Args:
-        config: says which unit it is.
-        cp: how many context-parallel ranks share a sequence, which is padded for them.
-    """
-    longest = Segments(size=cp).padded(config.data.max_length)
-    return 2 * longest if isinstance(config, PreferenceConfig) else longest
 
 
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
@@ -140,7 +130,7 @@ def _stage_problems(name: str, stages: Stages) -> Iterator[str]:
 
 
 def _length_in_words(config: AnyConfig) -> str:
-    """The length of the longest unit, as the keys make it."""
+    """The length of the longest unit in words, with the keys that determine it."""
     data = config.data
     if isinstance(data, PromptDataSection):
         return (
@@ -175,34 +165,16 @@ def _batch_problems(config: PPOConfig) -> Iterator[str]:
 def _share_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     """Batches that leave ranks without samples."""
     n = config.rollout.n
-    trained = config.trained()
     widest = 0  # the largest data-parallel size that was complained about
-    for name, role in trained.items():
-        size = role.ppo_mini_batch_size
-        dp = AxisSizes.of(role).dp(world_size)
-        is_told = dp <= widest and _is_inherited(config, name, ("ppo_mini_batch_size",))
-        if size * n < dp and not is_told:
-            widest = dp
+    for work in role_work(config, world_size):
+        is_inherited = _is_inherited(config, work.name, ("ppo_mini_batch_size",))
+        is_told = work.is_trained and is_inherited and work.dp <= widest
+        if work.units < work.dp and not is_told:
+            widest = max(widest, work.dp)
             yield (
-                f"{name}.ppo_mini_batch_size {size} x rollout.n {n} = {size * n} samples are fewer "
-                f"than the data-parallel size {dp} of {name}; set {name}.ppo_mini_batch_size to at "
-                f"least {-(-dp // n)} or raise {name}.tp"
-            )
-
-    for name, frozen in config.roles().items():
-        if name in trained:
-            continue
-        key = "data.train_batch_size"
-        size = config.data.train_batch_size
-        if name == "reward_model":  # scores all responses, not only those that are trained on
-            key = "data.gen_batch_size"
-            size = config.data.gen_batch_size
-        dp = AxisSizes.of(frozen).dp(world_size)
-        if size * n < dp:
-            yield (
-                f"{key} {size} x rollout.n {n} = {size * n} samples are fewer than the "
-                f"data-parallel size {dp} of {name}; set {key} to at least {-(-dp // n)} or raise "
-                f"{name}.tp"
+                f"{work.key} {work.rows} x rollout.n {n} = {work.units} samples are fewer than the "
+                f"data-parallel size {work.dp} of {work.name}; set {work.key} to at least "
+                f"{-(-work.dp // n)} or raise {work.name}.tp"
             )
 
 

@@ -1,19 +1,20 @@
-"""Reads everything that a run needs beside its models, before any of them is built: the tokenizer,
-the data and the user's reward functions.
+"""Reads all inputs of a run except its models, before any model is built: the tokenizer, the data
+and the user's reward functions.
 
-The trainers and `--dry-run` call the same functions. It knows which key names which input, and what
-must fit together. It does not know how a file is read, nor what is done with its rows.
+The trainers and `--dry-run` call the same functions. This file knows the keys of the inputs, and
+the conditions between these. It does not know how a file is read, nor how its rows are used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from mrlhf.batch import Prompts
 from mrlhf.config.data import PromptDataSection, SupervisedDataSection
-from mrlhf.config.reward import RewardSection
+from mrlhf.config.reward import RewardSection, RewardTermSection
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
 from mrlhf.data.prompts import PromptDataset
@@ -41,21 +42,17 @@ from mrlhf.rewards.worker_process import Limits
 
 DataSection = PromptDataSection | SupervisedDataSection
 Split = Literal["train", "val", "test"]
-FilesKey = Literal["train_files", "val_files"]
 InputsT = TypeVar("InputsT", "PPOInputs", "SFTInputs", "PreferenceInputs")
 
 
 @dataclass(frozen=True)
 class PPOInputs:
-    """What a PPO run reads.
+    """The inputs of a PPO run.
 
     Attributes:
-        tokenizer: the tokenizer of all models.
-        endings: what ends a response.
         generation_config: the text of the actor's `generation_config.json`, if it has one.
-        prompts: the training prompts.
         held_out: the prompts of `data.val_files` as "val" and those of `data.test_files` as "test",
-            as far as there are any.
+            if there are any.
         steps: training steps of the run.
         reward: the terms of the reward; users' functions are running.
     """
@@ -71,12 +68,10 @@ class PPOInputs:
 
 @dataclass(frozen=True)
 class SFTInputs:
-    """What supervised fine-tuning reads.
+    """The inputs of supervised fine-tuning.
 
     Attributes:
-        tokenizer: the tokenizer of the model.
         generation_config: the text of the model's `generation_config.json`, if it has one.
-        examples: the training rows.
         held_out: the validation rows; empty if there are none.
         steps: training steps of the run.
     """
@@ -90,13 +85,11 @@ class SFTInputs:
 
 @dataclass(frozen=True)
 class PreferenceInputs:
-    """What a training on preference pairs reads.
+    """The inputs of a training on preference pairs.
 
     Attributes:
-        tokenizer: the tokenizer of the model.
         generation_config: the text of the model's `generation_config.json`; None if it has none, or
             if the model generates nothing.
-        pairs: the training pairs.
         held_out: the validation pairs, if there are any.
         steps: training steps of the run.
     """
@@ -108,31 +101,58 @@ class PreferenceInputs:
     steps: int
 
 
-def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
-    """Read and check what a PPO run needs; its paths exist.
+@dataclass(frozen=True)
+class _PresentInputs:
+    """The inputs that exist on this machine; a run has all of them, a dry run may not.
 
-    Raises:
-        ConfigError, DataError, RewardError: an input cannot be used; one line.
+    Attributes:
+        whole: whether nothing is absent.
+        files: the data files of each split.
+        policy: whether the trained model is present.
     """
-    return _whole(_ppo_inputs(config, absent=()))
+
+    whole: bool
+    files: Mapping[Split, list[str]]
+    policy: bool
+    terms: Sequence[RewardTermSection]
+
+
+def _present_inputs(config: AnyConfig, absent: Collection[InputPath] = ()) -> _PresentInputs:
+    """The inputs of `config` without those that are `absent`."""
+    # A directory without a tokenizer may hold a model.
+    missing = {path.path for path in absent if path.key != TOKENIZER}
+    named: dict[Split, Sequence[str]] = {
+        "train": config.data.train_files,
+        "val": config.data.val_files,
+    }
+    terms: Sequence[RewardTermSection] = ()
+    if isinstance(config, PPOConfig):
+        named["test"] = config.data.test_files
+        terms = config.reward.terms
+
+    return _PresentInputs(
+        whole=not absent,
+        files={
+            split: [file for file in files if file not in missing] for split, files in named.items()
+        },
+        policy=config.roles()[_policy(config)].path not in missing,
+        terms=[term for term in terms if term.name.rpartition(":")[0] not in missing],
+    )
+
+
+def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
+    """Read the inputs of a PPO run, whose paths exist; raises as `check_inputs`."""
+    return _whole(_ppo_inputs(config, _tokenizer(config.data), _present_inputs(config)))
 
 
 def read_sft_inputs(config: SFTConfig) -> SFTInputs:
-    """Read and check what supervised fine-tuning needs; its paths exist.
-
-    Raises:
-        ConfigError, DataError: an input cannot be used; one line.
-    """
-    return _whole(_sft_inputs(config, absent=()))
+    """Read the inputs of supervised fine-tuning, whose paths exist; raises as `check_inputs`."""
+    return _whole(_sft_inputs(config, _tokenizer(config.data), _present_inputs(config)))
 
 
 def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
-    """Read and check what a training on preference pairs needs; its paths exist.
-
-    Raises:
-        ConfigError, DataError: an input cannot be used; one line.
-    """
-    return _whole(_preference_inputs(config, absent=()))
+    """Read the inputs of a training on pairs, whose paths exist; raises as `check_inputs`."""
+    return _whole(_preference_inputs(config, _tokenizer(config.data), _present_inputs(config)))
 
 
 def _whole(inputs: InputsT | None) -> InputsT:
@@ -144,123 +164,112 @@ def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> int | None
     """Check the inputs as a run would, except those that are `absent`.
 
     Returns:
-        The training steps of the run; None if an absent input is needed to know them.
+        The training steps of the run; None if an absent input determines them.
 
     Raises:
         ConfigError, DataError, RewardError: an input cannot be used; one line.
     """
+    present = _present_inputs(config, absent)
+    if {config.data.tokenizer, config.data.chat_template} & {path.path for path in absent}:
+        _check_without_tokenizer(config, present)
+        return None
+
+    tokenizer = _tokenizer(config.data)
     inputs: PPOInputs | SFTInputs | PreferenceInputs | None
     if isinstance(config, PPOConfig):
-        inputs = _ppo_inputs(config, absent)
+        inputs = _ppo_inputs(config, tokenizer, present)
         if inputs is not None:
             inputs.reward.close()
     elif isinstance(config, SFTConfig):
-        inputs = _sft_inputs(config, absent)
+        inputs = _sft_inputs(config, tokenizer, present)
     else:
-        inputs = _preference_inputs(config, absent)
+        inputs = _preference_inputs(config, tokenizer, present)
     return None if inputs is None else inputs.steps
 
 
-def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs | None:
+def _ppo_inputs(
+    config: PPOConfig, tokenizer: Tokenizer, present: _PresentInputs
+) -> PPOInputs | None:
     """The inputs of a PPO run; None if some are absent, after the others have been checked."""
-    tokenizer = _tokenizer(config.data, absent)
-    actor_is_here = bool(_here([config.actor.path], absent))
-    generation_config = read_generation_config(config.actor.path) if actor_is_here else None
-    endings = None
-    prompts = None
-    held_out: dict[str, Prompts] = {}
-    if tokenizer is not None:
-        end_tokens = end_token_ids(config.actor.path) if actor_is_here else {}
-        tokenizer = tokenizer.ending_with(end_tokens)
-        endings = find_endings(
-            config.rollout.stop, config.rollout.stop_token_ids, end_tokens, tokenizer
-        )
-        warn_of_end_tokens(end_tokens, tokenizer)
-        _check_vocabularies(config, tokenizer, absent)
-        prompts = _prompts(config, "train", absent, tokenizer)
-        known: dict[str, Prompts] = {}
-        if prompts is not None:
-            known["train"] = prompts.batch(range(len(prompts)))
-        splits: tuple[Split, ...] = ("val", "test")
-        for split in splits:
-            rows = _prompts(config, split, absent, tokenizer)
-            if rows is not None:
-                held_out[split] = rows.batch(range(len(rows)))
-                _compare_prompts(split, held_out[split], known)
-                known[split] = held_out[split]
+    generation_config = read_generation_config(config.actor.path) if present.policy else None
+    end_tokens = end_token_ids(config.actor.path) if present.policy else {}
+    tokenizer = tokenizer.ending_with(end_tokens)
+    stop = (config.rollout.stop, config.rollout.stop_token_ids)
+    endings = find_endings(*stop, end_tokens, tokenizer)
+    warn_of_end_tokens(end_tokens, tokenizer)
+    _check_vocabularies(config, tokenizer)
 
-    if absent:
-        _check_rewards(config.reward, absent)
+    known: dict[str, Prompts] = {}
+    prompts = None
+    for split, files in present.files.items():
+        if not files:
+            continue
+        dataset = _prompts(config, split, files, tokenizer)
+        rows = dataset.batch(range(len(dataset)))
+        if split == "train":
+            prompts = dataset
+        else:
+            _compare_prompts(split, rows, known)
+        known[split] = rows
+
+    if not present.whole:
+        _check_rewards(config.reward, present)
         return None
-    assert tokenizer is not None and endings is not None and prompts is not None
+    assert prompts is not None
+    known.pop("train")
     return PPOInputs(
         tokenizer=tokenizer,
         endings=endings,
         generation_config=generation_config,
         prompts=prompts,
-        held_out=held_out,
+        held_out=known,
         steps=_ppo_steps(config, len(prompts)),
         reward=load_rewards(config.reward),
     )
 
 
-def _sft_inputs(config: SFTConfig, absent: Collection[InputPath]) -> SFTInputs | None:
+def _sft_inputs(
+    config: SFTConfig, tokenizer: Tokenizer, present: _PresentInputs
+) -> SFTInputs | None:
     """The inputs of fine-tuning; None if some are absent, after the others have been checked."""
-    tokenizer = _tokenizer(config.data, absent)
-    examples: list[SftExample] = []
-    held_out: list[SftExample] = []
-    if tokenizer is not None:
-        _check_vocabularies(config, tokenizer, absent)
-        examples = _examples(config.data, "train_files", absent, tokenizer)
-        held_out = _examples(config.data, "val_files", absent, tokenizer)
-        rows = [tuple(example.token_ids) for example in held_out]
-        others = [tuple(example.token_ids) for example in examples]
-        warn_of_shared_rows("data.val_files", rows, "data.train_files", others)
+    _check_vocabularies(config, tokenizer)
+    examples = _examples(config.data, "train", present, tokenizer)
+    held_out = _examples(config.data, "val", present, tokenizer)
+    rows = [tuple(example.token_ids) for example in held_out]
+    others = [tuple(example.token_ids) for example in examples]
+    warn_of_shared_rows("data.val_files", rows, "data.train_files", others)
 
-    if absent:
+    if not present.whole:
         return None
-    assert tokenizer is not None
     steps = _supervised_steps(config, len(examples), "rows")
     generation_config = read_generation_config(config.model.path)
     return SFTInputs(tokenizer, generation_config, examples, held_out, steps)
 
 
 def _preference_inputs(
-    config: PreferenceConfig, absent: Collection[InputPath]
+    config: PreferenceConfig, tokenizer: Tokenizer, present: _PresentInputs
 ) -> PreferenceInputs | None:
-    """The inputs of a training on pairs; None if some are absent, as in `_sft_inputs`."""
+    """The inputs of a training on pairs; None as in `_sft_inputs`."""
     data = config.data
-    tokenizer = _tokenizer(data, absent)
-    pairs = None
-    held_out = None
-    if tokenizer is not None:
-        _check_vocabularies(config, tokenizer, absent)
-        train_rows = _rows("data.train_files", data.train_files, absent)
-        held_out_rows = _rows("data.val_files", data.val_files, absent)
-        if train_rows and not data.val_files:
-            train_rows, held_out_rows = split_by_prompt(
-                train_rows, data.held_out_fraction, config.seed
+    _check_vocabularies(config, tokenizer)
+    train_rows = _rows("train", present)
+    held_out_rows = _rows("val", present)
+    if train_rows and not data.val_files:
+        train_rows, held_out_rows = split_by_prompt(train_rows, data.held_out_fraction, config.seed)
+        if config.trainer.test_freq and not held_out_rows:
+            raise DataError(
+                f"trainer.test_freq {config.trainer.test_freq} needs rows to validate on, but "
+                f"data.held_out_fraction {data.held_out_fraction} of data.train_files keeps "
+                "none; raise it, or name data.val_files"
             )
-            if config.trainer.test_freq and not held_out_rows:
-                raise DataError(
-                    f"trainer.test_freq {config.trainer.test_freq} needs rows to validate on, but "
-                    f"data.held_out_fraction {data.held_out_fraction} of data.train_files keeps "
-                    "none; raise it, or name data.val_files"
-                )
-        pairs = _pairs(data, train_rows, tokenizer)
-        held_out = _pairs(data, held_out_rows, tokenizer)
-        if pairs is not None and held_out is not None:
-            warn_of_shared_rows(
-                "data.val_files", _sides(held_out), "data.train_files", _sides(pairs)
-            )
-        for some in (pairs, held_out):
-            if some is not None:
-                sides = [*some.chosen_ids, *some.rejected_ids]
-                warn_of_unknown_tokens(sides, tokenizer, "the preference pairs")
 
-    if absent:
+    pairs = _pairs(data, train_rows, tokenizer)
+    held_out = _pairs(data, held_out_rows, tokenizer)
+    if pairs is not None and held_out is not None:
+        warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
+    if not present.whole:
         return None
-    assert tokenizer is not None and pairs is not None
+    assert pairs is not None
     steps = _supervised_steps(config, len(pairs), "pairs")
     generates = head_of(config, "model") == "lm"
     generation_config = read_generation_config(config.model.path) if generates else None
@@ -268,55 +277,46 @@ def _preference_inputs(
 
 
 def load_rewards(section: RewardSection) -> RewardFunction:
-    """The terms of the reward; users' functions are started.
-
-    Raises:
-        ConfigError, RewardError: a term is unknown, or a user's function cannot be used.
-    """
+    """Load the terms of the reward and start users' functions; ConfigError or RewardError."""
     return RewardFunction(
         [(term.name, term.weight) for term in section.terms],
-        limits=Limits(section.timeout_s, section.memory_mb, section.max_processes),
+        limits=Limits(section.timeout_s, section.memory_mb),
     )
 
 
-def _check_rewards(section: RewardSection, absent: Collection[InputPath]) -> None:
-    """Load the terms whose files are here, and end them again."""
-    here = [
-        term
-        for term in section.terms
-        if not any(path.path == term.name.rpartition(":")[0] for path in absent)
-    ]
-    if here:
-        load_rewards(section.model_copy(update={"terms": here})).close()
+def _check_without_tokenizer(config: AnyConfig, present: _PresentInputs) -> None:
+    """Check the inputs that need no tokenizer."""
+    if isinstance(config, PPOConfig):
+        if present.policy:
+            read_generation_config(config.actor.path)
+        _check_rewards(config.reward, present)
 
 
-def _here(files: Sequence[str], absent: Collection[InputPath]) -> list[str]:
-    # A directory without a tokenizer may hold a model.
-    missing = {path.path for path in absent if path.key != TOKENIZER}
-    return [file for file in files if file not in missing]
+def _check_rewards(section: RewardSection, present: _PresentInputs) -> None:
+    """Load the terms whose files are here, and stop them again."""
+    if present.terms:
+        load_rewards(section.model_copy(update={"terms": present.terms})).close()
 
 
-def _tokenizer(data: DataSection, absent: Collection[InputPath]) -> Tokenizer | None:
-    """The tokenizer with its template; None if one of them is absent."""
-    needed = [data.tokenizer]
-    if data.chat_template is not None:
-        needed.append(data.chat_template)
-    if _here(needed, absent) != needed or any(path.key == TOKENIZER for path in absent):
-        return None
+def _tokenizer(data: DataSection) -> Tokenizer:
+    """The tokenizer with its template."""
     try:
         return load_tokenizer(data.tokenizer, data.chat_template)
     except DataError as error:
         raise DataError(f"data.tokenizer: {error}") from error
 
 
-def _check_vocabularies(
-    config: AnyConfig, tokenizer: Tokenizer, absent: Collection[InputPath]
-) -> None:
-    """Refuse a tokenizer that makes tokens which a model does not have."""
+def _policy(config: AnyConfig) -> str:
+    """The name of the role that is trained and generates."""
+    return "actor" if isinstance(config, PPOConfig) else "model"
+
+
+def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that makes tokens which a model on this machine does not have."""
     sizes = {
         name: load_spec(role.path, head_of(config, name)).vocab_size
         for name, role in config.roles().items()
-        if _here([role.path], absent)
+        if Path(role.path).exists()
     }
     compared: tuple[str, ...] = ()
     if isinstance(config, PPOConfig) and config.needs_full_kl:
@@ -324,35 +324,29 @@ def _check_vocabularies(
     check_vocabularies(sizes, tokenizer.highest_id, compared)
     if "actor" in sizes:
         warn_of_undrawn(sizes["actor"], tokenizer.ids)
-    policy = "actor" if isinstance(config, PPOConfig) else "model"
+    policy = _policy(config)
     if policy in sizes and head_of(config, policy) == "lm":
         warn_of_other_end(end_token_ids(config.roles()[policy].path), tokenizer)
 
 
 def _compare_prompts(split: str, held_out: Prompts, known: Mapping[str, Prompts]) -> None:
-    """Warn of held-out prompts that other data have too."""
+    """Warn of held-out prompts that occur in other data."""
     rows = [tuple(ids) for ids in held_out.token_ids]
     for other, prompts in known.items():
         others = {tuple(ids) for ids in prompts.token_ids}
         warn_of_shared_rows(f"data.{split}_files", rows, f"data.{other}_files", others)
 
 
-def _rows(key: str, files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
-    here = _here(files, absent)
-    warn_of_files_named_twice(key, here)
-    return read_rows(here) if here else []
+def _rows(split: Split, present: _PresentInputs) -> list[Row]:
+    files = present.files[split]
+    warn_of_files_named_twice(f"data.{split}_files", files)
+    return read_rows(files) if files else []
 
 
 def _prompts(
-    config: PPOConfig, split: Split, absent: Collection[InputPath], tokenizer: Tokenizer
-) -> PromptDataset | None:
-    data = config.data
-    named = {"train": data.train_files, "val": data.val_files, "test": data.test_files}
-    files = _here(named[split], absent)
-    if not files:
-        return None
+    config: PPOConfig, split: Split, files: Sequence[str], tokenizer: Tokenizer
+) -> PromptDataset:
     warn_of_files_named_twice(f"data.{split}_files", files)
-
     prompts = PromptDataset(
         files,
         tokenizer,
@@ -369,15 +363,14 @@ def _prompts(
 
 
 def _examples(
-    data: SupervisedDataSection, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
+    data: SupervisedDataSection, split: Split, present: _PresentInputs, tokenizer: Tokenizer
 ) -> list[SftExample]:
-    files = data.train_files if key == "train_files" else data.val_files
-    rows = _rows(f"data.{key}", files, absent)
+    rows = _rows(split, present)
     if not rows:
         return []
     examples = encode_sft(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
     tokens = [example.token_ids for example in examples]
-    warn_of_unknown_tokens(tokens, tokenizer, f"data.{key}")
+    warn_of_unknown_tokens(tokens, tokenizer, f"data.{split}_files")
     return examples
 
 
@@ -392,15 +385,14 @@ def _pairs(
 ) -> PreferencePairs | None:
     if not rows:
         return None
-    return encode_preferences(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
+    pairs = encode_preferences(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
+    sides = [*pairs.chosen_ids, *pairs.rejected_ids]
+    warn_of_unknown_tokens(sides, tokenizer, "the preference pairs")
+    return pairs
 
 
 def _ppo_steps(config: PPOConfig, rows: int) -> int:
-    """Training steps of the run; batches that dynamic sampling adds to a step do not count.
-
-    Raises:
-        DataError: there would be none, or the prompts do not fill one batch.
-    """
+    """Training steps of the run; batches that dynamic sampling adds to a step do not count."""
     drawn = config.data.gen_batch_size
     if drawn > rows:
         raise DataError(
@@ -420,11 +412,6 @@ def _ppo_steps(config: PPOConfig, rows: int) -> int:
 
 
 def _supervised_steps(config: SFTConfig | PreferenceConfig, rows: int, noun: str) -> int:
-    """Training steps of the run.
-
-    Raises:
-        DataError: the rows do not fill one batch.
-    """
     batch = config.data.batch_size
     if batch > rows:
         raise DataError(

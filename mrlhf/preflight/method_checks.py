@@ -1,9 +1,9 @@
-"""What must hold between the keys that make up the method: advantages, loss, reward, correction,
-dynamic sampling.
+"""Conditions between the keys of the method: advantages, loss, reward, correction, dynamic
+sampling.
 
-Each complaint is one line with the numbers and the remedy. Refused is what would destroy or
-contradict the method; keys that have no effect are the business of `config.unread`. This file knows
-no rank.
+Each complaint is one line with the numbers and the remedy. Only keys that destroy or contradict the
+method are refused here; `config.unread` deals with keys that have no effect. This file knows no
+rank.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrlhf.config.roots import PPOConfig
+from mrlhf.config.unread import is_read
 from mrlhf.preflight.term_checks import term_problems
 from mrlhf.rl.names import estimator_traits, policy_loss_traits
 
 
 def method_problems(config: PPOConfig) -> Iterator[str]:
-    """Every complaint about the method, one line each."""
+    """All complaints about the method, one line each."""
     yield from _estimator_problems(config)
     yield from _prompt_group_problems(config)
     yield from _reward_problems(config)
@@ -31,7 +32,7 @@ def method_problems(config: PPOConfig) -> Iterator[str]:
 def _estimator_problems(config: PPOConfig) -> Iterator[str]:
     """A lambda that is 0 for every response."""
     algorithm = config.algorithm
-    reads_lambda = "lam_length_alpha" in estimator_traits(algorithm.adv_estimator).reads
+    reads_lambda = is_read(config, "algorithm.lam_length_alpha")
     alpha = algorithm.lam_length_alpha
     longest = config.data.max_response_length
     if reads_lambda and alpha is not None and alpha * longest <= 1:
@@ -43,7 +44,7 @@ def _estimator_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
-    """What compares the answers to one prompt, although there is only one answer."""
+    """Comparisons of the answers to one prompt, although there is only one answer."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     traits = estimator_traits(name)
@@ -91,7 +92,7 @@ def _reward_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _differ_within_a_response(config: PPOConfig) -> str | None:
-    """Why the tokens of one response have different advantages; None if they are all the same."""
+    """The reason why the tokens of a response have different advantages; None if equal."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     traits = estimator_traits(name)
@@ -100,7 +101,7 @@ def _differ_within_a_response(config: PPOConfig) -> str | None:
     if not traits.sums_later_rewards:
         return None
 
-    if "gamma" in traits.reads and algorithm.gamma != 1.0:
+    if is_read(config, "algorithm.gamma") and algorithm.gamma != 1.0:
         return f"algorithm.adv_estimator {name} with algorithm.gamma {algorithm.gamma}"
     if algorithm.use_kl_in_reward and algorithm.kl_placement == "token":
         return (
@@ -111,7 +112,7 @@ def _differ_within_a_response(config: PPOConfig) -> str | None:
 
 
 def _loss_problems(config: PPOConfig) -> Iterator[str]:
-    """What contradicts the policy loss."""
+    """Keys that contradict the policy loss."""
     actor = config.actor
     rollout = config.rollout
     mode = actor.policy_loss.loss_mode
@@ -132,7 +133,7 @@ def _loss_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _correction_problems(config: PPOConfig) -> Iterator[str]:
-    """What contradicts the correction of the engine's policy."""
+    """Keys that contradict the correction of the engine's policy."""
     algorithm = config.algorithm
     correction = algorithm.rollout_correction
     mode = config.actor.policy_loss.loss_mode
@@ -170,7 +171,7 @@ def _correction_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _replay_problems(config: PPOConfig) -> Iterator[str]:
-    """Experts that are to be replayed although nothing records them."""
+    """Experts to be replayed although nothing records them."""
     replay = config.actor.router_replay
     engine = config.rollout.engine
     if replay == "rollout" and not config.rollout.records_experts:
@@ -188,7 +189,7 @@ def _replay_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _sampling_problems(config: PPOConfig) -> Iterator[str]:
-    """How many prompts are generated for a batch."""
+    """Too few generated prompts for a batch."""
     data = config.data
     filters = config.algorithm.filter_groups
     if not filters.enable:

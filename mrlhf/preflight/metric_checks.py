@@ -1,6 +1,7 @@
-"""What must hold for the names of metrics by which the best step is kept.
+"""Checks the names of the metrics by which the best step is kept.
 
-It knows how names of metrics begin. Which ones a run measures is known after its first validation.
+It knows the prefixes of metric names. The metrics of a run are only known after its first
+validation.
 """
 
 from __future__ import annotations
@@ -8,27 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, SFTConfig
+from mrlhf.metrics.table import KINDS
 
-_PPO = (
-    "actor",
-    "critic",
-    "gdpo",
-    "perf",
-    "prompt_length",
-    "reshard",
-    "response",
-    "response_length",
-    "response_length_non_aborted",
-    "reward",
-    "rollout",
-    "rollout_corr",
-    "timing_per_token_ms",
-    "timing_s",
-    "training",
-    "val",
-    "val_sampled",
-)
 _TEST = ("test", "test_sampled")
+_PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "dpo"))
 _SUPERVISED = ("perf", "timing_s", "val")
 
 

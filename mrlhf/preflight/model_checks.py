@@ -1,8 +1,8 @@
 """Checks that each model can be built and that its layout fits it.
 
-A model's `config.json` and the headers of its weight files are enough for that.
-`mrlhf.models.families` and `mrlhf.models.weight_files` read them, and what they refuse is refused
-here too. This file computes with the numbers that they return, and builds no model.
+`mrlhf.models.families` and `mrlhf.models.weight_files` read a model's `config.json` and the headers
+of its weight files; what they refuse is refused here too. This file computes with their numbers,
+and builds no model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig
-from mrlhf.config.router import RouterSection
-from mrlhf.config.sections import ActorSection, RoleSection
+from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import (
@@ -43,10 +42,9 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """How much of one rank's KV cache a sequence of full length takes.
+    """The part of one rank's KV cache, of size `shape`, that a sequence of full length takes.
 
     Attributes:
-        shape: sizes of the rank's cache.
         tokens: length of the longest sequence, in whole blocks.
     """
 
@@ -55,7 +53,7 @@ class CacheNeeds:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the keys and values of the sequence take on the rank."""
+        """Bytes of the sequence's keys and values on the rank."""
         return self.shape.token_bytes * self.tokens
 
     def __str__(self) -> str:
@@ -73,16 +71,15 @@ def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, Mod
     """Check each role's model, and the layout of each role and of the engine against it.
 
     Args:
-        config: the whole configuration.
-        need_weights: whether to refuse a directory that holds a `config.json` alone, although the
-            role loads weights; otherwise its weights are not checked.
+        need_weights: refuse a directory that holds only a `config.json`, if the role loads weights;
+            otherwise its weights are not checked.
 
     Returns:
-        The spec of each role's model; None where its `config.json` is not on this machine, so that
+        The spec of each role's model; None if its `config.json` is not on this machine, so that
         nothing was checked. The engine is named `rollout`.
 
     Raises:
-        ConfigError: one line a mistake.
+        ConfigError: one line for each mistake.
     """
     problems: list[str] = []
     remarks: list[str] = []
@@ -116,18 +113,14 @@ def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, Mod
 
 
 def head_of(config: AnyConfig, name: str) -> Head:
-    """The head that the model of role `name` has."""
+    """The head of role `name`'s model."""
     if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
         return "scalar"
     return "lm"
 
 
 def _load(name: str, path: str, head: Head) -> ModelSpec | None:
-    """The spec of the model in directory `path`, for the role `name`; None without `config.json`.
-
-    Raises:
-        ConfigError: the model is not supported.
-    """
+    """Load the spec of role `name`'s model from `path`; None without a `config.json`."""
     if not (Path(path) / "config.json").is_file():
         return None
     try:
@@ -137,14 +130,7 @@ def _load(name: str, path: str, head: Head) -> ModelSpec | None:
 
 
 def _check_weights(config: AnyConfig, name: str, spec: ModelSpec) -> tuple[str, ...]:
-    """Check the headers of the weights that role `name` loads.
-
-    Returns:
-        What the user should know, one line each.
-
-    Raises:
-        ConfigError: there are none, or they are not those of the model.
-    """
+    """Check the headers of the weights that role `name` loads; returns remarks for the user."""
     try:
         return check_weight_files(
             config.roles()[name].path, spec, needs_head=name == "reward_model"
@@ -154,7 +140,7 @@ def _check_weights(config: AnyConfig, name: str, spec: ModelSpec) -> tuple[str, 
 
 
 def without_weights(config: AnyConfig) -> list[str]:
-    """The roles that load weights, but whose directories hold a `config.json` alone."""
+    """The roles that load weights, but whose directories hold only a `config.json`."""
     if not _loads_weights(config):
         return []
     roles = []
@@ -166,15 +152,12 @@ def without_weights(config: AnyConfig) -> list[str]:
 
 
 def _loads_weights(config: AnyConfig) -> bool:
-    """Whether models begin with stored weights; supervised training may draw them at random."""
+    """Whether models begin with stored weights; supervised training may draw random ones."""
     return isinstance(config, PPOConfig) or config.model.init != "random"
 
 
 def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
-    """What a sequence of `data.max_length` tokens takes of the KV cache of one rank of the engine.
-
-    If the device is "auto", it is that of this machine.
-    """
+    """The part of an engine rank's KV cache that `data.max_length` tokens take."""
     rollout = config.rollout
     device = torch.device(device_kind(config.distributed.device))
     dtype = dtype_on(config.actor.dtype, device.type)
@@ -201,12 +184,7 @@ def cache_block(config: PPOConfig) -> int:
 
 
 def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
-    """Layouts that do not fit their models, a line for each key, and a KV cache that is too small.
-
-    Args:
-        config: the run.
-        specs: of each role and the engine, as far as they are known.
-    """
+    """Layouts that do not fit their models, a line for each key, and a too small KV cache."""
     actor_fits = True
     for name, role in config.roles().items():
         spec = specs.get(name)
@@ -230,7 +208,7 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
 
 
 def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[str]:
-    """What concerns routers, of a model that has none."""
+    """Router keys of a model that has no routers."""
     if spec.experts is not None or not isinstance(role, RouterSection):
         return
     if isinstance(role, ActorSection) and role.router_replay != "none":
@@ -244,13 +222,13 @@ def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[
 
 
 def _is_as_trained(reference: RoleSection, config: AnyConfig) -> bool:
-    """Whether the reference is the model of the policy that is trained, in its layout."""
+    """Whether the reference is the trained policy's model in the same layout."""
     policy = config.actor if isinstance(config, PPOConfig) else config.model
     return reference.path == policy.path and AxisSizes.of(reference) == AxisSizes.of(policy)
 
 
 def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> Iterator[str]:
-    """An engine that does not fit the actor's model, or else whose KV cache does not."""
+    """An engine that does not fit the actor's model; if it fits, a KV cache that does not."""
     # The replicas lie on the actor's ranks; if their number must change, it excludes no size.
     sizes = AxisSizes.of(config.actor)
     excludes = actor_fits and not sizes.shares_experts_across
@@ -276,7 +254,7 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
 
 
 def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
-    """Data that is longer than a model's positions; a line for each model directory."""
+    """Data longer than a model's positions; a line for each model directory."""
     longest = config.data.max_length
     reported: set[str] = set()
     for name, role in config.roles().items():
@@ -292,7 +270,7 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
 
 
 def _cache_problems(config: PPOConfig, spec: ModelSpec) -> Iterator[str]:
-    """A KV cache that does not hold even one sequence."""
+    """A KV cache too small for one sequence."""
     megabytes = config.rollout.kv_cache_mb
     needs = cache_needs(config, spec)
     if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:

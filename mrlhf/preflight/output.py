@@ -1,7 +1,7 @@
-"""Finds out whether a run can write into its output directory, without creating anything there.
+"""Checks that a run can write into its output directory, without creating anything there.
 
-It knows the names of what a run writes, and that nothing else may stand in their place, nor any
-input. It does not know what an earlier run has left there.
+It knows the names of a run's files: nothing of another kind, and no input, may stand in their
+place. It does not know what an earlier run has left there.
 """
 
 from __future__ import annotations
@@ -12,21 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mrlhf
+from mrlhf.checkpoint.output_files import FILES, FOLDERS
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.preflight.paths import input_paths
 
-_FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs", "wandb")
-_FILES = (
-    "metrics.jsonl",
-    "alarms.jsonl",
-    "status.json",
-    "config.yaml",
-    "run.json",
-    "summary.json",
-    "curves.png",
-    "reference_logprobs.npz",
-)
 _LONGEST_NAME = 255
 _NO_FILES_THERE = ("proc", "sys")
 _FULL_OR_READ_ONLY = {
@@ -39,12 +29,7 @@ _FULL_OR_READ_ONLY = {
 
 
 def check_output(config: AnyConfig) -> None:
-    """Refuse an output directory into which this process cannot write, or that holds an input in
-    the place of a model that the run will write.
-
-    Raises:
-        ConfigError: in one line.
-    """
+    """Refuse, with one line, an output directory that cannot be written, or would lose an input."""
     path = config.trainer.output_dir
     directory = Path(path)
     models = ["actor" if isinstance(config, PPOConfig) else "model"]
@@ -62,9 +47,9 @@ def check_output(config: AnyConfig) -> None:
 
 
 def _no_place_of_its_own(config: AnyConfig, directory: Path) -> str | None:
-    """Whether other things live in the directory, among which a run's files do not belong.
+    """Whether the directory is one for other things, such as a home.
 
-    `trainer.overwrite` would also delete what has the name of a run's file there.
+    `trainer.overwrite` would delete files there that have the names of a run's files.
     """
     place = Path(os.path.realpath(directory))
     home = Path(os.path.realpath(os.path.expanduser("~")))
@@ -83,7 +68,7 @@ def _no_place_of_its_own(config: AnyConfig, directory: Path) -> str | None:
 
 
 def _problem(directory: Path) -> str | None:
-    """Why the directory cannot be created or written; None if it can."""
+    """The reason why the directory cannot be created or written; None if it can."""
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in directory.parts):
         return f"has a part of more than {_LONGEST_NAME} bytes"
     existing = directory.absolute()
@@ -104,15 +89,12 @@ def _problem(directory: Path) -> str | None:
 
 
 def _refusal(directory: Path) -> str | None:
-    """Why no file can be created in `directory`; None if one can.
-
-    A file without a name is made there, which no other process sees, where the file system has
-    such files.
-    """
+    """The reason why no file can be created in `directory`; None if one can."""
     if not os.access(directory, os.W_OK | os.X_OK):
         read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
         return _FULL_OR_READ_ONLY[errno.EROFS if read_only else errno.EACCES]
     try:
+        # A file without a name, which no other process sees; not every file system has them.
         os.close(os.open(directory, os.O_TMPFILE | os.O_WRONLY))
     except (AttributeError, OSError) as error:
         code = error.errno if isinstance(error, OSError) else None
@@ -121,8 +103,8 @@ def _refusal(directory: Path) -> str | None:
 
 
 def _overwritten(config: AnyConfig, models: Sequence[Path]) -> str | None:
-    """Which input lies where the run writes a file, or a model, which replaces all there."""
-    own = {os.path.realpath(os.path.join(config.trainer.output_dir, name)) for name in _FILES}
+    """An input that lies where the run writes a file, or a model, which replaces its directory."""
+    own = {os.path.realpath(os.path.join(config.trainer.output_dir, name)) for name in FILES}
     for read in input_paths(config):
         if os.path.realpath(read.path) in own:
             return f"has {read} where the run writes a file of its own"
@@ -138,14 +120,14 @@ def _overwritten(config: AnyConfig, models: Sequence[Path]) -> str | None:
 
 
 def _in_the_way(directory: Path, models: Sequence[str]) -> str | None:
-    """What stands where the run will write something of another kind."""
-    for name in (*models, *_FOLDERS):
+    """A file or directory that stands where the run will write something of another kind."""
+    for name in (*models, ".lock", *FOLDERS):
         path = directory / name
         if os.path.lexists(path) and not path.is_dir():
             return f"holds a file '{name}' where the run makes a directory"
         if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
             return f"holds a directory '{name}' that may not be written"
-    for name in _FILES:
+    for name in FILES:
         path = directory / name
         if path.is_dir():
             return f"holds a directory '{name}' where the run writes a file"

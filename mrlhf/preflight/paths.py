@@ -1,4 +1,4 @@
-"""The files and directories that a configuration names, and what is wrong with those on this
+"""The files and directories that a configuration names, and the problems with those on this
 machine.
 
 It knows which keys hold paths and what kind of thing each names. It reads no file's content.
@@ -29,8 +29,6 @@ class InputPath:
 
     Attributes:
         key: the configuration key that names it.
-        path: as the key says it.
-        kind: what must be there.
         holds: a file that the directory must hold; None: no particular one.
     """
 
@@ -44,15 +42,12 @@ class InputPath:
 
 
 def input_paths(config: AnyConfig) -> list[InputPath]:
-    """Every path that the run of `config` reads.
-
-    A key that takes its path from another key is left out.
-    """
+    """Every path that the run of `config` reads, except those that a key takes from another key."""
     paths = list(_model_paths(config))
     paths += _data_paths(config)
     if isinstance(config, PPOConfig):
         paths += _function_paths(config)
-    # A run with checkpoints of its own may go on without the one from which it has begun.
+    # A run with checkpoints of its own may continue without the one from which it began.
     has_own = checkpoints_in(Path(config.trainer.output_dir) / CHECKPOINTS)
     if config.trainer.resume not in ("auto", "never") and not has_own:
         paths.append(InputPath("trainer.resume", config.trainer.resume, "directory"))
@@ -67,11 +62,7 @@ def input_paths(config: AnyConfig) -> list[InputPath]:
 
 
 def absent_paths(config: AnyConfig) -> list[InputPath]:
-    """The paths of `config` that do not exist on this machine.
-
-    Raises:
-        ConfigError: a path exists, but is not what its key needs; one line each.
-    """
+    """The missing paths of `config`; ConfigError if another one is not what its key needs."""
     absent = []
     problems = []
     for path in input_paths(config):
@@ -88,26 +79,22 @@ def absent_paths(config: AnyConfig) -> list[InputPath]:
 
 
 def require_paths(config: AnyConfig) -> None:
-    """Refuse a configuration that names what is not on this machine.
-
-    Raises:
-        ConfigError: one line for each path.
-    """
+    """Refuse a configuration that names a missing path; ConfigError, one line for each."""
     absent = absent_paths(config)
     if absent:
         raise ConfigError("\n".join(without(path) for path in absent))
 
 
 def without(path: InputPath) -> str:
-    """What is wrong with a path that does not exist, and what to do, in one line."""
+    """One line that says that a path does not exist, and what to do."""
     return f"{path} does not exist; {_hint(path)}"
 
 
 def tokenizer_to_come(config: AnyConfig) -> InputPath | None:
-    """The tokenizer, if it is to lie in the directory of a model that has only `config.json`.
+    """The tokenizer, if its directory is that of a model that has only a `config.json` so far.
 
-    On another machine that is enough for a dry run. None if the tokenizer is here, or if the
-    directory should hold nothing else.
+    That is enough for a dry run. None if the tokenizer is here, or if the directory should hold
+    nothing else.
     """
     directory = Path(config.data.tokenizer)
     of_model = any(role.path == config.data.tokenizer for role in config.roles().values())
@@ -150,7 +137,7 @@ def _function_paths(config: PPOConfig) -> Iterator[InputPath]:
 
 
 def _problem(path: InputPath) -> str | None:
-    """What is wrong with a path that exists, as a line."""
+    """The problem with a path that exists, as a line."""
     place = Path(path.path)
     try:
         is_directory = place.is_dir()
@@ -180,7 +167,7 @@ def _problem(path: InputPath) -> str | None:
 
 
 def _hint(path: InputPath) -> str:
-    """What to do about a path that does not exist."""
+    """The remedy for a path that does not exist."""
     place = Path(path.path)
     try:
         neighbours = [entry.name for entry in place.parent.iterdir()]

@@ -1,35 +1,27 @@
-"""Draws the schedule of each role's pipeline as text.
-
-It knows micro-batches by their numbers alone: the drawing is that of micro-batches of equal cost.
-"""
+"""Draws the schedule of each role's pipeline as text, for micro-batches of equal cost."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig
-from mrlhf.config.sections import RoleSection
-from mrlhf.parallel.layout import AxisSizes
-from mrlhf.parallel.pipeline_order import Pass, idle_share, timeline
-from mrlhf.preflight.checks import longest_unit
+from mrlhf.config.roots import AnyConfig, DPOConfig
+from mrlhf.parallel.pipeline_order import Pass, timeline
+from mrlhf.preflight.batches import role_work
 
 _COLUMNS = 88  # characters of the passes on a line
 _STAGES = 16  # lines of a drawing
 
 
 def draw_schedules(config: AnyConfig, world_size: int) -> Iterator[str]:
-    """The schedule of each role that has a pipeline, line by line; of equal, longest sequences.
-
-    Args:
-        config: passes `check` for `world_size`.
-        world_size: ranks.
-    """
-    every = config.roles()
-    if isinstance(config, DPOConfig):
-        every.pop("reference")  # is asked once, about all pairs
-    roles = {name: role for name, role in every.items() if role.pp > 1}
-    if not roles:
+    """The schedule of each role that has a pipeline, line by line, for sequences of full length."""
+    works = [
+        work
+        for work in role_work(config, world_size)
+        # DPO's reference scores all pairs once, before the first step.
+        if work.role.pp > 1 and not (isinstance(config, DPOConfig) and not work.is_trained)
+    ]
+    if not works:
         return
     yield "pipelines, time to the right, if all passes take equally long"
     yield (
@@ -37,29 +29,23 @@ def draw_schedules(config: AnyConfig, world_size: int) -> Iterator[str]:
         "backward pass; B, b: its second one; a dot: the rank waits"
     )
 
-    trained: Collection[str] = ("model",)
-    if isinstance(config, PPOConfig):
-        trained = config.trained()
-    for name, role in roles.items():
-        count = _micro_batches_of(name, role, config, world_size)
-        virtual = f" x vpp {role.vpp}" if role.vpp > 1 else ""
-        what = "forward and backward" if name in trained else "forward only"
+    for work in works:
+        count = work.micro_batches
+        virtual = f" x vpp {work.role.vpp}" if work.role.vpp > 1 else ""
+        what = "forward and backward" if work.is_trained else "forward only"
         noun = "micro-batch" if count == 1 else "micro-batches"
-        share = f"{idle_share(count, role.pp, role.vpp):.0%}"
-        yield f"  {name}: pp {role.pp}{virtual}, {count} {noun} {what}; pipeline bubble {share}"
-        yield from (f"    {line}" for line in draw(role.pp, role.vpp, count, name not in trained))
-
-
-def micro_batches(role: RoleSection, units: int, longest: int) -> int:
-    """The micro-batches that `units` sequences or pairs of `longest` tokens make on one rank."""
-    each = role.micro_batch_tokens // longest
-    return -(-units // each)
+        yield (
+            f"  {work.name}: pp {work.role.pp}{virtual}, {count} {noun} {what}; pipeline bubble "
+            f"{work.bubble:.0%}"
+        )
+        lines = draw(work.role.pp, work.role.vpp, count, forward_only=not work.is_trained)
+        yield from (f"    {line}" for line in lines)
 
 
 def draw(stages: int, chunks: int, micro_batches: int, forward_only: bool) -> Iterator[str]:
     """The schedule of a pipeline, a line for each rank of it.
 
-    What is too long, or too many ranks, is cut in the middle, and a line says so.
+    If there are too many columns or ranks, the middle is left out, and a line says so.
     """
     rows = timeline(stages, chunks, micro_batches, forward_only)
     width = len(f"A{micro_batches}")
@@ -83,23 +69,8 @@ def draw(stages: int, chunks: int, micro_batches: int, forward_only: bool) -> It
         yield f"left out in the middle: {' and '.join(left_out)}"
 
 
-def _micro_batches_of(name: str, role: RoleSection, config: AnyConfig, world_size: int) -> int:
-    """Micro-batches of a data-parallel rank in a mini-batch, or in the pass of a frozen model."""
-    if isinstance(config, PPOConfig):
-        prompts = config.data.train_batch_size
-        if name == "reward_model":  # scores all responses, not only those that are trained on
-            prompts = config.data.gen_batch_size
-        elif name in config.trained():
-            prompts = config.trained()[name].ppo_mini_batch_size
-        samples = prompts * config.rollout.n
-    else:
-        samples = config.data.batch_size
-    share = -(-samples // AxisSizes.of(role).dp(world_size))
-    return micro_batches(role, share, longest_unit(config, role.cp))
-
-
 def _ends(numbers: Sequence[int], most: int) -> list[int | None]:
-    """The numbers, or both ends of them with a None between, `most` in all."""
+    """All numbers, or the first and the last of them with a None between, `most` in all."""
     if len(numbers) <= most:
         return list(numbers)
     first = most // 2

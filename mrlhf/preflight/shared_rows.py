@@ -1,8 +1,8 @@
-"""Warns of data that are read twice: a file that a list names twice, and held-out rows that the
-training data, or other held-out data, have too.
+"""Warns of data that are read twice: a file named twice in a list, and held-out rows that also
+occur in other data.
 
-These are warnings. A file may be named twice on purpose, so that its rows count double, and a small
-set may be trained on and validated on to see whether it can be learned by heart.
+These are warnings: a file may be named twice so that its rows count double, and a small set may be
+trained on and validated on to see whether it can be learned by heart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_files_named_twice(key: str, files: Sequence[str]) -> None:
-    """Warn if `key` names a file twice, whether by its name, a link or another path."""
+    """Warn if `key` names a file twice, by its name, a link or another path."""
     first_as: dict[tuple[int, int], str] = {}
     for file in files:
         status = os.stat(file)
@@ -31,13 +31,9 @@ def warn_of_files_named_twice(key: str, files: Sequence[str]) -> None:
 def warn_of_shared_rows(
     key: str, rows: Sequence[Hashable], other_key: str, others: Collection[Hashable]
 ) -> None:
-    """Warn if held-out rows are in other data too.
+    """Warn if held-out rows (files of `key`) are in other data (files of `other_key`) too.
 
-    Args:
-        key: names the files of the held-out rows.
-        rows: what a row asks for, in a form that is equal for equal rows.
-        other_key: names the files of the other rows.
-        others: the other rows, in the same form.
+    A row is the part that the model is given, in a form that is equal for equal rows.
     """
     known = set(others)
     shared = sum(row in known for row in rows)

@@ -1,6 +1,6 @@
-"""What must hold between the terms of the reward and the keys that look at single terms.
+"""Conditions between the terms of the reward and the keys that name single terms.
 
-Each complaint is one line with the remedy. What a user's function reports is not known before it is
+Each complaint is one line with the remedy. A user's function tells its names only when it is
 called, so with a function among the terms names are checked on the first step. This file does not
 know how a term scores.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mrlhf.config.roots import PPOConfig
-from mrlhf.rl.names import CORRECTNESS_TERMS, estimator_traits
+from mrlhf.config.unread import is_read
+from mrlhf.rl.names import CORRECTNESS_TERMS
 
 _SHARES_OF_RIGHT = ("/acc@", "/pass@", "/maj@")
 
@@ -23,15 +24,12 @@ def term_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def tells_right_from_wrong(config: PPOConfig) -> bool:
-    """Whether a reward term may say which responses are right.
-
-    A user's function may: it does if it returns `acc`.
-    """
+    """Whether a reward term may say which responses are right; a function's `acc` does."""
     return any(term.name in CORRECTNESS_TERMS or ":" in term.name for term in config.reward.terms)
 
 
 def _weight_problems(config: PPOConfig) -> Iterator[str]:
-    """Terms of which none has a weight, where only their sum counts."""
+    """Terms that all have the weight 0, where only their sum counts."""
     terms = config.reward.terms
     if config.algorithm.gdpo_reward_keys is None and not any(term.weight for term in terms):
         names = ", ".join(term.name for term in terms)
@@ -44,8 +42,7 @@ def _weight_problems(config: PPOConfig) -> Iterator[str]:
 def _component_problems(config: PPOConfig) -> Iterator[str]:
     """Terms to compare that do not exist, and weights that do not fit them."""
     algorithm = config.algorithm
-    traits = estimator_traits(algorithm.adv_estimator)
-    if "gdpo_reward_keys" not in traits.reads:
+    if not is_read(config, "algorithm.gdpo_reward_keys"):
         return
 
     keys = algorithm.gdpo_reward_keys
@@ -56,7 +53,7 @@ def _component_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _component_name_problems(keys: Sequence[str], terms: Sequence[str]) -> Iterator[str]:
-    """Names of terms to compare that stand twice, or that no rule reports."""
+    """Names of compared terms that are given twice, or that no rule reports."""
     key = "algorithm.gdpo_reward_keys"
     for name in sorted({name for name in keys if keys.count(name) > 1}):
         yield f"{key} names {name} {keys.count(name)} times; name it once and add the weights"
@@ -87,7 +84,7 @@ def _component_weight_problems(
 
 
 def _correctness_problems(config: PPOConfig) -> Iterator[str]:
-    """What asks whether a response is right, although no reward term says it."""
+    """Keys that need to know which responses are right, although no reward term says it."""
     if tells_right_from_wrong(config):
         return
 

@@ -1,4 +1,4 @@
-"""What must hold between the tokenizer, the vocabularies of the models, and what ends a response.
+"""Conditions between the tokenizer, the vocabularies of the models, and the end of a response.
 
 It computes with the tokenizer's ids and the sizes of vocabularies, and knows no files and no keys
 but those of `rollout`.
@@ -23,10 +23,10 @@ _USUAL_COUNT = 1024
 
 @dataclass(frozen=True)
 class Endings:
-    """What ends a response, besides the longest length.
+    """The ends of a response, besides the longest length.
 
     Attributes:
-        token_ids: after any of these tokens it ends.
+        token_ids: the response ends after any of these tokens.
         strings: it ends after the token with which its text contains any of these.
     """
 
@@ -37,7 +37,7 @@ class Endings:
 def check_vocabularies(
     vocab_sizes: Mapping[str, int], highest_id: int, equal: Sequence[str] = ()
 ) -> None:
-    """Refuse models that lack tokens of the tokenizer, which the data and the actor may hold.
+    """Refuse models that lack tokens of the tokenizer.
 
     Args:
         vocab_sizes: rows of each role's embedding.
@@ -45,7 +45,7 @@ def check_vocabularies(
         equal: roles whose whole distributions are compared, token by token.
 
     Raises:
-        ConfigError: one line a mistake.
+        ConfigError: one line for each mistake.
     """
     problems = []
     needed = highest_id + 1
@@ -69,19 +69,15 @@ def check_vocabularies(
 
 
 def ids_without_token(vocab_size: int, token_ids: AbstractSet[int]) -> list[int]:
-    """The rows of a vocabulary of which the tokenizer makes no text; they must not be drawn.
+    """The rows of a vocabulary for which the tokenizer has no text; they must not be drawn.
 
     Other models may lack these rows, no text has them, and rewards would not see them.
-
-    Args:
-        vocab_size: rows of the actor's embedding.
-        token_ids: the ids that the tokenizer has.
     """
     return [number for number in range(vocab_size) if number not in token_ids]
 
 
 def warn_of_undrawn(vocab_size: int, token_ids: AbstractSet[int]) -> None:
-    """Warn if so many rows of the actor have no token that the tokenizer may be another model's."""
+    """Warn if the tokenizer lacks so many of the actor's rows that it may be another model's."""
     without = len(ids_without_token(vocab_size, token_ids))
     if without > max(_USUAL_COUNT, _USUAL_SHARE * vocab_size):
         logger.warning(
@@ -98,19 +94,16 @@ def find_endings(
     end_tokens: Mapping[int, str],
     tokenizer: Tokenizer,
 ) -> Endings:
-    """What ends a response, from the keys of `rollout`, the model's files and the tokenizer.
+    """Find what ends a response: keys of `rollout`, the model's end tokens and the tokenizer's.
 
     A special token in `stop` has no text. It ends a response by its id.
 
     Args:
-        stop: `rollout.stop`.
-        stop_token_ids: `rollout.stop_token_ids`.
         end_tokens: the end tokens of the actor's files, each with the file that names it.
-        tokenizer: of the responses.
 
     Raises:
         ConfigError: the decoded text never shows a string, or the tokenizer lacks an id; one line
-            a mistake.
+            for each mistake.
     """
     ids = [tokenizer.eos_id, *(number for number in end_tokens if number in tokenizer.ids)]
     strings = []
@@ -142,7 +135,7 @@ def find_endings(
 def warn_of_end_tokens(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> None:
     """Warn of end tokens that are ordinary text, or that the tokenizer lacks.
 
-    Many a `config.json` has an `eos_token_id` that its tokenizer does not know of.
+    In many a `config.json`, the tokenizer does not know the `eos_token_id`.
     """
     for number, file in end_tokens.items():
         if number not in tokenizer.ids:
@@ -165,8 +158,8 @@ def warn_of_end_tokens(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> N
 def warn_of_other_end(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> None:
     """Warn if the tokenizer ends a response with a token that the model's files do not name.
 
-    Many published models have such files, and a run stops at either token. Other programs stop the
-    exported model only where its files say so.
+    Many published models have such files, and a run stops at either token. But other programs stop
+    the exported model only at the tokens in its files.
     """
     if end_tokens and tokenizer.eos_id not in end_tokens:
         logger.warning(

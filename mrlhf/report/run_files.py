@@ -1,6 +1,6 @@
-"""What a run has left in its directory, read for its report.
+"""Reads the files that a run has left in its directory, for its report.
 
-It knows the files and not how they are shown.
+It does not know how they are shown.
 """
 
 from __future__ import annotations
@@ -12,25 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, TIMELINE
+from mrlhf.checkpoint.summary import read_summary
 from mrlhf.config.compare import read_leaves
 from mrlhf.errors import DataError
 from mrlhf.log import read_metrics
-from mrlhf.run.directory import ALARMS, CONFIG, METRICS
-from mrlhf.run.summary import SUMMARY
-from mrlhf.run.timeline import TIMELINE
 
 _NOT_COMPARED = ("trainer.output_dir", "trainer.overwrite", "trainer.resume")
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run as its directory tells it.
+    """The contents of a run's directory.
 
     Attributes:
-        directory: of the run.
         records: a row of metrics for each step.
         config: the configuration by dotted keys; empty if there is none.
-        summary: the run's summary; empty if it has not ended.
+        summary: empty if the run has not ended.
         alarms: the failures that the run has seen in its metrics, in order.
         processes: the description of each rank, by rank.
         phases: for each recorded step the spans of each rank: phase, seconds after the step's
@@ -53,7 +51,7 @@ class RunFiles:
         return "/".join(self.directory.resolve().parts[-2:])
 
     def metrics(self) -> dict[str, list[float | None]]:
-        """Each metric over the steps, rounded to what a curve can show."""
+        """Each metric over the steps, rounded to the precision that a curve can show."""
         names = sorted({name for record in self.records for name in record} - {"step"})
         return {name: [_rounded(record.get(name)) for record in self.records] for name in names}
 
@@ -77,7 +75,7 @@ def read_run(directory: Path) -> RunFiles:
         directory=directory,
         records=records,
         config=read_leaves(_text(directory / CONFIG)),
-        summary=_summary(directory / SUMMARY),
+        summary=read_summary(directory) or {},
         alarms=_alarms(directory / ALARMS),
         processes=processes,
         phases={step: phases[step] for step in sorted(phases) if step in steps},
@@ -128,7 +126,7 @@ def _timeline(
 
 
 def _aligned(records: Mapping[int, Mapping[str, Any]]) -> dict[int, list[list[Any]]]:
-    """The spans of each rank, in seconds after the first of all of them."""
+    """The spans of each rank, in seconds after the earliest span of all ranks."""
     first = min(record["begin"] for record in records.values())
     aligned = {}
     for rank in sorted(records):
@@ -149,19 +147,6 @@ def _dumps(directory: Path, steps: set[int]) -> dict[int, Path]:
         if step in steps:
             dumps[step] = file
     return dumps
-
-
-def _summary(file: Path) -> dict[str, Any]:
-    text = _text(file)
-    if not text:
-        return {}
-    try:
-        summary = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{file} is no JSON: {error}; remove it") from error
-    if not isinstance(summary, dict):
-        raise DataError(f"{file} is no summary: it holds a {type(summary).__name__}; remove it")
-    return summary
 
 
 def _alarms(file: Path) -> list[dict[str, Any]]:

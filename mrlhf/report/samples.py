@@ -1,8 +1,8 @@
-"""Packs the rollouts of a run for the page: an index of all samples, and blocks that are opened as
-they are needed.
+"""Packs the rollouts of a run for the page: an index of all samples, and blocks with the contents.
 
-A block is compressed and written as base64. Blocks of texts serve the search, and each sample has a
-block with the numbers of its tokens. This file does not know how the page shows them.
+A block is compressed and written as base64, and the page opens it when needed. Blocks of texts
+serve the search, and each sample has a block with the numbers of its tokens. This file does not
+know how the page shows them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ Floats = NDArray[np.float32]
 
 @dataclass
 class PackedSamples:
-    """The samples of a run as the page gets them.
+    """The samples of a run, packed for the page; blocks are base64.
 
     Attributes:
-        columns: of the index; one entry a sample. `block` and `place` say where its tokens are:
-            the number of the block, and where in it the sample's part begins and ends.
-        quantities: the names of the numbers that tokens have, in the order in which they stand.
-        token_blocks: base64; the samples of a step.
-        text_blocks: base64; prompts and responses of up to `TEXTS_IN_BLOCK` samples.
-        left_out: samples that there was no room for.
+        columns: the index; one entry a sample. `block` and `place` say where its tokens are: the
+            number of the block, and where in it the sample's part begins and ends.
+        quantities: the names of the numbers that tokens have, in the order in which they are
+            stored.
+        token_blocks: the samples of a step.
+        text_blocks: prompts and responses of up to `TEXTS_IN_BLOCK` samples.
+        left_out: the number of samples that did not fit.
     """
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -47,11 +48,9 @@ class PackedSamples:
 
 
 def pack_samples(dumps: Mapping[int, Path], most: int) -> PackedSamples:
-    """Read and pack the rollouts of a run.
+    """Read and pack the rollouts of a run, whose files are `dumps`, by step.
 
-    Args:
-        dumps: the files, by step.
-        most: samples of the whole run. Every step gives equally many: the first ones of its file.
+    At most `most` samples are packed. Every step gives equally many: the first ones of its file.
 
     Raises:
         DataError: a file is damaged.
@@ -78,7 +77,7 @@ def pack_samples(dumps: Mapping[int, Path], most: int) -> PackedSamples:
 
 
 def _spread(steps: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the steps, evenly spread, the last one among them."""
+    """At most `most` of the steps, evenly spread; the last step is always among them."""
     if len(steps) <= most:
         return list(steps)
     return [steps[-1 - math.floor(i * len(steps) / most)] for i in reversed(range(most))]
@@ -107,7 +106,7 @@ def _pack_tokens(packed: PackedSamples, table: SampleTable, count: int) -> None:
 
 
 def _quantities(tokens: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, Floats]]:
-    """What can be shown of each token, as far as it was measured."""
+    """The numbers that can be shown for each token, if they were measured."""
     old = tokens["old_logprob"]
     yield "advantage", tokens["advantage"]
     yield "reward", tokens["reward"]
@@ -129,8 +128,8 @@ def _quantities(tokens: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, Float
 def _sample(table: SampleTable, row: int, where: slice, numbers: Mapping[str, Floats]) -> bytes:
     """One sample: a line of JSON, then for each quantity the high and the low bytes of its numbers.
 
-    Numbers are float16 in units that the JSON names, such that the largest is about 1. Bytes of the
-    same kind stand together, since that compresses better.
+    Numbers are float16 in units that the JSON names, such that the largest is about 1. All high
+    bytes are stored first, then all low bytes, since that compresses better.
     """
     units = {}
     planes = []
@@ -162,7 +161,7 @@ def _block(content: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it, numbers with six digits."""
+    """The value in a form that JSON can hold, numbers with six digits."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None

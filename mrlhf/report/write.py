@@ -35,12 +35,9 @@ _SCRIPTS = (
 
 
 def write_report(directories: Sequence[Path], output: Path, most_samples: int) -> int:
-    """Write the report of runs, and return its size in bytes.
+    """Write the report of runs as one file, and return its size in bytes.
 
-    Args:
-        directories: of the runs.
-        output: the file.
-        most_samples: of all runs together; they share the room equally.
+    `most_samples` is for all runs together; they share the room equally.
 
     Raises:
         DataError: a directory holds no run, or a file of it is damaged.
@@ -61,7 +58,7 @@ def write_report(directories: Sequence[Path], output: Path, most_samples: int) -
 
 
 def _describe(run: RunFiles, packed: PackedSamples) -> dict[str, Any]:
-    """What the page gets of a run at once; tokens and texts are in blocks."""
+    """The part of a run that the page loads at once; tokens and texts are in blocks."""
     return {
         "name": run.name,
         "steps": [record["step"] for record in run.records],
@@ -78,7 +75,7 @@ def _describe(run: RunFiles, packed: PackedSamples) -> dict[str, Any]:
 
 
 def _phases(runs: Sequence[RunFiles]) -> list[str]:
-    """The elements with the phases of all runs, which are read on the first use."""
+    """The elements with the phases of all runs, which the page reads when they are first used."""
     return [
         f'<script type="application/json" id="phases-{number}">{script_text(run.phases)}</script>'
         for number, run in enumerate(runs)
@@ -123,7 +120,7 @@ def script_text(data: Any) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """What the browser may run and load: this script and this style, and nothing else."""
+    """The content policy of the page: the browser may run and load this style and script alone."""
     return (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "img-src data:"

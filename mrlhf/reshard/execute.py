@@ -1,17 +1,15 @@
 """Carries out a reshard plan on one rank: it shares, copies, sends and receives weights.
 
 Slices travel in flat buckets of bounded size and are unpacked directly into the engine's own
-storage; no full tensor is ever gathered. Ranks that compute on the CPU of one machine share the
-buckets in memory; others send them over `torch.distributed`. This file knows slots and ranks; it
-does not know models, layouts or what the engine does with its weights.
+storage; no full tensor is ever gathered. This file knows slots and ranks; it does not know models,
+layouts or what the engine does with its weights.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,26 +22,12 @@ from mrlhf.parallel.collectives import all_max, exchange
 from mrlhf.reshard.links import LinkBuckets, by_receiver, by_sender
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner
-from mrlhf.reshard.shared_memory import SharedRings
 from mrlhf.reshard.views import Places, Views
 from mrlhf.weights.shard import Key, Piece, Slot
 
-logger = logging.getLogger(__name__)
-
-
-class Carrier(Protocol):
-    """A way to carry moves from rank to rank."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Memory of this rank's buckets while moves are under way."""
-
-    def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
-        """Make all moves, run all of `work` meanwhile, and return the bytes received."""
-
 
 class WeightHolder(Protocol):
-    """What an inference engine offers so that its weights can be filled."""
+    """The methods by which an inference engine lets its weights be filled."""
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
         """The pieces that make up each parameter."""
@@ -57,33 +41,27 @@ class WeightHolder(Protocol):
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How weights travel.
+    """Settings of the transfer of weights.
 
     Attributes:
         bucket_bytes: bound on the memory of a rank's buckets, sent and received, unless one row of
             a tensor is larger.
         verify: after each run, compare checksums of every slice as it is stored on both sides.
-        timeout_s: seconds that a rank waits for another one's weights.
-        shared_memory: share the buckets in memory if all ranks of the group are on one machine and
-            compute on its CPU.
     """
 
     bucket_bytes: int
     verify: bool = False
-    timeout_s: float = 600.0
-    shared_memory: bool = True
 
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What one reshard cost this rank.
+    """The cost of one reshard on this rank.
 
     Attributes:
         bytes_moved: bytes received from other ranks.
         bytes_had_to_move: bytes that this rank needed and did not hold.
         peak_extra_bytes: bytes of the buckets.
-        seconds: from the first slice to the last, including what was done meanwhile, without
-            verification.
+        seconds: from the first slice to the last, without verification.
     """
 
     bytes_moved: int
@@ -106,16 +84,10 @@ class Resharder:
     ) -> None:
         """Plan for this rank; every rank of the group constructs one.
 
-        Args:
-            planner: plans from the layout of `source_slots` to the layout of the engine; equal on
-                every rank.
-            source_slots: where the training weights of this rank are stored.
-            engine: the engine on this rank.
-            rank: global rank of this process.
-            options: how weights travel; the same on every rank.
-            group: the ranks of the plan, and possibly more; all ranks of the job if None.
+        `planner` and `options` are equal on all ranks. `source_slots` say where this rank stores
+        its training weights. `group` holds the ranks of the plan, and possibly more; None: all
+        ranks of the job.
         """
-        self._rank = rank
         self._group = group
         self._options = options
         self._under_way = False
@@ -137,15 +109,15 @@ class Resharder:
         self._plan = plan
         self._source_places: Places = {}
         self._target_places: Places = {}
-        self.carrier = self._make_carrier(planner)
+        self.links = self._make_links()
 
     @torch.no_grad()
     def run(self, meanwhile: Callable[[], None] | None = None) -> ReshardStats:
         """Make the engine's weights those of the training model; every rank of the group calls it.
 
         Args:
-            meanwhile: what this rank can do while weights are under way, such as allocating the KV
-                cache; it must not touch the engine's weights.
+            meanwhile: work that this rank can do while weights are under way, such as allocating
+                the KV cache; it must not touch the engine's weights.
 
         Raises:
             WeightError: `verify` is on and a slice did not arrive as it was sent, another rank did
@@ -166,15 +138,20 @@ class Resharder:
         source = Views(self._source_slots, self._source_places, self._dtype)
         target = Views(slots, self._target_places, self._dtype)
 
-        work = self._local_work(source, target, meanwhile)
+        def work_alone() -> None:
+            if meanwhile is not None:
+                meanwhile()
+            for copy in self._plan.copies:
+                view = target(copy.target, copy.start, copy.stop)
+                view.copy_(source(copy.source, copy.start, copy.stop).reshape(view.shape))
+
         bytes_moved = 0
         peak_bytes = 0
-        if self.carrier is None:
-            for _ in work:
-                pass
+        if self.links is None:
+            work_alone()
         else:
-            bytes_moved = self.carrier.carry(source, target, work)
-            peak_bytes = self.carrier.peak_bytes
+            bytes_moved = self.links.carry(source, target, work_alone)
+            peak_bytes = self.links.peak_bytes
         seconds = self._now() - start
         self._under_way = False
 
@@ -182,46 +159,18 @@ class Resharder:
             self._compare(source, target)
         return ReshardStats(bytes_moved, self._plan.bytes_minimum, peak_bytes, seconds)
 
-    def _make_carrier(self, planner: Planner) -> Carrier | None:
-        """The carrier of this rank's moves; None if no rank of the group has any.
-
-        The reduction is also what makes NCCL create the communicator for the exchange: all ranks
-        must take part in the first call of a group, but an exchange may leave some out.
-        """
+    def _make_links(self) -> LinkBuckets | None:
+        """The links that carry this rank's moves; None if no rank of the group has any moves."""
         plan = self._plan
         links = len(by_receiver(plan.sends)) + len(by_sender(plan.receives))
+        # This also makes NCCL create the communicator for the exchange: all ranks must take part in
+        # the first call of a group, but an exchange may leave some out.
         most_links = all_max(links, self._group, self._device)
         if not most_links:
             return None
 
-        bucket_bytes = self._options.bucket_bytes
-        if self._options.shared_memory and self._device.type == "cpu":
-            rings = SharedRings(plan, bucket_bytes, self._dtype, self._options.timeout_s)
-            if rings.open(self._group, planner.sends):
-                return rings
-
-            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-            if self._rank == ranks[0]:
-                logger.warning(
-                    "ranks %s share no memory (they are on several machines, or /dev/shm has too "
-                    "little room: give a container more with --shm-size), so weights travel over "
-                    "gloo, which is slower",
-                    ranks,
-                )
-
-        capacity = bucket_bytes // self._dtype.itemsize // most_links
+        capacity = self._options.bucket_bytes // self._dtype.itemsize // most_links
         return LinkBuckets(plan, capacity, self._dtype, self._device, self._group)
-
-    def _local_work(
-        self, source: Views, target: Views, meanwhile: Callable[[], None] | None
-    ) -> Iterator[None]:
-        """The work that needs no other rank, in steps."""
-        if meanwhile is not None:
-            meanwhile()
-        for copy in self._plan.copies:
-            view = target(copy.target, copy.start, copy.stop)
-            view.copy_(source(copy.source, copy.start, copy.stop).reshape(view.shape))
-            yield
 
     def _compare(self, source: Views, target: Views) -> None:
         """Compare the checksum of each slice on its source with its checksum in the engine."""
@@ -263,7 +212,7 @@ def _keys(pieces: Sequence[Piece]) -> list[Key]:
 
 
 def _fit(slots: Sequence[Slot], dtype: torch.dtype) -> bool:
-    """Whether all slots are of `dtype`, or are of those that stay float32."""
+    """Whether all slots are of `dtype`, apart from tensors that always stay float32."""
     return {slot.parameter.dtype for slot in slots} <= {dtype, torch.float32}
 
 

@@ -1,12 +1,12 @@
 """Carries moves over `torch.distributed`, with gloo or NCCL.
 
 In each round one flat bucket travels between each pair of ranks. This file knows moves and views;
-it does not know plans, engines or which ranks share a machine.
+it does not know plans or engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,9 @@ class LinkBuckets:
     ) -> None:
         """Cut the moves of this rank into buckets; all ranks have called a collective before.
 
-        Args:
-            plan: the plan of this rank.
-            capacity: the most numbers of a bucket, unless one row of a tensor is larger; the same
-                on all ranks.
-            dtype: dtype of the numbers.
-            device: device of the numbers.
-            group: the ranks of the plan, and possibly more; all ranks of the job if None.
+        A bucket has at most `capacity` numbers, the same on all ranks, unless one row of a tensor
+        is larger. `group` holds the ranks of the plan, and possibly more; None: all ranks of the
+        job.
         """
         self._dtype = dtype
         self._device = device
@@ -58,16 +54,11 @@ class LinkBuckets:
         largest = [max(map(_elements, buckets)) for buckets in all_links]
         self.peak_bytes = dtype.itemsize * sum(largest)
 
-    def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
-        """Make all moves; every rank of the group calls it.
+    def carry(self, source: Views, target: Views, work: Callable[[], None]) -> int:
+        """Make all moves, and return the bytes received; every rank of the group calls it.
 
-        Args:
-            source: the slices that this rank sends.
-            target: the slices that it receives.
-            work: steps to run while the first buckets are under way.
-
-        Returns:
-            Bytes received.
+        `source` are the slices to send, `target` those to receive. `work` is called once, while the
+        first buckets are under way.
         """
         send_buffers = self._allocate(self._outgoing)
         receive_buffers = self._allocate(self._incoming)
@@ -86,16 +77,16 @@ class LinkBuckets:
             ]
             under_way = start_exchange(outgoing, incoming, self._group)
 
-            for _ in work:
-                pass
+            if number == 0:
+                work()
 
             finish_exchange(under_way)
             for peer, flat in incoming:
                 _unpack(receives[peer], flat, target)
                 received_bytes += flat.nbytes
 
-        for _ in work:
-            pass
+        if not self._rounds:  # other ranks of the group have links
+            work()
         return received_bytes
 
     def _allocate(self, by_peer: dict[int, list[Bucket]]) -> dict[int, Tensor]:
@@ -155,7 +146,7 @@ def _pack(bucket: Bucket, flat: Tensor, source: Views) -> None:
 
 
 def _unpack(bucket: Bucket, flat: Tensor, target: Views) -> None:
-    """Copy the slices of the bucket out of the flat buffer."""
+    """Copy the numbers of the flat buffer into the slices of the bucket."""
     for move, packed in _parts(flat, bucket):
         view = target(move.target, move.start, move.stop)
         view.copy_(packed.view(view.shape))

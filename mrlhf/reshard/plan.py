@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mrlhf.reshard.choice import Choice, Demand, Near
-from mrlhf.reshard.holdings import Holdings, Interval, shards_by_slice
+from mrlhf.reshard.choice import Choice, Demand, NearRanks
+from mrlhf.reshard.intervals import HeldIntervals, Interval, shards_by_slice
 from mrlhf.reshard.moves import Move, numbers_in_row, viewable_parts
 from mrlhf.reshard.sides import Side, Sides
 from mrlhf.weights.shard import Key, Piece
@@ -74,7 +74,9 @@ class ReshardPlan:
 class Planner:
     """Plans for any rank how to get from the pieces of one side to those of another."""
 
-    def __init__(self, sides: Sequence[Sides], itemsize: int, near: Near = lambda rank: ()) -> None:
+    def __init__(
+        self, sides: Sequence[Sides], itemsize: int, near: NearRanks = lambda rank: ()
+    ) -> None:
         """Find out which shard holds which slice.
 
         Args:
@@ -110,29 +112,25 @@ class Planner:
                         receives.append(step)
                 lacking += kind.lacking(rank)
 
+            # Receiver by receiver. The moves to one receiver keep the order in which it plans to
+            # receive them.
+            sends = [move for kind in self._kinds for move in kind.sends(rank)]
+            sends.sort(key=lambda move: move.target_rank)
+
         return ReshardPlan(
-            rank, tuple(receives), self.sends(rank), tuple(copies), tuple(aliases), self._itemsize,
+            rank, tuple(receives), tuple(sends), tuple(copies), tuple(aliases), self._itemsize,
             self._itemsize * lacking,
         )  # fmt: skip
-
-    def sends(self, rank: int) -> tuple[Move, ...]:
-        """What global rank `rank` sends, receiver by receiver.
-
-        The moves to one receiver are in the order in which it plans to receive them.
-        """
-        with _without_collector():
-            moves = [move for kind in self._kinds for move in kind.sends(rank)]
-        return tuple(sorted(moves, key=lambda move: move.target_rank))
 
 
 class _KindPlanner:
     """Plans for the weights of one kind."""
 
-    def __init__(self, source: Side, target: Side, near: Near) -> None:
+    def __init__(self, source: Side, target: Side, near: NearRanks) -> None:
         self._source = source
         self._target = target
-        self._holdings = Holdings(source)
-        self._takers = shards_by_slice(target, self._holdings.shared)
+        self._held = HeldIntervals(source)
+        self._receivers = shards_by_slice(target, self._held.shared)
         self._choice = Choice(source, target, near)
 
     def steps(self, rank: int) -> Iterator[Alias | Move]:
@@ -164,7 +162,7 @@ class _KindPlanner:
 
         for shard in range(self._target.shards):
             for piece in self._target.pieces_of(shard, names):
-                for interval in self._holdings.within(piece):
+                for interval in self._held.within(piece):
                     if own_shard not in interval.held:
                         continue
                     demand = self._demand(shard, piece, interval)
@@ -173,7 +171,7 @@ class _KindPlanner:
 
     def _fetch(self, rank: int, own_shard: int | None, place: int, piece: Piece) -> Iterator[Move]:
         """The moves that bring `piece` to `rank`; they end wherever a slice of some shard ends."""
-        for interval in self._holdings.within(piece):
+        for interval in self._held.within(piece):
             if own_shard in interval.held:
                 yield from _moves(rank, rank, interval.held[own_shard], piece, interval)
                 continue
@@ -185,8 +183,8 @@ class _KindPlanner:
 
     def _demand(self, shard: int, piece: Piece, interval: Interval) -> Demand:
         """Target shard `shard` needs the slice; who else does matters where there is a choice."""
-        takers = self._takers[piece.key] if piece.name in self._holdings.shared else (shard,)
-        return Demand(tuple(interval.held), takers, interval.turn)
+        receivers = self._receivers[piece.key] if piece.name in self._held.shared else (shard,)
+        return Demand(tuple(interval.held), receivers, interval.turn)
 
     @staticmethod
     def _pieces(side: Side, rank: int) -> Sequence[Piece]:

@@ -1,4 +1,4 @@
-"""The two sides of a reshard: which pieces a rank has in training, and which in the engine.
+"""The two sides of a reshard: the pieces that a rank has in training, and those in the engine.
 
 Ranks with the same pieces have the same shard and differ in the number of their replica. The dense
 weights and the experts of a mixture have different replicas in training, so each kind has sides of
@@ -28,15 +28,15 @@ PiecesOfTensors = Callable[[int, Set[str]], Sequence[Piece]]
 
 @dataclass(frozen=True)
 class Side:
-    """Who has what on one side.
+    """The shards, replicas and pieces of one side.
 
     Attributes:
-        shards: how many different shards there are; they are numbered from 0.
+        shards: the number of different shards; they are numbered from 0.
         replicas: the numbers of the replicas that take part; every shard has each of them.
         place_of: (shard, number of the replica) of a global rank; None if the rank has no piece.
         rank_at: the global rank with this shard and this number of the replica.
         pieces: the pieces of a shard, parameter by parameter.
-        list_some: those of some named tensors, and maybe more, if they can be listed faster alone.
+        list_some: the pieces of some named tensors, and maybe more, if that is faster than all.
     """
 
     shards: int
@@ -112,11 +112,11 @@ def sides_of_all(
     Args:
         engines: the replicas, and the layout of the role whose weights they get.
         in_training: the pieces of a global rank in training.
-        in_engine: those of a global rank in the engine.
-        some_in_engine: those of a global rank in the engine that are of some named tensors, and
-            maybe more, where they can be listed faster alone.
+        in_engine: the pieces of a global rank in the engine.
+        some_in_engine: the pieces of a global rank in the engine that belong to some named tensors,
+            and maybe more, if that is faster than to list all.
     """
-    # Both kinds mostly look at the same ranks.
+    # The dense weights and the experts mostly ask for the same ranks.
     in_training = cache(in_training)
     in_engine = cache(in_engine)
 
@@ -136,10 +136,10 @@ def sides_around(
     in_engine: PiecesOfRank,
     some_in_engine: PiecesOfTensors | None = None,
 ) -> list[Sides]:
-    """The same, as far as weights can come to or from global rank `rank`.
+    """The sides of `sides_of_all`, with only the replicas that exchange weights with rank `rank`.
 
     If each replica lies inside one model-parallel group of the actor, weights come from the ranks
-    of that group and of those that hold all experts together with it.
+    of that group and of the groups that hold all experts together with it.
     """
     kinds = sides_of_all(engines, in_training, in_engine, some_in_engine)
     if not engines.is_inside:
@@ -156,7 +156,7 @@ def _of_kind(pieces_of_rank: PiecesOfRank, of_expert: bool) -> PiecesOfRank:
 
 
 def _part(sides: Sides, number: int, parts: int) -> Sides:
-    """Both sides with part `number` of their replicas alone; those of a part follow each other."""
+    """Both sides with part `number` of `parts` of their replicas; a part is a contiguous range."""
     source, target = sides
     return (
         replace(source, replicas=_share(source.replicas, number, parts)),
@@ -170,7 +170,7 @@ def _share(replicas: range, number: int, parts: int) -> range:
 
 
 def side_of_ranks(pieces: Mapping[int, Sequence[Piece]]) -> Side:
-    """The side of any ranks, each with pieces of its own."""
+    """A side of ranks that each have other pieces."""
     ranks = sorted(pieces)
     shards = {rank: shard for shard, rank in enumerate(ranks)}
     return Side(

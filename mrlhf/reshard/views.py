@@ -1,6 +1,6 @@
 """The slices of one side of a reshard, as views into the tensors that store them.
 
-To compute where a slice lies takes longer than to copy a small slice, so it is done once. The
+Computing where a slice lies takes longer than copying a small slice, so it is done once. The
 tensors themselves are looked up in every run and not kept, because weights may be freed or moved
 between two runs. This file does not know ranks or moves.
 """
@@ -20,7 +20,7 @@ Strides = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a slice lies in a parameter with these strides: the arguments of `as_strided`."""
+    """The position of a slice in a parameter with these strides: the arguments of `as_strided`."""
 
     parameter_strides: Strides
     shape: tuple[int, ...]
@@ -37,10 +37,7 @@ class Views:
     def __init__(self, slots: Sequence[Slot], places: Places, dtype: torch.dtype) -> None:
         """Look up the parameters of the slots.
 
-        Args:
-            slots: where each piece is stored.
-            places: the places that earlier runs of this side have computed; this run adds to them.
-            dtype: of the numbers that travel.
+        `places` are those that earlier runs of this side have computed; this run adds to them.
         """
         self._parameters = {slot.piece.key: _as(dtype, slot.parameter.detach()) for slot in slots}
         self._places = places
@@ -62,5 +59,5 @@ class Views:
 
 
 def _as(dtype: torch.dtype, parameter: Tensor) -> Tensor:
-    """The parameter itself, or one of larger numbers as [..., so many of `dtype` for each]."""
+    """The parameter; one with larger numbers gets a last dimension of `dtype` parts."""
     return parameter if parameter.dtype == dtype else parameter.unsqueeze(-1).view(dtype)

@@ -1,7 +1,7 @@
 """The reward of a response: a weighted sum of rules, users' functions and given scores.
 
-It does not know how a reward model computes its score, nor tokens: it is given text, and numbers by
-name.
+It is given text, and numbers by name. It does not know tokens, nor how a reward model computes its
+score.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ def mix(
 ) -> list[float]:
     """The weighted sum of the terms' scores [batch].
 
-    Args:
-        terms: the scores, by term.
-        weights: the weights, by term.
-        name_row: what messages call the response at a place of the batch.
+    `name_row` gives the name of a response in messages.
 
     Raises:
         RewardError: a term has no weight, a weight has no term, the lengths differ, or a score or
@@ -91,7 +88,8 @@ class RewardFunction:
         Args:
             terms: the name and the weight of each; the name of a rule, "reward_model", or
                 "path/to/file.py:function".
-            limits: what each user's function may use; None: as much as it likes, for a minute.
+            limits: the resources of each user's function; None: no limit but a minute for each
+                call.
             format_pattern: the regular expression of the "format" rule.
 
         Raises:
@@ -124,7 +122,7 @@ class RewardFunction:
 
     @property
     def reads_text(self) -> bool:
-        """Whether a term reads the text of a response; the scores of the others are given."""
+        """Whether a term reads the text of a response; "reward_model" does not."""
         return bool(self._rules or self._custom)
 
     @property
@@ -137,11 +135,7 @@ class RewardFunction:
         inputs: Sequence[RewardInput],
         external_scores: Mapping[str, Sequence[float]] | None = None,
     ) -> RewardResult:
-        """Score a batch.
-
-        Args:
-            inputs: the responses [batch].
-            external_scores: for each term of `external`, its scores [batch].
+        """Score the responses [batch]; `external_scores` has the scores [batch] of external terms.
 
         Raises:
             RewardError: a term fails, or returns a score that cannot be used.

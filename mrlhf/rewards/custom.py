@@ -1,7 +1,7 @@
 """Runs a user's own reward function, named "path/to/file.py:function", in a process of its own.
 
-The process is started once, serves whole batches and is killed if a call takes too long, whatever
-the call is doing. It shares nothing with the trainer: no torch state, no process group. This file
+The process is started once, serves whole batches and is killed if a call takes too long, even if
+the call hangs in C. It shares nothing with the trainer: no torch state, no process group. This file
 does not know weights, terms or tokens.
 """
 
@@ -15,14 +15,12 @@ from typing import Any
 
 from mrlhf.errors import RewardError, UserTraceback
 from mrlhf.rewards.interface import RewardInput, Scored, split_score
-from mrlhf.rewards.worker_process import Limits, TooManyProcesses, WorkerProcess
+from mrlhf.rewards.worker_process import Limits, WorkerProcess
 from mrlhf.user_code import UserCodeError, read_reference
-
-__all__ = ["CustomReward", "Limits", "load_custom"]
 
 logger = logging.getLogger(__name__)
 
-# What Python says if the limit on memory refuses memory, a process or a thread.
+# Words in the errors of Python if the memory limit refuses memory, a process or a thread.
 _NO_MEMORY = ("MemoryError", "Cannot allocate memory", "can't start new thread")
 _NO_LIMITS_BUT_TIME = Limits()
 
@@ -32,11 +30,8 @@ class CustomReward:
 
     It returns a number, or a dict with "score", further numbers and, as "acc" and "pred", whether
     the response is right and its answer. What it prints goes to the log. The process starts with
-    the object and ends with `close`, with the object or with the trainer. After it was killed, the
+    the object and ends with `close`, with the object or with the trainer. If it was killed, the
     next call starts another.
-
-    Attributes:
-        name: the function's name.
     """
 
     def __init__(
@@ -47,13 +42,7 @@ class CustomReward:
         limits: Limits = _NO_LIMITS_BUT_TIME,
         load_timeout_s: float = 120.0,
     ) -> None:
-        """Start the process and load the function.
-
-        Args:
-            file: the user's Python file.
-            name: the function in it.
-            limits: what the function may use.
-            load_timeout_s: limit of importing the file, in seconds.
+        """Start the process and load the function `name` of `file` within `load_timeout_s` seconds.
 
         Raises:
             RewardError: the file or the function is missing, fails to import, or takes other
@@ -124,27 +113,22 @@ class CustomReward:
         return self._process
 
     def _receive(self, process: WorkerProcess, timeout_s: float, when: str) -> tuple[str, Any]:
-        """The next answer; if none comes in time, or at all, the process is ended."""
+        """The kind and the value of the next answer; if there is none, the process is ended."""
         try:
-            return _answer(process.receive(timeout_s))
+            kind, value = process.receive(timeout_s)
+            return kind, value
         except TimeoutError:
             printed = process.stop()
             what = f"took more than {timeout_s:g} s and was stopped"
-        except TooManyProcesses as error:
-            printed = process.stop()
-            what = f"{error}, and was stopped; reward.max_processes limits them"
         except (EOFError, ConnectionResetError):
             what = process.ending()
             printed = process.stop()
-        except ValueError as error:
-            printed = process.stop()
-            what = f"sent what is no answer ({error}) and was stopped"
 
         self._process = None
         raise self._failure(f"{what} {when}", printed)
 
     def _with_limit(self, summary: str) -> str:
-        """The summary of an error, with the limit that is its cause."""
+        """The summary of an error; if the memory limit is the cause, the limit is named too."""
         is_limited = self._limits.memory_mb is not None
         if is_limited and any(words in summary for words in _NO_MEMORY):
             return f"{summary}; {self._limits.hint}"
@@ -166,17 +150,3 @@ def load_custom(reference: str, limits: Limits = _NO_LIMITS_BUT_TIME) -> CustomR
     except UserCodeError as error:
         raise RewardError(f"reward function {reference!r}: {error}") from None
     return CustomReward(file, name, limits=limits)
-
-
-def _answer(message: Any) -> tuple[str, Any]:
-    """The kind and the value of a message of the worker.
-
-    Raises:
-        ValueError: it is none.
-    """
-    match message:
-        case ["ready" | "score" as kind, value]:
-            return kind, value
-        case ["error", [str(summary), str(trace)]]:
-            return "error", (summary, trace)
-    raise ValueError("it has another form")

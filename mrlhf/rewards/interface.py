@@ -83,14 +83,13 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Scores of a batch.
+    """Scores of a batch; every list is [batch].
 
     Attributes:
-        scores: the weighted mix, one number a response [batch].
+        scores: the weighted sum of the terms.
         metrics: each term's own score under the term's name, and its further numbers under
-            "term/name" [batch]; NaN where a response has no such number.
-        answers: under the name of each term that extracts answers, the extracted answers [batch];
-            None where a response has no answer.
+            "term/name"; NaN where a response has no such number.
+        answers: for each term that extracts answers, the answers; None where there is none.
     """
 
     scores: list[float]
@@ -99,13 +98,7 @@ class RewardResult:
 
 
 class Scored(NamedTuple):
-    """The result of one term for one response.
-
-    Attributes:
-        score: the reward.
-        further: further numbers, by name.
-        answer: the answer extracted from the response; None where there is none.
-    """
+    """The result of one term for one response; `answer` is None if the response has none."""
 
     score: float
     further: dict[str, float]
@@ -113,17 +106,13 @@ class Scored(NamedTuple):
 
 
 def check_score(score: float, what: str) -> None:
-    """Refuse a score that cannot train; `what` says which score it is.
-
-    Raises:
-        RewardError: it is not finite, or too large.
-    """
+    """Raise a RewardError if the score is not finite or too large; `what` names the score."""
     if not abs(score) <= LARGEST_SCORE:  # also where it is NaN
         raise RewardError(f"{what} {score:g}; {_WANTED}")
 
 
 def split_score(value: Any, name: str) -> Scored:
-    """The parts of a rule's return value: "score", the answer under "pred", and further numbers.
+    """Split a rule's return value into "score", the answer under "pred", and further numbers.
 
     Entries that are no numbers, or NaN, are left out.
 
@@ -167,7 +156,7 @@ def _check_rightness(number: Any, name: str) -> None:
 def _shown(value: Any) -> str:
     """The value as Python writes it, on one line.
 
-    The process of a user's function has put what is no number into words already.
+    The process of a user's function has already turned values that are no numbers into text.
     """
     words = value if isinstance(value, str) else repr(value)
     return " ".join(words.split())[:_SHOWN_CHARACTERS]

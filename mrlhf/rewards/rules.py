@@ -75,12 +75,9 @@ def format_match(
 def extract_number(solution: str, *, strict: bool) -> str | None:
     """The number that a solution gives as its answer; None without one.
 
-    Thousands separators and dollar signs are removed. As in verl, only the last 300 characters are
-    looked at, and numbers are compared as text: "18.0" is not "18".
-
-    Args:
-        solution: the response.
-        strict: take the last "#### number"; else the last number of all.
+    With `strict` the number must follow "#### "; otherwise the last number of all counts. Thousands
+    separators and dollar signs are removed. As in verl, only the last 300 characters are searched,
+    and numbers are compared as text: "18.0" is not "18".
     """
     pattern = _STRICT if strict else _FLEXIBLE
     for match in reversed(pattern.findall(solution[-_CLIP_CHARACTERS:])):
@@ -110,11 +107,9 @@ ANSWERS: dict[str, Callable[[str], str | None]] = {
 
 
 def answer_rules(terms: Iterable[str]) -> dict[str, Callable[[str], bool]]:
-    """The rules among the terms of a reward that compare a response with the reference answer.
+    """The rules among `terms` that compare a response with the reference answer.
 
-    Returns:
-        For each of them, by name, a function that tells of a reference answer whether there is a
-        response that the rule finds right.
+    Each is a function that says whether the rule finds any response right for a reference answer.
     """
     return {name: partial(_can_be_right, RULES[name]) for name in terms if name in ANSWERS}
 

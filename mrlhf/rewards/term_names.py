@@ -1,4 +1,4 @@
-"""What the terms of a reward are called in metrics, in samples and by `gdpo_reward_keys`.
+"""The names of a reward's terms in metrics, in samples and in `gdpo_reward_keys`.
 
 It knows names alone, and loads no function.
 """
@@ -19,11 +19,8 @@ _BUILT_IN = {name for union in get_args(RewardName) for name in get_args(union) 
 def term_names(terms: Sequence[str]) -> list[str]:
     """The name of each term: a rule's own, and a function's without its file.
 
-    Functions of the same name in several files, and those called as a built-in term, have the
-    file's name in front, as in `my_rules.score`; and its folders, as far as they differ.
-
-    Args:
-        terms: the names in reward.terms.
+    If several functions have the same name, or one has the name of a built-in term, the file's name
+    is put in front, as in `my_rules.score`; and its folders, if the file names are equal too.
 
     Raises:
         ConfigError: a term is given twice.
@@ -44,7 +41,7 @@ def term_names(terms: Sequence[str]) -> list[str]:
 
 
 def _real(term: str) -> str:
-    """The term, with the file of a function as an absolute path without links."""
+    """The term; the file of a function becomes an absolute path without links."""
     if ":" not in term:
         return term
     file, _, function = term.rpartition(":")
@@ -66,6 +63,6 @@ def _short(reference: str, others: Sequence[str]) -> str:
 
 
 def _parts(reference: str) -> list[str]:
-    """The folders, the file without its ending, and the function."""
+    """The folders, the file without its suffix, and the function."""
     file, _, function = reference.rpartition(":")
     return [*Path(file).with_suffix("").parts, function]

@@ -1,7 +1,7 @@
 """The process that runs a user's reward function, so that a hang or a crash there does not stop the
 trainer.
 
-It is started by its path as `worker.py FD LIFELINE FILE NAME TIMEOUT MEMORY_MB`, not imported, and
+It is started by its path as `worker.py FD LIFELINE FILE NAME MEMORY_MB`, not imported, and
 uses the standard library and `user_code.py` alone. It does not know the trainer. It talks over the
 socket FD, in lines of JSON:
 
@@ -13,7 +13,6 @@ socket FD, in lines of JSON:
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import importlib.util
 import json
@@ -30,12 +29,11 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-_PR_SET_CHILD_SUBREAPER = 36
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def load_user_code() -> ModuleType:
-    """`mrlhf/user_code.py` by its path, since importing the package would bring torch."""
+    """Load `mrlhf/user_code.py` by its path, since importing the package would import torch."""
     file = Path(__file__).resolve().parents[1] / "user_code.py"
     spec = importlib.util.spec_from_file_location("mrlhf_user_code", file)
     assert spec is not None and spec.loader is not None
@@ -66,7 +64,7 @@ def plain(value: Any) -> Any:
 
 
 def text(value: Any) -> str | None:
-    """An answer as text, by which answers are compared; None where there is none."""
+    """An answer as text, so that answers can be compared; None without one."""
     return None if value is None else str(value)
 
 
@@ -85,10 +83,9 @@ def send(connection: socket.socket, kind: str, value: Any) -> None:
 
 
 def limit_resources(memory_mb: int) -> None:
-    """Limit this process and those that it starts; on other systems than Linux, as far as they can.
+    """Limit the private memory (MB; 0: no limit) of this process and of each that it starts.
 
-    Args:
-        memory_mb: most private memory of a process, MB; 0: no limit.
+    On systems other than Linux some limits do not exist and are left out.
     """
     if memory_mb:
         nbytes = memory_mb * 10**6
@@ -98,19 +95,12 @@ def limit_resources(memory_mb: int) -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
-    # It adopts processes whose parents end, so that the trainer finds them among its descendants.
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
 
 def end_with_trainer(lifeline: int) -> None:
     """Have the kernel kill this process and its group as soon as the trainer has gone.
 
-    No thread has to run for that, so it works while a call hangs in C. On other systems than Linux
-    nothing is done.
-
-    Args:
-        lifeline: the end for reading of a pipe whose other end only the trainer holds.
+    `lifeline` is the read end of a pipe whose other end only the trainer holds. No thread has to
+    run for that, so it works while a call hangs in C. On systems other than Linux nothing is done.
     """
     os.set_inheritable(lifeline, False)
     with suppress(AttributeError, OSError):
@@ -124,25 +114,16 @@ def end_with_trainer(lifeline: int) -> None:
 
 
 def answer(
-    connection: socket.socket,
-    function: Callable[..., Any],
-    file: Path,
-    calls: list[Any],
-    timeout_s: float,
+    connection: socket.socket, function: Callable[..., Any], file: Path, calls: list[Any]
 ) -> None:
-    """Score `calls` one by one, up to the first that fails."""
+    """Score `calls` one by one and stop at the first that fails."""
     for arguments in calls:
-        # If the trainer dies while this call hangs, only SIGALRM is left to stop it, where there is
-        # no lifeline.
-        signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 1)
         try:
             value = plain(function(**dict(zip(PARAMETERS, arguments, strict=True))))
-        except BaseException as error:
+        except BaseException as error:  # also SystemExit: the process serves on
             summary = user_code.summarise_error(error, file)
             send(connection, "error", [summary, without_own_frames(error)])
             return
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         send(connection, "score", value)
 
 
@@ -152,7 +133,6 @@ def main() -> None:
     end_with_trainer(int(sys.argv[2]))
     file = Path(sys.argv[3])
     name = sys.argv[4]
-    timeout_s = float(sys.argv[5])
 
     # A scheduler sends these to every process of the job; the trainer decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -160,14 +140,14 @@ def main() -> None:
 
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
-    limit_resources(int(sys.argv[6]))
+    limit_resources(int(sys.argv[5]))
     with suppress(BrokenPipeError, ConnectionResetError):
-        serve(connection, file, name, timeout_s)
+        serve(connection, file, name)
     os.killpg(0, signal.SIGKILL)  # and with this process all that the user's code has left
 
 
-def serve(connection: socket.socket, file: Path, name: str, timeout_s: float) -> None:
-    """Load the function and answer what is asked, until the trainer closes its end."""
+def serve(connection: socket.socket, file: Path, name: str) -> None:
+    """Load the function and answer requests until the trainer closes its end."""
     lines = connection.makefile("rb")
     sys.path[:] = [str(file.parent), *json.loads(lines.readline() or "[]")]
     try:
@@ -179,7 +159,7 @@ def serve(connection: socket.socket, file: Path, name: str, timeout_s: float) ->
     send(connection, "ready", None)
 
     for line in lines:
-        answer(connection, function, file, json.loads(line), timeout_s)
+        answer(connection, function, file, json.loads(line))
 
 
 if __name__ == "__main__":

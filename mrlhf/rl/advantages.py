@@ -38,20 +38,19 @@ from mrlhf.rl.token_baselines import (
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What estimators see of a batch; it holds whole prompt groups, and for `gpg` the whole batch.
+    """The batch as estimators see it; it holds whole prompt groups, and for `gpg` the whole batch.
 
     Attributes:
         rewards: [batch, response_len], the reward of each token.
         mask: bool [batch, response_len].
         prompt_groups: int64 [batch], rows with the same number answer one prompt.
-        values: [batch, response_len], the critic's prediction before each token; None without a
-            critic. `gae` needs it.
-        greedy_scores: [batch], the score of the greedy response to each row's prompt; only for
-            `remax`, which needs it.
-        probabilities: what the policy before the update gave each token; only for
-            `optimal_token_baseline` and `tir_optimal_token_baseline`, which need it.
-        components: [terms, batch], the scores of single terms of the reward; `gdpo` needs them. A
-            user's estimator gets those that `algorithm.gdpo_reward_keys` names. Else None.
+        values: [batch, response_len], the critic's prediction before each token, which `gae` needs;
+            None without a critic.
+        greedy_scores: [batch], the score of the greedy response to each row's prompt, for `remax`.
+        probabilities: of each token under the policy before the update, for
+            `optimal_token_baseline` and `tir_optimal_token_baseline`.
+        components: [terms, batch], the scores of single terms of the reward, for `gdpo`. A user's
+            estimator gets those that `algorithm.gdpo_reward_keys` names. Else None.
     """
 
     rewards: Tensor
@@ -76,7 +75,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """The numbers that estimators take; each one says who reads it.
+    """The numbers that estimators take, and who reads each.
 
     Attributes:
         gamma: discount of `gae` and `reinforce_plus_plus`.
@@ -179,12 +178,9 @@ def gae(
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     """Lambda of each response, 1 - 1 / (alpha * length), so that long ones bootstrap late.
 
-    The formula is that of VAPO, https://arxiv.org/abs/2504.05118.
-
-    Args:
-        mask: bool [batch, response_len]; the length is the number of its tokens, those that train,
-            since `gae` takes its steps from one of them to the next.
-        alpha: above 0; the sum of the weights of all steps back is about alpha * length.
+    The formula is that of VAPO, https://arxiv.org/abs/2504.05118. The length is the number of
+    tokens in the mask, bool [batch, response_len], since `gae` steps from one of them to the next.
+    The weights of all steps back sum to about alpha * length, with `alpha` above 0.
 
     Returns:
         float64 [batch], clamped to [0, 1]; 0 for an empty response.
@@ -227,7 +223,7 @@ def _gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndRe
 
 
 def _token_baseline(function: TokenBaseline) -> Estimator:
-    """The estimator that one of the functions of `token_baselines` is."""
+    """Make an estimator of one of the functions of `token_baselines`."""
 
     def estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
         if inputs.probabilities is None:

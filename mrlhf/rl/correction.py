@@ -2,8 +2,9 @@
 
 Importance weights turn an expectation over the engine's policy into one over the trainer's.
 Rejection leaves out tokens or sequences on which the two disagree too much. Both are computed from
-one log-ratio, trainer minus engine. This file does not know which of the trainer's policies is
-meant, the one before the step or the current one.
+one log-ratio, trainer minus engine: `log_ratio` [batch, response_len], with a bool `mask` of the
+same shape. This file does not know which of the trainer's policies is meant, the one before the
+step or the current one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Criterion:
 
     @property
     def of_tokens(self) -> bool:
-        """Whether the statistic is one of each token, and not of its sequence."""
+        """Whether each token has a value of the statistic, and not each sequence."""
         return self.statistic.startswith("token_")
 
     @property
@@ -58,22 +59,16 @@ class Criterion:
         return math.log(self.lower), math.log(self.upper)
 
     def measure(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """The statistic.
+        """The statistic of each token [batch, response_len], or of each sequence [batch, 1].
 
-        Args:
-            log_ratio: [batch, response_len], trainer less engine.
-            mask: bool [batch, response_len].
-
-        Returns:
-            [batch, response_len] of tokens, 0 outside the mask; [batch, 1] of sequences, 0 for a
-            sequence without a token.
+        It is 0 outside the mask, and for a sequence without a token.
         """
         reduction, estimator = self.statistic.rsplit("_", 1)
         divergence = _ESTIMATORS[estimator](_clamped(masked_log_ratio(log_ratio, mask)))
         return _REDUCTIONS[reduction](divergence, mask)
 
     def keeps(self, statistic: Tensor) -> Tensor:
-        """Whether each value that `measure` gave is within the bounds; bool, of its shape."""
+        """Whether each value from `measure` is within the bounds; bool, of the same shape."""
         lower, upper = self.bounds
         below = statistic <= upper
         return below if lower is None else below & (statistic >= lower)
@@ -81,7 +76,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Correction:
-    """Which weights and which rejection.
+    """Which weights are given, and what is rejected.
 
     Attributes:
         level: `token`: a token's weight is its probability ratio; `sequence`: all tokens of a
@@ -104,8 +99,7 @@ class Corrected:
     """The weights and the rejection of a batch; each field [batch, response_len], without gradient.
 
     Attributes:
-        weights: factors of the policy loss, 0 outside the mask, or None where the correction has
-            none.
+        weights: factors of the policy loss, 0 outside the mask; None if the correction has none.
         kept: bool, the mask without the rejected tokens.
         raw: the weights before truncation and normalisation, 0 outside the mask, or None.
     """
@@ -121,12 +115,6 @@ def correct(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Correcte
     Truncated weights are those of https://fengyao.notion.site/off-policy-rl, weights that are 0
     outside a band those of IcePop, https://arxiv.org/abs/2510.18855. Weights do not depend on what
     is rejected. Without `normalise`, each row depends on itself alone.
-
-    Args:
-        log_ratio: [batch, response_len], log-probability under the trainer's policy less that under
-            the engine's.
-        mask: bool [batch, response_len].
-        correction: what to do.
     """
     log_ratio = masked_log_ratio(log_ratio, mask)
 
@@ -144,24 +132,12 @@ def correct(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Correcte
 
 
 def masked_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """The log-ratio without its gradient, in its `working_dtype`, 0 outside the mask.
-
-    Both arguments are [batch, response_len], the mask bool.
-    """
+    """The log-ratio without its gradient, in its `working_dtype`, 0 outside the mask."""
     return torch.where(mask, log_ratio.detach().to(working_dtype(log_ratio)), 0)
 
 
 def normalisation_factor(weights: Tensor, mask: Tensor, level: WeightLevel) -> Tensor:
-    """The mean of the weights, over tokens or over sequences; 1 if all weights are about 0.
-
-    Args:
-        weights: [batch, response_len], truncated.
-        mask: bool [batch, response_len].
-        level: of the weights.
-
-    Returns:
-        A scalar.
-    """
+    """The mean of truncated weights, over tokens or sequences; 1 if all weights are about 0."""
     if level == "sequence":
         mean = masked_mean(masked_mean(weights, mask, dim=1), mask.any(dim=1))
     else:
@@ -177,14 +153,9 @@ def truncate(raw: Tensor, correction: Correction) -> Tensor:
 
 
 def geometric_mean_weights(weights: Tensor, mask: Tensor) -> Tensor:
-    """The geometric mean of each row's weights, for `geo_mean`, which is a geometric mean itself.
+    """The geometric mean of each row's weights over its mask; [batch, response_len], 0 outside.
 
-    Args:
-        weights: [batch, response_len], not negative.
-        mask: bool [batch, response_len], over which the mean is taken.
-
-    Returns:
-        [batch, response_len]; 0 outside the mask.
+    It is for the loss `geo_mean`, which is a geometric mean itself. No weight is negative.
     """
     mean = masked_mean((weights + GEOMETRIC_EPS).log(), mask, dim=1).exp()
     return torch.where(mask, mean[:, None], 0)

@@ -1,12 +1,12 @@
 """Advantages without a critic: the score of a response against those of other responses, or its
 rewards alone.
 
-Each function takes the rewards of the tokens and returns advantages and returns, both [batch,
-response_len] and 0 outside the mask. The score s of a response is the sum of its rewards. Rows with
-the same number in `prompt_groups` answer one prompt. They may stand anywhere in the batch, and
-prompts may have different numbers of answers. Rewards may be of any type; results have their
-`working_dtype`. This file does not know how the rewards were made, nor whether the caller whitens
-what it returns.
+Each function takes `rewards` [batch, response_len], a bool `mask` of the same shape, and
+`prompt_groups`, int64 [batch]. It returns advantages and returns, both [batch, response_len] and 0
+outside the mask. The score s of a response is the sum of its rewards. Rows with the same number in
+`prompt_groups` answer one prompt. They may stand anywhere in the batch, and prompts may have
+different numbers of answers. Rewards may be of any type; results have their `working_dtype`. This
+file does not know how the rewards were made, nor whether the caller whitens the result.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ def grpo(
 ) -> AdvantagesAndReturns:
     """(s - mean of the prompt group) / (its std + 1e-6), https://arxiv.org/abs/2402.03300.
 
-    Without the division it is Dr. GRPO, https://arxiv.org/abs/2503.20783. The std is unbiased. A
-    response alone in its prompt group has mean 0 and std 1, as in verl.
-
-    Args:
-        rewards: [batch, response_len].
-        mask: bool [batch, response_len].
-        prompt_groups: int64 [batch].
-        norm_by_std: whether to divide.
+    Without the division (`norm_by_std`) it is Dr. GRPO, https://arxiv.org/abs/2503.20783. The std
+    is unbiased. A response alone in its prompt group has mean 0 and std 1, as in verl.
     """
     scores = response_scores(rewards, mask)
     by_prompt = PromptGroups(prompt_groups)
@@ -60,7 +54,7 @@ def gdpo(
     Args:
         components: [terms, batch], each term's score of each response.
         weights: the weight of each term.
-        rewards: [batch, response_len]; only their type counts.
+        rewards: only their shape and type count.
         mask: bool [batch, response_len].
         prompt_groups: int64 [batch].
         norm_by_std: whether to divide.
@@ -79,15 +73,10 @@ def gdpo(
 def grpo_passk(
     rewards: Tensor, mask: Tensor, prompt_groups: Tensor, norm_by_std: bool
 ) -> AdvantagesAndReturns:
-    """The best response to a prompt gets its lead over the second, the others 0.
+    """The best response to a prompt gets its lead over the second, the others get 0.
 
-    The method is that of https://arxiv.org/abs/2503.19595.
-
-    Args:
-        rewards: [batch, response_len].
-        mask: bool [batch, response_len].
-        prompt_groups: int64 [batch].
-        norm_by_std: whether to divide by the unbiased std of the prompt group + 1e-6.
+    The method is that of https://arxiv.org/abs/2503.19595. With `norm_by_std` the lead is divided
+    by the unbiased std of the prompt group + 1e-6.
 
     Raises:
         ValueError: a prompt has one response only.
@@ -115,8 +104,7 @@ def rloo(rewards: Tensor, mask: Tensor, prompt_groups: Tensor) -> AdvantagesAndR
     """Score less the mean of the other answers to the prompt, https://arxiv.org/abs/2402.14740.
 
     With n answers this is n / (n - 1) (s - mean). A response alone in its prompt group keeps its
-    score. Arguments: rewards [batch, response_len], mask bool [batch, response_len], prompt_groups
-    int64 [batch].
+    score.
     """
     by_prompt = PromptGroups(prompt_groups)
     scale = by_prompt.size / (by_prompt.size - 1).clamp(min=1).double()
@@ -129,7 +117,7 @@ def opo(rewards: Tensor, mask: Tensor, prompt_groups: Tensor) -> AdvantagesAndRe
 
     The length of a response is the number of tokens in its mask, which are those that train: the
     weight stands for the size of the gradient. A response alone in its prompt group keeps its
-    score. Arguments as in `rloo`.
+    score.
     """
     lengths = mask.sum(dim=1)
     scores = response_scores(rewards, mask)
@@ -143,14 +131,8 @@ def gpg(
     """alpha (s - mean of the prompt group) / f_norm, https://arxiv.org/abs/2504.02546.
 
     alpha is the batch size over the number of s other than 0, and the batch size where every s is
-    0: it makes up for prompts that give no gradient. A response alone in its prompt group keeps its
-    score.
-
-    Args:
-        rewards: [batch, response_len] of the whole batch, since alpha is taken over it.
-        mask: bool [batch, response_len].
-        prompt_groups: int64 [batch].
-        f_norm: divisor.
+    0: it makes up for prompts that give no gradient. So the rewards must be those of the whole
+    batch. A response alone in its prompt group keeps its score.
     """
     scores = response_scores(rewards, mask)
     alpha = len(scores) / scores.count_nonzero().clamp(min=1).double()
@@ -163,11 +145,6 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Advantag
 
     The caller whitens it. A masked-out position is skipped: the return after it is handed unchanged
     to the token before it.
-
-    Args:
-        rewards: [batch, response_len].
-        mask: bool [batch, response_len].
-        gamma: discount.
     """
     _check(rewards, mask)
     rewards = rewards.to(working_dtype(rewards))
@@ -184,8 +161,7 @@ def reinforce_plus_plus_baseline(
 ) -> AdvantagesAndReturns:
     """Score less the mean of its prompt group, https://arxiv.org/abs/2501.03262.
 
-    The caller whitens it. A response alone in its prompt group keeps its score. Arguments as in
-    `rloo`.
+    The caller whitens it. A response alone in its prompt group keeps its score.
     """
     centred = PromptGroups(prompt_groups).centred(response_scores(rewards, mask))
     return at_every_token(centred, rewards, mask)
@@ -194,12 +170,8 @@ def reinforce_plus_plus_baseline(
 def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> AdvantagesAndReturns:
     """Sum of the rewards from each token on, less the score of the greedy response.
 
-    The method is that of https://arxiv.org/abs/2310.10505.
-
-    Args:
-        rewards: [batch, response_len].
-        mask: bool [batch, response_len].
-        greedy_scores: [batch], score of the greedy response to each row's prompt.
+    The method is that of https://arxiv.org/abs/2310.10505. `greedy_scores` [batch] holds the score
+    of the greedy response to each row's prompt.
     """
     _check(rewards, mask)
     assert greedy_scores.shape == rewards.shape[:1], (
@@ -217,20 +189,13 @@ def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> AdvantagesAnd
 
 
 def response_scores(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The score of each response, which is the sum of its rewards; float64 [batch].
-
-    Arguments: rewards [batch, response_len], mask bool [batch, response_len].
-    """
+    """The score of each response, which is the sum of its rewards; float64 [batch]."""
     _check(rewards, mask)
     return masked_sum(rewards.double(), mask, dim=1)
 
 
 def at_every_token(advantages: Tensor, rewards: Tensor, mask: Tensor) -> AdvantagesAndReturns:
-    """One advantage a response [batch] at each of its tokens, as advantages and as returns.
-
-    Arguments: rewards [batch, response_len], whose `working_dtype` the result has, and mask bool
-    [batch, response_len].
-    """
+    """Repeat each response's advantage [batch] at its tokens, as advantages and as returns."""
     repeated = torch.where(mask, advantages[:, None].to(working_dtype(rewards)), 0)
     return repeated, repeated
 

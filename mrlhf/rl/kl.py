@@ -59,13 +59,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind) -> Tensor:
     that of the base kind and the gradient that of k2. On average this is the gradient of the
     divergence; the gradients of k1 and k3 are not (https://arxiv.org/abs/2506.09477).
 
-    Args:
-        logprob: [batch, response_len], log-probabilities of the drawn tokens under the policy.
-        ref_logprob: [batch, response_len], the same under the reference.
-        kind: the estimator; `full` is refused, since the drawn tokens alone cannot give it.
-
-    Returns:
-        [batch, response_len], in the wider `working_dtype` of the two.
+    `full` is refused, since the drawn tokens alone cannot give it. Both log-probabilities are those
+    of the drawn tokens, [batch, response_len], and so is the result, in the wider `working_dtype`
+    of the two.
     """
     assert kind != "full", (
         "'full' is summed over the vocabulary where the logits are, not estimated from log-probs"
@@ -91,13 +87,13 @@ class KlController(Protocol):
         """The coefficient to use now."""
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Take note of a step in which `n_samples` responses had the mean KL `current_kl`."""
+        """Take in a step in which `n_samples` responses had the mean KL `current_kl`."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold so that a resumed run goes on as this one would have."""
+        """The state that a checkpoint keeps, so that a resumed run has the same coefficient."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint, of either kind of controller."""
+        """Restore the state of either kind of controller."""
 
 
 class FixedKlController:
@@ -143,7 +139,7 @@ class AdaptiveKlController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from the coefficient reached."""
+        """Restore the coefficient reached."""
         self.value = state["value"]
 
 

@@ -33,15 +33,9 @@ class ValueLoss:
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> ValueLoss:
     """Half the larger squared error: that of the prediction, or of the clipped prediction.
 
-    The prediction is clipped to the neighbourhood of the old one, as in the PPO authors' code,
-    described in https://arxiv.org/abs/2005.12729, section 3.
-
-    Args:
-        values: [batch, response_len], predictions of the critic that is trained.
-        old_values: [batch, response_len], its predictions before this step's updates.
-        returns: [batch, response_len], the targets.
-        clip_range: how far a prediction may move from the old one before the clipped branch
-            differs.
+    The prediction is clipped to at most `clip_range` from the old one, as in the PPO authors' code,
+    described in https://arxiv.org/abs/2005.12729, section 3. All tensors are [batch, response_len]:
+    predictions of the critic that is trained, those before this step's updates, and the targets.
     """
     assert values.shape == old_values.shape == returns.shape
 
@@ -58,7 +52,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
 def token_weights(
     mask: Tensor, mode: LossAggMode, loss_scale_factor: float, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """What each token counts in the sum of a loss over whole sequences.
+    """The weight of each token in the sum of a loss over whole sequences.
 
     The caller sums each token's loss times its weight, and divides the sum over the global
     mini-batch by its `aggregation_count`. `token-mean` is that of DAPO,
@@ -71,10 +65,7 @@ def token_weights(
         mode: how tokens and sequences are weighted.
         loss_scale_factor: number of tokens by which `seq-mean-token-sum-norm` divides each
             sequence's sum; other modes ignore it.
-        dtype: of the result.
-
-    Returns:
-        [batch, response_len]; 0 outside the mask.
+        dtype: of the result, which is [batch, response_len] and 0 outside the mask.
     """
     kept = mask.to(dtype)
     if mode == "seq-mean-token-mean":
@@ -87,13 +78,8 @@ def token_weights(
 def aggregation_count(token_count: int, sequence_count: int, mode: LossAggMode) -> float:
     """The number by which the sum of a loss over a mini-batch is divided, once.
 
-    Args:
-        token_count: response tokens of the global mini-batch that the mask keeps.
-        sequence_count: sequences of the global mini-batch.
-        mode: as given to `token_weights`.
-
-    Returns:
-        The count; 1 instead of 0, where every sum is 0 anyway.
+    It is 1 where there is nothing to count, since every sum is 0 there. `token_count` are the
+    response tokens of the global mini-batch that the mask keeps, `sequence_count` its sequences.
     """
     counts: dict[LossAggMode, int] = {
         "token-mean": token_count,

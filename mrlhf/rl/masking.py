@@ -56,12 +56,9 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `x` where `mask` is True, in the `working_dtype` of `x`.
+    """Sum of `x` where the bool `mask` of the same shape is True, in the `working_dtype` of `x`.
 
-    Args:
-        x: numbers of any shape.
-        mask: bool, the shape of `x`.
-        dim: the axis to sum over; None sums everything to a scalar.
+    `dim` is the axis to sum over; None sums everything to a scalar.
     """
     _check_mask(x, mask)
     kept = x.to(working_dtype(x)).masked_fill(~mask, 0)
@@ -84,10 +81,7 @@ def selected(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def local_moments(x: Tensor, mask: Tensor) -> Moments:
-    """Moments of the entries of `x` where `mask` is True, in float64 and in two passes.
-
-    Arguments as in `masked_sum`.
-    """
+    """Moments of the entries of `x` where `mask` is True, in float64 and in two passes."""
     _check_mask(x, mask)
     kept = selected(x, mask).double()
     if kept.numel() == 0:
@@ -122,14 +116,8 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 def whiten(x: Tensor, mask: Tensor, moments: Moments, shift_mean: bool = True) -> Tensor:
     """Scale `x` to unit variance and, with `shift_mean`, to zero mean; 0 outside the mask.
 
-    Args:
-        x: numbers of any shape.
-        mask: bool, the shape of `x`.
-        moments: the moments of the whole set that `x` belongs to, which may be larger than `x`.
-        shift_mean: False keeps the mean where it was.
-
-    Returns:
-        The shape of `x`, in its `working_dtype`.
+    `moments` are those of the whole set that `x` belongs to, which may be larger than `x`. The
+    result has the shape and the `working_dtype` of `x`.
     """
     _check_mask(x, mask)
     white = (x.double() - moments.mean).div_((moments.variance + WHITEN_EPS) ** 0.5)

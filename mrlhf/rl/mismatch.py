@@ -1,8 +1,9 @@
 """Metrics of the mismatch between the engine that drew the responses and the trained policy.
 
-Names and definitions are those of verl. Every number is taken over the whole batch: over the tokens
-of its mask, or over the sequences that have at least one. Where there is nothing to count, the
-number is NaN. This file does not know which of the trainer's policies is meant.
+Names and definitions are those of verl. Tables are [batch, response_len], with a bool `mask`; a
+log-ratio is trainer less engine. Every number is taken over the whole batch: over the tokens of its
+mask, or over the sequences that have at least one. Where there is nothing to count, the number is
+NaN. This file does not know which of the trainer's policies is meant.
 """
 
 from __future__ import annotations
@@ -40,11 +41,6 @@ def mismatch_metrics(
     - `ppl_ratio`: mean of the quotients of the perplexities.
     - `chi2_token`, `chi2_seq`: the mean square of the probability ratio, trainer over engine, of a
       token and of a whole sequence, less 1.
-
-    Args:
-        trainer_logprobs: [batch, response_len].
-        rollout_logprobs: [batch, response_len], as the engine returned them.
-        mask: bool [batch, response_len].
     """
     tables = (trainer_logprobs, rollout_logprobs, mask)
     blocks = [_block(*rows) for rows in zip(*(x.split(_ROWS_AT_ONCE) for x in tables), strict=True)]
@@ -76,7 +72,7 @@ def mismatch_metrics(
 
 
 class _Block(NamedTuple):
-    """What `mismatch_metrics` needs of some rows; float64.
+    """The sums over some rows from which `mismatch_metrics` computes its numbers; float64.
 
     Attributes:
         of_tokens: [3], sums over tokens: of both estimates of KL, and of the squared ratio.
@@ -88,7 +84,6 @@ class _Block(NamedTuple):
 
 
 def _block(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> _Block:
-    """The sums over some rows; arguments as in `mismatch_metrics`."""
     trainer = torch.where(mask, trainer_logprobs.detach().double(), 0)
     rollout = torch.where(mask, rollout_logprobs.detach().double(), 0)
     log_ratio = selected(trainer - rollout, mask)
@@ -102,14 +97,12 @@ def _block(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
 def probability_metrics(
     trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """How the probabilities of the drawn tokens differ, in size, between trainer and engine.
+    """The size of the differences between trainer and engine in the drawn tokens' probabilities.
 
     - `rollout_probs_diff_valid`: 1 if there is a token to compare, else 0.
     - `rollout_probs_diff_mean`, `max`, `std`: of the sizes of the differences.
     - `rollout_actor_probs_pearson_corr`: Pearson's correlation of the two probabilities; NaN if one
       of them is the same for all tokens.
-
-    Arguments as in `mismatch_metrics`.
     """
     trainer = selected(trainer_logprobs, mask).double().exp_()
     rollout = selected(rollout_logprobs, mask).double().exp_()
@@ -128,7 +121,8 @@ def weight_metrics(
 ) -> dict[str, float]:
     """Statistics of the weights before any normalisation; empty where there are no weights.
 
-    All names begin with `rollout_is_`.
+    All names begin with `rollout_is_`. `corrected` is the result of `correct` for the other
+    arguments.
 
     - `mean`, `std`, `eff_sample_size`: over tokens, of truncated weights; the last one is a share
       of the tokens, and 0 where all weights are 0.
@@ -140,13 +134,7 @@ def weight_metrics(
       truncated weight of each; the last one is the largest distance from 1.
     - `seq_fraction_high`, `seq_fraction_low`: the share of sequences whose mean raw weight is
       beyond these bounds.
-    - `batch_norm_factor`: what the weights were divided by; only with normalisation.
-
-    Args:
-        corrected: the result of `correct` for the other arguments.
-        correction: as given to `correct`.
-        log_ratio: [batch, response_len], trainer less engine.
-        mask: bool [batch, response_len].
+    - `batch_norm_factor`: the number by which the weights were divided; only with normalisation.
     """
     if corrected.raw is None:
         return {}
@@ -195,18 +183,12 @@ def weight_metrics(
 def rejection_metrics(
     corrected: Corrected, correction: Correction, log_ratio: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """What was rejected, and the statistics by which it was.
+    """The shares of rejected tokens and sequences, and the statistics by which they were rejected.
 
     `rollout_rs_masked_fraction` is the share of tokens that were rejected, and
     `rollout_rs_seq_masked_fraction` that of sequences that lost at least one. The same two stand
     for each criterion alone under `rollout_rs_<statistic>_`, with the other numbers of
-    `criterion_metrics`.
-
-    Args:
-        corrected: the result of `correct` for the other arguments.
-        correction: as given to `correct`.
-        log_ratio: [batch, response_len], trainer less engine.
-        mask: bool [batch, response_len].
+    `criterion_metrics`. `corrected` is the result of `correct` for the other arguments.
     """
     metrics = _rejected_shares(mask & ~corrected.kept, mask)
     for criterion in correction.criteria:
@@ -216,7 +198,7 @@ def rejection_metrics(
 
 
 def criterion_metrics(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> dict[str, float]:
-    """The statistic of one criterion, and what the criterion rejects by itself.
+    """The statistic of one criterion, and the shares that the criterion rejects by itself.
 
     A value is that of a token or of a sequence, as the statistic is. Bounds of k1 are logarithms.
 
@@ -228,11 +210,6 @@ def criterion_metrics(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> 
       k1, `seq_fraction_low`: the same over sequences, each with its value or the mean value of its
       tokens; `seq_max_deviation` is the largest size.
     - `masked_fraction`, `seq_masked_fraction`: the shares of tokens and of sequences rejected.
-
-    Args:
-        criterion: the condition.
-        log_ratio: [batch, response_len], trainer less engine.
-        mask: bool [batch, response_len].
     """
     statistic = criterion.measure(log_ratio, mask)
     rejected = mask & ~criterion.keeps(statistic)

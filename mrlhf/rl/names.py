@@ -30,10 +30,9 @@ AdvantageEstimator = Literal[
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """What the rest of the program must know of an advantage estimator.
+    """Facts about an advantage estimator for those who do not call it.
 
     Attributes:
-        reads: the keys of `algorithm` that it reads and that not all estimators read.
         whitened: whether its advantages are whitened over the batch.
         needs_values: whether it needs a critic.
         needs_greedy_answer: whether it needs the score of a greedy answer to each prompt.
@@ -48,7 +47,6 @@ class EstimatorTraits:
             not from their sum, so that what shapes the sum has no effect.
     """
 
-    reads: frozenset[str] = frozenset()
     whitened: bool = False
     needs_values: bool = False
     needs_greedy_answer: bool = False
@@ -61,30 +59,24 @@ class EstimatorTraits:
 
 ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
     "gae": EstimatorTraits(
-        reads=frozenset({"gamma", "lam", "lam_critic", "lam_length_alpha", "whiten_rewards"}),
         whitened=True,
         needs_values=True,
     ),
     "grpo": EstimatorTraits(
-        reads=frozenset({"norm_adv_by_std_in_grpo"}),
         compares_answers=True,
         compares_within_prompt=True,
     ),
     "grpo_passk": EstimatorTraits(
-        reads=frozenset({"norm_adv_by_std_in_grpo"}),
         compares_answers=True,
         compares_within_prompt=True,
     ),
     "rloo": EstimatorTraits(compares_within_prompt=True),
     "opo": EstimatorTraits(compares_within_prompt=True),
-    "gpg": EstimatorTraits(reads=frozenset({"f_norm"}), compares_within_prompt=True),
-    "reinforce_plus_plus": EstimatorTraits(
-        reads=frozenset({"gamma"}), whitened=True, sums_later_rewards=True
-    ),
+    "gpg": EstimatorTraits(compares_within_prompt=True),
+    "reinforce_plus_plus": EstimatorTraits(whitened=True, sums_later_rewards=True),
     "reinforce_plus_plus_baseline": EstimatorTraits(whitened=True, compares_within_prompt=True),
     "remax": EstimatorTraits(needs_greedy_answer=True, sums_later_rewards=True),
     "gdpo": EstimatorTraits(
-        reads=frozenset({"norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"}),
         whitened=True,
         compares_answers=True,
         compares_within_prompt=True,
@@ -97,23 +89,8 @@ ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
         sums_later_rewards=True, needs_squared_probabilities=True, compares_within_prompt=True
     ),
 }
-OWN_ESTIMATOR = EstimatorTraits(
-    reads=frozenset(
-        {
-            "use_critic",
-            "gamma",
-            "lam",
-            "lam_critic",
-            "lam_length_alpha",
-            "norm_adv_by_std_in_grpo",
-            "f_norm",
-            "gdpo_reward_keys",
-            "gdpo_reward_weights",
-            "whiten_rewards",
-        }
-    ),
-)
-"""The traits of a user's estimator. It is given all numbers, and nothing is asked of the run."""
+OWN_ESTIMATOR = EstimatorTraits()
+"""The traits of a user's estimator: nothing is asked of the run."""
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
@@ -141,11 +118,9 @@ PolicyLossName = Literal[LossMode, "reinforce"]
 
 @dataclass(frozen=True)
 class PolicyLossTraits:
-    """What the rest of the program must know of a policy loss.
+    """Facts about a policy loss for those who do not call it.
 
     Attributes:
-        reads: the keys of `actor` and `actor.policy_loss` that it reads and that not all losses
-            read.
         sequence_level: whether it is aggregated as seq-mean-token-mean unless configured otherwise.
         selects_tokens: whether it needs tokens that are chosen by a statistic of the whole
             mini-batch.
@@ -153,42 +128,28 @@ class PolicyLossTraits:
         needs_sequences: whether the loss of a token depends on other tokens of its sequence.
     """
 
-    reads: frozenset[str] = frozenset()
     sequence_level: bool = False
     selects_tokens: bool = False
     uses_ratio: bool = True
     needs_sequences: bool = False
 
-    @property
-    def clips(self) -> bool:
-        """Whether it reads the clip distances."""
-        return "clip_ratio" in self.reads
-
-
-_CLIP = frozenset({"clip_ratio", "clip_ratio_low", "clip_ratio_high"})
-_COVARIANCE_CLIP = frozenset({"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"})
 
 POLICY_LOSS_TRAITS: Mapping[str, PolicyLossTraits] = {
-    "vanilla": PolicyLossTraits(reads=_CLIP | {"clip_ratio_c"}),
-    "gspo": PolicyLossTraits(reads=_CLIP, sequence_level=True, needs_sequences=True),
-    "cispo": PolicyLossTraits(reads=_CLIP),
-    "sapo": PolicyLossTraits(reads=frozenset({"tau_pos", "tau_neg"}), sequence_level=True),
+    "vanilla": PolicyLossTraits(),
+    "gspo": PolicyLossTraits(sequence_level=True, needs_sequences=True),
+    "cispo": PolicyLossTraits(),
+    "sapo": PolicyLossTraits(sequence_level=True),
     "gpg": PolicyLossTraits(uses_ratio=False),
-    "geo_mean": PolicyLossTraits(reads=_CLIP, sequence_level=True, needs_sequences=True),
-    "clip_cov": PolicyLossTraits(reads=_CLIP | _COVARIANCE_CLIP, selects_tokens=True),
-    "kl_cov": PolicyLossTraits(
-        reads=frozenset({"kl_cov_ratio", "ppo_kl_coef"}), selects_tokens=True
-    ),
-    "dppo_tv": PolicyLossTraits(reads=_CLIP | {"clip_ratio_c"}),
-    "dppo_kl": PolicyLossTraits(reads=_CLIP | {"clip_ratio_c"}),
+    "geo_mean": PolicyLossTraits(sequence_level=True, needs_sequences=True),
+    "clip_cov": PolicyLossTraits(selects_tokens=True),
+    "kl_cov": PolicyLossTraits(selects_tokens=True),
+    "dppo_tv": PolicyLossTraits(),
+    "dppo_kl": PolicyLossTraits(),
     "surrogate": PolicyLossTraits(),
     "reinforce": PolicyLossTraits(uses_ratio=False),
 }
-OWN_POLICY_LOSS = PolicyLossTraits(
-    reads=_CLIP | {"clip_ratio_c", "tau_pos", "tau_neg", "ppo_kl_coef"}, needs_sequences=True
-)
-"""The traits of a user's loss. It is given all numbers but those that choose tokens, and whole
-sequences, since it may use them."""
+OWN_POLICY_LOSS = PolicyLossTraits(needs_sequences=True)
+"""The traits of a user's loss. It is given whole sequences, since it may use them."""
 
 
 def policy_loss_traits(name: str) -> PolicyLossTraits:

@@ -27,15 +27,15 @@ SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a policy loss is computed from; each field [batch, response_len].
+    """The tensors that a policy loss is computed from; each field [batch, response_len].
 
     Attributes:
         logprob: log-probabilities of the drawn tokens under the policy that is trained.
         old_logprob: the same before this step's updates.
         advantages: the advantages of the drawn tokens.
-        mask: bool, the tokens that count; what the other fields hold elsewhere has no effect.
-        selected: bool, what `select_by_covariance` chose over the whole mini-batch; `clip_cov` and
-            `kl_cov` need it.
+        mask: bool, the tokens that count; the other fields may hold anything elsewhere.
+        selected: bool, the choice of `select_by_covariance` over the whole mini-batch; `clip_cov`
+            and `kl_cov` need it.
     """
 
     logprob: Tensor
@@ -81,7 +81,7 @@ class PolicyLossOptions:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss and what is measured of it; each field [batch, response_len].
+    """A policy loss and its measurements; each field [batch, response_len].
 
     Attributes:
         per_token: the loss, to be aggregated; 0 outside the mask.
@@ -104,11 +104,8 @@ def make_policy_loss(
 ) -> PolicyLoss:
     """The result of a policy loss; a clip that is left out counts as never taken.
 
-    Args:
-        inputs: what the loss was given.
-        per_token: [batch, response_len], the loss of each token.
-        clipped: bool [batch, response_len], where the clip of the loss was taken.
-        clipped_lower: bool [batch, response_len], where its second clip was taken.
+    All tensors are [batch, response_len]: the loss of each token, and bool, where its clip and its
+    second clip were taken.
     """
     nowhere = torch.zeros_like(inputs.mask)
     return PolicyLoss(
@@ -125,9 +122,10 @@ PolicyLossFunction = Callable[[PolicyLossInputs, PolicyLossOptions], PolicyLoss]
 def policy_loss(
     function: PolicyLossFunction, inputs: PolicyLossInputs, options: PolicyLossOptions
 ) -> PolicyLoss:
-    """The loss that `function` computes, whatever stands outside the mask, NaN included.
+    """The loss that `function` computes from clean inputs.
 
-    The function is given floating-point numbers of at least 32 bits.
+    The function sees 0 outside the mask, even where NaN stood, and floating-point numbers of at
+    least 32 bits.
 
     Raises:
         ValueError: the loss needs `inputs.selected`, which is None.
@@ -308,8 +306,8 @@ def select_by_covariance(
         excluded: bool [batch, response_len], tokens not to choose, or None.
 
     Returns:
-        bool [batch, response_len]. Of equal covariances those in the first rows, and in them those
-        of the first tokens, are chosen first.
+        bool [batch, response_len]. Of equal covariances the earliest rows, and in them the earliest
+        tokens, are chosen first.
     """
     logprob = logprob.detach().double()
     advantages = advantages.double()

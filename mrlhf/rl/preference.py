@@ -17,7 +17,7 @@ from mrlhf.rl.names import PairLossName
 
 @dataclass(frozen=True)
 class PairLogprobs:
-    """What a loss on pairs sees; each field [pairs, 2], the chosen response first.
+    """The log-probabilities of pairs; each field [pairs, 2], the chosen response first.
 
     Attributes:
         policy: float64, the log-probability of each whole response under the policy, nats.
@@ -85,21 +85,11 @@ PairLoss = Callable[[PairLogprobs, PairLossOptions], Tensor]
 
 PAIR_LOSSES: dict[PairLossName, PairLoss] = {"sigmoid": sigmoid_loss, "ipo": ipo_loss}
 
-PAIR_METRICS = (
-    "loss",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logps/rejected",
-)
-
 
 def measure_pairs(
     name: PairLossName, pairs: PairLogprobs, options: PairLossOptions
 ) -> dict[str, Tensor]:
-    """The loss of each pair, and what TRL reports of it, by the names in `PAIR_METRICS`; [pairs].
+    """The loss of each pair, and what TRL reports of it, by TRL's names; [pairs].
 
     A reward is beta times the log-ratio of a whole response, whichever the loss. A pair counts as
     right in `rewards/accuracies` if its chosen response has the higher reward.

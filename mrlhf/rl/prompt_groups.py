@@ -17,9 +17,6 @@ STD_EPS = 1e-6
 class PromptGroups:
     """Rows of a batch by the prompt that they answer; every row is given the figure of its group.
 
-    The lowest score of the prompt group is taken off before sums are taken, in float64. So scores
-    with a large common offset lose no digits, and equal scores are exactly at their mean.
-
     Attributes:
         size: int64 [batch], rows in the prompt group of each row.
         single: bool [batch], whether a row is alone in its prompt group.
@@ -47,17 +44,15 @@ class PromptGroups:
         return self._extreme(x, "amax")
 
     def centred(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Each score less the mean of its prompt group; a row alone keeps its score.
+        """Each score less the mean of its prompt group, float64 [batch]; a row alone keeps its
+        score.
 
-        Args:
-            scores: [batch].
-            weights: [batch], at least 0, the weight of each row in the mean; None: all alike. Where
-                all weights of a prompt group are 0, its lowest score stands for the mean.
-
-        Returns:
-            float64 [batch]
+        `weights` [batch], at least 0, are those of the rows in the mean; None: all alike. Where all
+        weights of a prompt group are 0, its lowest score stands for the mean.
         """
         scores = scores.double()
+        # Sums are taken of the distance to the lowest score: scores with a large common offset lose
+        # no digits, and equal scores are exactly at their mean.
         above = scores - self.lowest(scores)
 
         weights = torch.ones_like(above) if weights is None else weights.double()
@@ -67,13 +62,10 @@ class PromptGroups:
         return torch.where(self.single, scores, above - mean)
 
     def std(self, centred: Tensor) -> Tensor:
-        """Unbiased standard deviation of each row's prompt group, 1 for a row alone.
+        """Unbiased standard deviation of each row's prompt group, 1 for a row alone; float64
+        [batch].
 
-        Args:
-            centred: float64 [batch], scores less the mean of their prompt group.
-
-        Returns:
-            float64 [batch]
+        `centred` [batch] are scores less the mean of their prompt group.
         """
         deviation = (self.total(centred.square()) / (self.size - 1)).sqrt()
         return torch.where(self.single, 1, deviation)

@@ -54,13 +54,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     """The penalty of a response that ends in the last `buffer` tokens before the limit.
 
     This is the soft punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13: 0 up to
-    max_length - buffer tokens, and from there a straight line that reaches -factor at max_length.
-
-    Args:
-        lengths: [batch], tokens of each response.
-        max_length: number of tokens at which a response is cut.
-        buffer: number of tokens, at least 1.
-        factor: the size of the penalty at `max_length`.
+    max_length - buffer tokens, and from there a straight line that reaches -factor at max_length,
+    where a response is cut. `lengths` [batch] are the tokens of each response.
 
     Returns:
         float64 [batch], at most 0.
@@ -73,14 +68,10 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
 
 
 def missing_eos_penalty(stopped: Tensor, penalty: float) -> Tensor:
-    """The penalty of a response that was cut before it stopped, as TRL's `missing_eos_penalty`.
+    """-penalty for each response that was cut before it stopped, else 0; float64 [batch].
 
-    Args:
-        stopped: bool [batch], whether each response ended by itself.
-        penalty: at least 0.
-
-    Returns:
-        float64 [batch], -penalty where the response did not stop, 0 elsewhere.
+    It is TRL's `missing_eos_penalty`. `stopped` is bool [batch], whether each response ended by
+    itself.
     """
     assert stopped.dtype == torch.bool, f"stopped is bool, this one is {stopped.dtype}"
     assert penalty >= 0, f"a penalty of {penalty} would reward responses that are cut"
@@ -91,9 +82,7 @@ def missing_eos_penalty(stopped: Tensor, penalty: float) -> Tensor:
 def normalise_scores(scores: Tensor, moments: Moments) -> Tensor:
     """(score - mean) / (std + 1e-6), [batch], in the `working_dtype` of the scores.
 
-    Args:
-        scores: [batch].
-        moments: the moments of a set that `scores` may be a part of.
+    `moments` are those of a set that the scores may be a part of.
     """
     centred = scores.double() - moments.mean
     return (centred / (moments.variance**0.5 + STD_EPS)).to(working_dtype(scores))
@@ -102,11 +91,8 @@ def normalise_scores(scores: Tensor, moments: Moments) -> Tensor:
 def normalise_by_prompt(scores: Tensor, prompt_groups: Tensor) -> Tensor:
     """(score - mean of the prompt group) / (its std + 1e-6), [batch], in their `working_dtype`.
 
-    A response alone in its prompt group has mean 0 and std 1.
-
-    Args:
-        scores: [batch].
-        prompt_groups: int64 [batch], rows with the same number answer one prompt.
+    A response alone in its prompt group has mean 0 and std 1. Rows with the same number in
+    `prompt_groups`, int64 [batch], answer one prompt.
     """
     by_prompt = PromptGroups(prompt_groups)
     return standardise_by_prompt(scores, by_prompt).to(working_dtype(scores))

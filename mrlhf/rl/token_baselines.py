@@ -1,9 +1,9 @@
-"""The optimal token baseline: a baseline for each token, which lowers the variance of its gradient
+"""The optimal token baseline: a baseline for each token that lowers the variance of its gradient
 most.
 
-https://arxiv.org/abs/2602.07078. Tokens of the responses to one prompt that stand at
-the same place share a baseline: the mean of their returns, weighted by how much the path up to them
-varies. This file does not know how the rewards were made, nor the models.
+https://arxiv.org/abs/2602.07078. Tokens of the responses to one prompt that stand at the same place
+share a baseline: the mean of their returns, weighted by how much the path up to them varies. This
+file does not know how the rewards were made, nor the models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENERGY_EPS = 1e-8
 
 @dataclass(frozen=True)
 class TokenProbabilities:
-    """What the policy before the update gave each token; each field [batch, response_len].
+    """Probabilities under the policy before the update; each field [batch, response_len].
 
     Attributes:
         logprobs: the log-probability of the drawn token.
@@ -51,16 +51,12 @@ def optimal_token_baseline(
 
     The baseline at place t is sum(G_t W_t) / (sum(W_t) + 1e-8) over the responses to the prompt
     that have a token there. G_t is the sum of the rewards from t on, W_t that of the energies up to
-    t. It is 0 for a response alone in its prompt group, and, where one response has more tokens
-    than all others, at its places that no other response reaches. As in verl, a place is a column,
-    and a response reaches as many of them as it has tokens; `tir_optimal_token_baseline` is the one
-    for masks with gaps.
+    t. The baseline is 0 where there is nothing to compare with: for a response alone in its prompt
+    group, and at the places of the longest response that no other one reaches. As in verl, a place
+    is a column, and a response reaches as many of them as it has tokens;
+    `tir_optimal_token_baseline` is the one for masks with gaps.
 
-    Args:
-        rewards: [batch, response_len].
-        mask: bool [batch, response_len].
-        prompt_groups: int64 [batch].
-        probabilities: of each token.
+    Rewards and the bool mask are [batch, response_len], `prompt_groups` int64 [batch].
 
     Returns:
         Advantages and returns, both [batch, response_len], 0 outside the mask.

@@ -3,8 +3,8 @@ from.
 
 The vocabulary is reduced to two events, the drawn token and everything else. So the divergence
 between the old policy and the current one follows from the log-probabilities of the drawn tokens
-alone. Once it is beyond its bound, the token is not learned from, unless the update would bring the
-policies closer again. This file does not know the loss.
+alone, [batch, response_len]. Once it is beyond its bound, the token is not learned from, unless the
+update would bring the policies closer again. This file does not know the loss.
 """
 
 from __future__ import annotations
@@ -20,20 +20,10 @@ PROBABILITY_EPS = 1e-8
 def inside_total_variation(
     logprob: Tensor, old_logprob: Tensor, advantages: Tensor, bound_low: float, bound_high: float
 ) -> Tensor:
-    """Whether each token's probability has moved by no more than its bound.
+    """Whether each token's probability has moved by no more than its bound; bool, as `logprob`.
 
     Where A > 0 it has risen by at most `bound_high`, elsewhere it has fallen by at most
     `bound_low`.
-
-    Args:
-        logprob: [batch, response_len], under the policy that is trained.
-        old_logprob: [batch, response_len], before this step's updates.
-        advantages: [batch, response_len].
-        bound_low: how far a probability may fall.
-        bound_high: how far it may rise.
-
-    Returns:
-        bool [batch, response_len].
     """
     moved = logprob.detach().exp() - old_logprob.detach().exp()
     return torch.where(advantages > 0, moved <= bound_high, moved >= -bound_low)
@@ -42,20 +32,12 @@ def inside_total_variation(
 def inside_binary_kl(
     logprob: Tensor, old_logprob: Tensor, advantages: Tensor, bound_low: float, bound_high: float
 ) -> Tensor:
-    """Whether KL(old || current) of the two events is within its bound.
+    """Whether KL(old || current) of the two events is within its bound, in nats; bool, as
+    `logprob`.
 
     It is also True where the probability moved against A, since an update would bring the policies
-    closer.
-
-    Args:
-        logprob: [batch, response_len], under the policy that is trained.
-        old_logprob: [batch, response_len], before this step's updates.
-        advantages: [batch, response_len].
-        bound_low: the largest divergence, in nats, at which a probability may fall further.
-        bound_high: the largest at which it may rise further.
-
-    Returns:
-        bool [batch, response_len].
+    closer. `bound_low` is for a probability that may fall further, `bound_high` for one that may
+    rise.
     """
     logprob = logprob.detach()
     old_logprob = old_logprob.detach()

@@ -1,7 +1,7 @@
 """The actor: the policy that is trained. It gives log-probabilities and entropy, and is updated.
 
-What the loss is made of is in `policy_loss` and `policy_objective`. The actor does not know where
-advantages come from.
+Its loss is in `policy_loss` and `policy_objective`. The actor does not know where advantages come
+from.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from mrlhf.batch import Experience, ExpertRecord, Rollout
 from mrlhf.errors import Interrupted
-from mrlhf.metrics import CurrentPhase, Tally
+from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
 from mrlhf.parallel.pack_routing import PassRouting
-from mrlhf.parallel.vocab_sums import Wanted
+from mrlhf.parallel.vocab_sums import NumbersToCompute
 from mrlhf.roles.policy_loss import PolicyLossSettings
-from mrlhf.roles.policy_objective import UPDATE_METRICS, HiddenObjective, PolicyMiniBatch
+from mrlhf.roles.policy_objective import HiddenObjective, PolicyMiniBatch
 from mrlhf.roles.router_replay import EvaluationRouting, replayed_in_update
 from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
 from mrlhf.roles.update_progress import UpdateProgress
@@ -29,7 +29,7 @@ from mrlhf.training.engine import ModelEngine
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a forward pass over a rollout gives; float32 [batch, response_len].
+    """The result of a forward pass over a rollout; float32 [batch, response_len].
 
     Attributes:
         logprobs: log-probabilities of the response tokens, at the rollout temperature.
@@ -72,22 +72,13 @@ class Actor:
     """Asks a language model for log-probabilities, and trains it."""
 
     def __init__(
-        self,
-        engine: ModelEngine,
-        settings: PolicyLossSettings,
-        temperature: float,
-        phase: CurrentPhase | None = None,
+        self, engine: ModelEngine, settings: PolicyLossSettings, temperature: float
     ) -> None:
         """Take the model.
 
-        Args:
-            engine: the model.
-            settings: of its loss.
-            temperature: of the distribution that log-probabilities are of.
-            phase: is told how many mini-batches of an update are done.
+        `temperature` is that of the distribution whose log-probabilities are taken.
         """
         self.engine = engine
-        self._phase = phase or CurrentPhase()
         self._settings = settings
         self._section = settings.section
         self._token_logprobs = TokenLogprobs(engine, temperature)
@@ -105,12 +96,12 @@ class Actor:
             rollout: the global batch.
             cut: its cut for this model; `update` must use the same one, so that both see the same
                 micro-batches.
-            ref_states: the reference's of this rank's packs, from `Reference.states`.
+            ref_states: from `Reference.states`, one for each of this rank's packs.
             with_squares: whether to sum the squared probabilities of the vocabulary.
         """
         packs = cut.packs
         with_kl = ref_states is not None
-        wanted = Wanted(entropy=True, squares=with_squares, kl=with_kl)
+        wanted = NumbersToCompute(entropy=True, squares=with_squares, kl=with_kl)
 
         def evaluate(hidden: Tensor, number: int) -> Tensor:
             reference = None if ref_states is None else ref_states[number]
@@ -140,12 +131,8 @@ class Actor:
         """`ppo_epochs` passes over the batch with one optimizer step for each mini-batch.
 
         The update ends before the step of a mini-batch whose KL is above `target_kl_stop`.
-
-        Args:
-            experience: the global batch.
-            cut: its cut for this model.
-            ref_states: as for `evaluate`; needed where the loss holds a KL over the vocabulary.
-            progress: how far the update has come; the mini-batches that are done are left out.
+        Mini-batches that `progress` counts as done are left out. `ref_states` are needed where the
+        loss holds a KL over the vocabulary.
 
         Raises:
             TrainingError: too many gradients in a row were not usable.
@@ -163,10 +150,10 @@ class Actor:
                 if number < progress.mini_batches:
                     first_logprobs.pass_over(mini_batch)
                     continue
-                self._phase.advance(number, count, "mini-batches")
+                self.engine.phases.advance(number, count, "mini-batches")
                 loss = make_loss()
                 result = self.engine.train_mini_batch(
-                    mini_batch.packs, loss, UPDATE_METRICS, self._stop, routing
+                    mini_batch.packs, loss, "actor", self._stop, routing
                 )
                 if epoch == 0:
                     first_logprobs.add(mini_batch, result.kept)
@@ -185,12 +172,17 @@ class Actor:
         total = progress.total
         kl_at_stop = None
         if stopping is not None:
-            kl_at_stop = stopping.means()["actor/ppo_kl"]
+            kl_at_stop = stopping.values()["actor/ppo_kl"]
             if progress.mini_batches == 0:
                 total = stopping  # no step was taken
-        updated = self.engine.end_update("actor", total, progress.mini_batches)
+        metrics = self.engine.end_update("actor", total)
         self.engine.wait_for_weights()  # the inference engine takes them without a pass
-        metrics = self._metrics(updated, kl_at_stop)
+        if "actor/ppo_kl" in metrics:  # missing if every mini-batch was skipped as not finite
+            metrics["actor/approx_kl"] = metrics["actor/ppo_kl"]
+        if self._section.target_kl_stop is not None:
+            metrics["actor/kl_stopped"] = float(kl_at_stop is not None)
+        if kl_at_stop is not None:
+            metrics["actor/kl_at_stop"] = kl_at_stop
         if self._settings.bypass is None:
             return PolicyUpdate(metrics, None, None)
         evaluated = experience.rollout.loss_mask & first_logprobs.rows[:, None]
@@ -202,7 +194,7 @@ class Actor:
         cut: BatchCut,
         ref_states: Sequence[ReferenceStates] | None,
     ) -> Iterator[tuple[int, PackedMiniBatch, Callable[[], HiddenObjective]]]:
-        """Epoch, mini-batch and what makes its loss, step by step.
+        """Epoch, mini-batch and the function that makes its loss, step by step.
 
         A loss that needs no pass over its mini-batch is made once for all epochs.
         """
@@ -247,7 +239,7 @@ class Actor:
         )
 
     def _evaluation_routing(self, rollout: Rollout) -> EvaluationRouting | None:
-        """What a pass before the update replays and notes; None: nothing."""
+        """The routing of a pass before the update; None: the routers choose by themselves."""
         replay = self._section.router_replay
         if rollout.experts is None and replay == "none":
             return None
@@ -256,7 +248,7 @@ class Actor:
     def _pass_routing(
         self, experience: Experience, rows: Sequence[int] | None = None
     ) -> PassRouting | None:
-        """What a pass of the update replays; with `rows`, packs count their rows among these."""
+        """The routing of a pass of the update; with `rows`, packs count their rows among these."""
         replayed = replayed_in_update(experience, self._section.router_replay)
         if replayed is None:
             return None
@@ -266,30 +258,14 @@ class Actor:
 
     @property
     def _stop(self) -> Callable[[Tally], bool] | None:
-        """Says whether the policy has moved so far that the update ends; None without a limit."""
+        """A function that says whether the policy has moved too far for the update to go on.
+
+        It is None without a limit.
+        """
         limit = self._section.target_kl_stop
         if limit is None:
             return None
-        return lambda metrics: metrics.means()["actor/ppo_kl"] > limit
-
-    def _metrics(self, metrics: dict[str, float], kl_at_stop: float | None) -> dict[str, float]:
-        """The metrics of an update that this configuration measures."""
-        section = self._section
-        measured = {
-            # Without bypass the pass before the update has measured it.
-            "actor/entropy": self._settings.bypass is not None,
-            "actor/kl_loss": section.use_kl_loss,
-            "actor/positive_lm_loss": section.positive_lm_coef > 0,
-        }
-        metrics = {name: value for name, value in metrics.items() if measured.get(name, True)}
-
-        if "actor/ppo_kl" in metrics:  # missing if every mini-batch was skipped as not finite
-            metrics["actor/approx_kl"] = metrics["actor/ppo_kl"]
-        if section.target_kl_stop is not None:
-            metrics["actor/kl_stopped"] = float(kl_at_stop is not None)
-        if kl_at_stop is not None:
-            metrics["actor/kl_at_stop"] = kl_at_stop
-        return metrics
+        return lambda metrics: metrics.values()["actor/ppo_kl"] > limit
 
 
 class _FirstLogprobs:
@@ -306,11 +282,11 @@ class _FirstLogprobs:
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def pass_over(self, mini_batch: PackedMiniBatch) -> None:
-        """Take note of a mini-batch that was trained on before the update was interrupted."""
+        """Count a mini-batch that was trained on before the update was interrupted."""
         self.rows[mini_batch.rows] = True
 
     def add(self, mini_batch: PackedMiniBatch, kept: Sequence[Tensor | None]) -> None:
-        """Take in what the loss kept of this rank's packs."""
+        """Add the log-probabilities that the loss kept of this rank's packs."""
         self.rows[mini_batch.rows] = True
         for pack, logprobs in zip(mini_batch.packs, kept, strict=False):
             if logprobs is not None:

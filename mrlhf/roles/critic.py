@@ -10,7 +10,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.sections import CriticSection
 from mrlhf.errors import Interrupted
-from mrlhf.metrics import CurrentPhase, Tally
+from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
 from mrlhf.parallel.packs import lay_flat
 from mrlhf.rl.losses import aggregation_count, token_weights, value_loss
@@ -18,33 +18,16 @@ from mrlhf.rl.masking import masked_sum
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.training.engine import ModelEngine, PackResult
 
-UPDATE_METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
-
 
 class Critic:
     """Asks a model with a scalar head for values, and trains it."""
 
-    def __init__(
-        self, engine: ModelEngine, section: CriticSection, phase: CurrentPhase | None = None
-    ) -> None:
-        """Take the model.
-
-        Args:
-            engine: the model.
-            section: its configuration.
-            phase: is told how many mini-batches of an update are done.
-        """
+    def __init__(self, engine: ModelEngine, section: CriticSection) -> None:
         self.engine = engine
         self._section = section
-        self._phase = phase or CurrentPhase()
 
     def values(self, rollout: Rollout, cut: BatchCut) -> Tensor:
-        """Predicted return before each response token, float32 [batch, response_len] on every host.
-
-        Args:
-            rollout: the global batch.
-            cut: its cut for this model.
-        """
+        """Predicted returns before response tokens; float32 [batch, response_len] on each host."""
 
         def evaluate(output: Tensor, number: int) -> Tensor:
             return output[:, 0][None]
@@ -56,10 +39,7 @@ class Critic:
     ) -> dict[str, float]:
         """`ppo_epochs` passes over the batch with one optimizer step for each mini-batch.
 
-        Args:
-            experience: the global batch.
-            cut: its cut for this model.
-            progress: how far the update has come; the mini-batches that are done are left out.
+        Mini-batches that `progress` counts as done are left out.
 
         Returns:
             The `critic/` metrics.
@@ -75,14 +55,14 @@ class Critic:
 
         try:
             for mini_batch, loss in steps[progress.mini_batches :]:
-                self._phase.advance(progress.mini_batches, len(steps), "mini-batches")
-                progress.add(self.engine.train_mini_batch(mini_batch.packs, loss, UPDATE_METRICS))
+                self.engine.phases.advance(progress.mini_batches, len(steps), "mini-batches")
+                progress.add(self.engine.train_mini_batch(mini_batch.packs, loss, "critic"))
         except Interrupted:
             progress.complete(self.engine)
             raise
 
         progress.complete(self.engine)
-        return self.engine.end_update("critic", progress.total, len(steps))
+        return self.engine.end_update("critic", progress.total)
 
 
 @dataclass(frozen=True)
@@ -92,8 +72,8 @@ class _ValueTokens:
     Attributes:
         mask: bool, the tokens that train.
         old_values: the critic's predictions before the update.
-        returns: what it is to predict.
-        weights: what each token counts in the sum of the loss.
+        returns: the targets of the prediction.
+        weights: the weight of each token in the sum of the loss.
     """
 
     mask: Tensor

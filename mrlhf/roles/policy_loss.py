@@ -1,7 +1,6 @@
-"""Which policy loss is trained, and the numbers of a mini-batch that it needs.
+"""The choice of the policy loss, and the numbers of a mini-batch that it needs.
 
-It chooses and prepares; the formulas are in `rl`, and how per-token losses become one number is in
-`policy_objective`.
+The formulas are in `rl`, and per-token losses become one number in `policy_objective`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class PolicyBatch:
         ref_logprobs: log-probabilities under the reference, or None.
         weights: factors of the policy loss, or None.
         right: bool, the drawn tokens of right responses, or None.
-        token_weights: what each token counts in the sum of a loss.
+        token_weights: the weight of each token in the sum of a loss.
         selected: bool, the tokens chosen by their covariance, or None where the loss chooses none.
     """
 
@@ -62,7 +61,7 @@ class PolicyBatch:
     selected: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PolicyBatch:
-        """The batch with every number changed alike."""
+        """Apply `change` to every field."""
         fields: dict[str, Any] = {
             name: None if table is None else change(table) for name, table in vars(self).items()
         }
@@ -75,13 +74,13 @@ class PolicyBatch:
 
 @dataclass(frozen=True)
 class PolicyLossSettings:
-    """Which loss is trained, and the numbers it takes.
+    """The loss that is trained, and the numbers it takes.
 
     Attributes:
         name: the per-token loss, by its name or as "path/to/file.py:function".
         function: the per-token loss.
         section: its numbers, the aggregation, and the terms beside it.
-        bypass: how the current policy is corrected against the engine's, made anew on every
+        bypass: the correction of the current policy against the engine's, made anew on every
             mini-batch; None where the experience already holds all correction.
         needs_mini_batch_pass: see the function of this name.
     """
@@ -94,7 +93,7 @@ class PolicyLossSettings:
 
     @staticmethod
     def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
-        """What these two sections of the configuration ask for."""
+        """The settings that these two sections of the configuration ask for."""
         name = correction.trained_loss(actor.policy_loss.loss_mode)
         return PolicyLossSettings.named(name, actor, configured_bypass(correction))
 
@@ -112,10 +111,8 @@ class PolicyLossSettings:
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether the update computes entropies.
-
-        It does for the bonus, and in bypass mode because no pass before it has measured them.
-        """
+        """Whether the update computes entropies."""
+        # In bypass mode no pass before the update has measured them.
         return self.section.entropy_coeff != 0 or self.bypass is not None
 
     @property
@@ -164,7 +161,7 @@ class PolicyLossSettings:
         )
 
     def token_weights(self, mask: Tensor) -> Tensor:
-        """What each token counts in the sum of a loss, for a table of whole sequences."""
+        """The weight of each token in the sum of a loss, for a table of whole sequences."""
         section = self.section
         assert section.loss_scale_factor is not None
         return token_weights(mask, section.agg_mode, section.loss_scale_factor)
@@ -184,9 +181,8 @@ class PolicyLossSettings:
     def prepared(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
         """The batch with all that depends on the whole mini-batch under the current policy.
 
-        Args:
-            batch: the whole mini-batch.
-            logprobs: [sequences, response_len], under the current policy.
+        `logprobs` [sequences, response_len] are those of the whole mini-batch under the current
+        policy.
         """
         batch = self.corrected(batch, logprobs)
         if not policy_loss_traits(self.name).selects_tokens:
@@ -239,10 +235,6 @@ def needs_mini_batch_pass(name: str, bypass: Correction | None) -> bool:
     It does if the loss of one token depends on the current policy at every token: the covariance
     losses choose tokens, and in bypass mode rejection and the mean of the weights are of the
     current policy too.
-
-    Args:
-        name: the policy loss.
-        bypass: the correction that is made on every mini-batch, or None.
     """
     if bypass is not None and (bypass.criteria or bypass.normalise):
         return True

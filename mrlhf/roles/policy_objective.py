@@ -1,7 +1,7 @@
 """The loss of one mini-batch of the policy, as the pipeline calls it for each micro-batch.
 
-`PolicyObjective` is given the current policy's log-probabilities; `HiddenObjective` gets them out
-of hidden states. Neither knows where advantages and weights come from.
+`PolicyObjective` takes the current policy's log-probabilities; `HiddenObjective` computes them from
+hidden states. Neither knows where advantages and weights come from.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mrlhf.metrics import Tally
 from mrlhf.parallel.packs import Pack, lay_in_rows
-from mrlhf.parallel.vocab import Part
-from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
+from mrlhf.parallel.vocab import TokenRange
+from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.parallel.whole_rows import gather_rows
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregation_count
@@ -24,27 +24,17 @@ from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
 from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
 from mrlhf.training.engine import PackResult
 
-UPDATE_METRICS = (
-    "actor/pg_loss",
-    "actor/pg_clipfrac",
-    "actor/pg_clipfrac_lower",
-    "actor/ppo_kl",
-    "actor/entropy",
-    "actor/kl_loss",
-    "actor/positive_lm_loss",
-)
-
 
 @dataclass(frozen=True)
 class PolicyMiniBatch:
     """One mini-batch as this rank trains on it.
 
     Attributes:
-        sequences: sequences of the mini-batch over all ranks.
-        tokens: their tokens that correction has kept.
-        right_tokens: their drawn tokens in right responses.
-        packs: the numbers of each of this rank's packs, where the model is: of the tokens that
-            this rank holds, or of whole sequences where the loss needs these.
+        sequences: the number of sequences of the mini-batch over all ranks.
+        tokens: the number of their tokens that correction has kept.
+        right_tokens: the number of their drawn tokens in right responses.
+        packs: the numbers of each of this rank's packs, where the model is: of the tokens that this
+            rank holds, or of whole sequences where the loss needs these.
     """
 
     sequences: int
@@ -56,10 +46,8 @@ class PolicyMiniBatch:
     def of(batch: PolicyBatch, packs: Sequence[Pack], by_token: bool) -> PolicyMiniBatch:
         """The mini-batch with these tables.
 
-        Args:
-            batch: the whole mini-batch.
-            packs: this rank's packs, their rows counted from the mini-batch's first row.
-            by_token: whether the loss of a token depends on no other token.
+        The rows of this rank's packs are counted from the mini-batch's first row. `by_token` says
+        whether the loss of a token depends on no other token.
         """
         return PolicyMiniBatch(
             sequences=len(batch.mask),
@@ -83,13 +71,13 @@ class PolicyObjective:
     def __call__(
         self, batch: PolicyBatch, numbers: TokenNumbers, share: float
     ) -> tuple[Tensor, Tally]:
-        """The part of the loss of some tokens, and its tally.
+        """The share of some tokens in the loss, and its tally.
 
         Args:
             batch: the numbers of these tokens in the mini-batch.
-            numbers: those under the current policy, each of the batch's shape; what was not asked
-                for is None.
-            share: the part of the mini-batch that these tokens are.
+            numbers: those under the current policy, each of the batch's shape; None if not
+                computed.
+            share: the share of these tokens in the mini-batch.
         """
         section = self._section
         logprobs = numbers.logprobs
@@ -106,7 +94,9 @@ class PolicyObjective:
         tally.add("actor/ppo_kl", masked_sum(policy.approx_kl, mask), tokens)
 
         if numbers.entropy is not None:
-            tally.add("actor/entropy", masked_sum(numbers.entropy, batch.drawn), batch.drawn.sum())
+            if self._settings.bypass is not None:  # else the pass before the update measures it
+                drawn = batch.drawn
+                tally.add("actor/entropy", masked_sum(numbers.entropy, drawn), drawn.sum())
             if section.entropy_coeff:
                 loss = loss - section.entropy_coeff * self._aggregate(numbers.entropy, batch)
 
@@ -146,13 +136,8 @@ class HiddenObjective:
     ) -> None:
         """Prepare the loss of one mini-batch.
 
-        Args:
-            settings: which loss it is.
-            mini_batch: its numbers.
-            token_logprobs: turns hidden states into log-probabilities.
-            packs: this rank's packs.
-            ref_states: the reference's of these packs, or None where the loss holds no KL over the
-                whole vocabulary.
+        `ref_states` are those of this rank's packs, or None where the loss holds no KL over the
+        whole vocabulary.
         """
         self._settings = settings
         self._mini_batch = mini_batch
@@ -162,7 +147,7 @@ class HiddenObjective:
         self._ref_states = ref_states
 
     def __call__(self, hidden: Tensor, number: int) -> tuple[Tensor, PackResult]:
-        """The part of the loss of pack `number`, and its tally.
+        """The share of pack `number` in the loss, and its tally.
 
         In bypass mode the result keeps the log-probabilities, [selected].
         """
@@ -171,16 +156,18 @@ class HiddenObjective:
         tally = Tally()
         logprobs: list[Tensor] = []
 
-        def objective(part: Part, numbers: TokenNumbers) -> Tensor:
+        def objective(token_range: TokenRange, numbers: TokenNumbers) -> Tensor:
             # The pack counts once, however many parts and ranks there are.
             share = 0.0 if logprobs else len(pack.rows) / self._mini_batch.sequences
             logprobs.append(numbers.logprobs.detach())
             if settings.by_token:
-                batch = self._mini_batch.packs[number].map(lambda flat: flat[part.tokens][None])
+                batch = self._mini_batch.packs[number].map(
+                    lambda flat: flat[token_range.tokens][None]
+                )
                 table = numbers.map(lambda flat: flat[None])
                 share /= pack.segments.size
             else:
-                batch, table = self._whole_rows(number, part.rows, numbers)
+                batch, table = self._whole_rows(number, token_range.rows, numbers)
 
             if not settings.needs_mini_batch_pass:
                 batch = settings.corrected(batch, table.logprobs)
@@ -190,7 +177,7 @@ class HiddenObjective:
                 tally.merge(part_tally)
             return loss
 
-        wanted = Wanted(entropy=settings.wants_entropy, kl=settings.wants_full_kl)
+        wanted = NumbersToCompute(entropy=settings.wants_entropy, kl=settings.wants_full_kl)
         loss = self._token_logprobs.loss(
             hidden,
             pack,
@@ -207,10 +194,7 @@ class HiddenObjective:
     ) -> tuple[PolicyBatch, TokenNumbers]:
         """Tables of some rows of pack `number`, [rows, response_len].
 
-        Args:
-            number: of the pack.
-            rows: which of its rows.
-            numbers: those of this rank's tokens of the rows.
+        `numbers` are those of this rank's tokens of the rows.
         """
         pack = self._packs[number]
         counts = pack.row_counts

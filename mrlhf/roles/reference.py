@@ -18,24 +18,15 @@ class Reference:
         self._token_logprobs = TokenLogprobs(engine, temperature)
 
     def logprobs(self, rollout: Rollout, cut: BatchCut) -> Tensor:
-        """Log-probabilities of the response tokens, float32 [batch, response_len] on every host.
-
-        Args:
-            rollout: the global batch.
-            cut: its cut for this model.
-        """
+        """Log-probabilities of the response tokens, float32 [batch, response_len] on every host."""
         return self._token_logprobs.of_batch(cut.packs, rollout.shape)
 
     def states(self, cut: BatchCut) -> list[ReferenceStates]:
-        """What the KL over the whole vocabulary needs.
+        """The hidden states for a KL over the whole vocabulary, one for each of this rank's packs.
 
-        It takes host memory: response tokens x hidden x bytes of the dtype.
-
-        Args:
-            cut: the actor's cut of the batch; the layout must be the actor's too.
-
-        Returns:
-            One for each of this rank's packs; nothing before the last stage.
+        `cut` is the actor's cut of the batch, and the layout must be the actor's too. The states
+        take host memory: response tokens x hidden x bytes of the dtype. Before the last stage there
+        are none.
         """
 
         def keep(hidden: Tensor, number: int) -> ReferenceStates:

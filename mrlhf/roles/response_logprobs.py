@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.parallel.packs import Pack, lay_in_rows
-from mrlhf.parallel.vocab import Part, Tokens, token_loss
-from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
+from mrlhf.parallel.vocab import TokenRange, Tokens, token_loss
+from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.parallel.whole_rows import gather_rows
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.training.engine import ModelEngine
@@ -62,7 +62,8 @@ class ResponseLogprobs:
             hidden: [selected, hidden], at the pack's selected positions.
             pack: holds the responses.
             objective: the loss of some of the rows.
-            together: how many consecutive rows are never apart: the objective gets all of them.
+            together: the number of consecutive rows that are never apart: the objective gets all of
+                them.
         """
         units = len(pack.rows) // together
         counts = pack.rank_counts.view(pack.segments.size, units, together).sum(dim=2)
@@ -73,19 +74,21 @@ class ResponseLogprobs:
             most_lengths=counts.amax(dim=0).tolist(),
         )
 
-        def of_units(part: Part, numbers: TokenNumbers) -> Tensor:
-            rows = slice(part.rows.start * together, part.rows.stop * together)
+        def of_units(token_range: TokenRange, numbers: TokenNumbers) -> Tensor:
+            rows = slice(token_range.rows.start * together, token_range.rows.stop * together)
             return objective(rows, self._sums(numbers.logprobs, pack, rows))
 
         layer = self._token_logprobs.layer
-        return token_loss(layer, tokens, Wanted(), of_units, by_token=False)
+        return token_loss(layer, tokens, NumbersToCompute(), of_units, by_token=False)
 
     @property
     def _token_logprobs(self) -> TokenLogprobs:
         return TokenLogprobs(self.engine, temperature=1.0)
 
     def _sums(self, logprobs: Tensor, pack: Pack, rows: slice) -> Tensor:
-        """The sum over each of these rows, of which this rank holds the tokens of `logprobs`."""
+        """The sum over each of these rows, from the log-probabilities of this rank's tokens of
+        them.
+        """
         [whole] = gather_rows(logprobs[None], pack, self.engine.groups.cp, rows)
         counts = pack.row_counts[rows]
         longest = max(counts.tolist(), default=0)

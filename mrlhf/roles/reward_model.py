@@ -27,20 +27,17 @@ class RewardModel:
 
     def score(self, rollout: Rollout) -> Tensor:
         """One score for each response, float32 [batch] on every rank's host."""
-        sequences = self.engine.groups.machine.once(rollout.sequences)
+        sequences = self.engine.groups.machine.compute_on_leader(rollout.sequences)
         return score_sequences(self.engine, sequences)
 
 
 def score_sequences(engine: ModelEngine, sequences: Sequences, together: int = 1) -> Tensor:
     """The score of each sequence, float32 [batch] on every rank's host.
 
-    Args:
-        engine: a model with a scalar head.
-        sequences: what to score.
-        together: number of consecutive sequences that must stay in one micro-batch.
+    The engine's model has a scalar head. `together` consecutive sequences stay in one micro-batch.
     """
-    scored = engine.groups.machine.once(
-        lambda: up_to_scored(sequences, engine.spec), known=(sequences, sequences.token_ids)
+    scored = engine.groups.machine.compute_on_leader(
+        lambda: up_to_scored(sequences, engine.spec), shared=(sequences, sequences.token_ids)
     )
     cut = engine.cut(scored, "last", together=together)
     return engine.per_token(cut.packs, (len(sequences), 1), _scalar_output)[0, :, 0]
@@ -65,12 +62,8 @@ def with_pad_token(spec: ModelSpec, pad_id: int, ids: Collection[int]) -> ModelS
     """The spec of a reward model that is to be trained, with a padding token.
 
     Its own padding token stays if the tokenizer knows it, and otherwise the tokenizer's takes its
-    place: a batch that transformers pads can be scored with no other.
-
-    Args:
-        spec: the model.
-        pad_id: the tokenizer's padding token.
-        ids: all token ids of the tokenizer.
+    place: a batch that transformers pads can be scored with no other. `ids` are all token ids of
+    the tokenizer.
     """
     own = spec.hf_config.get("pad_token_id")
     if own in ids:

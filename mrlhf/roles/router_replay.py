@@ -1,4 +1,4 @@
-"""Which experts the passes of a policy replay, and how often its routers and the engine's disagree.
+"""The experts that the passes of a policy replay, and their disagreement with the engine's.
 
 It knows records of experts and whole passes. It knows neither routers nor losses.
 """
@@ -18,20 +18,17 @@ from mrlhf.training.engine import ModelEngine
 
 
 class EvaluationRouting:
-    """What the pass that evaluates the policy replays and notes; every rank makes one together.
+    """The routing of the pass that evaluates the policy; every rank makes one together.
 
     Attributes:
         of_pass: for the packs of the pass.
     """
 
     def __init__(self, engine: ModelEngine, rollout: Rollout, replay: RouterReplay) -> None:
-        """Prepare the pass.
+        """Prepare the pass of a policy with mixtures.
 
-        Args:
-            engine: holds the policy, a model with mixtures.
-            rollout: the global batch.
-            replay: with "rollout" the pass replays the engine's experts; with "old" the experts
-                that it chooses are kept.
+        With `replay` "rollout" the pass replays the engine's experts; with "old" the experts that
+        it chooses are kept.
         """
         self._engine = engine
         self._rollout = rollout
@@ -59,11 +56,9 @@ class EvaluationRouting:
     def disagreement(self) -> float | None:
         """The share of pairs of response token and mixture with other experts than the engine's.
 
-        Every rank calls it, after the pass. The experts of a token are those that its
+        Every rank calls it, after the pass, and all get the same. It is NaN if there is nothing to
+        compare, and None without a record. The experts of a token are those that its
         log-probability comes from.
-
-        Returns:
-            Equal on every rank; NaN if there is nothing to compare; None without a record.
         """
         record = self._rollout.experts
         if record is None:

@@ -13,13 +13,13 @@ from torch import Tensor
 from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.vocab import Objective, OutputLayer, Tokens, token_loss, token_numbers
-from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
+from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.training.engine import ModelEngine
 
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """What a KL to the reference over the whole vocabulary needs of one pack.
+    """The reference's side of a KL over the whole vocabulary, for one pack.
 
     Attributes:
         layer: the reference's output layer.
@@ -57,27 +57,28 @@ class TokenLogprobs:
         Args:
             packs: this rank's share of the batch.
             shape: batch and width of the table.
-            routing: what the pass replays of the experts of tokens.
+            routing: the experts that the pass replays and records.
 
         Returns:
             float32 [batch, width] on the host of every rank, 0 where no token is selected.
         """
 
         def evaluate(hidden: Tensor, number: int) -> Tensor:
-            return self.evaluate(hidden, packs[number], Wanted()).logprobs[None]
+            return self.evaluate(hidden, packs[number], NumbersToCompute()).logprobs[None]
 
         return self.engine.per_token(packs, shape, evaluate, routing=routing)[0]
 
     def evaluate(
-        self, hidden: Tensor, pack: Pack, wanted: Wanted, reference: ReferenceStates | None = None
+        self,
+        hidden: Tensor,
+        pack: Pack,
+        wanted: NumbersToCompute,
+        reference: ReferenceStates | None = None,
     ) -> TokenNumbers:
         """The numbers of each selected token, float32 [selected].
 
-        Args:
-            hidden: [selected, hidden], at the pack's selected positions.
-            pack: names the target tokens.
-            wanted: the numbers.
-            reference: of the same pack, where the KL to it is wanted.
+        `hidden` [selected, hidden] are the hidden states at the pack's selected positions;
+        `reference` is needed where the KL to it is computed.
         """
         return token_numbers(self.layer, self._tokens(hidden, pack, reference), wanted)
 
@@ -85,21 +86,14 @@ class TokenLogprobs:
         self,
         hidden: Tensor,
         pack: Pack,
-        wanted: Wanted,
+        wanted: NumbersToCompute,
         objective: Objective,
         by_token: bool,
         reference: ReferenceStates | None = None,
     ) -> Tensor:
         """A loss of the numbers of the selected tokens, a scalar with gradients.
 
-        Args:
-            hidden: [selected, hidden], at the pack's selected positions.
-            pack: names the target tokens.
-            wanted: the numbers that the objective reads.
-            objective: the loss of some of the tokens.
-            by_token: whether the losses of any parts of the tokens add up to the loss of all; if
-                not, those of whole sequences do.
-            reference: of the same pack, where the KL to it is wanted.
+        The arguments are those of `evaluate` and of `token_loss`.
         """
         tokens = self._tokens(hidden, pack, reference)
         return token_loss(self.layer, tokens, wanted, objective, by_token)

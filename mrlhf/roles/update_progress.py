@@ -20,7 +20,7 @@ class UpdateProgress:
     """The mini-batches of an update that are done; the same on every rank once it is complete.
 
     Attributes:
-        mini_batches: how many have been trained on, over all epochs.
+        mini_batches: the number that have been trained on, over all epochs.
         total: their metrics; those of the mini-batches since the last `complete` are missing.
         first_logprobs: in bypass mode, float32 [batch, response_len], each token's log-probability
             when it was first trained on, before the update was interrupted; else None.
@@ -32,7 +32,7 @@ class UpdateProgress:
     _since: list[MiniBatchResult] = field(default_factory=list)
 
     def add(self, result: MiniBatchResult) -> None:
-        """Take note of a mini-batch that has been trained on."""
+        """Count a mini-batch that has been trained on."""
         self._since.append(replace(result, kept=[]))
         self.mini_batches += 1
 
@@ -42,7 +42,7 @@ class UpdateProgress:
         self._since = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as numbers and a tensor."""
+        """The whole state, as numbers and a tensor."""
         assert not self._since, "the metrics of some mini-batches are not in the total"
         return {
             "mini_batches": self.mini_batches,

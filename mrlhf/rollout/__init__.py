@@ -1,1 +1,1 @@
-"""All replicas of the inference engine as one generator, and what turns responses into scores."""
+"""All replicas of the inference engine as one generator, and the scoring of its responses."""

@@ -19,9 +19,7 @@ from mrlhf.parallel.balance import split_balanced
 class Share:
     """Samples of one prompt that are drawn by one replica.
 
-    Attributes:
-        prompt: index of the prompt.
-        samples: which of its samples.
+    `prompt` is the index of the prompt, and `samples` says which of its samples.
     """
 
     prompt: int
@@ -31,14 +29,14 @@ class Share:
 class ResponseLengths:
     """Remembers how long responses have been: a mean for each prompt, and one over all prompts.
 
-    A mean covers about the last `VISITS` batches in which the prompt came up. The state depends
-    only on the responses, which every rank sees.
+    A mean covers about the last `VISITS` batches with the prompt. The state depends only on the
+    responses, which every rank sees.
     """
 
     VISITS = 4  # older responses are forgotten, since the policy changes
 
     def __init__(self, capacity: int = 100_000) -> None:
-        """Remember at most `capacity` prompts, and forget first those not seen for the longest."""
+        """Remember at most `capacity` prompts; those not seen for longest are forgotten first."""
         assert capacity >= 1, capacity
         self._capacity = capacity
         # Mean length and number of visits; the prompt seen last is the last entry.
@@ -58,12 +56,7 @@ class ResponseLengths:
         return mean if visits else unknown
 
     def update(self, uids: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take in one batch.
-
-        Args:
-            uids: the prompt id of each sample.
-            lengths: tokens of each response.
-        """
+        """Add one batch: for each sample the id of its prompt, and the tokens of its response."""
         if not uids:
             return
 
@@ -117,7 +110,6 @@ def assign(
         prompt_lengths: tokens of each prompt.
         response_lengths: expected tokens of a response to each prompt.
         n: samples of a prompt.
-        replicas: number of replicas.
 
     Returns:
         The shares of each replica. Long responses come first: if not all can run at once, no long

@@ -6,7 +6,7 @@ dynamic sampling a `DynamicSampler` draws the responses. This file does not know
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.inference.base import SamplingParams
-from mrlhf.metrics import PhaseTimer
-from mrlhf.rollout.drawn_batch import DrawnBatch, generate_batch
+from mrlhf.metrics.table import row_of
+from mrlhf.rollout.drawn_batch import DrawnBatch
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.generator import SLOWEST, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer, Scores
+
+# How to merge a metric of several generations, by its reduction; the others are averaged.
+_MERGES: Mapping[str, Callable[[list[float]], float]] = {"max": max, "sum": sum}
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,9 @@ class Collected:
     """A training batch with its scores.
 
     Attributes:
-        rollout: the responses.
-        scores: the score of each response.
         greedy_scores: float32 [batch], the shaped score of the greedy response to the row's prompt,
             or None without a greedy baseline.
-        generated_tokens: tokens that the policy drew for the batch, in all responses that were
-            generated, whether they are in the batch or not.
+        generated_tokens: tokens that the policy drew, also in responses that are not in the batch.
         metrics: metrics of generation and of dynamic sampling.
     """
 
@@ -45,14 +45,13 @@ class Collected:
 
 @dataclass(frozen=True)
 class Collector:
-    """Fills the batches of training steps; every rank calls it in step.
+    """Fills the batches of training steps; every rank calls each method together.
 
     Attributes:
-        generator: holds the current weights when `collect` is called.
-        scorer: scores responses.
+        generator: holds the current weights when `generate` is called.
         shaper: adds penalties to the scores of greedy responses.
         prompts: an endless supply of batches of prompts.
-        dynamic_sampler: draws the responses instead, from the same supply, or None.
+        dynamic_sampler: if given, it draws the responses, from the same supply.
         greedy_baseline: whether each prompt gets a greedy response too.
     """
 
@@ -63,31 +62,42 @@ class Collector:
     dynamic_sampler: DynamicSampler | None
     greedy_baseline: bool
 
-    def collect(self, step: int, sampling: SamplingParams, timer: PhaseTimer) -> Collected:
-        """Generate and score the batch of training step `step`; the engine sleeps afterwards."""
+    def generate(self, step: int, sampling: SamplingParams) -> tuple[DrawnBatch, DrawnBatch | None]:
+        """Generate the responses of training step `step`; the engine sleeps afterwards.
+
+        With dynamic sampling the responses are scored as well, since scores decide which are kept.
+
+        Returns:
+            The responses, and one greedy response to each prompt or None without a greedy baseline.
+        """
+        enter = self.generator.phases.enter
         if self.dynamic_sampler is None:
-            with timer("gen"):
-                drawn = generate_batch(self.generator, next(self.prompts), sampling, "train", step)
+            with enter("gen"):
+                drawn = self.generator.generate(next(self.prompts), sampling, "train", step)
         else:
-            drawn = self.dynamic_sampler.draw(step, sampling, timer)
+            drawn = self.dynamic_sampler.draw(step, sampling)
 
-        generated = [drawn]
+        greedy = None
         if self.greedy_baseline:
-            generated.append(self._generate_greedy(drawn, sampling, step, timer))
-        with timer("gen"):
+            greedy = self._generate_greedy(drawn, sampling, step)
+        with enter("gen"):
             self.generator.sleep()
+        return drawn, greedy
 
+    def score(self, drawn: DrawnBatch, greedy: DrawnBatch | None) -> Collected:
+        """Score the responses of `generate`; dynamic sampling has already scored its own."""
         metrics = dict(drawn.metrics)
         scores = drawn.scores
         greedy_scores = None
-        with timer("reward"):
+        with self.generator.phases.enter("reward"):
             if scores is None:
                 scores = self.scorer.score(drawn.rollout)
-            if self.greedy_baseline:
-                baseline = self._score_greedy(generated[-1].rollout)
-                greedy_scores = baseline.repeat_interleave(sampling.n)
+            if greedy is not None:
+                baseline = self._score_greedy(greedy.rollout)
+                greedy_scores = baseline.repeat_interleave(len(drawn.rollout) // len(baseline))
                 metrics["critic/greedy_score/mean"] = float(baseline.mean())
 
+        generated = [drawn] if greedy is None else [drawn, greedy]
         engine_metrics = [numbers for batch in generated for numbers in batch.engine_metrics]
         return Collected(
             rollout=drawn.rollout,
@@ -98,19 +108,20 @@ class Collector:
         )
 
     def _generate_greedy(
-        self, drawn: DrawnBatch, sampling: SamplingParams, step: int, timer: PhaseTimer
+        self, drawn: DrawnBatch, sampling: SamplingParams, step: int
     ) -> DrawnBatch:
         """One greedy response to each prompt of `drawn`."""
+        enter = self.generator.phases.enter
         was_put_to_sleep = drawn.scores is not None and self.scorer.has_model
         if was_put_to_sleep:
-            with timer("reshard"):
+            with enter("reshard"):
                 self.generator.take_weights(version=self.generator.version)
 
         first_samples = range(0, len(drawn.rollout), sampling.n)
         prompts = drawn.rollout.prompts.select(first_samples)
         greedy = replace(sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0, record_experts=False)
-        with timer("gen"):
-            return generate_batch(self.generator, prompts, greedy, "greedy baseline", step)
+        with enter("gen"):
+            return self.generator.generate(prompts, greedy, "greedy baseline", step)
 
     def _score_greedy(self, rollout: Rollout) -> Tensor:
         """Shaped score of each greedy response, float32 [prompts]."""
@@ -120,18 +131,14 @@ class Collector:
 def merge_engine_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """The engine's metrics over several generations, at least one.
 
-    Bytes are the most of any generation, preemptions their sum, and everything else is the mean;
-    the slowest replica is that of the generation in which one stayed behind most.
+    The table of metrics says of which to take the sum or the maximum; all others are averaged. The
+    slowest replica is taken from the generation in which one was slowest.
     """
     furthest = max(parts, key=lambda part: part.get(SLOWEST, 0.0))
     merged = {name: value for name, value in furthest.items() if name.startswith(SLOWEST)}
 
     for name in (name for name in parts[0] if not name.startswith(SLOWEST)):
         column = [part[name] for part in parts]
-        if name.endswith("_bytes"):
-            merged[name] = max(column)
-        elif name == "rollout/preemptions":
-            merged[name] = sum(column)
-        else:
-            merged[name] = fmean(column)
+        merge = _MERGES.get(row_of(name).how, fmean)
+        merged[name] = merge(column)
     return merged

@@ -39,7 +39,8 @@ class RewardComponents:
     def metrics(self) -> dict[str, float]:
         """`gdpo/<name>/mean`, `std`, `max` and `min` of each.
 
-        The standard deviation is that of the batch itself, not an estimate, as in verl.
+        As in verl, the standard deviation is the batch's own (divided by its size), not an
+        estimate.
         """
         metrics = {}
         for name, scores in zip(self.names, self.scores, strict=True):
@@ -53,15 +54,11 @@ class RewardComponents:
 def reward_components(
     scores: Scores, rollout: Rollout, algorithm: AlgorithmSection, reward: RewardSection
 ) -> RewardComponents:
-    """The scores that the configuration says to compare.
+    """The scores that the configuration compares.
 
-    Args:
-        scores: all scores of the batch.
-        rollout: the responses.
-        algorithm: holds the keys, which are names as `Scores.terms` has them, and their weights; a
-            number that a user's function reports may be named without the function. Without keys
-            they are the terms of the reward whose weight is not 0.
-        reward: the terms of the reward.
+    `algorithm.gdpo_reward_keys` names them as `Scores.terms` does; a number that a user's function
+    reports may be named without the function. Without keys they are the terms of the reward whose
+    weight is not 0.
 
     Raises:
         RewardError: no score or more than one has such a name, or a response has no finite score.

@@ -1,51 +1,29 @@
-"""A batch of responses together with what it took to generate them.
+"""A batch of responses, with the number of tokens and the engine's metrics of its generation.
 
 This file does not know why the batch is generated, nor how responses are scored.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from mrlhf.batch import Prompts, Rollout
-from mrlhf.inference.base import SamplingParams
-from mrlhf.rollout.generator import Generator
+from mrlhf.batch import Rollout
 from mrlhf.rollout.scoring import Scores
 
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """Responses, and what it took to generate them.
+    """Responses, and what it took to generate them; the same on every rank.
 
     Attributes:
-        rollout: the responses.
-        scores: their scores, or None if they have not been scored yet.
         generated_tokens: tokens that the policy drew for the batch, in kept and dropped responses.
         engine_metrics: the engine's metrics of each generation, one or more.
-        metrics: what dynamic sampling did; empty without it.
+        scores: None if they have not been scored yet.
+        metrics: the metrics of dynamic sampling; empty without it.
     """
 
     rollout: Rollout
-    scores: Scores | None
     generated_tokens: int
     engine_metrics: list[dict[str, float]]
-    metrics: dict[str, float]
-
-
-def generate_batch(
-    generator: Generator,
-    prompts: Prompts,
-    sampling: SamplingParams,
-    stream: str,
-    step: int,
-    refill: int = 0,
-) -> DrawnBatch:
-    """Responses to `prompts`, not yet scored; arguments as in `Generator.generate`."""
-    generated = generator.generate(prompts, sampling, stream=stream, step=step, refill=refill)
-    return DrawnBatch(
-        rollout=generated.rollout,
-        scores=None,
-        generated_tokens=int(generated.rollout.loss_mask.sum()),
-        engine_metrics=[generated.metrics],
-        metrics={},
-    )
+    scores: Scores | None = None
+    metrics: dict[str, float] = field(default_factory=dict)

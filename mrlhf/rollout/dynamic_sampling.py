@@ -1,6 +1,6 @@
 """Dynamic sampling: replaces prompts whose responses all got the same reward by further prompts.
 
-Equal rewards teach an estimator that compares the responses to one prompt nothing (DAPO,
+Equal rewards teach nothing to an estimator that compares the responses to one prompt (DAPO,
 https://arxiv.org/abs/2503.14476, section 3.2). This file does not know models or losses, nor what
 else belongs to a training batch.
 """
@@ -18,8 +18,7 @@ from torch import Tensor
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.algorithm import FilterGroupsSection
 from mrlhf.inference.base import SamplingParams
-from mrlhf.metrics import PhaseTimer
-from mrlhf.rollout.drawn_batch import DrawnBatch, generate_batch
+from mrlhf.rollout.drawn_batch import DrawnBatch
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.score_checks import check_correctness
@@ -36,11 +35,10 @@ class DynamicSampler:
 
     Attributes:
         generator: holds the current weights when `draw` is called.
-        scorer: scores each generated batch at once.
         shaper: adds the penalties for the metric `seq_reward`.
         prompts: an endless supply of batches of prompts.
         train_batch_size: prompts of a training batch.
-        filters: what has to differ, and how many batches may be generated.
+        filters: which number has to differ, and how many batches may be generated.
     """
 
     generator: Generator
@@ -50,7 +48,7 @@ class DynamicSampler:
     train_batch_size: int
     filters: FilterGroupsSection
 
-    def draw(self, step: int, sampling: SamplingParams, timer: PhaseTimer) -> DrawnBatch:
+    def draw(self, step: int, sampling: SamplingParams) -> DrawnBatch:
         """Generate and score batches until enough prompt groups differ in their rewards.
 
         It stops at `filters.max_num_gen_batches` batches and fills up with prompt groups that do
@@ -66,10 +64,10 @@ class DynamicSampler:
             sum(differs) < self.train_batch_size and len(batches) < self.filters.max_num_gen_batches
         ):
             if batches and self.scorer.has_model:
-                with timer("reshard"):
+                with self.generator.phases.enter("reshard"):
                     self.generator.take_weights(version=self.generator.version)
 
-            batch, batch_scores = self._draw_one_batch(step, len(batches), sampling, timer)
+            batch, batch_scores = self._draw_one_batch(step, len(batches), sampling)
             batches.append(batch)
             scores.append(batch_scores)
             self._check_accuracy_is_known(scores)
@@ -105,26 +103,26 @@ class DynamicSampler:
         )
 
     def _draw_one_batch(
-        self, step: int, number: int, sampling: SamplingParams, timer: PhaseTimer
+        self, step: int, number: int, sampling: SamplingParams
     ) -> tuple[DrawnBatch, Scores]:
         """Batch `number` of the step, and its scores."""
         prompts = next(self.prompts)
-        with timer("gen"):
-            batch = generate_batch(self.generator, prompts, sampling, "train", step, refill=number)
+        with self.generator.phases.enter("gen"):
+            batch = self.generator.generate(prompts, sampling, "train", step, refill=number)
             if self.scorer.has_model:
                 self.generator.sleep()  # the reward model needs the memory
 
-        with timer("reward"):
+        with self.generator.phases.enter("reward"):
             return batch, self.scorer.score(batch.rollout)
 
     def _chosen_rows(self, rollouts: Sequence[Rollout], rows: Sequence[int]) -> Rollout:
-        """The samples at `rows` of all rollouts, one after the other; shared by the machine."""
+        """The samples at `rows` of all rollouts joined; the ranks of a machine share them."""
         prompts = Prompts.join([rollout.prompts for rollout in rollouts]).select(rows)
 
         def choose() -> Rollout:
             return replace(Rollout.join(rollouts).select(rows), prompts=prompts)
 
-        return self.generator.machine.once(choose, known=(prompts,))
+        return self.generator.machine.compute_on_leader(choose, shared=(prompts,))
 
     def _check_accuracy_is_known(self, scores: Sequence[Scores]) -> None:
         if self.filters.metric == "acc":
@@ -132,7 +130,7 @@ class DynamicSampler:
             check_correctness(known[0] if known else None, "algorithm.filter_groups.metric acc")
 
     def _compared_values(self, rollout: Rollout, scores: Scores) -> Tensor:
-        """[batch], the number in which the responses to a prompt have to differ."""
+        """[batch], the number that has to differ between the responses to a prompt."""
         if self.filters.metric == "acc":
             unknown = [math.nan] * len(rollout)
             return torch.tensor(scores.correct or unknown, dtype=torch.float32)
@@ -146,10 +144,8 @@ class DynamicSampler:
 def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:
     """Whether the values of each prompt group differ.
 
-    Args:
-        values: [prompts * n], the `n` values of a prompt group side by side; NaN stands for no
-            value, and a prompt group with fewer than two values does not differ.
-        n: samples of a prompt.
+    `values` is [prompts * n], the `n` values of a prompt group next to each other. NaN stands for
+    no value, and a prompt group with fewer than two values does not differ.
     """
     table = values.view(-1, n)
     highest = table.nan_to_num(nan=-math.inf).amax(dim=1)
@@ -160,7 +156,7 @@ def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:
 def choose_prompt_groups(differs: Sequence[bool], count: int) -> list[int]:
     """Indices of `count` prompt groups in the order they came.
 
-    They are the first that differ and, if those are too few, the first of the others.
+    The first groups that differ are chosen and, if those are too few, the first of the others.
     """
     differing = [index for index, does in enumerate(differs) if does]
     others = [index for index, does in enumerate(differs) if not does]

@@ -1,7 +1,6 @@
-"""What all replicas have drawn of one batch, brought together in one table for all ranks of a
-machine; and how a checkpoint keeps it.
+"""Brings the samples of all replicas together in one table for all ranks of a machine.
 
-It knows neither prompts nor engines.
+It also says how a checkpoint keeps the samples. It knows neither prompts nor engines.
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class ReplicaSamples:
-    """What one replica has drawn; the same on all of its ranks but for the experts of samples.
+    """The samples of one replica; all of its ranks have the same but for the recorded experts.
 
     Attributes:
-        rows: the row of the batch that each sample is.
-        samples: the samples.
-        recorded: of how many tokens of each sample, its prompt included, the experts are recorded.
-        stats: what the engine did.
+        rows: the row of each sample in the batch.
+        recorded: for how many tokens of each sample, prompt included, the experts are recorded.
     """
 
     rows: list[int]
@@ -45,14 +42,14 @@ class ReplicaSamples:
 
 @dataclass(frozen=True)
 class SampleHeaders:
-    """Everything of some samples but their tokens; int64 [samples].
+    """Everything about some samples but their tokens; int64 [samples].
 
     Attributes:
-        rows: the row of the batch that each sample is.
+        rows: the row of each sample in the batch.
         lengths: its number of tokens.
         stopped: 1 if a stop token or stop string ended it.
         versions: the version of the weights that drew it.
-        recorded: of how many tokens of prompt and response the experts are recorded.
+        recorded: for how many tokens of prompt and response the experts are recorded.
     """
 
     rows: Tensor
@@ -63,7 +60,7 @@ class SampleHeaders:
 
     @property
     def record_begins(self) -> Tensor:
-        """Where the record of each sample begins, if the records stand in the order of the rows."""
+        """Where the record of each sample begins if the records are ordered by row."""
         order = self.rows.argsort()
         counts = self.recorded[order]
         begins = torch.empty_like(counts)
@@ -72,7 +69,7 @@ class SampleHeaders:
 
     @staticmethod
     def of(drawn: ReplicaSamples) -> SampleHeaders:
-        """Those of the samples of one replica."""
+        """The headers of one replica's samples."""
         samples = drawn.samples
         columns = (
             drawn.rows,
@@ -85,12 +82,12 @@ class SampleHeaders:
 
     @staticmethod
     def join(parts: Sequence[SampleHeaders]) -> SampleHeaders:
-        """Those of all parts, one part after the other."""
+        """The headers of all parts, one part after the other."""
         columns = zip(*[vars(part).values() for part in parts], strict=True)
         return SampleHeaders(*(torch.cat(column) for column in columns))
 
     def to_numbers(self) -> Tensor:
-        """All of them as one tensor, int64 [5 * samples]."""
+        """All headers as one tensor, int64 [5 * samples]."""
         return torch.cat(list(vars(self).values()))
 
     @staticmethod
@@ -101,15 +98,15 @@ class SampleHeaders:
 
 @dataclass(frozen=True)
 class DrawnSamples:
-    """What all replicas have drawn of one batch.
+    """The samples of all replicas for one batch.
 
     Attributes:
-        stats: what each replica's engine did.
+        stats: the statistics of each replica's engine.
         headers: the samples that are there.
         token_ids: int32 [batch, response_len], zero after the end.
         logprobs: float32 [batch, response_len], zero after the end.
-        experts: uint8 or int16 [recorded tokens, mixtures, per_token], the experts of the tokens of
-            one row after the other.
+        experts: uint8 or int16 [recorded tokens, mixtures, per_token], the experts of all tokens of
+            one row, then those of the next row.
     """
 
     stats: list[EngineStats]
@@ -120,7 +117,7 @@ class DrawnSamples:
 
     @staticmethod
     def none(replicas: int) -> DrawnSamples:
-        """What has been drawn before anything is."""
+        """The empty table, before anything is drawn."""
         return DrawnSamples(
             [EngineStats()] * replicas,
             SampleHeaders.of(ReplicaSamples([], [], [], EngineStats())),
@@ -169,16 +166,15 @@ def exchange_samples(
     earlier: DrawnSamples | None,
     experts: Experts | None = None,
 ) -> DrawnSamples:
-    """What all replicas have drawn, on every rank; every rank calls it.
+    """The samples of all replicas, on every rank; every rank calls it.
 
     Each replica writes its samples into tables that its machine shares. Only a few numbers a sample
     are gathered on every rank.
 
     Args:
-        groups: of this rank in the inference engine.
-        batch: rows of the batch, whether they have been drawn or not.
-        drawn: what this rank's replica has drawn.
-        earlier: what was drawn before an interruption, the same on every rank.
+        batch: rows of the batch, including those that have not been drawn.
+        drawn: the samples of this rank's replica.
+        earlier: the samples drawn before an interruption, the same on every rank.
         experts: the mixtures of the model, if experts are recorded.
     """
     counts = torch.tensor(astuple(drawn.stats), dtype=torch.int64)
@@ -219,12 +215,7 @@ def _exchange_experts(
 ) -> Tensor:
     """The experts of all samples, one row after the other; arguments as for `exchange_samples`.
 
-    Args:
-        groups: of this rank.
-        drawn: the samples of this replica.
-        headers: those of all samples, the earlier ones first.
-        earlier: what was drawn before.
-        experts: the mixtures of the model.
+    `headers` describes all samples, the earlier ones first.
     """
     shape = (int(headers.recorded.sum()), experts.mixtures, experts.per_token)
     table = groups.machine.table(shape, experts.record_dtype)

@@ -1,8 +1,7 @@
 """Generates a rollout with all replicas of the inference engine.
 
-Every rank sees the whole rollout, which lies once in the memory of each machine. For that a few
-numbers a token cross the network, once between any two machines. It does not know rewards or
-losses.
+Every rank sees the whole rollout, but each machine has it in memory only once. So a few numbers a
+token cross the network, once between any two machines. This file does not know rewards or losses.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from mrlhf.inference.base import (
     SamplingParams,
     generate,
 )
-from mrlhf.metrics import CurrentPhase
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import Machine
+from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.replica_speed import compare_replicas
-from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
+from mrlhf.rollout.drawn_batch import DrawnBatch
 from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
 
 SLOWEST = "perf/slowest_replica"  # metric; the names of others begin with it
@@ -50,33 +49,18 @@ _NO_MEMORY = (
 )
 
 
-@dataclass(frozen=True)
-class Generated:
-    """The responses to a batch of prompts.
-
-    Attributes:
-        rollout: the responses.
-        metrics: what the engine did for them (see `engine_metrics`), the same on every rank.
-    """
-
-    rollout: Rollout
-    metrics: dict[str, float]
-
-
 @dataclass
 class Generator:
     """The inference engine as the trainer sees it: one thing that spans all ranks.
 
     Attributes:
         engine: the replica that this rank is part of.
-        groups: the process groups of all replicas.
         resharder: brings the policy's weights into the engine.
-        seed: the seed of the run.
-        lengths: the lengths of the responses so far, by stream. The known lengths of a prompt's
-            responses help to give each replica the same amount of work.
-        stops: the places where all ranks may stop; each step of the engine is one.
+        lengths: the lengths of the responses so far, by stream. They help to give each replica the
+            same amount of work.
+        phases: is told how many of this replica's samples are done; all ranks may stop before a
+            step of the engine.
         drawn: the samples of the current training step, by the name of their batch.
-        phase: is told how many of this replica's samples are done.
         experts: the policy's mixtures, if the engine can record the experts that they choose.
     """
 
@@ -85,9 +69,8 @@ class Generator:
     resharder: Resharder
     seed: int
     lengths: dict[str, ResponseLengths] = field(default_factory=dict)
-    stops: StopPoints = field(default_factory=NeverStop)
+    phases: Phases = field(default_factory=Phases)
     drawn: dict[str, DrawnSamples] = field(default_factory=dict)
-    phase: CurrentPhase = field(default_factory=CurrentPhase)
     experts: Experts | None = None
 
     @property
@@ -103,8 +86,7 @@ class Generator:
     def take_weights(self, version: int) -> ReshardStats:
         """Bring the policy's weights into the engine as `version`, and wake it.
 
-        Returns:
-            Bytes summed over all ranks; memory and seconds of the rank that has most of them.
+        Returns the bytes summed over all ranks, and memory and seconds of the rank that has most.
 
         Raises:
             EngineError: there is not enough memory.
@@ -129,17 +111,16 @@ class Generator:
         stream: str,
         step: int | None = None,
         refill: int = 0,
-    ) -> Generated:
+    ) -> DrawnBatch:
         """Sample responses to `prompts`, the same on every rank.
 
         Args:
-            prompts: the prompts of the global batch.
             sampling: how to sample; its seed is replaced.
-            stream: names the use ("train", "validation"). Under the same name, step, weights and
-                run seed a prompt gets the same responses again; under another name it gets other
-                random numbers.
-            step: training step, where the stream has a batch in each step.
-            refill: number of the batch within the step, where a step has several.
+            stream: names the use ("train", "validation"). With the same name, step, weights and run
+                seed a prompt gets the same responses again; with another name it gets other random
+                numbers.
+            step: training step, if the stream has a batch in each step.
+            refill: number of the batch within the step, if a step has several.
 
         Raises:
             EngineError: the engine cannot serve the prompts or gave a log-probability that is no
@@ -154,24 +135,24 @@ class Generator:
 
         mine = self._assign(prompts, sampling, lengths)[self.groups.replica]
         earlier = self.drawn.get(name)
-        asked = requests_without(prompts, sampling, mine, earlier)
-        samples = sum(len(request.samples) for request in asked.requests)
+        to_draw = requests_without(prompts, sampling, mine, earlier)
+        samples = sum(len(request.samples) for request in to_draw.requests)
         finished = Finished([], EngineStats())
         interrupted = None
         began = time.perf_counter()
         try:
-            with self.stops.phase("generation") as phase, _named_memory_error("generating"):
+            with self.phases.interruptible() as may_begin, _named_memory_error("generating"):
 
-                def may_begin(unit: int) -> bool:
-                    self.phase.advance(samples - self.engine.in_flight, samples, "responses")
-                    return phase.may_begin(unit)
+                def may_step(unit: int) -> bool:
+                    self.phases.advance(samples - self.engine.in_flight, samples, "responses")
+                    return may_begin(unit)
 
-                finished = generate(self.engine, asked.requests, may_begin)
+                finished = generate(self.engine, to_draw.requests, may_step)
         except Interrupted as stop:
             interrupted = stop
         seconds = time.perf_counter() - began
 
-        drawn = self._exchange(len(prompts), sampling, asked, finished, earlier)
+        drawn = self._exchange(len(prompts), sampling, to_draw, finished, earlier)
         if step is not None:
             self.drawn[name] = drawn  # an interrupted step need not draw them again
         if interrupted is not None:
@@ -180,7 +161,8 @@ class Generator:
 
         lengths.update(rollout.prompts.uid, rollout.response_lengths)
         speeds = self._compare_speeds(seconds, finished.stats.steps)
-        return Generated(rollout, engine_metrics(drawn.stats) | speeds)
+        tokens = int(rollout.loss_mask.sum())
+        return DrawnBatch(rollout, tokens, [engine_metrics(drawn.stats) | speeds])
 
     def sleep(self) -> None:
         """Free the engine's memory while the models train."""
@@ -197,13 +179,15 @@ class Generator:
             lengths.load_state_dict(state[stream])
 
     def drawn_state(self) -> dict[str, Any]:
-        """The samples of this step that have ended, which an interrupted step need not lose."""
+        """The finished samples of this step; an interrupted step need not draw them again."""
         return {name: drawn.state_dict() for name, drawn in self.drawn.items()}
 
     def load_drawn_state(self, state: Mapping[str, Any]) -> None:
-        """Draw none of the samples again that `drawn_state` returned."""
+        """Take over samples that `drawn_state` returned, so that they are not drawn again."""
         for name, drawn in state.items():
-            self.drawn[name] = self.machine.once(partial(DrawnSamples.from_state, drawn))
+            self.drawn[name] = self.machine.compute_on_leader(
+                partial(DrawnSamples.from_state, drawn)
+            )
 
     def end_step(self) -> None:
         """Forget the samples of this step."""
@@ -221,16 +205,16 @@ class Generator:
         self,
         prompts: int,
         sampling: SamplingParams,
-        asked: Asked,
+        to_draw: ReplicaRequests,
         finished: Finished,
         earlier: DrawnSamples | None,
     ) -> DrawnSamples:
-        """What every replica has drawn; a sample's row is its place in the batch."""
+        """The samples of all replicas, each at its place in the batch."""
         rows = []
         recorded = []
         for sample in finished.samples:
-            rows.append(asked.prompts[sample.request_id] * sampling.n + sample.sample_index)
-            computed = len(asked.requests[sample.request_id].prompt) + len(sample.arrays[0]) - 1
+            rows.append(to_draw.prompts[sample.request_id] * sampling.n + sample.sample_index)
+            computed = len(to_draw.requests[sample.request_id].prompt) + len(sample.arrays[0]) - 1
             recorded.append(computed if sampling.record_experts else 0)
 
         mine = ReplicaSamples(rows, finished.samples, recorded, finished.stats)
@@ -238,12 +222,10 @@ class Generator:
         return exchange_samples(self.groups, prompts * sampling.n, mine, earlier, experts)
 
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
-        """Which replica was slowest, and how slow.
+        """`perf/slowest_replica` and `perf/slowest_replica_rank`; nothing if there is one replica.
 
-        Returns:
-            `perf/slowest_replica`, the seconds of the slowest replica for a pass over the median of
-            the others, and `perf/slowest_replica_rank`, its first rank; nothing if there is no
-            other.
+        The first is the slowest replica's seconds for a pass over the median of the others, the
+        second its first rank.
         """
         first_rank = self.groups.layout.rank_at(self.groups.replica, 0)
         spent = seconds / passes if passes else 0.0
@@ -269,7 +251,7 @@ class Generator:
             mask = torch.arange(drawn.token_ids.shape[1]) < lengths[:, None]
             return mask, torch.where(mask, versions[:, None], NO_VERSION)
 
-        mask, token_versions = self.machine.once(spread)
+        mask, token_versions = self.machine.compute_on_leader(spread)
         return Rollout(
             prompts=prompts.repeat(n),
             sample_index=[row % n for row in range(batch)],
@@ -284,20 +266,15 @@ class Generator:
 
 
 def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:
-    """The record of rows, of so many tokens each, that stand one after the other; None if empty."""
+    """The record of rows with `recorded` tokens each, one row after the other; None if empty."""
     if not len(experts):
         return None
     return ExpertRecord(experts, recorded.cumsum(0) - recorded, recorded)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one replica is asked to draw.
-
-    Attributes:
-        requests: numbered by their place.
-        prompts: for each request, the index of its prompt.
-    """
+class ReplicaRequests:
+    """The requests for one replica, numbered by their place, and the index of each one's prompt."""
 
     requests: list[Request]
     prompts: list[int]
@@ -305,33 +282,29 @@ class Asked:
 
 def requests_without(
     prompts: Prompts, sampling: SamplingParams, mine: Sequence[Share], drawn: DrawnSamples | None
-) -> Asked:
-    """Requests for the samples of the shares `mine`, less those that have been drawn already."""
+) -> ReplicaRequests:
+    """Requests for the samples of the shares `mine` that have not been drawn already."""
     rows = set() if drawn is None else set(drawn.headers.rows.tolist())
-    asked = Asked([], [])
+    to_draw = ReplicaRequests([], [])
 
     for share in mine:
         first_row = share.prompt * sampling.n
         taken = {sample for sample in share.samples if first_row + sample in rows}
         for samples in _gaps(share.samples, taken):
             request = Request(
-                id=len(asked.requests),
+                id=len(to_draw.requests),
                 prompt=prompts.token_ids[share.prompt],
                 uid=prompts.uid[share.prompt],
                 samples=samples,
                 sampling=sampling,
             )
-            asked.requests.append(request)
-            asked.prompts.append(share.prompt)
-    return asked
+            to_draw.requests.append(request)
+            to_draw.prompts.append(share.prompt)
+    return to_draw
 
 
 def _check_finite(logprobs: Tensor, prompts: Prompts, n: int) -> None:
-    """Refuse a log-probability that is no number; [prompts * n, response_len].
-
-    Raises:
-        EngineError: naming the prompt.
-    """
+    """Raise an EngineError if a log-probability [prompts * n, response_len] is not finite."""
     finite = logprobs.isfinite().all(dim=1)
     if not finite.all():
         row = int(finite.logical_not().nonzero()[0])
@@ -344,7 +317,7 @@ def _check_finite(logprobs: Tensor, prompts: Prompts, n: int) -> None:
 
 
 def _gaps(numbers: range, taken: AbstractSet[int]) -> list[range]:
-    """The parts of `numbers` that hold none of `taken`, which are some of them."""
+    """The parts of `numbers` that are left if `taken`, a subset, is removed."""
     gaps = []
     begin = numbers.start
     for number in sorted(taken):
@@ -355,10 +328,7 @@ def _gaps(numbers: range, taken: AbstractSet[int]) -> list[range]:
 
 
 def engine_metrics(stats: Sequence[EngineStats]) -> dict[str, float]:
-    """What the replicas did, taken together.
-
-    Args:
-        stats: one for each replica, also for those that had nothing to do.
+    """The engine's metrics over all replicas; `stats` has one entry a replica, busy or idle.
 
     Returns:
         `rollout/kv_cache_bytes` and `rollout/peak_kv_cache_bytes` of the rank that has most;
@@ -388,7 +358,7 @@ def mix_seed(seed: int, stream: str) -> int:
 
 @contextmanager
 def _named_memory_error(phase: str) -> Iterator[None]:
-    """Say which keys make the engine smaller where there is not enough memory for it."""
+    """If memory runs out in the phase, say which keys make the engine smaller."""
     try:
         yield
     except EngineError:

@@ -27,7 +27,6 @@ class RewardShaper:
     """Shapes scores as configured, and keeps the moments for running normalisation.
 
     Attributes:
-        algorithm: which normalisation, clip and penalties.
         max_response_length: tokens at which a response is cut.
         seen: moments of all scores so far, for running normalisation.
     """
@@ -50,7 +49,7 @@ class RewardShaper:
         return self._penalise(self._clip(scores), rollout)
 
     def shape_each(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Shape scores [batch] as far as that needs no other score: clip them and add penalties.
+        """Shape scores [batch] one by one, without statistics of others: clip them, add penalties.
 
         A clip that follows a normalisation is left out.
         """
@@ -63,7 +62,7 @@ class RewardShaper:
         return scores if limit is None else scores.clamp(-limit, limit)
 
     def _penalise(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Add the penalties for length; a length counts all tokens that are there."""
+        """Add the penalties for length; a length counts all tokens of the response."""
         dtype = scores.dtype
         buffer = self.algorithm.overlong_buffer
         if buffer.enable:
@@ -80,7 +79,7 @@ class RewardShaper:
         return scores.to(dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The moments that running normalisation has reached."""
+        """The moments for running normalisation."""
         return {"seen": self.seen.to_tensor()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

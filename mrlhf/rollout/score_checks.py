@@ -1,8 +1,8 @@
 """Refuses scores that training cannot use, and names the response and the number.
 
-A score has to make an advantage that float32 holds, and has to say which responses are right where
-the loss asks for it. This file does not know how scores are made (`rewards` refuses those that are
-too large by themselves), nor what is trained.
+The advantage of a score must be finite in float32, and where the loss needs it, the reward must say
+which responses are right. This file does not know how scores are made (`rewards` refuses those that
+are too large by themselves), nor what is trained.
 """
 
 from __future__ import annotations
@@ -20,17 +20,10 @@ _LONGEST_PROMPT = 40
 def check_advantages(
     advantages: Tensor, returns: Tensor, shaped: Tensor, rollout: Rollout, estimator: str
 ) -> None:
-    """Refuse an advantage or a return that is not finite although all that it comes from is.
+    """Raise a RewardError if an advantage or return [batch, response_len] is not finite.
 
-    Args:
-        advantages: [batch, response_len].
-        returns: [batch, response_len].
-        shaped: [batch], the scores.
-        rollout: the responses.
-        estimator: the name of the advantage estimator.
-
-    Raises:
-        RewardError: naming the first such response.
+    It names the first such response. `shaped` holds the scores [batch]; all inputs of the
+    advantages are finite.
     """
     for what, table in (("advantage", advantages), ("return", returns)):
         row = _first(~table.isfinite().all(dim=1))
@@ -44,14 +37,9 @@ def check_advantages(
 
 
 def check_correctness(correct: Sequence[float] | None, user: str) -> None:
-    """Refuse a batch of which no reward term says which responses are right.
+    """Raise a ConfigError if no reward term says which responses are right (`correct` is None).
 
-    Args:
-        correct: [batch], what the term says that can tell; None if there is no such term.
-        user: the key that needs to know it, with its value.
-
-    Raises:
-        ConfigError: naming the key and what to do.
+    `user` is the key that needs to know it, with its value.
     """
     if correct is None:
         raise ConfigError(

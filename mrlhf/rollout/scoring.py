@@ -17,9 +17,8 @@ from torch import Tensor
 
 from mrlhf.batch import Rollout
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.metrics import CurrentPhase
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.stop_points import NeverStop, StopPoints
+from mrlhf.parallel.phases import Phases
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import RewardInput, RewardResult
 from mrlhf.rl.names import CORRECTNESS_TERMS
@@ -36,12 +35,12 @@ class Scores:
     """The scores of a rollout, on every rank.
 
     Attributes:
-        total: float32 [batch], the weighted mix of all terms.
+        total: float32 [batch], the weighted sum of all terms.
         terms: each term's own score and further numbers, by name; [batch], NaN where a response has
             none.
-        answers: [batch], the answer that each response gives, according to the term that tells
-            right from wrong; None where it finds no answer. The field is None if no term says so,
-            or if the caller did not want answers.
+        answers: [batch], the answer of each response, from the term that tells right from wrong;
+            None where it finds none. The field is None if no term says so, or if the caller did not
+            want answers.
     """
 
     total: Tensor
@@ -102,25 +101,18 @@ class Scorer:
         tokenizer: Tokenizer,
         reward_model: RewardModel | None,
         world: dist.ProcessGroup,
-        stops: StopPoints | None = None,
-        phase: CurrentPhase | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """Take the terms over; `close` ends them.
 
-        Args:
-            function: the terms.
-            tokenizer: turns responses into text.
-            reward_model: for the term that needs it.
-            world: the ranks among which responses are shared out.
-            stops: the places where all ranks may stop; every few responses are one. None: nowhere.
-            phase: is told how many of this rank's responses are scored.
+        Responses are shared out among the ranks of `world`. `phases` is told how many of this
+        rank's responses are scored; with it, all ranks may stop after every few of them.
         """
         self._function = function
         self._tokenizer = tokenizer
         self._model = reward_model
         self._world = world
-        self._stops = stops or NeverStop()
-        self._phase = phase or CurrentPhase()
+        self._phases = phases or Phases()
 
     @property
     def has_model(self) -> bool:
@@ -130,9 +122,7 @@ class Scorer:
     def score(self, rollout: Rollout, with_answers: bool = False) -> Scores:
         """Score every response; each rank calls it with the same rollout.
 
-        Args:
-            rollout: the responses.
-            with_answers: gather the answers too; they may be as long as the responses.
+        Answers may be as long as responses, so they are gathered only `with_answers`.
 
         Raises:
             RewardError: a term failed, hung or returned no number for this rank's share.
@@ -148,7 +138,7 @@ class Scorer:
         my_rows = range(rank, len(rollout), world_size)
         result = self._score_rows(rollout, my_rows, model_scores)
 
-        # An error above ends this process, and with it the job, before anyone waits here for long.
+        # After an error above the job ends, so no rank waits here for long.
         my_answers = result.answers if with_answers else {}
         shares = all_gather_objects((result.scores, result.metrics, my_answers), self._world)
 
@@ -174,10 +164,10 @@ class Scorer:
         """Score the responses at `rows`, unless the run stops meanwhile."""
         parts = []
         lengths = rollout.response_lengths
-        with self._stops.phase("scoring") as phase:
+        with self._phases.interruptible() as may_begin:
             for unit, begin in enumerate(range(0, len(rows), _UNIT_ROWS)):
-                self._phase.advance(begin, len(rows), "responses")
-                if not phase.may_begin(unit):
+                self._phases.advance(begin, len(rows), "responses")
+                if not may_begin(unit):
                     break
                 some = rows[begin : begin + _UNIT_ROWS]
                 external = {
@@ -189,13 +179,7 @@ class Scorer:
     def _inputs(
         self, rollout: Rollout, lengths: Sequence[int], rows: Sequence[int]
     ) -> list[RewardInput]:
-        """The input that the terms get for each of the responses at `rows`.
-
-        Args:
-            rollout: the responses.
-            lengths: tokens of each response.
-            rows: some of them.
-        """
+        """The terms' input for each of the responses at `rows`; `lengths` covers all responses."""
         prompts = rollout.prompts
         reads_text = self._function.reads_text
 
@@ -218,7 +202,7 @@ class Scorer:
 
 
 def _join_results(parts: Sequence[RewardResult]) -> RewardResult:
-    """The results of all parts, one part after the other; what a part lacks is NaN or None."""
+    """Join the results of all parts; where a part lacks a column, it gets NaN or None."""
     scores: list[float] = []
     metrics: dict[str, list[float]] = {}
     answers: dict[str, list[str | None]] = {}

@@ -1,7 +1,6 @@
-"""Where a run stands at the moment: what a reader of `status.json` or of the terminal is told.
+"""The present state of a run, as readers of `status.json` and of the terminal see it.
 
-The main thread writes on the board and another thread reads it, so each attribute is replaced as a
-whole. This file does not know who reads it.
+This file does not know who reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mrlhf.metrics import CurrentPhase
+from mrlhf.parallel.phases import Phases
 from mrlhf.run.alarms.watch import Alarm
 from mrlhf.terminal import Curve
 
@@ -19,12 +18,11 @@ State = Literal["starting", "training", "finished", "interrupted", "failed"]
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A response that people are shown.
+    """A response that people are shown: prompt, response and score in words.
 
     Attributes:
         kind: "training" or "held-out".
-        title: which it is, such as "training step 10".
-        text: prompt, response and score in words.
+        title: for example "training step 10".
     """
 
     kind: str
@@ -34,25 +32,26 @@ class ShownSample:
 
 @dataclass
 class Board:
-    """Where a run stands.
+    """The present state of a run.
+
+    The main thread writes and another thread reads, so each attribute is replaced as a whole.
 
     Attributes:
-        phase: the phase that this rank is in.
+        phases: the present phase of this rank, and its progress.
         has_view: whether a view on the terminal shows the board.
-        state: of the run.
-        message: why it was interrupted or has failed.
+        message: why the run was interrupted or has failed.
         step: the last training step that is complete.
         steps: training steps of the whole run; None while that is not known.
-        seconds_left: until the last step is complete, as far as that can be estimated.
-        metrics: of that step.
-        curves: those metrics that people are shown, over the latest steps.
+        seconds_left: estimated time until the last step is complete.
+        metrics: those of the last complete step.
+        curves: the metrics that people are shown, over the latest steps.
         alarms: those that are on.
         sample: the latest one.
         new_samples: those since the last report.
         distributions: numbers of each response of the present step, by name.
     """
 
-    phase: CurrentPhase = field(default_factory=CurrentPhase)
+    phases: Phases = field(default_factory=Phases)
     has_view: bool = False
     state: State = "starting"
     message: str = ""
@@ -72,6 +71,6 @@ class Board:
         self.new_samples.append(sample)
 
     def clear_step(self) -> None:
-        """Forget what belongs to the step that has been reported."""
+        """Forget the samples and numbers of the step that has been reported."""
         self.new_samples = []
         self.distributions = {}

@@ -1,7 +1,6 @@
-"""When a run stops by itself, so that its last save ends within the time that it has.
+"""When a run stops by itself, so that its last save ends in time.
 
-All times are those of the monotonic clock, which nobody puts forward or back. This file does not
-know how a run stops.
+All times are those of the monotonic clock. This file does not know how a run stops.
 """
 
 from __future__ import annotations
@@ -11,14 +10,8 @@ _TIME_TO_STOP_S = 60.0
 
 
 def time_to_save(longest_s: float) -> float:
-    """Seconds before the end of a job at which its last save must begin.
-
-    The save may have to wait for another one that is being written, so it gets the time of two,
-    beside what stopping takes.
-
-    Args:
-        longest_s: of the saves so far; 0 before the first one.
-    """
+    """Seconds before a job's end at which a save must begin; `longest_s`: the longest so far."""
+    # Two saves: the last one may have to wait for another that is still being written.
     return max(_TIME_TO_SAVE_S, _TIME_TO_STOP_S + 2 * longest_s)
 
 
@@ -26,18 +19,13 @@ class Deadline:
     """When to stop: at a moment, or early enough before the end of the job."""
 
     def __init__(self, stop_at: float | None = None, end: float | None = None) -> None:
-        """Take the moment that counts.
-
-        Args:
-            stop_at: when to stop; None: as the end of the job says.
-            end: of the job; None: it is not known.
-        """
+        """Stop at `stop_at`; if that is None, in time before `end`, the end of the job."""
         self._stop_at = stop_at
         self._end = end
         self._longest_save_s = 0.0
 
     def saved(self, seconds: float) -> None:
-        """Take note that a save has taken so long."""
+        """Note that a save has taken `seconds`."""
         self._longest_save_s = max(self._longest_save_s, seconds)
 
     def is_reached(self, now: float) -> bool:

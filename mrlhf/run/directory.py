@@ -1,9 +1,9 @@
-"""What an output directory holds of a run, and what a new job may do with it.
+"""Decides what a new job may do with the run that its output directory holds.
 
-A run is never overwritten in silence: a new job goes on from it, sets its rows aside, deletes it
-because it was told to, or refuses. One process decides for all ranks, while it holds the lock.
-Nothing is changed until all other checks have passed too. This file knows which files a run writes;
-it does not know what is in a checkpoint.
+A run is never overwritten in silence: a new job continues it, sets its rows aside, deletes it if
+`trainer.overwrite` says so, or refuses. One process decides for all ranks, while it holds the lock.
+Nothing is changed until all other checks have passed. This file does not know what is in a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,68 +26,27 @@ from mrlhf.checkpoint.manifest import (
     named_checkpoint,
     with_manifest,
 )
+from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, RUN_RECORD, TENSORBOARD, WRITTEN
+from mrlhf.checkpoint.summary import SUMMARY
 from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.config.roots import Root
+from mrlhf.config.tree import flatten
 from mrlhf.errors import ConfigError
 from mrlhf.log import parse_metrics_line
-from mrlhf.run.status import STATUS
-from mrlhf.run.summary import SUMMARY
-from mrlhf.run.timeline import TIMELINE
 
 logger = logging.getLogger(__name__)
 
-ALARMS = "alarms.jsonl"
-METRICS = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
-REFERENCE_LOGPROBS = "reference_logprobs.npz"
-REPORT = "report.html"
-CONFIG = "config.yaml"
-_BEGUN = "run.json"
-
-# All that a run writes: patterns of files in the output directory, and in folders of it.
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", ".*.tmp")
-_MODELS = ("actor", "actor_best", "model", "model_best")
-_WRITTEN = {
-    ".": (
-        METRICS,
-        "metrics.before_*.jsonl",
-        "metrics.damaged_*.jsonl",
-        ALARMS,
-        "alarms.before_*.jsonl",
-        STATUS,
-        CONFIG,
-        "config.*.yaml",
-        _BEGUN,
-        SUMMARY,
-        "curves.png",
-        REPORT,
-        "failed_step_*",
-        REFERENCE_LOGPROBS,
-        f".{REFERENCE_LOGPROBS}.tmp",
-        "tensorboard.before_*",
-        *(f"{name}.partial" for name in _MODELS),
-        *(f".{name}.replaced" for name in _MODELS),
-    ),
-    CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*", "damaged_*.step_*"),
-    TENSORBOARD: ("events.out.tfevents.*",),
-    "rollouts": ("step_*.jsonl", "step_*.parquet"),
-    TIMELINE: ("rank_*.jsonl",),
-    "hangs": ("*",),
-    "wandb": ("*",),
-    **dict.fromkeys(_MODELS, MODEL_FILES),
-}
-
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the configuration says about the run that a directory may hold.
+class OpeningOptions:
+    """The keys, starters and inputs that decide what becomes of an earlier run.
 
     Attributes:
         resume: `trainer.resume`.
         overwrite: `trainer.overwrite`.
-        names: of what started this run: a scheduler's job, a launcher's run.
-        again: those of the names that have started it before.
+        names: names of what started this run: a scheduler's job, a launcher's run.
+        again: those of `names` that have started it before.
         inputs: files and directories that the run reads; they are not deleted.
     """
 
@@ -100,7 +59,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a directory holds of a run.
+    """The parts of a run that a directory holds.
 
     Attributes:
         rows: whether there are metrics.
@@ -119,12 +78,12 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """How the run that a directory holds was begun.
+class _RunRecord:
+    """The record in `run.json` of how a run began.
 
     Attributes:
         started_by: names of what has started it last.
-        begun_from: the absolute path that `trainer.resume` named when it began from a checkpoint of
+        begun_from: the absolute path in `trainer.resume` when the run began from a checkpoint of
             another run; else None.
     """
 
@@ -134,12 +93,11 @@ class _Begun:
 
 @dataclass(frozen=True)
 class Opening:
-    """What a run is going to do with its output directory.
+    """A plan for the output directory.
 
     Attributes:
-        resume_from: what to go on from: a checkpoint, or a folder of checkpoints, of which the
-            newest whole one is meant. None to begin anew.
-        begun_from: as in `_Begun`.
+        resume_from: a checkpoint, or a folder of checkpoints whose newest whole one is meant; None
+            to start from the beginning.
         change: sets aside or deletes what lies in the way.
     """
 
@@ -148,22 +106,22 @@ class Opening:
     change: Callable[[], None] = lambda: None
 
 
-def plan_opening(directory: Path, wishes: Wishes) -> Opening:
-    """What a run may do with `directory`; a run that lies there is not changed.
+def plan_opening(directory: Path, options: OpeningOptions) -> Opening:
+    """Decide what a run may do with `directory`; a run that is there is not changed.
 
     Raises:
         ConfigError: the directory holds a run that must not be touched, or there is no checkpoint
             where `trainer.resume` says.
     """
     bring_back_replaced(directory / CHECKPOINTS)
-    return _plan(directory, _contents(directory), wishes)
+    return _plan(directory, _contents(directory), options)
 
 
-def describe_opening(directory: Path, wishes: Wishes) -> str:
-    """What a start would do with `directory` now, in words; nothing is changed."""
+def describe_opening(directory: Path, options: OpeningOptions) -> str:
+    """Say what a start would do with `directory` now; nothing is changed."""
     contents = _contents(directory)
     try:
-        opening = _plan(directory, contents, wishes)
+        opening = _plan(directory, contents, options)
     except ConfigError as error:
         return f"a start would be refused: {error}"
 
@@ -171,26 +129,28 @@ def describe_opening(directory: Path, wishes: Wishes) -> str:
     if opening.resume_from is not None:
         newest_first = with_manifest(opening.resume_from)
         begins = f"go on from {newest_first[0] if newest_first else opening.resume_from}"
-    elif contents.is_run and not wishes.overwrite:
+    elif contents.is_run and not options.overwrite:
         begins += ", and set aside the rows of a run that left no checkpoint"
-    if wishes.overwrite and contents.is_run:
+    if options.overwrite and contents.is_run:
         begins = f"delete the run in {directory} and {begins}"
     return f"a start would {begins}"
 
 
-def open_directory(directory: Path, config: Root, wishes: Wishes, opening: Opening) -> None:
-    """Do with `directory` what was planned, and write the configuration into it.
+def open_directory(
+    directory: Path, config: Root, options: OpeningOptions, opening: Opening
+) -> None:
+    """Carry out the plan, and write the configuration into `directory`.
 
     Raises:
         OSError: it cannot be written. If there is no room for the new files, nothing is changed.
     """
     resume_from = opening.resume_from
-    begun = {
-        "started_by": list(wishes.names),
+    record = {
+        "started_by": list(options.names),
         "resumed_from": str(resume_from) if resume_from else None,
         "begun_from": opening.begun_from,
     }
-    files = {CONFIG: dump_yaml(config), _BEGUN: json.dumps(begun) + "\n"}
+    files = {CONFIG: dump_yaml(config), RUN_RECORD: json.dumps(record) + "\n"}
     written = []
     try:
         for name, text in files.items():
@@ -210,7 +170,10 @@ def open_directory(directory: Path, config: Root, wishes: Wishes, opening: Openi
 
 def inputs_in(config: Root) -> list[Path]:
     """The existing files and directories that values of the configuration name."""
-    return [Path(text) for text in _texts(config.model_dump()) if os.path.exists(text)]
+    texts = []
+    for value in flatten(config).values():
+        texts += value if isinstance(value, list) else [value]
+    return [Path(text) for text in texts if isinstance(text, str) and os.path.exists(text)]
 
 
 def _contents(directory: Path) -> Contents:
@@ -223,45 +186,44 @@ def _contents(directory: Path) -> Contents:
     )
 
 
-def _plan(directory: Path, contents: Contents, wishes: Wishes) -> Opening:
-    """What may be done with the run in `directory`."""
+def _plan(directory: Path, contents: Contents, options: OpeningOptions) -> Opening:
     own = directory / CHECKPOINTS if contents.newest else None
-    begun = _read_begun(directory)
-    asked = os.path.abspath(wishes.resume)
+    record = _read_record(directory)
+    asked = os.path.abspath(options.resume)
 
-    is_again = any(name in begun.started_by for name in wishes.again)
+    is_again = any(name in record.started_by for name in options.again)
     if contents.is_run and is_again and own is not None:
-        # This very job has begun the run, so what it asks for has been done to the earlier run.
-        return Opening(own, begun.begun_from)
+        # This very job has begun the run, and has dealt with the earlier run as its keys ask.
+        return Opening(own, record.begun_from)
 
-    # The same command again goes on with the run that it has begun from that checkpoint.
-    goes_on = wishes.resume == "auto" or begun.begun_from == asked
+    # The same command continues the run that it has begun from that checkpoint.
+    goes_on = options.resume == "auto" or record.begun_from == asked
     is_whole = not contents.finished or _ends_with(directory, contents.newest)
-    if goes_on and not wishes.overwrite and own is not None and is_whole:
-        # It is written anew at the end; until then the run is not finished.
+    if goes_on and not options.overwrite and own is not None and is_whole:
+        # It is written again at the end; until then the run is not finished.
         finish_anew = partial((directory / SUMMARY).unlink, missing_ok=True)
-        return Opening(own, begun.begun_from, finish_anew)
+        return Opening(own, record.begun_from, finish_anew)
 
-    named = _named_checkpoint(wishes.resume)
+    named = _named_checkpoint(options.resume)
     begun_from = None if named is None else asked
     if contents.is_run and is_again:
         return Opening(named, begun_from, partial(_set_aside_rows, directory))
 
     if named is not None and _is_in(named, directory):
-        if wishes.overwrite:
+        if options.overwrite:
             raise ConfigError(
                 f"trainer.overwrite would delete {named}, which trainer.resume names; leave one of "
                 "them out"
             )
-        return Opening(named, begun.begun_from, partial(_set_aside_checkpoints_after, named))
+        return Opening(named, record.begun_from, partial(_set_aside_checkpoints_after, named))
 
-    if wishes.overwrite and (contents.is_run or (directory / _BEGUN).is_file()):
-        return Opening(named, begun_from, partial(_delete_run, directory, wishes.inputs))
+    if options.overwrite and (contents.is_run or (directory / RUN_RECORD).is_file()):
+        return Opening(named, begun_from, partial(_delete_run, directory, options.inputs))
     if not contents.is_run:
         return Opening(named, begun_from)
     if goes_on and own is None and not contents.finished:
         return Opening(named, begun_from, partial(_set_aside_rows, directory))
-    raise _refusal(directory, contents, wishes)
+    raise _refusal(directory, contents, options)
 
 
 def _ends_with(directory: Path, checkpoint: str | None) -> bool:
@@ -276,7 +238,7 @@ def _ends_with(directory: Path, checkpoint: str | None) -> bool:
     return last is not None and checkpoint == checkpoint_name(last["step"], unfinished_step=False)
 
 
-def _refusal(directory: Path, contents: Contents, wishes: Wishes) -> ConfigError:
+def _refusal(directory: Path, contents: Contents, options: OpeningOptions) -> ConfigError:
     holds = "a run"
     if contents.newest is not None:
         kind = "a finished run" if contents.finished else "a run"
@@ -297,11 +259,7 @@ def _refusal(directory: Path, contents: Contents, wishes: Wishes) -> ConfigError
 
 
 def _named_checkpoint(resume: str) -> Path | None:
-    """The checkpoint that `trainer.resume` names, or the checkpoints of the run that it names.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The checkpoint that `trainer.resume` names, or the checkpoints of the run that it names."""
     if resume in ("auto", "never"):
         return None
 
@@ -323,17 +281,17 @@ def _is_in(named: Path, directory: Path) -> bool:
     )
 
 
-def _read_begun(directory: Path) -> _Begun:
-    """What `run.json` says of the run in `directory`."""
+def _read_record(directory: Path) -> _RunRecord:
+    """The record in `run.json`; an empty one if it cannot be read."""
     try:
-        read = json.loads((directory / _BEGUN).read_text(encoding="utf-8"))
-        return _Begun(tuple(read["started_by"]), read.get("begun_from"))
+        read = json.loads((directory / RUN_RECORD).read_text(encoding="utf-8"))
+        return _RunRecord(tuple(read["started_by"]), read.get("begun_from"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return _Begun((), None)
+        return _RunRecord((), None)
 
 
 def _set_aside_rows(directory: Path) -> None:
-    """Keep the rows and curves of a run that left no checkpoint, under names of their own."""
+    """Rename the rows and curves of a run that left no checkpoint."""
     number = 1
     while any(directory.glob(f"*.before_{number}*")):
         number += 1
@@ -354,9 +312,9 @@ def _set_aside_rows(directory: Path) -> None:
 
 
 def _set_aside_checkpoints_after(named: Path) -> None:
-    """Rename the checkpoints of the run that are newer, which would else be the newest again.
+    """Rename the newer checkpoints of the run; otherwise one of them would be the newest again.
 
-    A folder of checkpoints, in place of one, stays as it is.
+    If `named` is a folder of checkpoints, it stays as it is.
     """
     newest_first = checkpoints_in(named.parent)
     newer = newest_first[: newest_first.index(named)] if named in newest_first else []
@@ -371,9 +329,9 @@ def _set_aside_checkpoints_after(named: Path) -> None:
 
 
 def _delete_run(directory: Path, inputs: Collection[Path]) -> None:
-    """Delete all that a run has written, and nothing else."""
+    """Delete all files that a run has written, and nothing else."""
     kept = [path.resolve() for path in inputs]
-    for folder, patterns in _WRITTEN.items():
+    for folder, patterns in WRITTEN.items():
         for pattern in patterns:
             for path in (directory / folder).glob(pattern):
                 if not any(_overlap(path.resolve(), other, directory) for other in kept):
@@ -385,7 +343,7 @@ def _delete_run(directory: Path, inputs: Collection[Path]) -> None:
 
 
 def _overlap(path: Path, other: Path, directory: Path) -> bool:
-    """Whether one of the two lies in the other; the output directory itself does not count."""
+    """Whether one path lies in the other; the output directory itself does not count."""
     if directory.resolve().is_relative_to(other):
         return False
     return path.is_relative_to(other) or other.is_relative_to(path)
@@ -399,7 +357,7 @@ def _delete(path: Path) -> None:
 
 
 def _keep_earlier_config(directory: Path, config: Root) -> None:
-    """Keep an earlier `config.yaml` that differs under a number."""
+    """Rename an earlier `config.yaml` if it differs."""
     path = directory / CONFIG
     try:
         earlier = path.read_text(encoding="utf-8", errors="replace")
@@ -414,15 +372,3 @@ def _keep_earlier_config(directory: Path, config: Root) -> None:
     path.rename(kept)
     changed = ", ".join(changed_keys(earlier, config))
     logger.warning("the configuration has changed: %s; the earlier is %s", changed, kept.name)
-
-
-def _texts(node: object) -> Iterator[str]:
-    """All strings in nested dictionaries and lists."""
-    if isinstance(node, str):
-        yield node
-    elif isinstance(node, dict):
-        for value in node.values():
-            yield from _texts(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from _texts(value)

@@ -1,17 +1,21 @@
-"""torchrun, with four things changed: how it takes signals, fails fast, exits, and what it says.
+"""torchrun with other exit codes, another handling of signals, and an immediate end after a
+failure.
 
-torchrun kills its workers 30 seconds after it gets SIGTERM, dies of SIGUSR1, and exits with code 1
-whatever the code of its workers. Here it hands signals on and waits, and it exits with the code by
-which its workers ask to be queued again. A launcher whose workers do so waits for the others, since
-one of them holds the store. Where a worker has said why it failed, torchrun's own account of that
-is left out. Everything else, the command line included, is torchrun's.
-This file does not know what the workers are.
+- It exits with the code by which its workers ask to be queued again, or say that the input is bad.
+- It passes each signal on, even one that a scheduler repeats every second, but not before the
+  workers have imported.
+- When a worker dies, it kills the others at once, and its last line is the one message that says
+  why.
+
+Everything else, such as the command line, is torchrun's. This file does not know what the workers
+do.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -31,123 +35,99 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import get_args_parser, run
 
 from mrlhf.printable import printable
+from mrlhf.run.failures import BAD_INPUT, FAILED, STOP_SIGNALS
 from mrlhf.run.leaving import end_on_signals
-from mrlhf.run.program import BAD_INPUT, FAILED, QUEUE_AGAIN
+from mrlhf.run.program import QUEUE_AGAIN
 from mrlhf.run.watcher import HELD_SIGNALS
 from mrlhf.version import add_version_option
 
 logger = logging.getLogger(__name__)
 _TORCHRUN = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
-STOP_TIMEOUT_OPTION = "--stop-timeout"
-STOP_TIMEOUT_S = 600.0
-
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _IN_USE = "address already in use"
-_FINAL_CODES = (BAD_INPUT, QUEUE_AGAIN)  # starting the workers again would change nothing
+_STOP_S = 600  # for the workers to save after a signal
 _BAD_INPUT_S = 5.0  # for the other workers to see the bad input too
 _OTHER_LAUNCHERS_S = 30.0  # for their workers to end, which have saved as well
 
 
-class ForwardingAgent(LocalElasticAgent):
-    """torchrun's agent for this machine's workers; see the top of this file."""
+class FailFastAgent(LocalElasticAgent):
+    """torchrun's agent for the workers of this machine."""
 
-    def __init__(self, *args: Any, stop_timeout_s: float, signals: set[int], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, stop_s: float, signals: set[int], **kwargs: Any) -> None:
         """Start nothing yet.
 
         Args:
-            args: for torchrun's agent.
-            stop_timeout_s: seconds that the workers have to end after a signal.
-            signals: the numbers of the signals that this launcher has got are added to it.
-            kwargs: for torchrun's agent.
+            args: for torchrun's agent, as `kwargs`.
+            stop_s: seconds that the workers have to end after a signal.
+            signals: the agent adds the numbers of the signals that come.
         """
         super().__init__(*args, **kwargs)
-        self._stop_timeout_s = stop_timeout_s
+        self._stop_s = stop_s
         self._signals = signals
-        self._end_at: float | None = None
-        self._bad_input_at: float | None = None
-        self._log_level = _TORCHRUN.level
+        self._end_at = math.inf
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start them; from then on signals are theirs, and so are those that came before."""
+        """Start the workers; they get all later signals, and those that came before."""
         # A worker imports for seconds before it has handlers; a signal waits until it has.
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         try:
             started = super()._start_workers(worker_group)
-            # torchrun has just installed handlers of its own.
-            for number in _FORWARDED:
+            # torchrun's own handlers, which it has just installed, leave the workers to themselves
+            # when a third signal comes.
+            for number in STOP_SIGNALS:
                 signal.signal(number, self._forward)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
 
         for earlier in sorted(self._signals):
-            self._end_at = time.monotonic() + self._stop_timeout_s
-            self._send(earlier)
+            self._forward(earlier, None)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look at the workers once; torchrun calls it many times a second."""
-        codes = self._exit_codes()
-        failed = [code for code in codes if code not in (None, 0, *_FINAL_CODES)]
-        final = [code for code in codes if code in _FINAL_CODES]
-        if self._signals or final:
-            self._remaining_restarts = 0
+        """Check the workers once; torchrun calls it many times a second."""
+        codes = [process.poll() for process in self._workers()]
+        ended = set(codes) - {None, 0}
+        if self._signals or ended & {BAD_INPUT, QUEUE_AGAIN}:
+            self._remaining_restarts = 0  # starting the workers again would change nothing
 
-        if failed:
+        if ended - {BAD_INPUT, QUEUE_AGAIN}:
             # One that waits for a worker that is not there any more would not end by itself.
-            self._kill_workers()
+            self._send(signal.SIGKILL)
         elif None in codes:
-            self._end_late_workers(codes)
+            self._end_late_workers(ended)
             # torchrun might see the end of a worker that was not seen here, and log it.
             return RunResult(state=WorkerState.HEALTHY)
 
-        # torchrun would log how each worker ends.
-        is_said = bool(final) or self._have_told()
-        _TORCHRUN.setLevel(logging.CRITICAL if is_said else self._log_level)
+        # torchrun logs how each worker ends, which is noise if a worker has said why.
+        _TORCHRUN.disabled = bool(ended & {BAD_INPUT, QUEUE_AGAIN}) or self._has_message()
         result = super()._monitor_workers(worker_group)
-        if final and set(codes) <= {0, QUEUE_AGAIN}:
+        if ended == {QUEUE_AGAIN}:
+            # The launcher of another machine may hold the store, which its workers still need.
             self._exit_barrier_timeout = _OTHER_LAUNCHERS_S
             self._exit_barrier()
         return result
 
-    def _end_late_workers(self, codes: Sequence[int | None]) -> None:
-        """Kill those that run too long after a signal, or after another worker has ended."""
+    def _end_late_workers(self, ended: Set[int | None]) -> None:
+        """Kill workers that run too long after a signal, or after another worker has ended."""
         now = time.monotonic()
-        if QUEUE_AGAIN in codes:
-            self._end_at = self._end_at or now + self._stop_timeout_s
-        if BAD_INPUT in codes:
-            self._bad_input_at = self._bad_input_at or now
-
-        if self._end_at is not None and now > self._end_at:
-            logger.error("the workers have not ended %g s after the signal", self._stop_timeout_s)
-            self._kill_workers()
-        elif self._bad_input_at is not None and now > self._bad_input_at + _BAD_INPUT_S:
-            logger.info("a worker has got bad input, so the launcher ends the others")
-            self._kill_workers()
+        if ended:
+            limit_s = _BAD_INPUT_S if BAD_INPUT in ended else self._stop_s
+            self._end_at = min(self._end_at, now + limit_s)
+        if now > self._end_at:
+            if BAD_INPUT not in ended:
+                logger.error("the workers have not ended %g s after the signal", self._stop_s)
+            self._send(signal.SIGKILL)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._signals.add(number)
-        if self._end_at is None:
-            self._end_at = time.monotonic() + self._stop_timeout_s
+        self._end_at = min(self._end_at, time.monotonic() + self._stop_s)
         self._send(number)
 
     def _send(self, number: int) -> None:
-        for pid in self._running():
-            os.kill(pid, number)
+        for process in self._workers():
+            process.send_signal(number)
 
-    def _kill_workers(self) -> None:
-        for pid in self._running():
-            os.kill(pid, signal.SIGKILL)
-
-    def _exit_codes(self) -> list[int | None]:
-        """The exit code of each worker of this machine, None while it runs."""
-        return [process.poll() for process in self._workers()]
-
-    def _running(self) -> list[int]:
-        """The process ids of the workers that run, each of which is a child of this process."""
-        return [process.pid for process in self._workers() if process.poll() is None]
-
-    def _have_told(self) -> bool:
+    def _has_message(self) -> bool:
         """Whether a worker has left a message that says why it fails."""
         assert self._pcontext is not None, "there are no workers"
         return any(os.path.isfile(file) for file in self._pcontext.error_files.values())
@@ -158,17 +138,16 @@ class ForwardingAgent(LocalElasticAgent):
 
 
 def exit_code(codes: Sequence[int], signals: Set[int] = frozenset()) -> int:
-    """What the launcher exits with.
+    """The launcher's exit code, from the exit codes of this machine's workers that are not 0.
 
     Args:
-        codes: the exit codes, other than 0, of this machine's workers; negative for those that a
-            signal has killed.
-        signals: those that the launcher has handed on. A worker that dies of one of them has not
-            begun its run, so it loses nothing.
+        codes: negative for workers that a signal has killed.
+        signals: the signals that the launcher has passed on. A worker that dies of one of them has
+            not begun its run, so it loses nothing.
 
     Returns:
-        2 if a worker says so: the others fail when it is not there any more. 75 if all workers say
-        so that were not killed, or have died of `signals`. Else 1.
+        2 if a worker says so, since the others fail when it is gone. 75 if every other worker asks
+        for it or has died of `signals`. Else 1.
     """
     said = {QUEUE_AGAIN if -code in signals else code for code in codes}
     said = {code for code in said if code > 0}
@@ -178,32 +157,23 @@ def exit_code(codes: Sequence[int], signals: Set[int] = frozenset()) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do as torchrun does with these arguments, which may begin with `--stop-timeout SECONDS`.
-
-    Args:
-        argv: None: the arguments of the process.
+    """Do as torchrun does with these arguments; None: those of the process.
 
     Returns:
         0 if all workers of this machine succeed; 75 if they ask to be queued again; 2 if one has
         got bad input; otherwise 1.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    stop_timeout_s = STOP_TIMEOUT_S
-    if arguments and arguments[0].split("=")[0] == STOP_TIMEOUT_OPTION:
-        value = arguments.pop(0).partition("=")[2]
-        stop_timeout_s = _seconds(value or (arguments.pop(0) if arguments else ""))
-
     # Until there are workers, nothing is lost if the job stops.
     end_on_signals()
-
-    # torchrun names its agent's class here, and takes no other from its caller.
-    signals: set[int] = set()
-    launcher_api.LocalElasticAgent = functools.partial(  # type: ignore[misc,assignment]
-        ForwardingAgent, stop_timeout_s=stop_timeout_s, signals=signals
-    )
     parser = get_args_parser()
     add_version_option(parser)
-    options = parser.parse_args(arguments)
+    parser.set_defaults(shutdown_timeout=_STOP_S)  # torchrun's is 30
+    options = parser.parse_args(argv)
+
+    # torchrun's launch names its agent's class here, and takes no other from its caller.
+    signals: set[int] = set()
+    agent = functools.partial(FailFastAgent, stop_s=options.shutdown_timeout, signals=signals)
+    launcher_api.LocalElasticAgent = agent  # type: ignore[misc,assignment]
     try:
         run(options)
     except (dist.DistNetworkError, RendezvousError) as error:
@@ -219,13 +189,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     finally:
         # Python resets its handlers as it ends; a signal would then change the exit code.
-        for number in _FORWARDED:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     return 0
 
 
 def _no_rendezvous(error: Exception, options: Any) -> str:
-    """Why the launchers do not find each other, on one line."""
+    """The reason why the launchers do not find each other, on one line."""
     if _IN_USE in str(error).lower():
         return (
             f"port {options.master_port} of this machine is in use; give another --master-port, or "
@@ -235,15 +205,8 @@ def _no_rendezvous(error: Exception, options: Any) -> str:
 
 
 def _message(error: ChildFailedError) -> str | None:
-    """What a worker has said about its failure; None if all have ended without a word."""
+    """A worker's message about its failure; None if no worker has left one."""
     for failure in error.failures.values():
         if isinstance(failure.message, dict):
             return str(failure.message["message"])
     return None
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        sys.exit(f"error: {STOP_TIMEOUT_OPTION} takes a number of seconds, not {text!r}")

@@ -1,8 +1,8 @@
-"""How a trained model leaves a run: a complete Hugging Face checkpoint, tokenizer included.
+"""Writes a trained model as a complete Hugging Face checkpoint, tokenizer included.
 
-It is written beside its place, in `<directory>.partial`, and takes its name when it is whole. So an
-earlier one is there until the new one is, and a full disk costs neither. This file does not know
-when a run exports.
+The files are written to `<directory>.partial`, which is renamed when it is complete. So an earlier
+checkpoint stays until the new one is there, and a full disk destroys neither. This file does not
+know when a run exports.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoint_name, with_manifest
+from mrlhf.checkpoint.output_files import MODEL_FILES
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import save_config
 from mrlhf.models.generation_config import write_generation_config
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.machine import name_of_this_machine
-from mrlhf.run.directory import MODEL_FILES
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.files import flush
 
@@ -36,14 +36,7 @@ _MEGABYTE = 10**6
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """A model with what its Hugging Face checkpoint holds beside the weights.
-
-    Attributes:
-        engine: holds the model.
-        tokenizer: is saved beside it.
-        max_shard_mb: largest safetensors file, MB.
-        generation_config: the text of the model's `generation_config.json`, if it has one.
-    """
+    """A model with the other contents of its Hugging Face checkpoint, in shards."""
 
     engine: ModelEngine
     tokenizer: Tokenizer
@@ -54,13 +47,12 @@ class ExportedModel:
 def export_result(
     model: ExportedModel, directory: Path, step: int, save: Callable[[], None]
 ) -> None:
-    """Write the model that a run leaves; every rank calls it.
+    """Write the final model of a run; every rank calls it.
 
-    If that fails, for whatever reason, a checkpoint of the last step is saved. If that fails too,
-    the model is written into the machine's directory for temporary files, so that it is not lost.
+    If that fails, a checkpoint of the last step is saved. If that fails too, the model is written
+    into the machine's directory for temporary files, so that it is not lost.
 
     Args:
-        model: what is written.
         directory: where the files go, in the output directory.
         step: the run's last step.
         save: makes sure that there is a checkpoint of the last step; it raises a CheckpointError on
@@ -113,9 +105,8 @@ def export_checkpoint(model: ExportedModel, directory: Path) -> None:
     """Write a model as a complete Hugging Face checkpoint; every rank calls it.
 
     Args:
-        model: what is written.
-        directory: where the files go, which may be a link; an earlier checkpoint in it is replaced
-            when the new one is whole, and files that belong to no checkpoint stay.
+        directory: where the files go, possibly a link; an earlier checkpoint in it is replaced when
+            the new one is complete, and other files stay.
 
     Raises:
         CheckpointError: there is no room, or a rank could not write, on every rank.
@@ -137,18 +128,14 @@ def export_checkpoint(model: ExportedModel, directory: Path) -> None:
 
 
 def _agree(error: str | None, engine: ModelEngine) -> None:
-    """Raise on every rank if one of them has an error.
-
-    Raises:
-        CheckpointError: the error of the first rank that has one.
-    """
+    """Raise the error of the first rank that has one, as a CheckpointError, on every rank."""
     for other in all_gather_objects(error, engine.groups.world):
         if other is not None:
             raise CheckpointError(other)
 
 
 def _prepare(engine: ModelEngine, place: Path, partial: Path) -> str | None:
-    """Make an empty directory to write into, if there is room; returns what is wrong."""
+    """Make an empty directory to write into, if there is room; returns an error message or None."""
     needed = sum(math.prod(shape) for shape in engine.tensor_shapes.values())
     needed *= engine.dtype.itemsize
     replaced = _replaced(place)
@@ -173,7 +160,7 @@ def _prepare(engine: ModelEngine, place: Path, partial: Path) -> str | None:
 
 
 def _write(model: ExportedModel, partial: Path) -> str | None:
-    """Write this rank's part; returns what is wrong."""
+    """Write this rank's part; returns an error message or None."""
     engine = model.engine
     try:
         engine.export(partial, model.max_shard_mb * _MEGABYTE)
@@ -204,7 +191,7 @@ def _padding(engine: ModelEngine) -> int | None:
 
 
 def _install(partial: Path, place: Path) -> str | None:
-    """Give a whole checkpoint its name; returns what is wrong."""
+    """Give a complete checkpoint its final name; returns an error message or None."""
     replaced = _replaced(place)
     try:
         shutil.rmtree(replaced, ignore_errors=True)
@@ -222,7 +209,7 @@ def _install(partial: Path, place: Path) -> str | None:
 
 
 def _keep_other_files(replaced: Path, place: Path) -> None:
-    """Move what belongs to no checkpoint from the replaced directory into the new one."""
+    """Move the files that belong to no checkpoint from the replaced directory into the new one."""
     for path in replaced.iterdir():
         of_checkpoint = path.is_file() and any(path.match(pattern) for pattern in MODEL_FILES)
         if not of_checkpoint and not (place / path.name).exists():
@@ -234,10 +221,7 @@ def _replaced(place: Path) -> Path:
 
 
 def _rescue(model: ExportedModel, name: str) -> Path | None:
-    """Write the model into the machine's temporary files; returns where, or None if it cannot be.
-
-    Ranks on several machines share no such directory.
-    """
+    """Write the model into the machine's temporary files; returns where, or None if that fails."""
     made: str | None = None
     if dist.get_rank() == 0:
         try:
@@ -246,6 +230,7 @@ def _rescue(model: ExportedModel, name: str) -> Path | None:
             made = None
     told = all_gather_objects((name_of_this_machine(), made), model.engine.groups.world)
     root = told[0][1]
+    # Ranks on several machines share no such directory.
     if root is None or len({machine for machine, _ in told}) > 1:
         return None
 

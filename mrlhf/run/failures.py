@@ -1,9 +1,8 @@
-"""How a job fails: one rank says why, once, and no rank leaves before that is said.
+"""How a job fails: one rank reports why, once, and no rank ends before that.
 
-The ranks agree through the job's store. The first rank that fails takes the word, and the others
-are silent: most of them fail only because the first one has left them. Every rank ends with the
-same exit code, and leaves the same message for torchrun's summary. This file does not know what the
-ranks do.
+The ranks agree through the job's store. The first rank that fails reports, and the others are
+silent: most of them fail only because the first one is gone. Every rank ends with the same exit
+code, and leaves the same message for torchrun's summary. This file does not know what the ranks do.
 """
 
 from __future__ import annotations
@@ -30,38 +29,32 @@ FAILED = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _POLL_S = 0.02
-_SAID_S = 10.0  # a rank that has the word and is silent for so long is not there any more
-_HEARD_S = 5.0  # the launcher ends other ranks later, and its store with them
-_HEARD_OF_LOSS_S = 1.0  # one rank is not there any more, and the others notice that too
+_REPORT_WAIT_S = 10.0  # a rank that has claimed a turn and not reported by then is gone
+_READ_WAIT_S = 5.0  # the launcher ends other ranks later, and its store with them
+_READ_LOSS_WAIT_S = 1.0  # the failure is a lost rank, which the others notice too
 _FAILURE = "failure"
 _LOST = ("closed by peer", "reset by peer", "broken pipe", "socket closed", "remote process exited")
 
 
-class Told(Exception):
-    """Some rank has said why the job fails, so this one ends in silence.
-
-    Attributes:
-        code: the exit code of every rank.
-    """
+class FailureReported(Exception):
+    """Some rank has reported why the job fails; this one ends in silence with `code`."""
 
     def __init__(self, failure: Failure) -> None:
-        """Keep the failure's exit code."""
         super().__init__(failure.text)
         self.code = failure.code
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the job fails.
+    """The reason why the job fails.
 
     Attributes:
-        rank: the rank that says so.
+        rank: the rank that reports it.
         code: the exit code of every rank.
-        text: the message.
         moment: when it failed, in seconds since 1970.
-        is_cause: whether the message says why, and not only that another rank is gone.
-        trace: a traceback that is said after the message, and that the summary leaves out; it
-            begins on a line of its own.
+        is_cause: whether the message gives the cause, and not only that another rank is gone.
+        trace: a traceback, on lines of its own, that the user sees after the message; the summary
+            leaves it out.
     """
 
     rank: int
@@ -73,118 +66,106 @@ class Failure:
 
     @property
     def whole(self) -> str:
-        """What the user is told: the message and the traceback."""
+        """The message and the traceback."""
         return self.text + self.trace
 
     def leave_for_summary(self) -> None:
-        """Leave the message for torchrun's summary, which says of a killed rank how it ended."""
+        """Leave the message for torchrun's summary."""
         if self.is_cause:
             write_error_file(self.text, self.moment)
 
 
 class Failures:
-    """Where the ranks of a job agree on the one failure that ends it."""
+    """The ranks of a job agree here on the one failure that ends it."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        """Begin without a failure.
-
-        Args:
-            store: shared by all ranks of this attempt, and used by nothing else.
-            rank: number of this rank.
-            world_size: number of ranks.
-        """
+        """Begin without a failure; all ranks of this attempt share `store`, for this alone."""
         self._store = store
         self._rank = rank
-        self._heard = [f"rank {other} has heard" for other in range(world_size)]
+        self._informed = [f"rank {other} has heard" for other in range(world_size)]
 
-    def others_speak(self) -> bool:
-        """Whether another rank has taken the word, and with it ends the job."""
+    def another_reports(self) -> bool:
+        """Whether another rank has begun to report why the job fails."""
         key = "speaker 0"
         return self._store.check([key]) and self._store.get(key) != str(self._rank).encode()
 
     def look(self) -> Failure | None:
-        """What another rank has said, if one has; this rank counts as one that knows it."""
+        """The failure that another rank has reported, if any; this rank then counts as informed."""
         if not self._store.check([_FAILURE]):
             return None
         failure = Failure(**json.loads(self._store.get(_FAILURE)))
         if failure.rank == self._rank:
             return None
-        self._store.set(self._heard[self._rank], "1")
+        self._store.set(self._informed[self._rank], "1")
         return failure
 
     def wait(self, limit_s: float) -> Failure | None:
-        """What another rank says within `limit_s`, if one does."""
+        """The failure that another rank reports within `limit_s`, if any."""
         latest = time.monotonic() + limit_s
         while (failure := self.look()) is None and time.monotonic() < latest:
             time.sleep(_POLL_S)
         return failure
 
-    def raise_if_told(self) -> None:
-        """End this rank's start if another rank has failed.
-
-        Raises:
-            Told: it has.
-        """
+    def raise_if_reported(self) -> None:
+        """End this rank's start, with FailureReported, if another rank has failed."""
         failure = self.look()
         if failure is not None:
             failure.leave_for_summary()
-            raise Told(failure)
+            raise FailureReported(failure)
 
-    def tell(self, own: Failure, say: Callable[[str], object]) -> Failure:
-        """Say why this rank fails, unless another rank has the word; call it in the main thread.
+    def report(self, own: Failure, say: Callable[[str], object]) -> Failure:
+        """Report why this rank fails, unless another rank does; call it in the main thread.
 
-        It returns when one rank has spoken, and the others have heard it or are not there. From
-        then on signals that ask for a stop are ignored, since the process ends anyway.
+        It returns the failure that ends the job, when one rank has reported, and the others know or
+        are gone. From then on signals that ask for a stop are ignored, since the process ends
+        anyway.
 
         Args:
             own: the failure of this rank.
             say: shows a message to the user.
-
-        Returns:
-            The failure that ends the job.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-        speaks = True
-        heard: Failure | None = None
+        reports = True
+        other: Failure | None = None
         try:
             for turn in itertools.count():
-                speaks = self.takes_turn(turn)
-                heard = None if speaks else self.wait(_SAID_S)
-                if speaks or heard is not None:
+                reports = self.claim_turn(turn)
+                other = None if reports else self.wait(_REPORT_WAIT_S)
+                if reports or other is not None:
                     break
         except (RuntimeError, OSError):
-            # A rank that has found no store speaks; one that was waiting for another is silent.
+            # A rank that has found no store reports; one that was waiting for another is silent.
             logger.debug("the job's store has gone", exc_info=True)
 
-        stands = heard or own
-        if speaks:
+        stands = other or own
+        if reports:
             say(own.whole)
         stands.leave_for_summary()
-        if speaks:
+        if reports:
             self._publish(own)
         return stands
 
-    def takes_turn(self, turn: int) -> bool:
-        """Whether this rank may speak in this turn; the turns before it have passed in silence."""
+    def claim_turn(self, turn: int) -> bool:
+        """Whether this rank may report in this turn; the rank of each earlier turn was silent."""
         mine = str(self._rank)
         return bool(self._store.compare_set(f"speaker {turn}", "", mine) == mine.encode())
 
     def _publish(self, own: Failure) -> None:
-        """Let the other ranks know, and wait until they do or are not there."""
+        """Inform the other ranks, and wait until they know or are gone."""
         try:
             self._store.set(_FAILURE, json.dumps(asdict(own)))
-            others = [key for rank, key in enumerate(self._heard) if rank != self._rank]
-            latest = time.monotonic() + (_HEARD_S if own.is_cause else _HEARD_OF_LOSS_S)
+            others = [key for rank, key in enumerate(self._informed) if rank != self._rank]
+            latest = time.monotonic() + (_READ_WAIT_S if own.is_cause else _READ_LOSS_WAIT_S)
             while others and not self._store.check(others) and time.monotonic() < latest:
                 time.sleep(_POLL_S)
         except (RuntimeError, OSError):
             logger.debug("the job's store has gone", exc_info=True)
 
 
-def tell_before_start(launch: Launch, own: Failure, say: Callable[[str], object]) -> Failure:
-    """`Failures.tell` for a process that has not joined the job; it waits for a store briefly."""
+def report_before_start(launch: Launch, own: Failure, say: Callable[[str], object]) -> Failure:
+    """Report as `Failures` does, for a process that has not joined the job."""
     if launch.world_size == 1:
         say(own.whole)
         own.leave_for_summary()
@@ -192,10 +173,10 @@ def tell_before_start(launch: Launch, own: Failure, say: Callable[[str], object]
     try:
         store = connect_before_start(STORE_S)
     except MrlhfError:
-        # Rather several times than not at all.
+        # Without a store the ranks cannot agree; several reports are better than none.
         say(own.whole)
         return own
-    return Failures(store, launch.rank, launch.world_size).tell(own, say)
+    return Failures(store, launch.rank, launch.world_size).report(own, say)
 
 
 def log_failure(text: str) -> None:
@@ -204,13 +185,10 @@ def log_failure(text: str) -> None:
 
 
 def explain(error: BaseException, rank: int, at_start: bool) -> Failure:
-    """What there is to say about an error.
+    """The failure of rank `rank` that an error means.
 
-    Args:
-        error: what has ended this rank's part.
-        rank: number of this rank.
-        at_start: whether nothing was trained yet. What goes wrong then will go wrong again, so it
-            counts as bad input.
+    If nothing was trained yet (`at_start`), the same would go wrong again, so it counts as bad
+    input.
     """
     if isinstance(error, MrlhfError) and not _waits_for_others(error):
         is_input = isinstance(error, (ConfigError, DataError))

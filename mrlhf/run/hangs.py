@@ -1,8 +1,8 @@
-"""Says which ranks the others wait for, and writes down where every rank is.
+"""Finds the ranks that the others wait for, and writes down the stacks of every rank.
 
 A rank that has waited for too long asks through the job's store; each rank's watcher answers, also
-while its main thread is blocked. This file does not know what the ranks do, only the names of their
-phases and the stacks of their threads.
+while its main thread is blocked. This file knows the names of phases and the stacks of threads, but
+not what the ranks do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from mrlhf.metrics import CurrentPhase
+from mrlhf.parallel.phases import Phases
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ _WAITING_IN = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_commun
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank is.
+    """A rank's answer to the question where it is.
 
     Attributes:
         phase: the phase of the trainer.
-        seconds: since when it is in the phase.
+        seconds: how long the rank has been in the phase.
         waits: whether it waits for other ranks.
         where: the innermost place of its main thread that is not in a library.
     """
@@ -53,12 +53,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Report:
-    """What all ranks have answered.
-
-    Attributes:
-        answers: by rank; None if a rank gave no answer.
-        directory: holds the stacks of the ranks that did.
-    """
+    """The answers of all ranks (None if a rank gave none), and the directory with their stacks."""
 
     answers: Mapping[int, Answer | None]
     directory: Path
@@ -68,29 +63,27 @@ class HangReports:
     """Asks all ranks where they are, and answers for this one."""
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, directory: Path, phase: CurrentPhase
+        self, store: dist.Store, rank: int, world_size: int, directory: Path, phases: Phases
     ) -> None:
         """Begin without a question.
 
         Args:
             store: shared by all ranks, and used by nothing else.
-            rank: number of this rank.
-            world_size: number of ranks.
             directory: where a directory for each report is made.
-            phase: the phase that this rank is in.
+            phases: the phases of this rank.
         """
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._directory = directory
-        self._phase = phase
+        self._phases = phases
         self._lock = threading.Lock()
         self._questions = 0
         self._answered_at = -math.inf
         self._has_timed_out = False
 
     def look(self) -> None:
-        """Answer a question, if there is a new one; the watcher calls it from time to time."""
+        """Answer a new question, if there is one; the watcher calls it from time to time."""
         with self._lock:
             while self._store.check([f"question {self._questions}"]):
                 folder = self._store.get(f"question {self._questions}").decode()
@@ -101,14 +94,11 @@ class HangReports:
                 self._answered_at = time.monotonic()
 
     def answered_since(self, moment: float) -> bool:
-        """Whether some rank has asked since then (a time of `time.monotonic`)."""
+        """Whether some rank has asked since `moment` (a time of `time.monotonic`)."""
         return self._answered_at >= moment
 
     def report(self, since: float) -> Report:
-        """Where all ranks are, or were when one asked after the time `since`.
-
-        It takes some seconds if a rank gives no answer.
-        """
+        """The places of all ranks, now or when one last asked after `since`; may take seconds."""
         if not self.answered_since(since):
             with self._lock:
                 folder = time.strftime("%Y%m%d-%H%M%S")
@@ -129,7 +119,7 @@ class HangReports:
         return Report(answers, self._directory / folder)
 
     def time_out(self) -> None:
-        """Count this rank as one that waits for others, although the wait has just ended."""
+        """Count this rank as one that waits for others, although its wait has just ended."""
         self._has_timed_out = True
 
     def claim(self) -> bool:
@@ -140,8 +130,8 @@ class HangReports:
         """Write the stacks of all threads of this rank into the directory, if that is possible."""
         main = sys._current_frames()[threading.main_thread().ident or 0]
         answer = Answer(
-            phase=self._phase.name,
-            seconds=self._phase.seconds,
+            phase=self._phases.name,
+            seconds=self._phases.seconds,
             waits=self._has_timed_out or _waits(main),
             where=_where(main),
         )
@@ -166,10 +156,10 @@ def is_time_out(error: BaseException | None) -> bool:
 
 
 def describe(rank: int, waited_s: float, report: Report) -> str:
-    """One line: for whom `rank` has waited, and where to read more.
+    """One line that names the ranks for which `rank` has waited, and the directory with the stacks.
 
-    A rank is waited for if it gives no answer, or if it waits for nobody itself. If all ranks wait,
-    those in another phase than `rank` are named.
+    These are the ranks that give no answer or wait for nobody. If all ranks wait, those in another
+    phase than `rank` are named.
     """
     own = report.answers[rank]
     phase = own.phase if own is not None else "an unknown phase"
@@ -204,7 +194,7 @@ def _waits(innermost: FrameType) -> bool:
 
 
 def _where(innermost: FrameType) -> str:
-    """The innermost place of the thread that is in no library, or the innermost one."""
+    """The innermost place of the thread that is in no library, else the innermost one."""
     frame: FrameType | None = innermost
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
         frame = frame.f_back

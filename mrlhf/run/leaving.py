@@ -1,4 +1,4 @@
-"""How a process of the job ends at once, and how it ends when its launcher has gone.
+"""Ends a process of the job at once, and when its launcher is gone.
 
 This file uses the standard library alone. The package imports it before torch, so that the launcher
 is known from the start. It does not know what the process does.
@@ -30,14 +30,7 @@ _AT_IMPORT = (os.getpid(), os.getppid())
 
 
 def leave(code: int, why: str = "") -> NoReturn:
-    """End the process at once, also if nobody reads what it says.
-
-    No destructor runs, since one might wait for ranks that hang in a collective.
-
-    Args:
-        code: the exit code.
-        why: what to log before, as an error.
-    """
+    """End the process at once, even if nobody reads its output; log the error `why` first."""
     # A pipe that is full, or a lock that a blocked thread holds, must not keep the process.
     limit = threading.Timer(_SAY_S, os._exit, [code])
     limit.daemon = True
@@ -49,13 +42,14 @@ def leave(code: int, why: str = "") -> NoReturn:
         sys.stderr.flush()
         sys.stdout.flush()
     finally:
+        # No destructor runs: one might wait for ranks that hang in a collective.
         os._exit(code)
 
 
 def end_on_signals() -> None:
-    """Let a signal that asks for a stop end this process with one line, until others take over.
+    """Let a stop signal end this process with one line, until other handlers replace these.
 
-    Where a signal is ignored or held back by what has started this process, it stays so.
+    A signal that the parent process ignores or blocks stays so.
     """
     for number in _STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -63,7 +57,7 @@ def end_on_signals() -> None:
 
 
 def is_launcher() -> bool:
-    """Whether this process launches or trains, and is not another that imports the package."""
+    """Whether this process launches or trains, and does not merely import the package."""
     return bool(sys.argv) and bool(_LAUNCHERS.fullmatch(os.path.basename(sys.argv[0])))
 
 
@@ -77,10 +71,9 @@ def _end_before_start(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process soon after the process that started it has ended.
+    """End this process soon after its parent has ended, even while the main thread waits.
 
-    A thread looks every second, also while the main thread waits in a collective. The first process
-    of a container has no launcher, and its parent never changes.
+    The first process of a container has no launcher, and its parent never changes.
     """
     threading.Thread(target=_look_for_launcher, name="launcher", daemon=True).start()
 

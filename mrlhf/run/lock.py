@@ -1,17 +1,16 @@
 """Keeps a second job out of an output directory while the first one lives, on any file system.
 
-`output_dir/.lock/` holds one small file for each job, numbered in the order in which the jobs came;
-the file with the highest number tells who holds the directory. To take the directory, a job creates
-the file with the next number. A file system lets exactly one job create a file of a given name, so
-of several newcomers one wins, and no newcomer ever touches the file of another job that lives.
+`output_dir/.lock/` holds one small numbered file for each job; the file with the highest number
+names the holder. To take the directory, a job creates the file with the next number. A file system
+lets exactly one job create a file of a given name, so one of several newcomers wins, and none ever
+touches the file of another living job.
 
-The holder touches its file again and again. A job that was killed stops doing so, and another may
-then take the directory. Ages are read from the file system's own clock, since the clocks of two
-machines differ. The lock needs no `flock`, which not every network file system has.
+The holder touches its file again and again. A job that was killed stops doing so, and another that
+has watched the file for long enough takes the directory. No clock is compared with that of another
+machine, and no `flock` is needed, which some network file systems lack. A job that is refused
+leaves the directory as it found it.
 
-A job that is refused withdraws: it leaves the directory as it found it.
-
-This file does not know what the directory holds, nor ranks: one process of a job holds the lock.
+This file knows neither the directory's contents nor ranks: one process of a job holds the lock.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ INTERVAL_S = 10.0
 MISSED_BEATS = 6
 _FOLDER = ".lock"
 _FILE = re.compile(r"(\d{6,})\.json")
+_RELEASED = 0  # the touch of a file that could not say so otherwise
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds an output directory, or held it.
+    """The process that holds an output directory, or held it.
 
     Attributes:
-        token: random, made anew each time that a lock is taken.
+        token: random, new each time that a lock is taken.
         host: name of its machine.
         pid: its process.
-        process: tells this process from any other: the boot of the machine, the namespace of
-            process numbers, and when the process started.
-        job: what the scheduler calls the job; None if there is no scheduler.
+        process: distinguishes it from any other on its machine, see `_process`; "" if nothing does.
+        job: the scheduler's name of the job; None if there is no scheduler.
         since: local time at which it took the directory, for people.
         interval_s: seconds between two touches of its file.
         released: whether it has given the directory back.
@@ -59,7 +58,7 @@ class Owner:
     token: str
     host: str
     pid: int
-    process: tuple[str, str, str]
+    process: str
     job: str | None
     since: str
     interval_s: float
@@ -84,11 +83,11 @@ class DirectoryLock:
 
         Args:
             directory: the output directory; `acquire` creates it if it is missing.
-            job: what the scheduler calls this job.
+            job: the scheduler's name of this job.
             on_lost: called in a thread of the lock, with a message, if another job has taken the
                 directory; it must end the process.
             interval_s: seconds between two touches of the lock's file. A holder on another machine
-                counts as dead after six that did not come.
+                counts as dead after six missing ones.
         """
         self._directory = directory
         self._folder = directory / _FOLDER
@@ -110,27 +109,25 @@ class DirectoryLock:
         self._thread = threading.Thread(target=self._beat, name="output-dir-lock", daemon=True)
 
     def living_holder(self) -> Owner | None:
-        """Who holds the directory now, as far as can be seen without a wait or a write."""
+        """The present holder of the directory, if one can be seen without waiting or writing."""
         newest = self._newest()
         touch = _touched(self._path(newest)) if newest else None
         owner = _read(self._path(newest)) if newest else None
         if touch is None or owner is None or owner.released:
             return None
-        if _is_here(owner):
-            lives = _process(owner.pid) == owner.process
-        else:
+        lives = _lives(owner)
+        if lives is None:
             lives = time.time() - touch / 1e9 <= MISSED_BEATS * owner.interval_s
         return owner if lives else None
 
     def acquire(self) -> None:
         """Take the directory.
 
-        It returns at once if nobody holds it, or if the holder ran on this machine and is dead.
-        If the holder is on another machine, it waits for the holder's next touch, or for six
-        touches that do not come.
+        It returns at once if nobody holds it, or if the holder ran on this machine and is dead. For
+        a holder on another machine it waits for one touch, or for six missing ones.
 
         Raises:
-            ConfigError: another process holds the directory, and lives.
+            ConfigError: another living process holds the directory.
             OSError: the directory cannot be written.
         """
         assert self._file is None, "a lock is taken once"
@@ -144,7 +141,7 @@ class DirectoryLock:
         self._thread.start()
 
     def _take(self) -> Path:
-        """Create the lock file after that of the last holder, who has ended."""
+        """Create the next lock file after the last holder has ended."""
         file: Path | None = None
         while file is None:
             newest = self._newest()
@@ -188,7 +185,7 @@ class DirectoryLock:
                 path.unlink(missing_ok=True)
 
     def withdraw(self) -> None:
-        """Give the directory back as it was before `acquire`, in which nothing was done."""
+        """Leave the directory as it was before `acquire`; nothing has been done in it."""
         if self._stop():
             assert self._file is not None
             with suppress(CheckpointError, OSError):
@@ -209,13 +206,13 @@ class DirectoryLock:
             temporary.replace(self._file)
         except CheckpointError:
             return
-        except OSError:  # without room the file can still look as old as that of a dead job
+        except OSError:  # without room the file can still be marked
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-                os.utime(self._file, (0, 0))
+                os.utime(self._file, ns=(_RELEASED, _RELEASED))
 
     def _stop(self) -> bool:
-        """Touch the file no more; returns whether this lock was held until now."""
+        """Stop touching the file; returns whether this lock was held until now."""
         if self._file is None or self._closing.is_set():
             return False
         self._closing.set()
@@ -223,7 +220,7 @@ class DirectoryLock:
         return True
 
     def _remove_made(self) -> None:
-        """Remove the folders that this lock has made, if nothing lies in them."""
+        """Remove the folders that this lock has made, if they are empty."""
         for folder in self._made:
             with suppress(OSError):
                 folder.rmdir()
@@ -266,7 +263,7 @@ class DirectoryLock:
                 file.write(_text(self._owner))
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError:  # a file without its owner would be waited for, as if he lived
+        except OSError:  # other jobs would wait for a file that names no owner
             path.unlink(missing_ok=True)
             raise
 
@@ -278,56 +275,34 @@ class DirectoryLock:
         return path
 
     def _wait_for_end(self, number: int) -> None:
-        """Return once the holder with this number has ended.
-
-        Raises:
-            ConfigError: it lives.
-        """
+        """Return once the holder with this number has ended; raise ConfigError if it lives."""
         path = self._path(number)
-        first_touch: int | None = None
+        first_touch = _touched(path)
         began = time.monotonic()
+        is_said = False
         while True:
             touch = _touched(path)
             owner = _read(path)
-            if touch is None or (owner is not None and owner.released):
+            if touch in (None, _RELEASED) or (owner is not None and owner.released):
                 return
-
-            if owner is not None and _is_here(owner):
-                if _process(owner.pid) == owner.process:
-                    raise self._refusal(owner)
-                logger.warning("%s held %s and is dead, so it is taken", owner, self._directory)
-                return
+            lives = None if owner is None else _lives(owner)
+            if lives or touch != first_touch:
+                raise self._refusal(owner)
 
             interval_s = self._owner.interval_s if owner is None else owner.interval_s
-            # The file system's clock may be put back, and the age is then too small.
-            age_s = max((self._now() - touch) / 1e9, time.monotonic() - began)
-            if age_s > MISSED_BEATS * interval_s:
+            silent_s = time.monotonic() - began
+            if lives is False or silent_s > MISSED_BEATS * interval_s:
+                why = "is dead" if lives is False else f"was silent for {silent_s:.0f} s"
                 who = owner or "another process"
-                logger.warning(
-                    "%s held %s; silent for %.0f s, so it is taken", who, self._directory, age_s
-                )
+                logger.warning("%s held %s and %s, so it is taken", who, self._directory, why)
                 return
 
-            if first_touch is None:
-                first_touch = touch
+            if not is_said:
+                is_said = True
                 logger.info(
                     "waiting for a sign of life of %s, which holds %s", owner, self._directory
                 )
-            elif touch != first_touch:
-                raise self._refusal(owner)
             time.sleep(interval_s / 10)
-
-    def _now(self) -> int:
-        """The file system's clock, nanoseconds."""
-        probe = self._folder / f"{self._owner.token}.probe"
-        try:
-            probe.write_bytes(b"")
-            os.utime(probe)
-            now = _touched(probe)
-        finally:
-            probe.unlink(missing_ok=True)
-        assert now is not None, f"{probe} has vanished"
-        return now
 
     def _refusal(self, owner: Owner | None) -> ConfigError:
         return ConfigError(
@@ -345,11 +320,10 @@ def _text(owner: Owner) -> str:
 
 
 def _read(path: Path) -> Owner | None:
-    """The owner that a lock file names; None if the file is gone, or not yet written in full."""
+    """The owner that a lock file names; None if the file is gone or incomplete."""
     try:
         stated = json.loads(path.read_text(encoding="utf-8"))
-        boot, namespace, start = stated.pop("process")
-        return Owner(process=(boot, namespace, start), **stated)
+        return Owner(process=str(stated.pop("process")), **stated)
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -364,35 +338,23 @@ def _touched(path: Path) -> int | None:
         return None
 
 
-def _is_here(owner: Owner) -> bool:
-    """Whether this machine can tell if the owner's process lives."""
-    here = _process(os.getpid())
-    return owner.host == socket.gethostname() and owner.process[:2] == here[:2]
+def _lives(owner: Owner) -> bool | None:
+    """Whether the owner's process lives; None if this machine cannot tell."""
+    here = _process(os.getpid()).split()
+    if not here or owner.host != socket.gethostname() or owner.process.split()[:1] != here[:1]:
+        return None
+    return _process(owner.pid) == owner.process
 
 
-def _process(pid: int) -> tuple[str, str, str]:
-    """What tells process `pid` of this machine from all others; the last is "" if it is dead."""
-    boot = namespace = start = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
+def _process(pid: int) -> str:
+    """The pid namespace and the start time of process `pid`; "" if it is dead or /proc is missing.
 
+    Pids are used again, and containers with one host name number their processes alike.
+    """
     try:
+        namespace = os.readlink("/proc/self/ns/pid")
         # After the name, which may hold any character: the state, and 19 fields on, the start.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        start = "" if fields[0] in "ZX" else fields[19]
     except OSError:
-        if not boot and _answers(pid):
-            start = "alive"
-    return boot, namespace, start
-
-
-def _answers(pid: int) -> bool:
-    """Whether there is a process `pid`, on a machine without /proc."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        return ""
+    return "" if fields[0] in "ZX" else f"{namespace} {fields[19]}"

@@ -1,6 +1,6 @@
 """Brings `metrics.jsonl` back to the step of a checkpoint, so that a resumed run can append to it.
 
-It does not know what a metric means, nor what else a checkpoint holds.
+It knows neither the meaning of a metric nor the other contents of a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a resumed run goes on.
+    """The point from which a resumed run continues.
 
     Attributes:
         step: the last step that the checkpoint holds in full.
@@ -34,14 +34,10 @@ class ResumePoint:
 def rewind_metrics(file: Path, point: ResumePoint) -> None:
     """Drop the rows after the checkpoint's step, and add the row of that step if it is missing.
 
-    If the checkpoint has no row, its step has yet to be measured, so a row of it is dropped too.
-    A last line that was not written in full is dropped as well, and so is a damaged one, after the
-    file has been copied to `metrics.damaged_<n>.jsonl`. Whenever the process is killed, the file
-    holds either the old rows or the new ones.
-
-    Args:
-        file: `metrics.jsonl`; if it is missing, it is written.
-        point: the checkpoint's step and row.
+    If the checkpoint has no row, its step has yet to be measured, so a row of it is dropped too. An
+    incomplete last line and damaged lines are dropped as well; if there are damaged ones, the file
+    is first copied to `metrics.damaged_<n>.jsonl`. Whenever the process is killed, the file holds
+    either the old rows or the new ones. If it is missing, it is written.
     """
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     lines = text.split("\n")

@@ -1,7 +1,7 @@
 """A thread of the main rank that shows the board: in `status.json`, and on a terminal.
 
 The main thread may be in one phase for long, and it must not wait for a slow disk or terminal. This
-file does not know what stands on the board.
+file does not know the contents of the board.
 """
 
 from __future__ import annotations
@@ -25,12 +25,6 @@ class Monitor:
     """Shows the board from `start` to `close`."""
 
     def __init__(self, board: Board, view: View | None) -> None:
-        """Show nothing yet.
-
-        Args:
-            board: what to show.
-            view: on the terminal; None: there is none.
-        """
         self._board = board
         self._file: StatusFile | None = None
         self._view = view
@@ -54,7 +48,7 @@ class Monitor:
         self.write()
 
     def write(self) -> None:
-        """Write the status now. If that is not possible, it is said once, and the run goes on."""
+        """Write the status now. A failure is logged once, and the run continues."""
         if self._file is None:
             return
         with self._writing:
@@ -70,7 +64,7 @@ class Monitor:
                 self._is_failing = False
 
     def close_view(self) -> None:
-        """Stop showing; what is logged from then on stands below all that was shown."""
+        """Stop showing; later log lines appear below the last view."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -95,6 +89,6 @@ class Monitor:
                 self.write()
 
     def _place(self) -> tuple[object, ...]:
-        """What has changed if the status is to be written again."""
-        phase = self._board.phase
-        return self._board.state, self._board.step, phase.entered, phase.progress
+        """A value that changes when the status must be written again."""
+        phases = self._board.phases
+        return self._board.state, self._board.step, phases.entered, phases.progress

@@ -33,11 +33,11 @@ from mrlhf.run.failures import (
     BAD_INPUT,
     FAILED,
     Failure,
+    FailureReported,
     Failures,
-    Told,
     explain,
     log_failure,
-    tell_before_start,
+    report_before_start,
     users_traceback,
 )
 from mrlhf.run.leaving import end_with_launcher, leave
@@ -52,7 +52,7 @@ NOT_FOUND = 3
 
 
 class DryRunReport(Protocol):
-    """What a dry run has found: the lines of what is missing, and the whole report."""
+    """The findings of a dry run."""
 
     @property
     def missing(self) -> Sequence[str]:
@@ -60,19 +60,18 @@ class DryRunReport(Protocol):
 
     @property
     def text(self) -> str:
-        """The report."""
+        """The whole report."""
 
 
 @dataclass(frozen=True)
 class Program(Generic[ConfigT]):
-    """What one launcher does.
+    """One launcher.
 
     Attributes:
         root: the class of the configuration that it reads.
         check: refuses a configuration that cannot run on this number of ranks, before anything is
             built; returns a description of the run.
-        dry_run: checks for a number of ranks that need not exist (None: the fewest that fit);
-            returns what it has found.
+        dry_run: checks for a number of ranks that need not exist (None: the fewest that fit).
         train: runs the job; every rank calls it.
         inputs: key and path of each file or directory that the run reads.
     """
@@ -87,11 +86,11 @@ class Program(Generic[ConfigT]):
 def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     """Run the program as the arguments say, and end the process.
 
-    If a rank fails, it says why, and all ranks end with the same exit code. If the run was
+    If a rank fails, it reports why, and all ranks end with the same exit code. If the run was
     interrupted, all ranks end with exit code 75, which asks a scheduler to queue the job again.
 
     Returns:
-        The exit code, if there was nothing to run: after a dry run or bad input.
+        The exit code after a dry run or bad input.
     """
     quiet_transformers()
     before: dist.Store | None = None
@@ -112,11 +111,11 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
             logger.info("%s", left_out)
         description = program.check(config, launch.world_size)
     except HangError as error:
-        leave(tell_before_start(launch, explain(error, launch.rank, True), log_failure).code)
+        leave(report_before_start(launch, explain(error, launch.rank, True), log_failure).code)
     except MrlhfError as error:
         return _refuse(error)
-    except Told as told:
-        leave(told.code)
+    except FailureReported as reported:
+        leave(reported.code)
     except OSError as error:
         if error.filename != STANDARD_OUTPUT:
             raise
@@ -130,14 +129,14 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     except Interrupted as interrupted:
         logger.info("stopped early: %s; start the same command again to go on", interrupted)
         code = QUEUE_AGAIN
-    except Told as told:
-        leave(told.code)
+    except FailureReported as reported:
+        leave(reported.code)
     except HangError as error:  # the job's store does not answer, so each rank speaks for itself
         failure = explain(error, launch.rank, True)
         failure.leave_for_summary()
         leave(failure.code, failure.whole)
     except Exception as error:  # without a store in which the ranks agree on who says it
-        leave(tell_before_start(launch, explain(error, launch.rank, True), log_failure).code)
+        leave(report_before_start(launch, explain(error, launch.rank, True), log_failure).code)
 
     gc.collect()  # an engine that is deleted gives back the memory it shares with other processes
     try:
@@ -153,7 +152,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
 
 
 def _end_of_dry_run(found: DryRunReport, dry: DryRun) -> int:
-    """The exit code of a dry run; it is not 0 if it could not check all that a run needs."""
+    """The exit code of a dry run; it is not 0 if something that a run needs was not checked."""
     count = len(found.missing)
     if dry.allow_missing or not count:
         return 0
@@ -168,17 +167,17 @@ def _end_of_dry_run(found: DryRunReport, dry: DryRun) -> int:
 def _compare(
     launch: Launch, config: AnyConfig, inputs: Sequence[tuple[str, str]]
 ) -> dist.Store | None:
-    """Refuse ranks that were not started alike; returns what rank 0 must keep."""
+    """Refuse ranks that were not started alike; returns the store, which rank 0 must keep."""
     if launch.world_size == 1:
         return None
     timeout_s = max(STORE_S, config.distributed.timeout_s)
-    told = Failures(connect_before_start(timeout_s), launch.rank, launch.world_size)
+    failures = Failures(connect_before_start(timeout_s), launch.rank, launch.world_size)
     facts = describe_start(config, inputs)
-    return require_same_start(launch, facts, timeout_s, told.raise_if_told)
+    return require_same_start(launch, facts, timeout_s, failures.raise_if_reported)
 
 
 def _refuse(error: MrlhfError) -> int:
-    """Say once for all ranks that the input is bad; returns the exit code."""
+    """Report bad input once for all ranks; returns the exit code."""
     line = f"error: {error}{users_traceback(error)}\n"
     try:
         launch = read_place()
@@ -188,5 +187,5 @@ def _refuse(error: MrlhfError) -> int:
         return BAD_INPUT
 
     own = Failure(launch.rank, BAD_INPUT, str(error), time.time())
-    tell_before_start(launch, own, lambda _: sys.stderr.write(line))
+    report_before_start(launch, own, lambda _: sys.stderr.write(line))
     return BAD_INPUT

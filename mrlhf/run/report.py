@@ -1,7 +1,7 @@
-"""What a run reports at its end: its summary, a PNG of its curves, and the seconds of each phase.
+"""The report at the end of a run: a summary, a PNG of its curves, and the seconds of each phase.
 
-Everything is read from the metrics file of the run, so that the report can be made again later.
-This file does not know how a metric is computed.
+All of it comes from the run's metrics file, so the report can be made again later. This file does
+not know how a metric is computed.
 """
 
 from __future__ import annotations
@@ -12,34 +12,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mrlhf.checkpoint.output_files import METRICS
+from mrlhf.checkpoint.summary import write_summary
 from mrlhf.errors import CheckpointError, MrlhfError
 from mrlhf.log import is_held_out, plot_curves, read_metrics
-from mrlhf.run.directory import METRICS
-from mrlhf.run.summary import write_summary
+from mrlhf.metrics.table import CURVES
 
 logger = logging.getLogger(__name__)
 
-PPO_CURVES = (
-    "critic/score/mean",
-    "actor/entropy",
-    "response_length/mean",
-    "actor/pg_clipfrac",
-    "actor/ppo_kl",
-    "actor/reward_kl_penalty",
-    "actor/kl_loss",
-    "critic/vf_explained_var",
-    "training/rollout_probs_diff_max",
-)
 Record = Mapping[str, Any]
 
 
-def closing_report(output_dir: Path, curves: Sequence[str], summary: Mapping[str, Any]) -> None:
-    """Write curves.png and summary.json, and log what the run achieved and where its time went.
-
-    Args:
-        output_dir: directory of the run, with its metrics.jsonl.
-        curves: the metrics to draw beside those of the validation, as far as they were measured.
-        summary: the few numbers that the run is judged by.
+def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write curves.png and summary.json, and log the results and the time of each phase.
 
     Raises:
         CheckpointError: the summary could not be written, so that the run does not count as
@@ -49,7 +34,7 @@ def closing_report(output_dir: Path, curves: Sequence[str], summary: Mapping[str
     try:
         records = read_metrics(output_dir / METRICS)
         lines += ["seconds by phase:", *_phase_lines(records)]
-        measured = _curves(records, curves)
+        measured = _curves(records)
         if measured:
             picture = output_dir / "curves.png"
             plot_curves(output_dir / METRICS, picture, measured)
@@ -68,10 +53,9 @@ def closing_report(output_dir: Path, curves: Sequence[str], summary: Mapping[str
 
 
 def ppo_achievements(output_dir: Path) -> dict[str, float | None]:
-    """Accuracy, reward and KL at the start and at the end, as far as the run measured them.
+    """Accuracy, reward and KL at the start and at the end, if the run measured them.
 
-    Accuracy and reward are those on the test prompts, or if the run has none, on those of the
-    validation.
+    Accuracy and reward are those on the test prompts; if there are none, on the validation prompts.
     """
     records = read_metrics(output_dir / METRICS)
     tested = _history(records, "test/", "/reward_mean")
@@ -99,20 +83,19 @@ def ppo_achievements(output_dir: Path) -> dict[str, float | None]:
     return achievements
 
 
-def _curves(records: Sequence[Record], names: Sequence[str]) -> list[str]:
-    """The metrics to draw: held-out rows first, then those of `names` that the run measured."""
+def _curves(records: Sequence[Record]) -> list[str]:
+    """The metrics to draw: held-out rows first, then those of the table that the run measured."""
     measured = {name for record in records for name in record}
     held_out = sorted(name for name in measured if is_held_out(name))
-    return held_out + [name for name in names if name in measured]
+    return held_out + [name for name in CURVES if name in measured]
 
 
 def _values(records: Sequence[Record], name: str) -> list[Any]:
-    """The values of one metric over the run."""
     return [record[name] for record in records if name in record]
 
 
 def _history(records: Sequence[Record], prefix: str, ending: str) -> list[float]:
-    """One validation metric over the run, averaged over the data sets."""
+    """The mean of a held-out metric over the data sets, for each record that has it."""
     means = []
     for record in records:
         values = []

@@ -1,43 +1,105 @@
-"""The one place where a trainer hands in its metrics; only rank 0 writes.
+"""Passes the metrics of a trainer to files, trackers, alarms and the board.
 
-It does not know what a metric means, nor where it goes.
+Only the main rank writes. This file does not know what a metric means.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
+from mrlhf.checkpoint.output_files import ALARMS, METRICS
 from mrlhf.config.roots import AnyConfig
-from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.outputs import Outputs
+from mrlhf.log import HELD_OUT, MetricsWriter, Progress, read_metrics
+from mrlhf.metrics.table import COLUMNS
+from mrlhf.run.alarms.watch import AlarmsFile, Watch
+from mrlhf.run.board import Board
+from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
+from mrlhf.run.monitor import Monitor
 from mrlhf.run.startup import Run
+from mrlhf.terminal import Curve
+from mrlhf.trackers import Tracked, TrackedRun, Trackers, finite
+
+logger = logging.getLogger(__name__)
+
+_CURVE_POINTS = 48
 
 
 class Reporter:
-    """Reports the metrics of each step on the main rank; does nothing on the others."""
-
-    def __init__(self, outputs: Outputs | None) -> None:
-        """Take the outputs of the main rank; None on other ranks."""
-        self._outputs = outputs
+    """Writes and shows the metrics of each step."""
 
     @staticmethod
     def of(
         run: Run,
         config: AnyConfig,
         total_steps: int,
-        columns: Sequence[tuple[str, str]],
         resumed: ResumePoint | None,
     ) -> Reporter:
-        """The reporter of this rank; see `Outputs`."""
+        """The reporter of this rank; it does nothing on all but the main one."""
         if not run.is_main_rank:
-            return Reporter(None)
-        return Reporter(Outputs(config, total_steps, columns, resumed, run.board, run.monitor))
+            return NoReporter()
+        return Reporter(config, total_steps, resumed, run.board, run.monitor)
+
+    def __init__(
+        self,
+        config: AnyConfig,
+        total_steps: int,
+        resumed: ResumePoint | None = None,
+        board: Board | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
+        """Open the files and drop the rows after the step of `resumed` (None for a new run).
+
+        Raises:
+            ConfigError: a file or a tracker cannot be opened.
+            DataError: the earlier rows of a resumed run cannot be read at all.
+        """
+        self._board = board or Board()
+        self._monitor = monitor
+        self._watch = Watch()
+        self._curves: dict[str, deque[float]] = {}
+
+        output_dir = Path(config.trainer.output_dir)
+        if resumed is not None:
+            rewind_metrics(output_dir / METRICS, resumed)
+        self._writer = MetricsWriter(output_dir)
+        self._alarms = AlarmsFile(output_dir / ALARMS)
+        self._trackers = _open_trackers(config, output_dir, resumed)
+
+        first_step = 0
+        if resumed is not None:
+            first_step = resumed.step
+            self._take_up(read_metrics(output_dir / METRICS), resumed)
+        self._progress = Progress(total_steps, first_step, config.trainer.log_freq)
+        self._board.steps = total_steps
+        self._board.step = first_step
+        self._board.state = "training"
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` of `step`; step 0 is what was measured before training."""
-        if self._outputs is not None:
-            self._outputs.report(step, metrics)
+        """Record the metrics of `step`; step 0 was measured before training."""
+        self._writer.write(step, metrics)
+        self._progress.update(step, metrics)
+        if step:
+            for alarm in self._watch.look(step, metrics):
+                logger.warning("%s", alarm.line)
+                self._alarms.write(alarm)
+
+        board = self._board
+        self._add_to_curves(metrics)
+        texts = {f"samples/{sample.kind}": sample.text for sample in board.new_samples}
+        self._trackers.write(Tracked(step, finite(metrics), texts, board.distributions))
+        board.clear_step()
+
+        board.step = step
+        board.metrics = metrics
+        board.alarms = self._watch.on
+        board.seconds_left = self._progress.seconds_left(step)
+        if self._monitor is not None:
+            self._monitor.write()
 
     def __enter__(self) -> Reporter:
         return self
@@ -48,5 +110,56 @@ class Reporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._outputs is not None:
-            self._outputs.close()
+        self.close()
+
+    def close(self) -> None:
+        """Close files and trackers."""
+        self._writer.close()
+        self._trackers.close()
+
+    def _take_up(self, records: Sequence[Mapping[str, float]], resumed: ResumePoint) -> None:
+        """Take the metrics of the earlier steps, as if the run had never been interrupted."""
+        for record in records:
+            self._add_to_curves({name: value for name, value in record.items() if name != "step"})
+        self._alarms.replace(self._watch.replay(records))
+        self._board.alarms = self._watch.on
+        self._board.metrics = resumed.row
+        # The trackers' last step is written again, since the process may have ended before that.
+        self._trackers.write(Tracked(resumed.step, finite(resumed.row)))
+
+    def _add_to_curves(self, metrics: Mapping[str, float | None]) -> None:
+        """Add a step to the curves that people are shown, those of the validation included."""
+        validation = [name for name in sorted(metrics) if name.startswith(HELD_OUT["validation"])]
+        for label, name in [*COLUMNS, *zip(validation, validation, strict=True)]:
+            value = metrics.get(name)
+            if value is not None and math.isfinite(value):
+                self._curves.setdefault(label, deque(maxlen=_CURVE_POINTS)).append(value)
+        self._board.curves = [Curve(label, list(x)) for label, x in self._curves.items()]
+
+
+class NoReporter(Reporter):
+    """The reporter of the other ranks: it writes nothing."""
+
+    def __init__(self) -> None:
+        """Open nothing: the base class would."""
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _open_trackers(config: AnyConfig, output_dir: Path, resumed: ResumePoint | None) -> Trackers:
+    section = config.trainer
+    first_step = None
+    if resumed is not None:
+        first_step = resumed.step if resumed.row else resumed.step + 1
+    run = TrackedRun(
+        output_dir=output_dir,
+        project=section.project_name,
+        name=section.experiment_name or output_dir.resolve().name,
+        config=config.model_dump(),
+        first_step=first_step,
+    )
+    return Trackers(section.trackers, run)

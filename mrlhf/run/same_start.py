@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from mrlhf.config.compare import leaves
 from mrlhf.config.roots import Root
+from mrlhf.config.tree import flatten
 from mrlhf.errors import ConfigError
 from mrlhf.job import Launch, connect, meet, wait_for
 
@@ -30,14 +30,12 @@ _ALIKE = "alike"
 
 
 def describe_start(config: Root, inputs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """What must be the same on every rank, by its name: the configuration, the code and the inputs.
+    """The facts that must be the same on every rank: configuration, code and inputs, by name.
 
-    Args:
-        config: the configuration as this rank has read it.
-        inputs: key and path of each file or directory that the run reads.
+    `inputs` has the key and the path of each file or directory that the run reads.
     """
     facts = {"the program": type(config).__name__}
-    facts |= {name: _shortened(repr(value)) for name, value in leaves(config.model_dump())}
+    facts |= {name: _shortened(repr(value)) for name, value in flatten(config).items()}
     facts["the code of mrlhf"] = _code()
     facts["torch"] = str(torch.__version__)
     for key, path in inputs:
@@ -53,12 +51,10 @@ def describe_start(config: Root, inputs: Iterable[tuple[str, str]]) -> dict[str,
 def require_same_start(
     launch: Launch, facts: Mapping[str, str], timeout_s: float, look: Callable[[], None]
 ) -> dist.Store | None:
-    """Refuse ranks that differ in `facts`; every rank calls it.
+    """Refuse ranks that differ in `facts` (see `describe_start`); every rank calls it.
 
     Args:
-        launch: the place of this process in the job.
-        facts: see `describe_start`.
-        timeout_s: how long to wait for the other ranks, seconds.
+        timeout_s: longest wait for the other ranks, seconds.
         look: called again and again while this process waits for the others; it may raise.
 
     Returns:
@@ -98,7 +94,7 @@ def require_same_start(
 
 
 def differences(first: str, own: Mapping[str, str]) -> list[str]:
-    """What differs between the facts of rank 0, as JSON, and those of another rank, in words."""
+    """The differences in words between rank 0's facts, as JSON, and those of another rank."""
     wanted: dict[str, str] = json.loads(first)
     names = [*wanted, *(name for name in own if name not in wanted)]
     return [
@@ -109,11 +105,7 @@ def differences(first: str, own: Mapping[str, str]) -> list[str]:
 
 
 def describe_differences(told: Mapping[int, str]) -> str:
-    """One line about all ranks that differ from rank 0; empty if none does.
-
-    Args:
-        told: what each of them has found with `differences`, as JSON.
-    """
+    """One line about the ranks that differ, from their `differences`; empty if none does."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in told.items():
         for difference in json.loads(text):
@@ -131,7 +123,7 @@ def describe_differences(told: Mapping[int, str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """The ranks in words, those that follow each other as a range."""
+    """The ranks in words, consecutive ones as a range."""
     spans = []
     for _, numbered in groupby(enumerate(ranks), key=lambda item: item[1] - item[0]):
         span = [rank for _, rank in numbered]
@@ -174,7 +166,7 @@ def _content(path: Path) -> str:
 
 
 def _shortened(text: str) -> str:
-    """`text` without its middle, of which a hash is kept, if it is long."""
+    """A long `text` without its middle, which a hash replaces."""
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     half = _SHOWN_CHARACTERS // 2

@@ -1,8 +1,7 @@
-"""How a run starts: the job is joined, seeds are set, and the output directory is taken.
+"""How a run starts: it joins the job, sets the seeds and takes the output directory.
 
-Nothing is written there until `Run.begin`, so that a start that is refused changes no run.
-
-It knows no algorithm and no model.
+Nothing is written there until `Run.begin`, so that a start that is refused changes no run. This
+file knows no algorithm and no model.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import TextIO, cast
 
 import torch.distributed as dist
 
+from mrlhf.checkpoint.output_files import METRICS
 from mrlhf.config.roots import Root
 from mrlhf.config.sections import RoleSection
 from mrlhf.config.trainer import DistributedSection, TrainerSection
@@ -30,25 +30,24 @@ from mrlhf.job import (
     end_of_allocation,
     init_distributed,
     read_launch,
-    read_starts,
+    read_launch_history,
 )
 from mrlhf.log import configure_logging
-from mrlhf.metrics import PhaseTimer
+from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
-from mrlhf.parallel.stop_points import NeverStop, StopPoints
+from mrlhf.parallel.phases import Phases, seconds_by_phase
 from mrlhf.run.board import Board
 from mrlhf.run.deadline import Deadline
 from mrlhf.run.directory import (
-    METRICS,
     Opening,
-    Wishes,
+    OpeningOptions,
     describe_opening,
     inputs_in,
     open_directory,
     plan_opening,
 )
-from mrlhf.run.failures import FAILED, Failures, Told, explain, log_failure
+from mrlhf.run.failures import FAILED, FailureReported, Failures, explain, log_failure
 from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
 from mrlhf.run.lock import DirectoryLock
@@ -65,21 +64,15 @@ class Run:
     """This process's part in the job.
 
     Attributes:
-        device: where it computes.
-        rank: its number.
-        world_size: processes of the job.
         factory: creates the process groups, in the same order on every rank.
-        output_dir: where the run writes.
-        resume_from: a checkpoint to go on from, or a folder of checkpoints, of which the newest
-            whole one is meant; None to begin anew.
+        resume_from: a checkpoint to continue from, or a folder of checkpoints, of which the newest
+            whole one is meant; None for a new run.
         lock: keeps other jobs out of `output_dir`; the main rank holds it.
         changes: what the main rank does in `output_dir` when the run begins, in this order.
-        stops: the places where all ranks may stop together.
-        watcher: watches over this rank; None in a program that nobody may interrupt.
-        failures: where the ranks agree on why the job fails; None if each one says it for itself.
+        watcher: None in a program that nobody may interrupt.
+        failures: where the ranks agree on why the job fails; None if each one reports for itself.
         timeline: where this rank writes down its phases; None: nowhere.
         deadline: when this job stops by itself; the main rank's counts.
-        board: where the run stands.
         monitor: shows the board to people and programs; None on other ranks than the main one, and
             in a program that nobody watches.
     """
@@ -92,7 +85,6 @@ class Run:
     resume_from: Path | None = None
     lock: DirectoryLock | None = None
     changes: list[Callable[[], None]] = field(default_factory=list)
-    stops: StopPoints = field(default_factory=NeverStop)
     watcher: Watcher | None = None
     failures: Failures | None = None
     timeline: Timeline | None = None
@@ -105,13 +97,18 @@ class Run:
         """Whether this is the rank that writes files and reports."""
         return self.rank == 0
 
+    @property
+    def phases(self) -> Phases:
+        """The phases of this rank, and where all ranks may stop together."""
+        return self.board.phases
+
     def groups(self, name: str, section: RoleSection) -> RoleGroups:
         """The process groups of role `name`."""
         layout = ParallelLayout.for_world(name, self.world_size, AxisSizes.of(section))
         return self.factory.role_groups(layout)
 
     def begin(self) -> None:
-        """Change the output directory, now that all has been checked; every rank calls it once.
+        """Change the output directory, now that all checks have passed; every rank calls it once.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -136,10 +133,10 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the directory back, and say why the job fails, if it does.
+        """Give the directory back, and report why the job fails, if it does.
 
         Raises:
-            Told: this rank has failed, and it or another one has said why.
+            FailureReported: this rank has failed, and it or another one has reported why.
             HangError: it has waited for another one for too long, and `failures` is None.
         """
         if self.monitor is not None:
@@ -159,18 +156,18 @@ class Run:
         if reason is not None and self.failures is not None:
             at_start = self.watcher is None or not self.watcher.has_begun
             own = explain(reason, self.rank, at_start)
-            failure = self.failures.tell(own, log_failure)
+            failure = self.failures.report(own, log_failure)
             if self.monitor is not None:
                 self.monitor.end("failed", failure.text)
-            raise Told(failure) from error
+            raise FailureReported(failure) from error
         if hang is not None:
             raise hang from error
 
     def require_directory(self, model: Path) -> None:
-        """Make sure that what the run has written is still there; the main rank calls it.
+        """Make sure that the run's files are still there; the main rank calls it.
 
         Args:
-            model: where the trained model is.
+            model: where the trained model is, for the message.
 
         Raises:
             CheckpointError: the output directory or the metrics file was deleted during the run.
@@ -186,14 +183,12 @@ class Run:
         except CheckpointError as error:
             raise CheckpointError(f"{error}; the trained model is in {model}") from error
 
-    def timer(self) -> PhaseTimer:
-        """Measures the phases of one step, and lets other ranks know in which phase this one is."""
-        return PhaseTimer(self.device.synchronize, self.board.phase)
-
-    def record_phases(self, step: int, timer: PhaseTimer) -> None:
-        """Write down when this rank was in which phase of training step `step`."""
+    def end_step(self, step: int) -> dict[str, float]:
+        """Write down the phases of training step `step`; returns the seconds of each."""
+        spans = self.phases.take_spans()
         if self.timeline is not None:
-            self.timeline.write(step, timer.spans)
+            self.timeline.write(step, spans)
+        return seconds_by_phase(spans)
 
 
 def start(
@@ -202,15 +197,16 @@ def start(
     trainer: TrainerSection,
     seed: int,
 ) -> Run:
-    """Join the job, set the seeds, take the output directory and find out what it holds.
+    """Join the job, set the seeds, lock the output directory and plan what to do with it.
 
-    From then on a signal is a request to stop, and so is the end of the job's time, which comes
-    after `trainer.save_by_minutes` or, where that is null, when Slurm says. The run gives the
-    directory back when it is left as a context.
+    From then on a signal is a request to stop. So is the end of the job's time:
+    `trainer.save_by_minutes`, or if that is null, the end that Slurm gives. The run, as a context,
+    gives the directory back.
 
     Raises:
-        Told: the job cannot start, and one rank has said why: another job holds the directory, or
-            it holds a run that must not be touched, or a rank has no device or does not come.
+        FailureReported: the job cannot start, and one rank has reported why: another job holds the
+            directory, or it holds a run that must not be touched, or a rank has no device or does
+            not come.
     """
     began = time.time()
     deadline = _deadline(trainer.save_by_minutes)
@@ -220,34 +216,30 @@ def start(
     )
     try:
         device = pick_device(distributed.device, launch.local_rank)
-        job = init_distributed(device, distributed.timeout_s, before.raise_if_told)
+        job = init_distributed(device, distributed.timeout_s, before.raise_if_reported)
     except Exception as error:
-        raise _told(before, error, launch.rank) from error
+        raise _reported(before, error, launch.rank) from error
 
     failures = Failures(dist.PrefixStore("failures", job.store), job.rank, job.world_size)
     try:
-        joined = Joined(device, job, failures, began, deadline)
-        return _begin(config, distributed, trainer, seed, joined)
+        context = JobContext(device, job, failures, began, deadline)
+        return _begin(config, distributed, trainer, seed, context)
     except Exception as error:
-        raise _told(failures, error, job.rank) from error
+        raise _reported(failures, error, job.rank) from error
 
 
-def _told(failures: Failures, error: Exception, rank: int) -> Told:
-    if isinstance(error, Told):
+def _reported(failures: Failures, error: Exception, rank: int) -> FailureReported:
+    if isinstance(error, FailureReported):
         return error
-    return Told(failures.tell(explain(error, rank, at_start=True), log_failure))
+    return FailureReported(failures.report(explain(error, rank, at_start=True), log_failure))
 
 
 @dataclass(frozen=True)
-class Joined:
-    """What a process has once it has joined the job.
+class JobContext:
+    """A process that has joined the job, and the means to run and to fail in it.
 
     Attributes:
-        device: where it computes.
-        job: the job.
-        failures: where the ranks agree on why the job fails.
         began: when it started, in seconds since 1970.
-        deadline: when it stops by itself.
     """
 
     device: Device
@@ -262,10 +254,10 @@ def _begin(
     distributed: DistributedSection,
     trainer: TrainerSection,
     seed: int,
-    joined: Joined,
+    context: JobContext,
 ) -> Run:
     """Set the seeds, take the output directory and watch over this rank; see `start`."""
-    job = joined.job
+    job = context.job
     configure_logging(job.rank, console_of_log(trainer.console))
     seed_everything(seed)
 
@@ -274,12 +266,12 @@ def _begin(
     changes: list[Callable[[], None]] = []
     outcome: list[Path | MrlhfError | None] = [None]
     if job.rank == 0:
-        lock = DirectoryLock(directory, read_starts().job, partial(leave, FAILED))
-        wishes = _wishes(config, trainer)
-        opening = _take(directory, lock, wishes)
+        lock = DirectoryLock(directory, read_launch_history().job, partial(leave, FAILED))
+        options = _opening_options(config, trainer)
+        opening = _take(directory, lock, options)
         if isinstance(opening, Opening):
             outcome = [opening.resume_from]
-            changes.append(partial(open_directory, directory, config, wishes, opening))
+            changes.append(partial(open_directory, directory, config, options, opening))
             changes.append(lock.remove_earlier)
         else:
             outcome = [opening]
@@ -289,7 +281,9 @@ def _begin(
     if isinstance(resume_from, MrlhfError):
         raise resume_from
 
-    board = Board()
+    stops = AgreedStop(dist.PrefixStore("stop", job.store), job.rank, job.world_size)
+    phases = Phases(stops, context.device.synchronize)
+    board = Board(phases)
     monitor = None
     if job.rank == 0:
         monitor = Monitor(board, View(board, directory) if is_drawn(trainer.console) else None)
@@ -303,16 +297,16 @@ def _begin(
         job.world_size,
         directory,
         distributed.timeout_s,
-        joined.deadline,
-        joined.failures,
-        board.phase,
+        phases,
+        context.deadline,
+        context.failures,
         None if monitor is None else partial(_end_failed, monitor, lock, changes),
     )
     watcher.start()
     if monitor is not None:
         monitor.start()
     return Run(
-        device=joined.device,
+        device=context.device,
         rank=job.rank,
         world_size=job.world_size,
         factory=GroupFactory(distributed.timeout_s),
@@ -320,11 +314,10 @@ def _begin(
         resume_from=resume_from,
         lock=lock,
         changes=changes,
-        stops=watcher.stops,
         watcher=watcher,
-        failures=joined.failures,
-        timeline=_timeline(directory, trainer.timeline_freq, joined),
-        deadline=joined.deadline,
+        failures=context.failures,
+        timeline=_timeline(directory, trainer.timeline_freq, context),
+        deadline=context.deadline,
         board=board,
         monitor=monitor,
     )
@@ -333,20 +326,20 @@ def _begin(
 def _end_failed(
     monitor: Monitor, lock: DirectoryLock | None, changes: Collection[object], text: str
 ) -> None:
-    """Say that the run has failed, or leave no trace of it if it has not begun."""
+    """Show that the run has failed; if it has not begun, leave no trace of it."""
     monitor.end("failed", text)
     if lock is not None and changes:
         lock.withdraw()
 
 
-def _timeline(directory: Path, every: int, joined: Joined) -> Timeline:
-    """Where this rank writes down its phases, with a description of the process."""
-    process = {**joined.device.describe(), "ranks": joined.job.world_size, "began": joined.began}
-    return Timeline(directory, joined.job.rank, every, process)
+def _timeline(directory: Path, every: int, context: JobContext) -> Timeline:
+    """This rank's timeline, with a description of the process."""
+    process = {**context.device.describe(), "ranks": context.job.world_size, "began": context.began}
+    return Timeline(directory, context.job.rank, every, process)
 
 
 def _deadline(save_by_minutes: float | None) -> Deadline:
-    """When a job that starts now stops by itself."""
+    """The moment at which a job that starts now stops by itself."""
     now = time.monotonic()
     if save_by_minutes is not None:
         return Deadline(stop_at=now + 60 * save_by_minutes)
@@ -355,24 +348,26 @@ def _deadline(save_by_minutes: float | None) -> Deadline:
 
 
 def foresee(config: Root, trainer: TrainerSection) -> str:
-    """What a start would do with the output directory now, in words; nothing is written."""
+    """Say what a start would do with the output directory now; nothing is written."""
     directory = Path(trainer.output_dir)
     holder = DirectoryLock(directory, None, partial(leave, FAILED)).living_holder()
     if holder is not None:
         return f"a start would be refused: {holder} is using {directory}"
-    return describe_opening(directory, _wishes(config, trainer))
+    return describe_opening(directory, _opening_options(config, trainer))
 
 
-def _wishes(config: Root, trainer: TrainerSection) -> Wishes:
-    starts = read_starts()
-    return Wishes(trainer.resume, trainer.overwrite, starts.names, starts.again, inputs_in(config))
+def _opening_options(config: Root, trainer: TrainerSection) -> OpeningOptions:
+    history = read_launch_history()
+    return OpeningOptions(
+        trainer.resume, trainer.overwrite, history.names, history.again, inputs_in(config)
+    )
 
 
-def _take(directory: Path, lock: DirectoryLock, wishes: Wishes) -> Opening | MrlhfError:
-    """Lock the output directory; returns what to do with it, or the error."""
+def _take(directory: Path, lock: DirectoryLock, options: OpeningOptions) -> Opening | MrlhfError:
+    """Lock the output directory and plan what to do with it; returns the plan or the error."""
     try:
         lock.acquire()
-        return plan_opening(directory, wishes)
+        return plan_opening(directory, options)
     except MrlhfError as error:
         lock.withdraw()
         return error

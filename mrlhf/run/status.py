@@ -1,4 +1,4 @@
-"""`status.json`: where a run stands, for other programs; docs/operations.md describes it.
+"""`status.json`: the state of a run, for other programs; docs/operations.md describes it.
 
 The file is replaced as a whole, so a reader never sees half of it. This file does not know when it
 is written.
@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mrlhf.checkpoint.output_files import STATUS
 from mrlhf.run.board import Board
 
-STATUS = "status.json"
 _VERSION = 1
 
 
@@ -26,28 +26,18 @@ class StatusFile:
     """The file of one run, which the main rank writes."""
 
     def __init__(self, output_dir: Path, world_size: int) -> None:
-        """Write nothing yet.
-
-        Args:
-            output_dir: of the run.
-            world_size: processes of the job.
-        """
         self._path = output_dir / STATUS
         self._began = time.time()
         self._process = {"pid": os.getpid(), "host": socket.gethostname(), "ranks": world_size}
 
     def write(self, board: Board) -> None:
-        """Write what stands on the board.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the board; OSError if the file cannot be written."""
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         temporary.write_text(json.dumps(self._content(board), indent=1) + "\n", encoding="utf-8")
         temporary.replace(self._path)
 
     def _content(self, board: Board) -> dict[str, Any]:
-        progress = board.phase.progress
+        progress = board.phases.progress
         left = board.seconds_left
         return {
             "version": _VERSION,
@@ -55,8 +45,8 @@ class StatusFile:
             "message": board.message,
             "step": board.step,
             "of": board.steps,
-            "phase": board.phase.name,
-            "phase_seconds": round(board.phase.seconds, 1),
+            "phase": board.phases.name,
+            "phase_seconds": round(board.phases.seconds, 1),
             "progress": None if progress is None else asdict(progress),
             "eta_seconds": None if left is None else round(left),
             "metrics": _finite(board.metrics),

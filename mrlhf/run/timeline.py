@@ -1,4 +1,4 @@
-"""Writes down when each rank was in which phase, for the report of the run.
+"""Records when each rank was in which phase, for the report of the run.
 
 Each rank has a file of its own, `timeline/rank_<n>.jsonl`. Its first line, and that of each later
 start, describes the process; the others hold the phases of one training step each. This file does
@@ -13,25 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mrlhf.metrics import Span
+from mrlhf.checkpoint.output_files import TIMELINE
+from mrlhf.parallel.phases import Span
 
 logger = logging.getLogger(__name__)
 
-TIMELINE = "timeline"
-
 
 class Timeline:
-    """Appends to the file of one rank. What cannot be written is given up; training goes on."""
+    """Appends to the file of one rank. After a failed write it stops, and training continues."""
 
     def __init__(self, output_dir: Path, rank: int, every: int, process: Mapping[str, Any]) -> None:
-        """Write nothing yet.
-
-        Args:
-            output_dir: of the run.
-            rank: of this process.
-            every: training steps from one record to the next; 0: the description alone.
-            process: what to tell of the process, such as its host and device.
-        """
+        """Record every `every`-th training step (0: none); `process` describes the process."""
         self._file = output_dir / TIMELINE / f"rank_{rank}.jsonl"
         self._every = every
         self._is_failing = False

@@ -38,7 +38,7 @@ def is_drawn(console: Console) -> bool:
 
 
 def console_of_log(console: Console) -> Console:
-    """What the log is to show: where a view is to stand alone, no more than if it were quiet."""
+    """The setting for the log: quiet if a view is to stand alone."""
     return "quiet" if console == "view" and is_drawn(console) else console
 
 
@@ -46,31 +46,30 @@ class View:
     """The board of one run on the terminal."""
 
     def __init__(self, board: Board, output_dir: Path) -> None:
-        """Show nothing yet."""
         self._board = board
         self._output_dir = output_dir
         self._terminal = TerminalView()
 
     def show(self) -> None:
-        """Show what stands on the board now."""
+        """Draw the board."""
         self._terminal.draw(picture(self._board, self._output_dir))
 
     def close(self) -> None:
-        """Take it off the terminal."""
+        """Remove the view from the terminal."""
         self._terminal.close()
 
 
 def picture(board: Board, output_dir: Path) -> Picture:
-    """What the terminal shows of the board."""
-    phase = board.phase
-    progress = phase.progress
+    """The picture of the board."""
+    phases = board.phases
+    progress = phases.progress
     sample = board.sample
     return Picture(
         title=str(output_dir),
         steps=None if board.steps is None else Count(board.step, board.steps, "steps"),
         seconds_left=board.seconds_left,
-        phase=_PHASES.get(phase.name, phase.name),
-        phase_seconds=phase.seconds,
+        phase=_PHASES.get(phases.name, phases.name),
+        phase_seconds=phases.seconds,
         progress=None if progress is None else Count(progress.done, progress.of, progress.unit),
         curves=board.curves,
         alarms=[f"{alarm.name}: {alarm.message}" for alarm in board.alarms],

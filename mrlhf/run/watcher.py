@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from mrlhf.errors import HangError
 from mrlhf.job import connect, is_store_of_launcher
-from mrlhf.metrics import CurrentPhase
-from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.parallel.phases import Phases
 from mrlhf.run.deadline import Deadline
 from mrlhf.run.failures import STOP_SIGNALS, Failures
 from mrlhf.run.hangs import HangReports, describe
@@ -46,8 +45,8 @@ class Watcher:
     """Watches over one rank, from `start` to `close`.
 
     Attributes:
-        stops: the stop points of the run, which signals and the time limit use.
-        phase: the phase that this rank is in; others read it in a report of a hang.
+        phases: the phases of this rank. Others read them in a report of a hang, and the ranks agree
+            there to stop after a signal or at the time limit.
     """
 
     def __init__(
@@ -57,37 +56,34 @@ class Watcher:
         world_size: int,
         output_dir: Path,
         timeout_s: float,
+        phases: Phases,
         deadline: Deadline | None = None,
         failures: Failures | None = None,
-        phase: CurrentPhase | None = None,
-        when_told: Callable[[str], None] | None = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
         """Install nothing yet.
 
         Args:
-            store: shared by all ranks; the connection is used by this object alone.
-            rank: number of this rank.
-            world_size: number of ranks.
+            store: shared by all ranks; its connection is used by this object's thread alone.
             output_dir: reports of hangs go to `hangs` in it.
             timeout_s: seconds after which a collective gives up.
+            phases: those of this rank; its `stops` may have the same store.
             deadline: when to stop; None: never. Rank 0 alone looks at the clock.
-            failures: where another rank says that the job fails; this one then ends.
-            phase: the phase that this rank is in; None: it is known to this object alone.
-            when_told: is called with the message before this rank ends because another one has
-                said that the job fails.
+            failures: where another rank reports that the job fails; this one then ends.
+            on_failure: called with the message before this rank ends because of another one's
+                failure.
         """
-        self.stops = AgreedStop(dist.PrefixStore("stop", store), rank, world_size)
-        self.phase = phase or CurrentPhase()
+        self.phases = phases
         self._hangs = HangReports(
-            dist.PrefixStore("hang", store), rank, world_size, output_dir / "hangs", self.phase
+            dist.PrefixStore("hang", store), rank, world_size, output_dir / "hangs", phases
         )
 
         self._failures = failures
-        self._when_told = when_told
+        self._on_failure = on_failure
         self._rank = rank
         self._timeout_s = timeout_s
         self._deadline = deadline if rank == 0 else None
-        self._at_start = (self.phase.entered, self.stops.place)
+        self._at_start = self._place()
         self._progress = (0, 0)
         self._progress_at = time.monotonic()
 
@@ -111,7 +107,7 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; from then on a signal does what it does to any process."""
+        """Stop watching; signals then have their usual effect."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
@@ -123,13 +119,13 @@ class Watcher:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run has come to its first phase."""
-        return (self.phase.entered, self.stops.place) != self._at_start
+        """Whether the run has reached its first phase."""
+        return self._place() != self._at_start
 
     def explain_time_out(self) -> HangError:
         """The error to raise after a collective has timed out on this rank.
 
-        One rank says who is missing, and the launcher then ends the others.
+        One rank names the missing ones, and the launcher then ends the others.
         """
         self._hangs.time_out()
         if not self._hangs.claim():
@@ -138,15 +134,18 @@ class Watcher:
         report = self._hangs.report(since=self._progress_at)
         return HangError(describe(self._rank, self._timeout_s, report))
 
+    def _place(self) -> tuple[int, int]:
+        """A pair of counts that changes whenever the rank makes progress."""
+        return self.phases.entered, self.phases.stops.place
+
     def _run(self) -> None:
         try:
             self._watch()
         except (RuntimeError, OSError) as error:
-            self.stops.lose(f"the job's store does not answer ({error})")
+            self.phases.stops.lose(f"the job's store does not answer ({error})")
             self._watch_alone()
 
     def _watch(self) -> None:
-        """Watch until the run closes this watcher."""
         soon = False
         while not self._closed.is_set():
             signals = self._signals(_POLL_SOON_S if soon else _POLL_S)
@@ -154,7 +153,7 @@ class Watcher:
             for number in signals:
                 self._take_signal(number)
             self._look_at_the_clock()
-            soon = self.stops.look()
+            soon = self.phases.stops.look()
             self._look_for_silent_ranks(soon)
             self._hangs.look()
             self._look_for_a_stall()
@@ -162,9 +161,8 @@ class Watcher:
     def _watch_alone(self) -> None:
         """End this rank when a signal comes; without the store, ranks cannot agree any more.
 
-        The main thread may wait in a collective for long. If the launcher holds the store and it is
-        not to be reached again, the launcher has gone, and this rank ends at once. So it does where
-        its parent is a shell between it and the launcher.
+        If the launcher holds the store and the store cannot be reached again, the launcher is gone,
+        and this rank ends at once. (Its parent may be a shell that still lives.)
         """
         if is_store_of_launcher() and not self._closed.is_set():
             try:
@@ -179,12 +177,12 @@ class Watcher:
                     leave(ENDED_BY_SIGTERM, f"ended by {name}; the job's store has gone")
 
     def _look_for_a_failure(self, wait_s: float = 0.0) -> None:
-        """End this rank in silence if another one has said why the job fails."""
+        """End this rank in silence if another one has reported why the job fails."""
         failure = None if self._failures is None else self._failures.wait(wait_s)
         if failure is not None:
             failure.leave_for_summary()
-            if self._when_told is not None:
-                self._when_told(failure.text)
+            if self._on_failure is not None:
+                self._on_failure(failure.text)
             leave(failure.code)
 
     def _signals(self, wait_s: float) -> bytes:
@@ -199,13 +197,13 @@ class Watcher:
                 leave(INTERRUPTED_TWICE, "interrupted twice, so this rank ends without saving")
 
         try:
-            others_fail = self._failures is not None and self._failures.others_speak()
+            others_fail = self._failures is not None and self._failures.another_reports()
             if number == signal.SIGTERM and others_fail:
-                # The launcher ends this rank for that; it does not ask it to save.
+                # The launcher ends this rank because of that; it does not ask it to save.
                 self._look_for_a_failure(_SAY_S)
                 leave(ENDED_BY_SIGTERM, "ended by SIGTERM, since another rank has failed")
             if number in STOP_SIGNALS:
-                self.stops.ask(f"this job got {signal.Signals(number).name}")
+                self.phases.stops.ask(f"this job got {signal.Signals(number).name}")
         except RuntimeError:
             os.write(self._write_end, bytes([number]))  # it still has to end this rank
             raise
@@ -213,33 +211,31 @@ class Watcher:
     def _look_at_the_clock(self) -> None:
         if self._deadline is not None and self._deadline.is_reached(time.monotonic()):
             self._deadline = None
-            self.stops.ask("its time is up")
+            self.phases.stops.ask("its time is up")
 
     def _look_for_silent_ranks(self, agreeing: bool) -> None:
-        """End this rank if the ranks cannot agree on where to stop, since one is not there."""
+        """End this rank if the ranks cannot agree on where to stop, because one is gone."""
         if not agreeing:
             self._asked_at = None
         elif self._asked_at is None:
             self._asked_at = time.monotonic()
         elif time.monotonic() - self._asked_at > _ANSWER_S:
-            ranks = ", ".join(map(str, self.stops.missing()))
+            ranks = ", ".join(map(str, self.phases.stops.missing()))
             leave(
                 ENDED_BY_SIGTERM,
                 f"cannot stop with the others: rank {ranks} gives no answer",
             )
 
     def _look_for_a_stall(self) -> None:
-        """Write down where all ranks are if this one has not got on for nearly the time-out.
-
-        NCCL ends the process when a collective times out, so this cannot wait until then.
-        """
+        """Write down where all ranks are if this one is stalled for nearly the time-out."""
         now = time.monotonic()
-        progress = (self.phase.entered, self.stops.place)
+        progress = self._place()
         if progress != self._progress:
             self._progress = progress
             self._progress_at = now
 
         stalled_s = now - self._progress_at
+        # NCCL ends the process when a collective times out, so this cannot wait until then.
         is_long = stalled_s > _STALL * self._timeout_s
         if is_long and not self._hangs.answered_since(self._progress_at):
             report = self._hangs.report(since=self._progress_at)

@@ -1,4 +1,4 @@
-"""Exports the model of the step that is best so far, beside the one that the run ends with.
+"""Exports the model of the best step so far, next to the model with which the run ends.
 
 It decides by one metric. It does not know what the metric means, nor how a model is exported.
 """
@@ -33,11 +33,8 @@ class BestExport:
     ) -> None:
         """Export nothing yet.
 
-        Args:
-            best: the metric and its best value; nothing is exported if it names none.
-            export: writes the model as it is now into a directory.
-            directory: where the best model goes; a worse one that is there is replaced.
-            world: all ranks.
+        `export` writes the model as it is now into `directory`, and replaces a worse one there. If
+        `best` names no metric, nothing is exported.
         """
         self._best = best
         self._export = export
@@ -45,26 +42,18 @@ class BestExport:
         self._world = world
 
     def check(self, measured: AbstractSet[str]) -> None:
-        """Refuse a metric that is not among those which the run measures.
-
-        Raises:
-            ConfigError: naming the nearest metric.
-        """
+        """Raise a ConfigError, naming the nearest metric, if the run does not measure this one."""
         self._best.check(measured)
 
     def check_validation(self, measured: AbstractSet[str]) -> None:
-        """Refuse a metric of the validation that is not among those which a validation measures.
-
-        Raises:
-            ConfigError: naming the nearest metric.
-        """
+        """Raise a ConfigError if it is a metric of the validation that is not measured there."""
         self._best.check_validation(measured)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Export the model if step `step` is the best so far; step 0 is before training.
 
-        A model that cannot be written is reported, and training goes on: the next step that is
-        better than the best one written is tried again.
+        If the model cannot be written, the error is logged and training goes on. The next step that
+        is better than the best one written is tried again.
         """
         if self._best.metric is None:
             return
@@ -83,7 +72,7 @@ class BestExport:
             logger.info("best so far: step %d, %s %.4g", step, best.metric, best.value)
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json: the best step, its value, and where its model is, if there is one."""
+        """For summary.json: the best step, its value, and the path of its model, if any."""
         if self._best.step is None:
             return {}
         return {
@@ -97,7 +86,7 @@ class BestExport:
         return self._best.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` gave; if its model is gone, the search begins anew.
+        """Go on from a state that `state_dict` gave, unless its model has been deleted.
 
         Every rank calls it. Only rank 0 looks at the disk.
         """
@@ -105,7 +94,7 @@ class BestExport:
             self._best.load_state_dict(state)
 
     def _on_every_rank(self, verdict: bool) -> bool:
-        """What rank 0 says."""
+        """The verdict of rank 0."""
         said = torch.tensor(float(verdict), dtype=torch.float32)
         dist.broadcast(said, src=0, group=self._world)
         return bool(said)

@@ -1,6 +1,6 @@
-"""When a trainer saves, what it goes on from, and what stays on disk.
+"""Decides when a trainer saves, which checkpoint it goes on from, and which stay on disk.
 
-The trainer says what its state is. This file does not know what is in it.
+The trainer brings its state. This file does not know what is in it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Measured:
-    """When a run has measured all that it measures, so that a wrong name is known to be wrong.
+    """Says when a run has measured all its metrics, so that an unknown name is known to be wrong.
 
     Attributes:
-        has_validation: whether it validates.
         from_step: the first step that trains everything.
     """
 
@@ -50,7 +49,7 @@ class Measured:
     from_step: int = 1
 
     def is_validated(self, names: AbstractSet[str]) -> bool:
-        """Whether `names`, those of the metrics so far, hold a validation, if there is any."""
+        """Whether a validation is among the metrics so far, or the run has none."""
         return not self.has_validation or any(name.startswith("val") for name in names)
 
 
@@ -68,13 +67,8 @@ class Checkpoints:
     ) -> None:
         """Save nothing yet.
 
-        Args:
-            run: this process's part in the job.
-            config: the whole configuration.
-            models: the trained models, by role; the first one is what the run is for.
-            last_step: of the run.
-            export: writes the model that the run is for as a Hugging Face checkpoint.
-            measured: when the run has measured all that it measures.
+        The first of `models` is what the run is for; `export` writes it as a Hugging Face
+        checkpoint.
         """
         self._run = run
         self._section = config.trainer
@@ -143,11 +137,11 @@ class Checkpoints:
         return own
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
-        """Take note of what was validated before the first step, with the initial model.
+        """Note the metrics that were validated with the initial model, before the first step.
 
         Raises:
-            ConfigError: `trainer.keep_best` or `trainer.export_best` is a metric of the validation
-                that it does not measure.
+            ConfigError: `trainer.keep_best` or `export_best` is a validation metric that is not
+                measured.
         """
         self._best.check_validation(metrics.keys())
         self._best_export.check_validation(metrics.keys())
@@ -155,10 +149,7 @@ class Checkpoints:
         self._best_export.after_step(0, metrics)
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json: the best step, if its model was exported, and seconds.
-
-        The seconds are those of all steps, whichever start has done them.
-        """
+        """For summary.json: the best step, if its model was exported, and the run's seconds."""
         return {**self._best_export.summary(), "seconds": round(self._seconds(), 1)}
 
     def _seconds(self) -> float:
@@ -169,7 +160,8 @@ class Checkpoints:
     ) -> dict[str, float]:
         """Save a checkpoint after step `step` if one is due; it may still be written afterwards.
 
-        One that cannot be written is reported, and training goes on: there is the one before it.
+        If it cannot be written, the error is logged and training goes on: the one before it is
+        there.
 
         Returns:
             `timing_s/save_checkpoint`, the seconds for which training waited, if it did.
@@ -202,7 +194,7 @@ class Checkpoints:
     ) -> None:
         """Save before the run ends early, or without its export; returns when it is complete.
 
-        Nothing is saved if the newest checkpoint is the same.
+        Nothing is saved if the newest checkpoint has the same state.
 
         Raises:
             CheckpointError: it could not be written.
@@ -236,7 +228,7 @@ class Checkpoints:
         return Contents(step, unfinished_step, self._models, whole, metrics, self._exports)
 
     def _is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether to save after step `step`; rank 0 looks at clock and metrics for all."""
+        """Whether to save after step `step`; rank 0 decides, by its clock and its metrics."""
         elapsed = time.monotonic() - self._last_saved
         improved = copy.copy(self._best).is_improved_by(step, metrics)
         due = is_due(self._section, step, self._last_step, elapsed, improved)
@@ -268,7 +260,7 @@ class Checkpoints:
 
 
 def find_checkpoint(run: Run) -> Checkpoint | None:
-    """What this run goes on from, read and checked before a model is built; None to begin anew.
+    """The checkpoint to go on from, read and checked before a model is built; None to begin at 0.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is whole.

@@ -1,8 +1,8 @@
-"""Training of a policy on preference pairs against a frozen reference: DPO, and its kin in
+"""Training of a policy on preference pairs against a frozen reference: DPO, and the other losses of
 `rl.preference`.
 
-It knows how pairs meet the loss. The formulas are in `rl`, the loop is in `supervised`, and what
-the reference says comes from `reference_logprobs`.
+It knows how pairs are fed to the loss. The formulas are in `rl`, the loop is in `supervised`, and
+the reference's log-probabilities come from `reference_logprobs`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.packs import Pack
 from mrlhf.preflight import read_preference_inputs
-from mrlhf.rl.preference import PAIR_METRICS, PairLogprobs, PairLossOptions, measure_pairs
+from mrlhf.rl.preference import PairLogprobs, PairLossOptions, measure_pairs
 from mrlhf.roles.response_logprobs import ResponseLogprobs
 from mrlhf.run.startup import start
 from mrlhf.trainers.reference_logprobs import reference_logprobs
-from mrlhf.trainers.step_metrics import balance_metrics
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
 
@@ -48,12 +47,9 @@ def train_dpo(config: DPOConfig) -> None:
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """Preference pairs with what the reference says of them.
+    """Preference pairs with the reference's log-probabilities.
 
-    Attributes:
-        pairs: the token ids.
-        reference: float64 [pairs, 2], the log-probability of each whole response under the
-            reference, the chosen ones first.
+    `reference` is float64 [pairs, 2], one number for each whole response, the chosen ones first.
     """
 
     pairs: PreferencePairs
@@ -63,12 +59,7 @@ class ScoredPairs:
         assert self.reference.shape == (len(self.pairs), 2), self.reference.shape
 
     def seen(self, rows: Sequence[int], policy: Tensor) -> PairLogprobs:
-        """What a loss sees of these pairs.
-
-        Args:
-            rows: of the pairs.
-            policy: float64 [rows, 2], the log-probabilities under the policy.
-        """
+        """The log-probabilities of these pairs for a loss; `policy` is float64 [rows, 2]."""
         sides = (self.pairs.chosen_ids, self.pairs.rejected_ids)
         prompts = self.pairs.prompt_lengths
         tokens = [[len(ids[row]) - prompts[row] for ids in sides] for row in rows]
@@ -81,14 +72,6 @@ class ScoredPairs:
 
 class PreferenceOptimization:
     """Learns to prefer the chosen response of each pair by more than the reference does."""
-
-    columns = (
-        ("loss", "dpo/loss"),
-        ("accuracy", "dpo/rewards/accuracies"),
-        ("margin", "dpo/rewards/margins"),
-        ("tokens/s", "perf/throughput"),
-    )
-    curves = (*(f"dpo/{name}" for name in PAIR_METRICS), "dpo/grad_norm", "dpo/lr")
 
     def __init__(
         self, section: DPOSection, train: ScoredPairs, held_out: ScoredPairs | None
@@ -108,11 +91,9 @@ class PreferenceOptimization:
         return len(self._train.pairs)
 
     def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these pairs.
+        """One optimizer step on these pairs; returns its metrics.
 
-        Returns:
-            Under `dpo/`, the means over the pairs of what `measure_pairs` gives, and the metrics of
-            the optimizer step.
+        Those of `measure_pairs`, averaged over the pairs, are named `dpo/<name>`.
         """
         responses = ResponseLogprobs(engine)
         sequences = self._train.pairs.sequences(rows)
@@ -129,10 +110,9 @@ class PreferenceOptimization:
             total = responses.loss(hidden, pack, objective, together=2)
             return total / len(rows), PackResult(tally)
 
-        names = tuple(f"dpo/{name}" for name in PAIR_METRICS)
-        result = engine.train_mini_batch(cut.packs, loss, names)
-        metrics = engine.end_update("dpo", engine.metrics_of([result]), 1)
-        metrics |= balance_metrics("dpo", engine, cut)
+        result = engine.train_mini_batch(cut.packs, loss, "dpo")
+        metrics = engine.end_update("dpo", engine.metrics_of([result]))
+        metrics |= cut.balance.metrics("dpo", engine.groups.layout)
         return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:
@@ -145,7 +125,7 @@ class PreferenceOptimization:
         return {f"val/{name}": float(each.double().mean()) for name, each in measured.items()}
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Pair accuracy and margin, of the held-out pairs or of the last step without them."""
+        """Pair accuracy and margin on the held-out pairs; without them, those of the last step."""
         kind = "dpo" if self._held_out is None else "val"
         return {
             "dpo_pair_accuracy": metrics[f"{kind}/rewards/accuracies"],
@@ -155,11 +135,7 @@ class PreferenceOptimization:
     def _objective(self, rows: Sequence[int], logprobs: Tensor, pack: Pack, tally: Tally) -> Tensor:
         """The sum of the losses of these pairs of a pack; counts them in `tally`.
 
-        Args:
-            rows: of the training pairs.
-            logprobs: float64 [rows, 2], under the policy.
-            pack: holds the pairs.
-            tally: of the pack.
+        `logprobs` is float64 [rows, 2], under the policy.
         """
         seen = self._train.seen(rows, logprobs)
         measured = measure_pairs(self._name, seen, self._options)

@@ -1,7 +1,7 @@
-"""What a frozen reference says of preference pairs: computed once, and kept in the run's directory.
+"""Log-probabilities of preference pairs under a frozen reference, kept in the run's directory.
 
-The reference is in memory only while it is asked. A run that starts again reads the stored numbers,
-unless they are of another reference or of other pairs. This file knows no loss.
+They are computed once, and the reference is in memory only meanwhile. A run that starts again reads
+the stored numbers, unless they are of another reference or of other pairs. This file knows no loss.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import xxhash
 from torch import Tensor
 
 from mrlhf.checkpoint.frozen import fingerprint
+from mrlhf.checkpoint.output_files import REFERENCE_LOGPROBS
 from mrlhf.config.sections import ReferenceSection
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.device import resolve_dtype
 from mrlhf.models.families import load_spec
 from mrlhf.roles.response_logprobs import ResponseLogprobs
-from mrlhf.run.directory import REFERENCE_LOGPROBS
 from mrlhf.run.startup import Run
 from mrlhf.training.engine import ModelEngine
 
@@ -40,14 +40,8 @@ def reference_logprobs(
 
     They are stored when the run begins.
 
-    Args:
-        section: the reference and its layout.
-        run: this process's part in the job.
-        data: some sets of pairs.
-        seed: of the run.
-
     Returns:
-        For each set float64 [pairs, 2] on the host, the chosen responses first.
+        For each set of pairs in `data` float64 [pairs, 2] on the host, the chosen responses first.
 
     Raises:
         WeightError: the reference's files are missing or damaged.
@@ -84,14 +78,14 @@ def _ask(
     """Build the reference and run it over all pairs."""
     spec = load_spec(section.path, "lm")
     groups = run.groups("reference", section)
-    engine = ModelEngine(section, spec, groups, run.device, run.stops)
+    engine = ModelEngine(section, spec, groups, run.device, run.phases)
     engine.load(section.path, seed)
     logprobs = ResponseLogprobs(engine)
     return [logprobs.of_pairs(pairs) for pairs in data]
 
 
 def _key(section: ReferenceSection, run: Run, data: Sequence[PreferencePairs]) -> str:
-    """A hash of all that the numbers depend on but for rounding, which the layout changes."""
+    """A hash of all that the numbers depend on, except the layout, which changes only rounding."""
     dtype = resolve_dtype(section.dtype, run.device)
     digest = xxhash.xxh3_128(f"{fingerprint(section.path)['files']} {dtype}".encode())
     digest.update((Path(section.path) / "config.json").read_bytes())
@@ -104,7 +98,7 @@ def _key(section: ReferenceSection, run: Run, data: Sequence[PreferencePairs]) -
 
 
 def _read(file: Path, key: str) -> Tensor | None:
-    """The stored table; None if there is none, or if it is of something else or damaged."""
+    """The stored table; None if there is none, or if it has another key or is damaged."""
     try:
         with np.load(file, allow_pickle=False) as stored:
             if str(stored["key"]) == key:
@@ -112,14 +106,14 @@ def _read(file: Path, key: str) -> Tensor | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        logger.warning("%s cannot be read and is made anew: %s", file, error)
+        logger.warning("%s cannot be read and is computed again: %s", file, error)
         return None
-    logger.info("%s is of another reference or of other pairs, and is made anew", file)
+    logger.info("%s is of another reference or of other pairs, and is computed again", file)
     return None
 
 
 def _write(file: Path, key: str, table: Tensor) -> None:
-    """Store the table whole or not at all; without room, the next start computes it again."""
+    """Store the table whole or not at all; with a full disk the next start computes it again."""
     temporary = file.with_name(f".{file.name}.tmp")
     try:
         with temporary.open("wb") as stream:
@@ -131,7 +125,7 @@ def _write(file: Path, key: str, table: Tensor) -> None:
 
 
 def _on_every_rank(stored: Tensor | None, pairs: int) -> Tensor | None:
-    """What rank 0 has read."""
+    """The table that rank 0 has read."""
     is_there = torch.tensor(stored is not None, dtype=torch.int32, device="cpu")
     dist.broadcast(is_there, src=0)
     if not is_there:

@@ -19,7 +19,6 @@ from mrlhf.parallel.whole_rows import gather_rows
 from mrlhf.preflight import read_preference_inputs
 from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start
-from mrlhf.trainers.step_metrics import balance_metrics
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
 
@@ -40,13 +39,6 @@ def train_reward_model(config: RewardModelConfig) -> None:
 
 class PreferenceLearning:
     """Learns to score the chosen response of each pair above the rejected one."""
-
-    columns = (
-        ("loss", "rm/loss"),
-        ("accuracy", "rm/accuracy"),
-        ("tokens/s", "perf/throughput"),
-    )
-    curves = ("rm/loss", "rm/accuracy", "rm/margin", "rm/grad_norm", "rm/lr")
 
     def __init__(self, pairs: PreferencePairs, held_out: PreferencePairs | None) -> None:
         """Take the training pairs and the validation pairs, if there are any."""
@@ -80,17 +72,13 @@ class PreferenceLearning:
                 tally.add("rm/margin", margin.sum(), len(margin))
             return total / len(rows), PackResult(tally)
 
-        names = ("rm/loss", "rm/accuracy", "rm/margin")
-        result = engine.train_mini_batch(cut.packs, loss, names)
-        metrics = engine.end_update("rm", engine.metrics_of([result]), 1)
-        metrics |= balance_metrics("rm", engine, cut)
+        result = engine.train_mini_batch(cut.packs, loss, "rm")
+        metrics = engine.end_update("rm", engine.metrics_of([result]))
+        metrics |= cut.balance.metrics("rm", engine.groups.layout)
         return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:
-        """`val/accuracy` and `val/loss` on the held-out pairs.
-
-        The accuracy is the share of pairs whose chosen response scores higher.
-        """
+        """Loss on the held-out pairs, and the share whose chosen response scores higher."""
         if self._held_out is None:
             return {}
         sequences = self._held_out.sequences(range(len(self._held_out)))
@@ -102,6 +90,6 @@ class PreferenceLearning:
         }
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`rm_pair_accuracy` on the held-out pairs, or of the last step where there are none."""
+        """`rm_pair_accuracy` on the held-out pairs; without them, that of the last step."""
         held_out = self._held_out is not None
         return {"rm_pair_accuracy": metrics["val/accuracy"] if held_out else metrics["rm/accuracy"]}

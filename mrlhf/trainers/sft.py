@@ -15,12 +15,11 @@ from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
-from mrlhf.parallel.vocab import Part
-from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
+from mrlhf.parallel.vocab import TokenRange
+from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.preflight import read_sft_inputs
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import start
-from mrlhf.trainers.step_metrics import balance_metrics
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
 
@@ -40,11 +39,8 @@ def train_sft(config: SFTConfig) -> None:
 class FineTuning:
     """Learns the responses of prompt-response rows."""
 
-    columns = (("loss", "sft/loss"), ("tokens/s", "perf/throughput"))
-    curves = ("sft/loss", "sft/grad_norm", "sft/lr")
-
     def __init__(self, examples: Sequence[SftExample], held_out: Sequence[SftExample]) -> None:
-        """Take the training rows and the validation rows, of which there may be none."""
+        """Take the training rows and the validation rows; the latter may be empty."""
         self._examples = examples
         self._held_out = held_out
 
@@ -57,11 +53,9 @@ class FineTuning:
         return len(self._examples)
 
     def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these rows.
+        """One optimizer step on these rows; returns its metrics.
 
-        Returns:
-            `sft/loss`, the mean over the response tokens of the rows (nats), and the metrics of the
-            optimizer step.
+        `sft/loss` is the mean over the response tokens of the rows, nats.
         """
         token_logprobs = TokenLogprobs(engine, temperature=1.0)
         sequences = _sequences([self._examples[row] for row in rows])
@@ -70,19 +64,19 @@ class FineTuning:
         cut = engine.cut(sequences, "response")
         packs = cut.packs
 
-        def of_tokens(part: Part, numbers: TokenNumbers) -> Tensor:
+        def of_tokens(token_range: TokenRange, numbers: TokenNumbers) -> Tensor:
             return -numbers.logprobs.sum()
 
         def loss(hidden: Tensor, number: int) -> tuple[Tensor, PackResult]:
             pack = packs[number]
-            total = token_logprobs.loss(hidden, pack, Wanted(), of_tokens, by_token=True)
+            total = token_logprobs.loss(hidden, pack, NumbersToCompute(), of_tokens, by_token=True)
             tally = Tally()
             tally.add("sft/loss", total, len(pack.select))
             return total / response_tokens, PackResult(tally)
 
-        result = engine.train_mini_batch(packs, loss, ("sft/loss",))
-        metrics = engine.end_update("sft", engine.metrics_of([result]), 1)
-        metrics |= balance_metrics("sft", engine, cut)
+        result = engine.train_mini_batch(packs, loss, "sft")
+        metrics = engine.end_update("sft", engine.metrics_of([result]))
+        metrics |= cut.balance.metrics("sft", engine.groups.layout)
         return metrics | {"perf/total_num_tokens": tokens}
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:
@@ -98,7 +92,7 @@ class FineTuning:
         return {"val/loss": float(-logprobs.sum(dtype=torch.float64) / response_tokens)}
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`sft_loss`: on the held-out rows, or of the last step where there are none."""
+        """`sft_loss` on the held-out rows; without them, that of the last step."""
         return {"sft_loss": metrics["val/loss"] if self._held_out else metrics["sft/loss"]}
 
 

@@ -1,4 +1,4 @@
-"""The loop of every training on rows of a file: fine-tuning, and those on preference pairs.
+"""The loop of every training on rows of a file: fine-tuning and training on preference pairs.
 
 Each step draws a batch, takes one optimizer step and, from time to time, validates. The loop does
 not know the loss; its task does.
@@ -18,6 +18,7 @@ from mrlhf.config.roots import PreferenceConfig, SFTConfig
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
 from mrlhf.preflight import PreferenceInputs, SFTInputs
 from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.run.metrics_file import ResumePoint
@@ -30,14 +31,6 @@ from mrlhf.training.engine import ModelEngine
 
 class SupervisedTask(Protocol):
     """The rows to learn from and the loss on them."""
-
-    @property
-    def columns(self) -> Sequence[tuple[str, str]]:
-        """Label and metric of each number that the progress display shows."""
-
-    @property
-    def curves(self) -> Sequence[str]:
-        """The metrics to draw at the end, beside those of the validation."""
 
     @property
     def has_held_out(self) -> bool:
@@ -53,11 +46,11 @@ class SupervisedTask(Protocol):
         """Metrics on the held-out rows; empty if there are no such rows."""
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The few numbers that the run is judged by, from the last step's metrics."""
+        """The few numbers by which the run is judged, from the last step's metrics."""
 
 
 class SupervisedTrainer:
-    """The loop over training steps, and what lasts from one step to the next."""
+    """The loop over training steps, and the state that it keeps between them."""
 
     def __init__(
         self,
@@ -86,7 +79,7 @@ class SupervisedTrainer:
 
         checkpoint = find_checkpoint(run)
         groups = run.groups("model", config.model)
-        self._engine = ModelEngine(config.model, spec, groups, run.device, run.stops)
+        self._engine = ModelEngine(config.model, spec, groups, run.device, run.phases)
         if checkpoint is None:
             if config.model.init == "random":
                 self._engine.initialise(config.seed)
@@ -121,28 +114,26 @@ class SupervisedTrainer:
         Raises:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
-        with Reporter.of(
-            self._run, self._config, self._steps, self._task.columns, self._resumed
-        ) as reporter:
+        with Reporter.of(self._run, self._config, self._steps, self._resumed) as reporter:
             while self._completed < self._steps:
                 self._one_step(self._completed + 1, reporter)
             self._checkpoints.finish()
 
         metrics = dict(self._metrics)
         if self._task.has_held_out and not any(name.startswith("val/") for name in metrics):
-            # The run had reached its last step before this start, in a step without a validation.
+            # An earlier start had reached the last step, and that step had no validation.
             metrics |= self._task.validate(self._engine)
         self._finish(metrics)
 
     def _one_step(self, number: int, reporter: Reporter) -> None:
-        """Training step `number` with all that belongs to it, or the rest of it."""
+        """Do training step `number`, or the rest of it: train, validate, save, report."""
         before = self._state()
         try:
-            with self._run.stops.phase("between steps"):
-                pass
+            with self._run.phases.interruptible():
+                pass  # between two steps
             metrics = self._train(number)
         except Interrupted:
-            # Until the optimizer has taken its step, nothing has changed but the sampler.
+            # Before the optimizer's step only the sampler has changed.
             trained = self._trained
             state = before if trained is None else {**self._state(), "trained": trained}
             self._checkpoints.save_at_end(
@@ -157,28 +148,27 @@ class SupervisedTrainer:
         reporter.report(number, metrics | saved)
 
     def _train(self, number: int) -> dict[str, float]:
-        """Training step `number`, and the validation that is due; returns the metrics of both."""
-        timer = self._run.timer()
+        """Do training step `number` and the validation that is due; return both metrics."""
+        phases = self._run.phases
         if self._trained is None:
             rows = next(self._sampler)
-            with timer("step"):
+            with phases.enter("step"):
                 try:
                     metrics = self._task.step(self._engine, rows)
                 except TrainingError as error:
                     raise self._with_saved_rows(error, number, rows) from error
             tokens = metrics["perf/total_num_tokens"]
-            metrics["perf/throughput"] = tokens / timer.seconds["step"]
+            metrics["perf/throughput"] = tokens / seconds_by_phase(phases.spans)["step"]
             self._trained = metrics
 
         metrics = dict(self._trained)
         if self._section.test_is_due(number, self._steps):
-            with timer("testing"):
+            with phases.enter("testing"):
                 metrics |= self._task.validate(self._engine)
-        self._run.record_phases(number, timer)
-        return metrics | timer.metrics()
+        return metrics | timing_metrics(self._run.end_step(number))
 
     def _state(self) -> dict[str, Any]:
-        """What a resumed run needs beside the model."""
+        """The state of the loop for a checkpoint; the model's is saved separately."""
         return {"sampler": self._sampler.state_dict()}
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -211,7 +201,7 @@ class SupervisedTrainer:
 
     def _finish(self, metrics: Mapping[str, float]) -> None:
         directory = self._run.output_dir / "model"
-        with self._run.board.phase("export"):
+        with self._run.phases.enter("export"):
             export_result(self._exported, directory, self._steps, self._save_last)
         if self._run.is_main_rank:
             self._run.require_directory(directory)
@@ -221,4 +211,4 @@ class SupervisedTrainer:
                 **self._checkpoints.summary(),
                 "checkpoint": str(directory),
             }
-            closing_report(self._run.output_dir, self._task.curves, summary)
+            closing_report(self._run.output_dir, summary)

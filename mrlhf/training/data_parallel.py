@@ -1,8 +1,8 @@
 """Wraps the parts of a model so that its replicas train it together, and gathers its weights.
 
 Replicas sum their gradients. With the distributed optimizer each of them updates a range of the
-weights, which are then gathered. Both can go on while the ranks compute. This file does not know
-what gradients are used for.
+weights, which are then gathered. Both can overlap with computation. This file does not know what
+gradients are used for.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mrlhf.models.experts import ExpertMatrix
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import REPLICA_AXES
 
-# What is exchanged at once while the ranks compute. Larger buckets use the network better; with
-# fewer of them there is less to overlap.
+# The size of what is exchanged at once while the ranks compute. Larger buckets use the network
+# better; with fewer of them there is less to overlap.
 _BUCKET_PARAMETERS = 40_000_000
 _LEAST_BUCKETS = 4
 
@@ -33,18 +33,11 @@ def data_parallel(
     device: torch.device,
     optim: OptimSection,
 ) -> list[DistributedDataParallel]:
-    """Wrap `modules`, whose gradients are then kept in float32.
+    """Wrap the chunks of the model on this rank, whose gradients are then kept in float32.
 
     If gradients are exchanged while the backward pass goes on, every parameter must get a gradient
     from every micro-batch: the replicas exchange a bucket once all of it is there, and they must do
     so in the same order.
-
-    Args:
-        modules: the chunks of the model on this rank.
-        config: of the model.
-        groups: the role's process groups.
-        device: where the modules are.
-        optim: says what the replicas share, and when they exchange it.
     """
     sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
     settings = DistributedDataParallelConfig(
@@ -68,18 +61,15 @@ def data_parallel(
 
 
 def splits_optimizer(optim: OptimSection, groups: RoleGroups) -> bool:
-    """Whether replicas share the optimizer's work; a model without any would only copy weights."""
+    """Whether replicas, if there are any, share the optimizer's work."""
+    # Without replicas it would only copy weights.
     return optim.use_distributed_optimizer and _has_replicas(groups)
 
 
 def overlaps(setting: bool | None, groups: RoleGroups, device: torch.device) -> bool:
     """Whether an exchange between replicas, if there are any, goes on while they compute.
 
-    Args:
-        setting: what the configuration says; None: if they are GPUs. On a CPU an exchange takes the
-            cores that compute.
-        groups: the role's process groups.
-        device: where the model is.
+    A `setting` of None means on GPUs alone: on a CPU an exchange takes the cores that compute.
     """
     if not _has_replicas(groups):
         return False
@@ -91,17 +81,15 @@ def _has_replicas(groups: RoleGroups) -> bool:
 
 
 class WeightGather:
-    """Gives every replica the weights of which each replica has updated a range.
+    """Gives every replica all weights, after each replica has updated a range of them.
 
     If it is overlapped, it goes on while the ranks compute, and each layer waits for its weights.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], overlapped: bool) -> None:
-        """Watch the layers of the chunks; the weights are whole now.
+        """Watch the layers of the chunks, which have the distributed optimizer's buffers.
 
-        Args:
-            chunks: this rank's parts of the model, with the distributed optimizer's buffers.
-            overlapped: whether `start` returns before the weights are whole.
+        The weights are whole now. If `overlapped`, `start` returns before they are whole again.
         """
         self._overlapped = overlapped
         self._buckets: list[_ParamAndGradBucketGroup] = []

@@ -1,15 +1,14 @@
 """`ModelEngine` holds one sharded model, runs packed micro-batches through it and trains it.
 
-It is given whole (global) batches. It works on the share that the cut of a batch gives to its
-data-parallel rank, and of that on the segments of its context-parallel rank; it returns results for
-the whole batch on every rank. It does not know what its outputs are used for, nor which loss it
+It gets whole (global) batches. It works on the share that the cut of a batch gives to its
+data-parallel rank, and within that on the segments of its context-parallel rank; it returns results
+for the whole batch on every rank. It does not know what its outputs are used for, or which loss it
 minimises.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -22,10 +21,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrlhf.batch import Sequences
-from mrlhf.config.router import RouterSection
-from mrlhf.config.sections import OptimSection, RoleSection
+from mrlhf.config.sections import OptimSection, RoleSection, RouterSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
+from mrlhf.metrics.table import names_of
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
 from mrlhf.models.flops import sequence_flops
@@ -38,8 +37,8 @@ from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut
 from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packing import Select, make_packs
 from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.schedule import Pipeline
-from mrlhf.parallel.stop_points import StopPoints
 from mrlhf.parts import Parts
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
@@ -52,15 +51,10 @@ from mrlhf.weights.shard import Shape, Slot
 
 @dataclass(frozen=True)
 class PackResult:
-    """What a loss returns beside its scalar.
+    """The result of a loss besides its scalar."""
 
-    Attributes:
-        tally: sums and counts over the pack.
-        kept: a tensor that the caller wants back, or None.
-    """
-
-    tally: Tally
-    kept: Tensor | None = None
+    tally: Tally  # sums and counts over the pack
+    kept: Tensor | None = None  # a tensor that the caller wants back
 
 
 Loss = Callable[[Tensor, int], tuple[Tensor, PackResult]]
@@ -68,33 +62,22 @@ Loss = Callable[[Tensor, int], tuple[Tensor, PackResult]]
 
 @dataclass(frozen=True)
 class MiniBatchResult:
-    """The outcome of `ModelEngine.train_mini_batch`.
+    """The outcome of `ModelEngine.train_mini_batch`."""
 
-    Attributes:
-        names: those of the metrics.
-        numbers: this rank's part of the metrics, in the form of `Tally.to_vector`.
-        kept: what the loss kept of each of this rank's packs; empty before the last stage.
-        step: what became of the optimizer step; None if `stop` prevented it.
-        load: how evenly the experts were loaded; None for a dense model.
-    """
-
-    names: Sequence[str]
-    numbers: Tensor
+    role: str  # prefix of the names of the metrics
+    tally: Tally  # this rank's part of the metrics
+    # `PackResult.kept` of each of this rank's packs; empty before the last stage
     kept: list[Tensor | None]
-    step: OptimizerStep | None
-    load: ExpertLoad | None = None
+    step: OptimizerStep | None  # the outcome of the optimizer step; None if `stop` prevented it
+    load: ExpertLoad | None = None  # of the experts; None for a dense model
 
 
 class ModelEngine:
     """One model, sharded over the ranks of its layout.
 
-    A frozen model's engine has no optimizer; `attach_optimizer` makes it one that can be trained.
+    A frozen model's engine has no optimizer; after `attach_optimizer` it can be trained.
 
     Attributes:
-        spec: the model in numbers.
-        groups: the process groups of its layout.
-        device: where its parameters are.
-        dtype: of parameters and activations.
         chunks: this rank's parts of the model, one for each virtual pipeline stage; each is wrapped
             in DistributedDataParallel once there is an optimizer.
         optimizer: None for a frozen model.
@@ -106,18 +89,18 @@ class ModelEngine:
         spec: ModelSpec,
         groups: RoleGroups,
         device: Device,
-        stops: StopPoints | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """Build this rank's shard; the weights are zero until `load` or `initialise`.
 
-        Every pass over packs may stop where `stops` says; None: nowhere.
+        `phases` may stop a pass over packs.
         """
         self.spec = spec
         self.groups = groups
         self.device = device.torch_device
         self.dtype = resolve_dtype(section.dtype, device)
         self._section = section
-        self._stops = stops
+        self.phases = phases or Phases()
         self._family = family_of(spec)
         self._shapes = self._family.tensor_shapes(spec)
 
@@ -134,29 +117,25 @@ class ModelEngine:
         self._slots = slots_of(built.chunks, spec, groups.layout, groups.coordinates)
         self.optimizer: ShardedOptimizer | None = None
         self._routing: ExpertRouting | None = None
-        self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, stops)
+        self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, self.phases)
         self._set_training(False)
 
     @property
     def tensor_shapes(self) -> Mapping[str, Shape]:
-        """Name and full shape of every named tensor of the model."""
+        """The name and full shape of every named tensor of the model."""
         return self._shapes
 
     @property
     def slots(self) -> list[Slot]:
-        """Where each named slice of a weight is stored on this rank; the weights are whole.
-
-        After an optimizer step they are whole once this has been called again, or
-        `wait_for_weights`.
-        """
+        """The places on this rank of each named slice of a weight, after `wait_for_weights`."""
         self.wait_for_weights()
         return self._slots
 
     def wait_for_weights(self) -> None:
         """Wait until all weights are as the last optimizer step left them.
 
-        Every pass waits by itself. Whoever reads weights in another way, through slots taken
-        earlier, calls this first.
+        Every pass waits by itself. Code that reads weights through slots that it took earlier calls
+        this first.
         """
         if self.optimizer is not None:
             self.optimizer.wait_for_weights()
@@ -188,10 +167,7 @@ class ModelEngine:
             initialise(heads, self._shapes, seed, std=0.0)
 
     def initialise(self, seed: int) -> None:
-        """Draw random weights from `seed` and the model's `initializer_range`.
-
-        The weights do not depend on the layout.
-        """
+        """Draw random weights from `seed` and `initializer_range`, the same in every layout."""
         std = self.spec.hf_config["initializer_range"]
         initialise(self.slots, self._shapes, seed, std, self._family.scalar_head)
 
@@ -201,10 +177,7 @@ class ModelEngine:
         self.optimizer.hold_until(wait)
 
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
-        """Write the weights as a Hugging Face checkpoint without its `config.json`.
-
-        Every rank calls it.
-        """
+        """Write a Hugging Face checkpoint without its `config.json`; every rank calls this."""
         writers = self.groups.first_copy
         if writers is not None:
             write_weights(path, self.slots, self._shapes, writers, FileOptions(max_shard_bytes))
@@ -221,9 +194,8 @@ class ModelEngine:
         The packs are on this engine's device, ready for every pass of the step.
 
         Args:
-            sequences: all rows of the batch.
             select: the positions whose output is wanted; see `make_packs`.
-            mini_batch_rows: rows of one optimizer step; all rows where None.
+            mini_batch_rows: rows of one optimizer step; None for all rows.
             together: number of consecutive rows that must stay in one micro-batch.
         """
         layout = self.groups.layout
@@ -275,8 +247,8 @@ class ModelEngine:
         """Evaluate every selected position of the whole batch.
 
         Args:
-            packs: what this rank holds of the batch.
-            shape: batch and width of the tables that the packs' places count in.
+            packs: this rank's packs of the batch.
+            shape: batch and width of the tables that the packs' places refer to.
             evaluate: as for `Pipeline.forward`; returns [channels, selected].
             channels: numbers for each position.
             routing: as for `Pipeline.forward`.
@@ -304,11 +276,8 @@ class ModelEngine:
         """Make the model trainable, once its weights are loaded.
 
         The optimizer moves parameters into buffers of its own, so whatever refers to them (an
-        inference engine that shares them) must be connected afterwards.
-
-        Args:
-            optim: the optimizer's section of the configuration.
-            total_updates: how often `end_update` will be called in the whole run.
+        inference engine that shares them) must be connected afterwards. `end_update` will be called
+        `total_updates` times in the whole run.
         """
         self.chunks = data_parallel(self.chunks, self._config, self.groups, self.device, optim)
         self.optimizer = ShardedOptimizer(
@@ -324,16 +293,16 @@ class ModelEngine:
         self._config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
         self._config.finalize_model_grads_func = self._reduce_gradients
         self._config.grad_scale_func = self.optimizer.scale_loss
-        self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device, self._stops)
+        self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device, self.phases)
         self._clock = UpdateClock(self.spec, self.groups, self.device, self._pipeline.clock)
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs beside weights and moments."""
+        """Return the numbers that a resumed run needs besides weights and moments."""
         assert self.optimizer is not None, "a frozen model has no state"
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state that `state_dict` gave."""
+        """Continue from a result of `state_dict`."""
         assert self.optimizer is not None, "a frozen model has no state"
         self.optimizer.load_state_dict(state)
 
@@ -341,19 +310,19 @@ class ModelEngine:
         self,
         packs: Sequence[Pack],
         loss: Loss,
-        names: Sequence[str],
+        role: str,
         stop: Callable[[Tally], bool] | None = None,
         routing: PassRouting | None = None,
     ) -> MiniBatchResult:
         """Take one optimizer step on one mini-batch, unless `stop` or the gradient forbids it.
 
         Args:
-            packs: this rank's share of the mini-batch.
             loss: as for `Pipeline.forward_backward`; its scalar is already divided by the global
                 count.
-            names: every name that a tally may hold.
-            stop: takes the metrics of the whole mini-batch and says whether to leave the step out;
-                the ranks exchange their parts first, which None saves.
+            role: prefix of the names of the metrics; the table of metrics has a row for each name
+                in a tally.
+            stop: takes the metrics of the whole mini-batch, for which the ranks exchange their
+                parts, and returns whether to leave the step out.
             routing: as for `Pipeline.forward`.
 
         Raises:
@@ -369,82 +338,73 @@ class ModelEngine:
 
         kept = [None if result is None else result.kept for result in results]
         load = None if self._routing is None else self._routing.load()
-        outcome = MiniBatchResult(names, tally.to_vector(names), kept, step=None, load=load)
+        outcome = MiniBatchResult(role, tally, kept, step=None, load=load)
         if stop is not None and stop(self.metrics_of([outcome])):
             return outcome
         return replace(outcome, step=self.optimizer.step())
 
     def metrics_of(self, results: Sequence[MiniBatchResult], total: Tally | None = None) -> Tally:
-        """The metrics of mini-batches over all ranks, in one exchange; every rank calls it.
+        """Return the metrics of mini-batches over all ranks, in one exchange; every rank calls it.
 
         Args:
-            results: the mini-batches in order, of the same names.
+            results: the mini-batches in order, of the same role.
             total: the metrics of the mini-batches before them, which are added.
 
         Returns:
-            Equal on every rank. It has `grad_norm` (before clipping) of the steps that were taken,
-            and `skipped` (0 or 1) of those that were tried. The metrics of a skipped step that are
-            not finite are left out.
+            The same on every rank. Beside the tallies of the losses it has, under `<role>/`:
+            `grad_norm`, `optimizer_steps` and `skipped_steps`, with a mixture of experts also
+            `expert_load_max` and `expert_load_entropy`. The metrics of a skipped step that are not
+            finite are left out.
         """
         merged = total or Tally()
         if not results:
             return merged
+        role = results[0].role
+        names = names_of(role)
         # They are added in the order of the ranks, however many mini-batches there are, so that an
         # update that was interrupted gives the same numbers.
         parts = all_gather_ragged(
-            torch.stack([result.numbers for result in results]), self.groups.results
+            torch.stack([result.tally.to_vector(names) for result in results]), self.groups.results
         )
         numbers = functools.reduce(torch.add, parts)
 
         for result, vector in zip(results, numbers, strict=True):
-            tally = Tally.from_vector(result.names, vector)
-            if result.step is not None:
-                if result.step.taken:
-                    tally.add("grad_norm", result.step.grad_norm, 1)
-                else:
-                    tally = tally.finite()
-                tally.add("skipped", not result.step.taken, 1)
+            tally = Tally.from_vector(names, vector)
+            taken = result.step is not None and result.step.taken
+            skipped = result.step is not None and not result.step.taken
+            if skipped:
+                tally = tally.finite()
+
+            norm = result.step.grad_norm if result.step is not None and taken else 0.0
+            tally.add(f"{role}/grad_norm", norm, taken)
+            tally.add(f"{role}/optimizer_steps", taken)
+            tally.add(f"{role}/skipped_steps", skipped)
             if result.load is not None:
-                tally.add("expert_load_max", result.load.largest, 1)
-                tally.add("expert_load_entropy", result.load.entropy, 1)
+                tally.add(f"{role}/expert_load_max", result.load.largest, 1)
+                tally.add(f"{role}/expert_load_entropy", result.load.entropy, 1)
             merged.merge(tally)
         return merged
 
-    def end_update(self, prefix: str, total: Tally, mini_batches: int) -> dict[str, float]:
+    def end_update(self, role: str, total: Tally) -> dict[str, float]:
         """Advance the learning-rate schedule by one update, and report the update.
 
-        Args:
-            prefix: of the metrics' names.
-            total: the merged tallies of the mini-batches.
-            mini_batches: how many were merged.
-
         Returns:
-            The tally's means, and under `<prefix>/`: `grad_norm` (mean over the steps taken),
-            `optimizer_steps` taken, `skipped_steps`, the learning rate `lr` of these steps, and
-            `head_lr` if the scalar head has one of its own;
-            with a mixture of experts also `expert_load_max` and `expert_load_entropy`, means over
-            the mini-batches of what `ExpertLoad` says.
-            Beside these, what `UpdateClock.metrics` says of the time that the update took.
+            The metrics of `total`, the merged tallies of the mini-batches; under `<role>/` the
+            learning rate `lr` of these steps, and `head_lr` if the scalar head has its own; and
+            `UpdateClock.metrics`.
         """
         assert self.optimizer is not None, "a frozen model has no update"
-        metrics = total.means()
-        skipped = round(metrics.pop("skipped", 0.0) * mini_batches)
-        metrics[f"{prefix}/grad_norm"] = metrics.pop("grad_norm", math.nan)
-        metrics[f"{prefix}/optimizer_steps"] = mini_batches - skipped
-        metrics[f"{prefix}/skipped_steps"] = skipped
-        metrics[f"{prefix}/lr"] = self.optimizer.learning_rate
+        metrics = total.values()
+        metrics[f"{role}/lr"] = self.optimizer.learning_rate
         head_lr = self.optimizer.head_learning_rate
         if head_lr is not None:
-            metrics[f"{prefix}/head_lr"] = head_lr
-        for name in ("expert_load_max", "expert_load_entropy"):
-            if name in metrics:
-                metrics[f"{prefix}/{name}"] = metrics.pop(name)
-        metrics |= self._clock.metrics(prefix)
+            metrics[f"{role}/head_lr"] = head_lr
+        metrics |= self._clock.metrics(role)
         self.optimizer.advance_schedule()
         return metrics
 
     def _costs(self, sequences: Sequences, select: Select) -> list[int]:
-        """The operations of a forward pass over each sequence."""
+        """Return the operations of a forward pass over each sequence."""
         if select == "response":
             outputs = sequences.lengths - sequences.prompt_lengths
         else:
@@ -454,7 +414,7 @@ class ModelEngine:
     def _forward_backward(
         self, packs: Sequence[Pack], loss: Loss, routing: PassRouting | None
     ) -> list[PackResult | None]:
-        """Accumulate the gradient of a mini-batch; on the last stage a result for each pack."""
+        """Accumulate a mini-batch's gradient; the last stage returns a result for each pack."""
         assert self.optimizer is not None
         self._set_training(True)
         for chunk in self.chunks:
@@ -469,7 +429,7 @@ class ModelEngine:
             self._set_training(False)
 
     def _reduce_gradients(self, *arguments: Any, **options: Any) -> None:
-        """What a schedule does at its end."""
+        """Do what a schedule does at its end."""
         self._clock.stop()
         finalize_model_grads(*arguments, **options)
 

@@ -1,6 +1,6 @@
 """The routers of one model while it is trained: their losses, and how evenly they load experts.
 
-It knows routers and mini-batches. It does not know what a model's own loss is.
+It knows routers and mini-batches. It does not know the model's own loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.config.router import RouterSection
+from mrlhf.config.sections import RouterSection
 from mrlhf.models.router import Router, RouterLosses
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.packs import Pack
@@ -21,7 +21,7 @@ from mrlhf.parallel.packs import Pack
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How evenly the tokens of a mini-batch were sent to experts; equal on every rank.
+    """The evenness of the experts' loads in a mini-batch; equal on every rank.
 
     Attributes:
         largest: tokens of an expert over the mean of its layer; the largest of all layers.
@@ -43,14 +43,6 @@ class ExpertRouting:
         section: RouterSection,
         device: torch.device,
     ) -> None:
-        """Find the routers.
-
-        Args:
-            chunks: this rank's parts of the model.
-            groups: the process groups of the model.
-            section: the factors of the losses.
-            device: where the model is.
-        """
         self._groups = groups
         self._section = section
         self._device = device
@@ -59,7 +51,7 @@ class ExpertRouting:
             self._routers += [module for module in chunk.modules() if isinstance(module, Router)]
 
     def begin(self, packs: Sequence[Pack]) -> None:
-        """Prepare the routers for a mini-batch, of which this rank has these packs."""
+        """Prepare the routers for a mini-batch, with these packs of this rank."""
         losses = None
         section = self._section
         if section.router_balance_coef or section.router_z_coef:
@@ -75,7 +67,7 @@ class ExpertRouting:
             router.load.zero_()
 
     def load(self) -> ExpertLoad:
-        """How evenly the experts were loaded since the last `begin`."""
+        """Return the experts' load since the last `begin`."""
         worst = torch.full((2,), -math.inf, dtype=torch.float64, device=self._device)
         if self._routers:
             loads = torch.stack([router.load for router in self._routers])
@@ -91,13 +83,13 @@ class ExpertRouting:
 
 
 def _largest(loads: Tensor) -> Tensor:
-    """The largest load over the mean of its layer, of int64 loads [layers, experts]."""
+    """Return the largest load over the mean of its layer, of int64 loads [layers, experts]."""
     shares = loads.double()
     return (shares / shares.mean(dim=1, keepdim=True)).max()
 
 
 def _entropies(loads: Tensor) -> Tensor:
-    """The entropy of each layer's loads over the largest possible one, [layers]."""
+    """Return the entropy of each layer's loads over the largest possible one, [layers]."""
     shares = loads.double()
     shares = shares / shares.sum(dim=1, keepdim=True)
     return torch.special.entr(shares).sum(dim=1) / math.log(loads.shape[1])

@@ -1,7 +1,7 @@
-"""AdamW over one sharded model: megatron-core's optimizer, its learning-rate schedule, and the rule
-for gradients that cannot be used.
+"""AdamW over one sharded model: megatron-core's optimizer and its learning-rate schedule.
 
-It knows parameters and gradients. It does not know what loss the gradients come from.
+Steps with a gradient that cannot be used are skipped. This file knows parameters and gradients. It
+does not know what loss the gradients come from.
 """
 
 from __future__ import annotations
@@ -38,35 +38,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The outcome of one optimizer step.
+    """The outcome of one optimizer step."""
 
-    Attributes:
-        grad_norm: the norm of the whole gradient before clipping.
-        taken: whether the weights were updated; False where the gradient could not be used.
-    """
-
-    grad_norm: float
-    taken: bool
+    grad_norm: float  # of the whole gradient before clipping
+    taken: bool  # whether the weights were updated; False if the gradient could not be used
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# What the name of a scalar head's weight matches.
+# Matches the name of a scalar head's weight.
 _SCALAR_HEAD = "*output_layer.weight"
 
 
 @dataclass(frozen=True)
 class OptimizedRange:
-    """What the optimizer of this rank holds of one parameter; all tensors are flat views.
+    """The part of one parameter that this rank's optimizer holds; all tensors are flat views."""
 
-    Attributes:
-        start: the first element of the flat parameter that is held.
-        main: float32 main weights of the elements that are held.
-        moments: Adam's running means of the same elements, by name; empty before the first step.
-    """
-
-    start: int
-    main: Tensor
+    start: int  # the first element of the flat parameter that is held
+    main: Tensor  # float32 main weights of the elements that are held
+    # Adam's running means of the same elements, by name; empty before the first step
     moments: dict[str, Tensor]
 
 
@@ -89,8 +79,6 @@ class ShardedOptimizer:
 
         Args:
             chunks: this rank's parts of the model, each wrapped in DistributedDataParallel.
-            groups: the process groups of the model.
-            optim: learning rate, schedule, clipping.
             dtype: of the parameters; bfloat16 gets main weights in float32.
             total_updates: how often `advance_schedule` will be called in the whole run.
         """
@@ -129,12 +117,12 @@ class ShardedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step, of all weights but a head with one of its own."""
+        """The learning rate of the next step, except for a head with its own."""
         return max(group["lr"] for group in self._groups(with_default_lr=True))
 
     @property
     def head_learning_rate(self) -> float | None:
-        """The learning rate of the scalar head in the next step; None: it has none of its own."""
+        """The learning rate of the scalar head in the next step; None if it has no own one."""
         rates = [group["lr"] for group in self._groups(with_default_lr=False)]
         return max(rates, default=None)
 
@@ -143,7 +131,7 @@ class ShardedOptimizer:
         self._scheduler.step(1)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, as megatron-core's schedule asks for it."""
+        """Return the loss times the loss scale, for megatron-core's schedule."""
         scaled: torch.Tensor = self._optimizer.scale_loss(loss)
         return scaled
 
@@ -156,7 +144,7 @@ class ShardedOptimizer:
 
         A gradient cannot be used if its norm is not finite or above `skip_grad_norm`; the weights
         and moments then stay as they are. Otherwise the weights may not be whole yet when this
-        returns: layers wait for theirs, and who else reads them calls `wait_for_weights`.
+        returns: layers wait for theirs, and other readers call `wait_for_weights`.
 
         Raises:
             TrainingError: `max_skipped_steps` steps in a row were skipped.
@@ -185,13 +173,13 @@ class ShardedOptimizer:
     def hold_until(self, wait: Callable[[], None]) -> None:
         """Call `wait` before weights and moments change next.
 
-        A thread that copies them can so go on while the next step is still generating responses.
+        So a thread can copy them while the next step is still generating responses.
         """
         self._let_reader_finish()
         self._wait_for_reader = wait
 
     def ranges(self, parameters: Sequence[Tensor]) -> list[OptimizedRange | None]:
-        """What this rank holds of each of the model's parameters; None where it holds nothing.
+        """Return this rank's part of each of the model's parameters; None if it has none.
 
         With the distributed optimizer, each data-parallel rank holds a range of its own.
         """
@@ -217,7 +205,7 @@ class ShardedOptimizer:
 
     @property
     def steps_taken(self) -> int:
-        """Optimizer steps behind the moments."""
+        """The number of optimizer steps in the moments."""
         for inner in self._inner_optimizers():
             for group in inner.param_groups:
                 if "step" in group:  # Apex and TransformerEngine count for a whole group
@@ -228,7 +216,7 @@ class ShardedOptimizer:
         return 0
 
     def make_moments(self, steps_taken: int) -> None:
-        """Make moments of zeros, to be filled in, as they are after `steps_taken` steps.
+        """Make moments of zeros, as they are after `steps_taken` steps, to be filled in.
 
         After no step there are no moments.
         """
@@ -253,14 +241,14 @@ class ShardedOptimizer:
                     inner.state[parameter] = state
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs beside weights and moments."""
+        """Return the numbers that a resumed run needs besides weights and moments."""
         return {
             "updates": self._scheduler.num_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state that `state_dict` gave; learning rates are those configured now."""
+        """Continue from a result of `state_dict`; learning rates are those configured now."""
         self._scheduler.step(state["updates"] - self._scheduler.num_steps)
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
@@ -280,7 +268,7 @@ class ShardedOptimizer:
             self._wait_for_reader = None
 
     def _owners(self) -> dict[int, torch.optim.Optimizer]:
-        """The inner optimizer of each main weight, by its id; experts have one of their own."""
+        """Return the inner optimizer of each main weight, by its id; experts have their own."""
         owners: dict[int, torch.optim.Optimizer] = {}
         for inner in self._inner_optimizers():
             for group in inner.param_groups:
@@ -290,7 +278,7 @@ class ShardedOptimizer:
     def _place(
         self, parameter: Tensor, owners: Mapping[int, torch.optim.Optimizer]
     ) -> tuple[torch.optim.Optimizer, int, Tensor] | None:
-        """The inner optimizer, first element and main weight of a parameter of the model."""
+        """Return the inner optimizer, first element and main weight of a parameter of the model."""
         for optimizer in self._megatron_optimizers():
             if isinstance(optimizer, DistributedOptimizer):
                 if parameter in optimizer.model_param_group_index_map:
@@ -309,7 +297,7 @@ class ShardedOptimizer:
         return None
 
     def _groups(self, *, with_default_lr: bool) -> list[dict[str, Any]]:
-        """The parameter groups that follow `lr`, or those that do not."""
+        """Return the parameter groups that follow `lr`, or the others."""
         groups = self._optimizer.param_groups
         return [group for group in groups if group["default_config"] == with_default_lr]
 
@@ -348,7 +336,7 @@ class ShardedOptimizer:
 
 
 def _adam_settings(optim: OptimSection, split: bool, dtype: torch.dtype) -> OptimizerConfig:
-    """What megatron-core is to do with every weight; `split`: replicas share the states."""
+    """Return megatron-core's settings for every weight; `split`: replicas share the states."""
     return OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -368,9 +356,9 @@ def _adam_settings(optim: OptimSection, split: bool, dtype: torch.dtype) -> Opti
 def _exceptions(
     optim: OptimSection, settings: OptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """What is done otherwise with some weights, by what their names match.
+    """Return the different settings of some weights, by a pattern of their names.
 
-    Vectors have no weight decay. A scalar head may have a learning rate of its own.
+    Vectors have no weight decay. A scalar head may have its own learning rate.
     """
     exceptions = get_standard_config_overrides(settings)
     if isinstance(optim, ScalarOptimSection) and optim.head_lr is not None:
@@ -384,7 +372,7 @@ def _exceptions(
 def learning_rate_schedule(
     optimizer: MegatronOptimizer, optim: OptimSection, total_updates: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up, then the decay `lr_decay_style`; the schedule takes one step an update.
+    """Return linear warm-up, then the decay `lr_decay_style`, with one step for each update.
 
     The first update counts as number 1 and the decay ends one update after the last, so that
     neither of them has a learning rate of 0.

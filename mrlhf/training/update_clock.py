@@ -22,19 +22,14 @@ from mrlhf.parallel.stage_clock import StageClock
 
 
 class UpdateClock:
-    """The clock of one model's updates; all of its ranks call each method together."""
+    """The clock of one model's updates; all of its ranks call each method together.
+
+    `stages` is the clock of this pipeline stage; None without a pipeline.
+    """
 
     def __init__(
         self, spec: ModelSpec, groups: RoleGroups, device: torch.device, stages: StageClock | None
     ) -> None:
-        """Measure nothing yet.
-
-        Args:
-            spec: the model.
-            groups: of the model's layout.
-            device: where the model is.
-            stages: the clock of this pipeline stage; None without a pipeline.
-        """
         self._spec = spec
         self._groups = groups
         self._device = device
@@ -44,28 +39,25 @@ class UpdateClock:
         self._operations = 0
 
     def start(self, packs: Sequence[Pack]) -> None:
-        """Take note that a pass over this replica's packs begins."""
+        """Start the clock at the beginning of a pass over this replica's packs."""
         for pack in packs:
             lengths = pack.lengths.tolist()
             self._operations += sum(sequence_flops(self._spec, lengths, pack.row_counts.tolist()))
         self._began = self._now()
 
     def stop(self) -> None:
-        """Take note that it has ended; from now on the replica waits for others."""
+        """Stop the clock at the end of a pass; from now on the replica waits for others."""
         self._seconds += self._now() - self._began
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """What was measured since the last call.
-
-        Args:
-            prefix: of the model's metrics.
+        """Return the metrics since the last call, each as `perf/<name>/<prefix>`.
 
         Returns:
-            `perf/bubble/<prefix>`, the time in which the stages of the pipeline stood idle over the
-            time in which they computed. `perf/slowest_update/<prefix>`, the seconds of the slowest
-            replica for an operation over the median of the others, and
-            `perf/slowest_update_rank/<prefix>`, its first rank. What cannot be measured in this
-            layout, or because an earlier process trained all mini-batches, is absent.
+            `bubble`: the time in which the stages of the pipeline stood idle over the time in which
+            they computed. `slowest_update`: the seconds for an operation of the slowest replica
+            over the median of the others; `slowest_update_rank`: its first rank. A metric is absent
+            if it cannot be measured in this layout, or because an earlier process trained all
+            mini-batches.
         """
         return self._bubble(prefix) | self._slowest(prefix)
 

@@ -1,9 +1,9 @@
-"""Which boxes of named tensors lie in a range of a flat parameter, and where.
+"""The boxes of named tensors that lie in a range of a flat parameter, and their places in it.
 
 The distributed optimizer cuts a parameter, seen as one row of numbers, anywhere. A range of it is a
 partial row, whole rows and another partial row; each of these is a box of every named tensor that
-the parameter fuses. So what a rank owns can be stored, and found again, by name and box, whatever
-the layout. This is pure arithmetic on ints and shapes. It knows no tensors, files or ranks.
+the parameter fuses. So a rank's share can be stored, and found again, by name and box, whatever the
+layout. This is pure arithmetic on ints and shapes. It knows no tensors, files or ranks.
 """
 
 from __future__ import annotations
@@ -75,11 +75,8 @@ def whole(name: str, shape: Shape) -> Box:
 def boxes_in(piece: Piece, parameter_shape: Shape, start: int, stop: int) -> list[StoredBox]:
     """The boxes of `piece`'s named tensor in elements [start, stop) of a flat parameter.
 
-    Args:
-        piece: the slice of the named tensor, which has one or two dimensions.
-        parameter_shape: shape of the parameter that holds the piece.
-        start: first element.
-        stop: end of the elements.
+    The named tensor has one or two dimensions; `parameter_shape` is that of the parameter that
+    holds the piece.
     """
     assert len(parameter_shape) == len(piece.full_shape) <= 2, (piece, parameter_shape)
     columns = math.prod(parameter_shape[1:])
@@ -95,9 +92,9 @@ def boxes_in(piece: Piece, parameter_shape: Shape, start: int, stop: int) -> lis
 
 
 def _rectangles(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """(row, end row, column, end column) of the parts that make up [start, stop), in order.
+    """Cut [start, stop) into pieces of a row and runs of whole rows, in order.
 
-    Each part is a piece of one row, or several whole rows.
+    Each is (first row, end row, first column, end column).
     """
     while start < stop:
         row, column = divmod(start, columns)
@@ -145,7 +142,7 @@ def _column_box(
 
 
 def _rows_before(piece: Piece, row: int) -> int:
-    """How many rows of the piece lie before row `row` of the parameter."""
+    """The number of the piece's rows that lie before row `row` of the parameter."""
     period, place = divmod(row, piece.period)
     before = period * piece.block + min(max(place - piece.offset, 0), piece.block)
     return min(before, piece.stop - piece.start)

@@ -1,7 +1,7 @@
 """The files of a Hugging Face checkpoint: which file holds which tensor, and how files are named.
 
 A checkpoint is one `model.safetensors`, or several files and an index that names them. This file
-knows names and sizes; `stored` says what is in the files. It does not know tensors or ranks.
+knows names and sizes; `stored` reads what the files hold. It does not know tensors or ranks.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def temporary(file: Path) -> Path:
 def open_to_readers(file: Path) -> None:
     """Give `file` the mode that the user's umask gives to new files.
 
-    safetensors writes files that nobody but their owner can read. The umask itself cannot be asked
-    for without changing it for other threads, so a new file tells it.
+    safetensors writes files that only their owner can read.
     """
+    # To read the umask, a process must set it, which other threads would feel. So a new file tells
+    # it.
     probe = file.with_name(f"{file.name}.mode")
     probe.touch()
     file.chmod(probe.stat().st_mode & 0o777)
@@ -75,15 +76,11 @@ def flush(file: Path) -> None:
 def publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -> None:
     """Put complete temporary files in the place of an earlier checkpoint.
 
-    The old index goes first and the new one comes last, so that an index never names a file that
-    is not there.
-
-    Args:
-        directory: of the checkpoint.
-        files: the names of the tensors in each file.
-        total_bytes: of all tensors.
+    `files` gives the names of the tensors in each file, `total_bytes` is the size of all tensors.
     """
     index = directory / INDEX
+    # The old index goes first and the new one comes last, so that an index never names a file that
+    # is not there.
     index.unlink(missing_ok=True)
     for old in directory.iterdir():
         if _ANY.fullmatch(old.name) and old.name not in files:

@@ -31,17 +31,17 @@ from mrlhf.weights.files import (
     temporary,
 )
 from mrlhf.weights.shard import Key, Shape, Slot
-from mrlhf.weights.stored import OpenFiles, StoredTensor, Wanted, match, survey
+from mrlhf.weights.stored import ExpectedTensors, FileTensor, OpenFiles, match, survey
 
 
 @dataclass(frozen=True)
 class FileOptions:
-    """What the files of a checkpoint are like.
+    """How the files of a checkpoint are written.
 
     Attributes:
         max_shard_bytes: largest file, in bytes of tensors; a larger tensor has a file of its own.
         metadata: more header entries of each file, beside `format: pt`.
-        dtype: dtype in the files; that of the parameters if None.
+        dtype: dtype in the files; None: that of the parameters.
     """
 
     max_shard_bytes: int = 5 * 10**9
@@ -49,16 +49,10 @@ class FileOptions:
     dtype: torch.dtype | None = None
 
 
-def read_weights(path: str | Path, slots: Sequence[Slot], wanted: Wanted) -> list[str]:
+def read_weights(path: str | Path, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
     """Fill `slots` from the safetensors in directory `path`.
 
     The numbers are converted to each parameter's dtype and device.
-
-    Args:
-        path: directory with `model.safetensors`, or with `model.safetensors.index.json` and the
-            files that it names.
-        slots: where this rank's slices live.
-        wanted: the tensors of the model.
 
     Returns:
         The tensors that the directory may lack, and lacks; their slots stay as they are.
@@ -67,7 +61,7 @@ def read_weights(path: str | Path, slots: Sequence[Slot], wanted: Wanted) -> lis
         WeightError: there are no safetensors, or they are damaged, not those of the model or not
             finite.
     """
-    tensors = match(survey(Path(path)), wanted)
+    tensors = match(survey(Path(path)), expected)
     with OpenFiles(tensors.values()) as files:
         for slot in slots:
             piece = slot.piece
@@ -76,15 +70,11 @@ def read_weights(path: str | Path, slots: Sequence[Slot], wanted: Wanted) -> lis
                 index = (slice(None),) * piece.dim + (slice(piece.start, piece.stop),)
                 slot.store(stored[index])
                 _check_finite(slot, tensors[piece.name])
-    return [name for name in wanted.shapes if name not in tensors]
+    return [name for name in expected.shapes if name not in tensors]
 
 
-def _check_finite(slot: Slot, source: StoredTensor) -> None:
-    """Refuse numbers with which nothing can be computed, as the model holds them.
-
-    Raises:
-        WeightError: names the tensor and its file.
-    """
+def _check_finite(slot: Slot, source: FileTensor) -> None:
+    """Raise a WeightError if the model would hold NaN or inf."""
     if not bool(torch.isfinite(slot.load()).all()):
         raise WeightError(
             f"{source.file}: {source.name} holds NaN or inf in {slot.parameter.dtype}; the file is "
@@ -107,12 +97,11 @@ def write_weights(
 
     Args:
         path: directory on a file system that all ranks share; it is made if need be.
-        slots: what this rank holds.
-        shapes: name and full shape of every tensor of the model, in the order in which files are
-            filled.
+        slots: this rank's slices.
+        shapes: full shape of every tensor of the model, in the order in which files are filled.
         group: the model-parallel ranks of one data-parallel replica. The ranks of other replicas do
             not call this.
-        options: what the files are like.
+        options: how files are written.
 
     Raises:
         WeightError: the ranks do not hold the whole model, or a rank could not write, on all of
@@ -198,7 +187,7 @@ def _survey(
     group: dist.ProcessGroup,
     dtype: torch.dtype | None,
 ) -> dict[str, _SharedTensor]:
-    """Which ranks of the group hold which slice of each tensor, in the order of `shapes`."""
+    """Find the ranks of the group that hold each slice of each tensor, in the order of `shapes`."""
     mine = [(slot.piece.key, dtype or slot.parameter.dtype) for slot in slots]
     everyone = all_gather_objects(mine, group)
 
@@ -244,13 +233,7 @@ def _collect(
     """The whole tensors that this rank writes in this turn, on the host.
 
     All writers receive their first tensor, then their second, and so on: at any time one tensor of
-    each writer is under way.
-
-    Args:
-        writers: the names of the tensors that each rank writes.
-        model: who holds what.
-        slots: what this rank holds.
-        group: the ranks that take part.
+    each writer is under way. `writers` has the names of the tensors that each rank writes.
     """
     rank = dist.get_rank()
     device = slots[0].parameter.device
@@ -292,10 +275,7 @@ class _Transfer(NamedTuple):
 def _transfers(
     writers: Mapping[int, list[str]], model: Mapping[str, _SharedTensor], number: int
 ) -> Iterator[_Transfer]:
-    """The transfers of each writer's tensor number `number`.
-
-    A writer that holds a slice takes it from itself.
-    """
+    """The transfers of each writer's tensor number `number`."""
     for writer, names in writers.items():
         if number < len(names):
             for key, holders in model[names[number]].holders.items():

@@ -1,9 +1,9 @@
 """Draws random weights that do not depend on the layout.
 
-Each named tensor is drawn whole, from a generator of its own. The generator is seeded by a hash of
-the run's seed and the tensor's name, so every rank that holds a slice of a tensor sees the same
-numbers. One full tensor at a time is in memory. This file does not know models: it tells from a
-tensor's name what the tensor is.
+Each named tensor is drawn whole, from a generator of its own, which is seeded by a hash of the
+run's seed and the tensor's name. So every rank that holds a slice of a tensor sees the same
+numbers. One full tensor at a time is in memory. This file does not know models: a tensor's name
+says whether it is a norm, a bias or a matrix.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ def initialise(
     scalar_head: str | None = None,
     head_std: float = 0.02,
 ) -> None:
-    """Fill `slots` with norms of 1, biases of 0 and matrices drawn from N(0, std).
-
-    transformers initialises these families in the same way.
+    """Fill `slots` with norms of 1, biases of 0 and matrices drawn from N(0, std), as transformers
+    does.
 
     Args:
-        slots: what to fill; it may be a part of the model.
-        shapes: name and full shape of every tensor of the whole model.
+        slots: the slices to fill; they may be a part of the model.
+        shapes: full shape of every tensor of the whole model.
         seed: seed of the run.
         std: standard deviation of the matrices; `initializer_range` of a `config.json`.
         scalar_head: the tensor that has a standard deviation of its own, if there is one.

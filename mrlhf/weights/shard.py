@@ -1,4 +1,4 @@
-"""Which slice of which named tensor a local parameter holds.
+"""The slices of named tensors that a local parameter holds.
 
 Reading, writing and resharding weights all use this one map. A tensor is known by its Hugging Face
 name and its full shape. Along one dimension a parameter is a sequence of equal periods, and each
@@ -66,12 +66,9 @@ class Rule(NamedTuple):
         return self.intervals[number]
 
     def blocks(self, shapes: Mapping[str, Shape], tp_size: int) -> tuple[int, tuple[int, ...]]:
-        """How the parameter is cut on each of `tp_size` ranks; `dim` is not None.
+        """The number of periods on each of `tp_size` ranks, and each tensor's rows in a period.
 
-        Vocabulary rows need not divide: the block is rounded up.
-
-        Returns:
-            The number of periods on each rank, and the rows of each tensor's block in a period.
+        `dim` is not None. Vocabulary rows need not divide: the block is rounded up.
 
         Raises:
             WeightError: a fused parameter does not divide over the ranks.
@@ -125,8 +122,7 @@ class Piece(NamedTuple):
 
     The slice is the interval [start, stop) along `dim` of tensor `name`; every other dimension is
     whole. In the parameter it is cut into blocks of `block` rows. Each period of `period` rows
-    holds one of them, `offset` rows after its beginning. `of_expert` says whether the parameter
-    belongs to one expert of a mixture; other ranks have replicas of it than of dense parameters.
+    holds one of them, `offset` rows after its beginning. `of_expert` is that of its `Rule`.
     """
 
     name: str
@@ -142,7 +138,7 @@ class Piece(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What identifies the named slice in any parameter: name, dim, start, stop."""
+        """The named slice, whatever parameter holds it: name, dim, start, stop."""
         return (self.name, self.dim, self.start, self.stop)
 
     def shape(self, start: int, stop: int) -> Shape:

@@ -1,7 +1,7 @@
-"""What the safetensors files of a directory store, as `transformers` would find it.
+"""The tensors that the safetensors files of a directory store, as `transformers` would find them.
 
 Names, shapes and number formats come from the headers, so that a model can be checked without
-reading it. Reading goes through the same functions. This file does not know models or ranks.
+reading it. This file does not know models or ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,8 @@ _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some rows of one matrix in a stack of matrices.
-
-    Attributes:
-        number: which matrix.
-        start: its first row.
-        stop: the row after its last one.
-    """
+class MatrixRows:
+    """Rows [start, stop) of matrix `number` in a stack of matrices."""
 
     number: int
     start: int
@@ -57,56 +51,56 @@ class OtherForm:
 
     Attributes:
         shape: its full shape.
-        parts: which part of it each of the model's tensors is, by name; None: all of it.
+        parts: the part of it that each of the model's tensors is, by name; None: all of it.
     """
 
     shape: Shape
-    parts: Mapping[str, Part | None]
+    parts: Mapping[str, MatrixRows | None]
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FileTensor:
     """A tensor as the header of its file describes it.
 
     Attributes:
         name: its name in the file.
-        file: where it is.
+        file: the file that holds it.
         dtype: its number format, as safetensors calls it.
-        shape: its full shape.
-        part: which part of that name it is; None: all of it.
+        shape: its full shape, or that of the part.
+        part: the part of the named tensor that it is; None: all of it.
     """
 
     name: str
     file: Path
     dtype: str
     shape: Shape
-    part: Part | None = None
+    part: MatrixRows | None = None
 
 
 @dataclass(frozen=True)
-class StoredModel:
+class ModelFiles:
     """All tensors of a directory.
 
     Attributes:
-        directory: where the files are.
+        directory: the directory.
         tensors: by the name in the file.
-        remarks: what a user should know of the files, one line each.
+        remarks: hints for the user about the files, one line each.
     """
 
     directory: Path
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, FileTensor]
     remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The tensors that a model wants of a directory.
+class ExpectedTensors:
+    """The tensors that a model expects in a directory.
 
     Attributes:
-        shapes: name and full shape of every tensor of the model.
+        shapes: full shape of every tensor of the model.
         may_lack: tensors that the directory need not have.
         ignored: tensors that the directory may have although the model does not.
-        ignored_prefixes: what the names of more such tensors begin with.
+        ignored_prefixes: how the names of more such tensors begin.
         stand_ins: a tensor, and the one that is read in its place where the directory lacks it.
         other_forms: by their names in a file, tensors that may be there in place of the model's.
     """
@@ -119,7 +113,7 @@ class Wanted:
     other_forms: Mapping[str, OtherForm] = field(default_factory=dict)
 
 
-def survey(directory: Path) -> StoredModel:
+def survey(directory: Path) -> ModelFiles:
     """Read the headers of the checkpoint in `directory`.
 
     transformers reads `model.safetensors` even if an index stands beside it. Of the files that an
@@ -145,7 +139,7 @@ def survey(directory: Path) -> StoredModel:
     else:
         raise WeightError(f"{directory}: {_absence(directory)}")
 
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     doubles: dict[str, str] = {}
     for file in files:
         for tensor in _header(file):
@@ -160,17 +154,17 @@ def survey(directory: Path) -> StoredModel:
             f"{directory}: {next(iter(doubles.values()))}{more}; the latter is read, as by "
             "transformers"
         )
-    return StoredModel(directory, tensors, tuple(remarks))
+    return ModelFiles(directory, tensors, tuple(remarks))
 
 
 def holds_weights(directory: Path) -> bool:
-    """Whether anything in a directory looks like weights, of a kind that is read here or not."""
+    """Whether anything in a directory looks like weights, in a format that is read here or not."""
     if (directory / "adapter_config.json").exists() or (directory / INDEX).exists():
         return True
     return any(path.suffix in (".safetensors", *_OTHERS) for path in directory.iterdir())
 
 
-def match(stored: StoredModel, wanted: Wanted) -> dict[str, StoredTensor]:
+def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor]:
     """The stored tensor of each tensor of a model.
 
     As transformers does, it adds or removes the prefix `model.` where that makes a name known.
@@ -180,10 +174,10 @@ def match(stored: StoredModel, wanted: Wanted) -> dict[str, StoredTensor]:
             of a number format that is not of weights.
     """
     directory = stored.directory
-    known = {*wanted.shapes, *wanted.ignored}
-    found: dict[str, StoredTensor] = {}
+    known = {*expected.shapes, *expected.ignored}
+    found: dict[str, FileTensor] = {}
     unknown = []
-    for name, tensor in _by_model_name(stored, known, wanted.other_forms):
+    for name, tensor in _by_model_name(stored, known, expected.other_forms):
         if name in found:
             raise WeightError(
                 f"{directory}: {found[name].name} and {tensor.name} are both the model's {name}; "
@@ -191,15 +185,17 @@ def match(stored: StoredModel, wanted: Wanted) -> dict[str, StoredTensor]:
             )
         if name in known:
             found[name] = tensor
-        elif not name.endswith(_BUFFER) and not name.startswith(wanted.ignored_prefixes):
+        elif not name.endswith(_BUFFER) and not name.startswith(expected.ignored_prefixes):
             unknown.append(tensor.name)
     _check_formats(stored)
 
-    for name, stand_in in (wanted.stand_ins or {}).items():
+    for name, stand_in in (expected.stand_ins or {}).items():
         if name not in found and stand_in in found:
             found[name] = found[stand_in]
 
-    missing = [name for name in wanted.shapes if name not in found and name not in wanted.may_lack]
+    missing = [
+        name for name in expected.shapes if name not in found and name not in expected.may_lack
+    ]
     if missing:
         raise WeightError(
             f"{directory}: no tensor {_first_three(missing)}; the checkpoint is not of this model "
@@ -210,19 +206,15 @@ def match(stored: StoredModel, wanted: Wanted) -> dict[str, StoredTensor]:
             f"{directory}: the model has no place for tensor {_first_three(unknown)}; check "
             "config.json beside it"
         )
-    for name, shape in wanted.shapes.items():
+    for name, shape in expected.shapes.items():
         if name in found:
             _require_shape(directory, name, found[name].shape, shape)
-    return {name: found[name] for name in wanted.shapes if name in found}
+    return {name: found[name] for name in expected.shapes if name in found}
 
 
-def are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype | None) -> bool:
-    """Whether two matrices are equal once they are converted to `dtype`.
-
-    Args:
-        one: a tensor.
-        other: another one.
-        dtype: None for that of the first one.
+def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> bool:
+    """Whether two matrices are equal once they are converted to `dtype`, or to that of the first
+    one.
 
     Raises:
         WeightError: a file cannot be read.
@@ -243,7 +235,7 @@ def are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype | None)
 class OpenFiles:
     """The files of some stored tensors, open for reading."""
 
-    def __init__(self, tensors: Iterable[StoredTensor]) -> None:
+    def __init__(self, tensors: Iterable[FileTensor]) -> None:
         self._paths = sorted({tensor.file for tensor in tensors})
         self._stack = ExitStack()
         self._handles: dict[Path, Any] = {}
@@ -256,16 +248,16 @@ class OpenFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def slice(self, tensor: StoredTensor) -> Any:
-        """A tensor that is read when it is indexed by slices."""
+    def slice(self, tensor: FileTensor) -> Any:
+        """A tensor that reads its file when it is indexed by slices."""
         whole = self._handles[tensor.file].get_slice(tensor.name)
-        return whole if tensor.part is None else _SliceOfPart(whole, tensor.part)
+        return whole if tensor.part is None else _SliceOfMatrix(whole, tensor.part)
 
 
-class _SliceOfPart:
-    """A part of a stack, which is read when it is indexed."""
+class _SliceOfMatrix:
+    """Some rows of a matrix in a stack, which are read when this is indexed."""
 
-    def __init__(self, stack: Any, part: Part) -> None:
+    def __init__(self, stack: Any, part: MatrixRows) -> None:
         self._stack = stack
         self._part = part
 
@@ -287,14 +279,14 @@ def _open(file: Path) -> Any:
         raise WeightError(f"{file}: not readable: {_one_line(error)}; copy it again") from error
 
 
-def _header(file: Path) -> list[StoredTensor]:
-    """What a file holds, in the order of the names."""
+def _header(file: Path) -> list[FileTensor]:
+    """The tensors of a file, in the order of the names."""
     tensors = []
     with _open(file) as handle:
         for name in sorted(handle.keys()):
             stored = handle.get_slice(name)
             shape = tuple(stored.get_shape())
-            tensors.append(StoredTensor(name, file, str(stored.get_dtype()), shape))
+            tensors.append(FileTensor(name, file, str(stored.get_dtype()), shape))
     return tensors
 
 
@@ -325,7 +317,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _absence(directory: Path) -> str:
-    """Why a directory without the files of a checkpoint cannot be read, and what to do."""
+    """Say why a directory without the files of a checkpoint cannot be read, and the remedy."""
     there = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else []
     shards = [name for name in there if name.endswith(".safetensors")]
     if shards:
@@ -343,9 +335,9 @@ def _absence(directory: Path) -> str:
 
 
 def _by_model_name(
-    stored: StoredModel, known: Collection[str], other_forms: Mapping[str, OtherForm]
-) -> Iterator[tuple[str, StoredTensor]]:
-    """The stored tensors with the names by which the model knows them, as far as it does.
+    stored: ModelFiles, known: Collection[str], other_forms: Mapping[str, OtherForm]
+) -> Iterator[tuple[str, FileTensor]]:
+    """The stored tensors by the model's names, or by their own where the model does not know them.
 
     Raises:
         WeightError: a tensor that holds several of the model's is not of their shape.
@@ -363,21 +355,17 @@ def _by_model_name(
             yield held, replace(tensor, shape=(*rows, form.shape[-1]), part=part)
 
 
-def _require_shape(directory: Path, name: str, shape: Shape, wanted: Shape) -> None:
-    """Refuse a tensor of another shape.
-
-    Raises:
-        WeightError: with both shapes.
-    """
-    if shape != wanted:
+def _require_shape(directory: Path, name: str, shape: Shape, expected: Shape) -> None:
+    """Raise a WeightError with both shapes if they differ."""
+    if shape != expected:
         raise WeightError(
-            f"{directory}: {name} is {list(shape)} and not {list(wanted)}; check config.json "
+            f"{directory}: {name} is {list(shape)} and not {list(expected)}; check config.json "
             "beside it"
         )
 
 
 def _model_name(name: str, known: Collection[str]) -> str:
-    """The name by which a model knows a stored tensor, if it knows it."""
+    """The model's name of a stored tensor, or its own if the model does not know it."""
     stripped = name.removeprefix(_PREFIX)
     if stripped != name and stripped in known:
         return stripped
@@ -385,7 +373,7 @@ def _model_name(name: str, known: Collection[str]) -> str:
     return prefixed if prefixed in known else name
 
 
-def _check_formats(stored: StoredModel) -> None:
+def _check_formats(stored: ModelFiles) -> None:
     """Refuse integers and numbers of 8 bits or fewer: they need scales to mean anything."""
     for tensor in stored.tensors.values():
         if tensor.dtype not in _DTYPES:

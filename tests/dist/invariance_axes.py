@@ -7,12 +7,13 @@ of that key. This file starts nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from mrlhf.config.sections import OptimSection, RoleSection
 from mrlhf.parallel.layout import MODEL_AXES, REPLICA_AXES, AxisSizes
 from tests.covering import Row, Rule, covering_rows
-from tests.plain_models import MIXTURES, MODELS
+from tests.oracle.plain_models import MIXTURES, MODELS
 
 LAYERS = 4  # of every model
 LOSSES: dict[str, dict[str, Any]] = {
@@ -34,7 +35,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "holes": {"agg": "token-mean", "settings": {"positive_lm_coef": 0.3}, "holes": True},
     "whole sequences": {"agg": "seq-mean-token-mean", "loss": "gspo", "clip_grad": 1.0},
 }
-"""By name, what a `tests.plain_ppo.Case` says of the policy's loss."""
+"""By name, what a `tests.oracle.plain_ppo.Case` says of the policy's loss."""
 
 AXES: dict[str, tuple[Any, ...]] = {
     "ranks": (4, 8),
@@ -92,9 +93,14 @@ RULES = [
 ]
 
 
-def matrix_rows() -> list[Row]:
-    """The combinations that the matrix runs."""
-    return covering_rows(AXES, RULES, cost="ranks")
+def few_rows() -> list[Row]:
+    """Rows of four ranks in which every value of every other axis occurs: those of `make test`."""
+    return covering_rows({**AXES, "ranks": (4,)}, RULES, strength=1)
+
+
+def more_rows(few: Sequence[Row]) -> list[Row]:
+    """The rows that hold, together with `few`, every pair of values: those of `make test-full`."""
+    return covering_rows(AXES, RULES, cost="ranks", given=few)
 
 
 def role_keys(row: Row) -> dict[str, Any]:

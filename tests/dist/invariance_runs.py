@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mrlhf.config.sections import RoleSection
+from mrlhf.metrics.table import without_row
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.roles.actor import Actor
@@ -23,7 +24,6 @@ from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.trainers.sft import FineTuning
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.shard import Key
-from tests import plain_ppo, plain_supervised
 from tests.covering import Row
 from tests.dist.invariance_axes import LOSSES, name_of, optim_keys, role_keys
 from tests.dist.role_runs import (
@@ -37,10 +37,11 @@ from tests.dist.role_runs import (
     load_experience,
     tables_of,
 )
-from tests.plain_models import critic_of
-from tests.plain_optimizer import Outcome
-from tests.plain_ppo import Case
-from tests.plain_supervised import HELD_OUT, PAIR_STEPS, SFT_STEPS
+from tests.oracle import plain_ppo, plain_supervised
+from tests.oracle.plain_models import critic_of
+from tests.oracle.plain_optimizer import Outcome
+from tests.oracle.plain_ppo import Case
+from tests.oracle.plain_supervised import HELD_OUT, PAIR_STEPS, SFT_STEPS
 
 ROLES = ("sft", "rm", "critic", "actor")
 
@@ -83,7 +84,7 @@ def train_rows(rank: int, world_size: int, root: str, rows: Sequence[Row]) -> di
     """Train each row, by its name; the weights go to `<root>/<row>/<role>`."""
     torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
-    return {name_of(row): _train_row(Path(root), factory, row) for row in rows}
+    return {name_of(row): train_row(Path(root), factory, row, Path(root)) for row in rows}
 
 
 def plain_supervised_roles(root: Path, case: Case) -> dict[str, Outcome]:
@@ -107,7 +108,8 @@ def plain_ppo_roles(root: Path, case: Case) -> dict[str, Outcome]:
     }
 
 
-def _train_row(root: Path, factory: GroupFactory, row: Row) -> RowResult:
+def train_row(root: Path, factory: GroupFactory, row: Row, out: Path) -> RowResult:
+    """Train one row of the models in `root`; the weights go to `<out>/<row>/<role>`."""
     keys = role_keys(row)
     sizes = AxisSizes.of(RoleSection(path=".", **keys))
     layout = ParallelLayout.for_world("model", row["ranks"], sizes)
@@ -140,8 +142,9 @@ def _train_row(root: Path, factory: GroupFactory, row: Row) -> RowResult:
 
     results = {}
     for role, (engine, metrics) in trained.items():
+        assert without_row(metrics) == []
         results[role] = Trained(metrics, _digests(engine))
-        engine.export(root / name_of(row) / role, 10**9)
+        engine.export(out / name_of(row) / role, 10**9)
     fresh = _fresh_step(setting, case, actor, reference)
     return RowResult({name: table.tolist() for name, table in tables.items()}, results, fresh)
 

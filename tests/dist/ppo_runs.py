@@ -23,15 +23,13 @@ from mrlhf.config import PPOConfig, load_config
 from mrlhf.data.sample_table import SampleTable, read_samples
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError, RewardError, TrainingError
-from mrlhf.metrics import PhaseTimer
+from mrlhf.metrics.table import without_row
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import check, check_models, read_ppo_inputs
-from mrlhf.rollout.collector import Collected
 from mrlhf.run.startup import Run
-from mrlhf.trainers.experience import ModelOutputs
-from mrlhf.trainers.ppo import PPOTrainer
-from mrlhf.trainers.ppo_setup import assemble
-from tests import plain_models, plain_optimizer, plain_tables
+from mrlhf.trainers.ppo.setup import assemble
+from mrlhf.trainers.ppo.step import PPOTrainer
+from tests.oracle import plain_models, plain_optimizer, plain_tables
 from tests.ranks import run_ranks
 from tests.tiny_task import write_tiny_task
 
@@ -248,18 +246,6 @@ def _base(root: Path) -> dict[str, Any]:
     }
 
 
-class _Watched(PPOTrainer):
-    """Keeps the last step's experience."""
-
-    experience: Experience
-
-    def make_experience(
-        self, collected: Collected, outputs: ModelOutputs, timer: PhaseTimer
-    ) -> tuple[Experience, dict[str, float]]:
-        self.experience, metrics = super().make_experience(collected, outputs, timer)
-        return self.experience, metrics
-
-
 def _in_ranks(rank: int, world_size: int, root: str, scenarios: list[Scenario]) -> None:
     torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
@@ -289,7 +275,7 @@ def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> 
     directory = root / "runs" / scenario.name
     directory.mkdir(parents=True, exist_ok=True)
     run = Run(CPU, rank, WORLD_SIZE, factory, directory)
-    trainer = _Watched(config, run, assemble(config, read_ppo_inputs(config), run))
+    trainer = PPOTrainer(config, run, assemble(config, read_ppo_inputs(config), run))
     parts = trainer.parts
 
     steps = []
@@ -297,11 +283,14 @@ def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> 
         for number in (1, 2):
             actor_before = _fingerprint(parts.actor)
             critic_before = _fingerprint(parts.critic)
-            metrics = trainer.step(trainer.begin_step(number))
+            progress = trainer.begin_step(number)
+            metrics = trainer.step(progress)
+            assert progress.experience is not None
+            assert without_row(metrics) == []
             steps.append(
                 Step(
                     metrics,
-                    trainer.experience,
+                    progress.experience,
                     actor_moved=_fingerprint(parts.actor) != actor_before,
                     critic_moved=_fingerprint(parts.critic) != critic_before,
                 )

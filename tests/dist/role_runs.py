@@ -38,7 +38,7 @@ from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.training.engine import ModelEngine
-from tests import (
+from tests.oracle import (
     plain_experience,
     plain_losses,
     plain_models,
@@ -47,7 +47,7 @@ from tests import (
     plain_routers,
     plain_tables,
 )
-from tests.plain_ppo import Case
+from tests.oracle.plain_ppo import Case
 
 Optim = TypeVar("Optim", bound=OptimSection)
 

@@ -7,6 +7,8 @@ bit, and trained on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,6 @@ from mrlhf.errors import CheckpointError
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.roles.actor import Actor
 from mrlhf.weights.boxes import whole
-from tests import plain_models, plain_ppo
 from tests.dist.role_runs import (
     STAGED,
     Form,
@@ -35,7 +36,8 @@ from tests.dist.role_runs import (
     settings,
     update_actor,
 )
-from tests.plain_ppo import Case
+from tests.oracle import plain_models, plain_ppo
+from tests.oracle.plain_ppo import Case
 from tests.ranks import run_ranks
 
 SHARDED = Form("sharded", 1000, distributed_optimizer=True)
@@ -52,19 +54,31 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and experiences, and a checkpoint saved by every layout and optimizer."""
-    path = tmp_path_factory.mktemp("checkpoints")
-    save_inputs(path, models=[case.model for case in CASES.values()])
-    for world_size in LAYOUTS:
-        run_ranks(world_size, _save_from_every_layout, path)
-    return path
+def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Takes world sizes; a directory with models and experiences, and a checkpoint of each layout
+    and optimizer of these sizes.
+    """
+
+    @cache
+    def save(*world_sizes: int) -> Path:
+        path = tmp_path_factory.mktemp("checkpoints")
+        save_inputs(path, models=[case.model for case in CASES.values()])
+        for world_size in world_sizes:
+            run_ranks(world_size, _save_from_every_layout, path)
+        return path
+
+    return save
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
-def test_every_layout_takes_every_checkpoint(root: Path, world_size: int) -> None:
-    for loaded in run_ranks(world_size, _load_into_every_layout, root):
-        saved = sum(map(len, LAYOUTS.values()))
+@pytest.mark.parametrize(
+    ("world_size", "savers"),
+    [(2, (2,)), *(pytest.param(size, tuple(LAYOUTS), marks=pytest.mark.full) for size in LAYOUTS)],
+)
+def test_every_layout_takes_every_checkpoint(
+    saved_by: Callable[..., Path], world_size: int, savers: tuple[int, ...]
+) -> None:
+    saved = sum(len(LAYOUTS[size]) for size in savers)
+    for loaded in run_ranks(world_size, _load_into_every_layout, saved_by(*savers)):
         assert len(set(loaded)) >= len(LAYOUTS[world_size]) * len(CASES) * saved
 
 
@@ -208,8 +222,38 @@ def _without_layout(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def test_a_checkpoint_of_another_model_is_refused(root: Path) -> None:
-    (message,) = run_ranks(1, _load_another_model, root)
+def test_a_weight_that_lands_in_another_place_is_seen(saved_by: Callable[..., Path]) -> None:
+    run_ranks(2, _load_with_a_shift, saved_by(2))
+
+
+def _load_with_a_shift(rank: int, world_size: int, root: Path) -> None:
+    """Every number is stored one place too late; the comparison of this file must fail."""
+    world = dist.group.WORLD
+    assert world is not None
+    (dtype, case, setting), *_ = _all_settings(root, world_size)
+    saved = _directory(root, dtype, setting)
+    again = root / "again" / "shifted"
+    right = SliceReader.fill
+
+    def shifted(reader: SliceReader, *arguments: Any) -> None:
+        right(reader, *arguments)
+        target = arguments[4]
+        target.copy_(target.roll(1))
+
+    actor = _empty_actor(setting, case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SliceReader, "fill", shifted)
+        open_checkpoint(saved / "step_000001", world).load_models({"actor": actor.engine})
+    _saver(again, asynchronous=False).save(Contents(1, False, {"actor": actor.engine}, {}))
+    if rank == 0:
+        with pytest.raises(AssertionError):
+            _assert_equal(saved / "step_000001", again / "step_000001")
+    dist.barrier()
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_another_model_is_refused(saved_by: Callable[..., Path]) -> None:
+    (message,) = run_ranks(1, _load_another_model, saved_by(*LAYOUTS))
     assert "holds another model as actor" in message and "missing" in message
 
 

@@ -20,7 +20,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import CPU
-from tests.plain_models import SIZES
+from tests.oracle.plain_models import SIZES
 from tests.ranks import run_ranks
 
 

@@ -26,10 +26,10 @@ from mrlhf.run.startup import Run
 from mrlhf.trainers import reference_logprobs as references
 from mrlhf.trainers.dpo import PreferenceOptimization, ScoredPairs
 from mrlhf.training.engine import ModelEngine
-from tests import plain_dpo, plain_optimizer
-from tests.plain_dpo import Method
-from tests.plain_models import save_models
-from tests.plain_optimizer import Outcome
+from tests.oracle import plain_dpo, plain_optimizer
+from tests.oracle.plain_dpo import Method
+from tests.oracle.plain_models import save_models
+from tests.oracle.plain_optimizer import Outcome
 from tests.ranks import run_ranks
 
 WORLD = 4
@@ -103,7 +103,7 @@ def _train_cases(rank: int, world_size: int, root: str) -> dict[str, Trained]:
         # Chunks of few tokens: some hold several pairs, and some pairs fill several.
         rows = 128 if number == 0 else 12
         with (
-            mock.patch.object(vocab, "_LEAST_ROWS", rows),
+            mock.patch.object(vocab, "_LEAST_CHUNK_TOKENS", rows),
             mock.patch.dict(vocab._CHUNK_BYTES, {"cpu": 1}),
         ):
             trained[case.name] = _train(Path(root), factory, case, rank, world_size)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.inference.base import Sample, SamplingParams, requests_for
-from tests.engine_models import (
+from tests.models.engines import (
     MODELS,
     answer,
     assert_same,
@@ -19,8 +19,8 @@ from tests.engine_models import (
     make_engine,
     make_prompts,
 )
-from tests.feature_models import FEATURE_MODELS
-from tests.mixture_models import MIXTURES
+from tests.models.features import FEATURE_MODELS
+from tests.models.mixtures import MIXTURES
 from tests.ranks import run_ranks
 
 PROMPTS = make_prompts()

@@ -23,9 +23,9 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import CheckpointError
 from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.training.engine import ModelEngine
-from tests.checkpoint_models import assert_same_tensors
 from tests.dist.role_runs import Form, build_actor, save_inputs, settings
-from tests.plain_ppo import Case
+from tests.models.checkpoints import assert_same_tensors
+from tests.oracle.plain_ppo import Case
 from tests.ranks import run_ranks
 from tests.tiny_task import write_tiny_task
 

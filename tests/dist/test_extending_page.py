@@ -43,9 +43,9 @@ from mrlhf.rl.advantages import (
     estimate_advantages,
 )
 from mrlhf.run.startup import Run
-from mrlhf.trainers.ppo import PPOTrainer
-from mrlhf.trainers.ppo_setup import assemble
-from tests import plain_models, plain_optimizer, plain_tables
+from mrlhf.trainers.ppo.setup import assemble
+from mrlhf.trainers.ppo.step import PPOTrainer
+from tests.oracle import plain_models, plain_optimizer, plain_tables
 from tests.pages import commands_of
 from tests.ranks import run_ranks
 

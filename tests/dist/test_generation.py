@@ -121,7 +121,7 @@ def _fakes(rank: int, factory: GroupFactory) -> dict[str, Any]:
         found[name] = {
             "rollout": _as_lists(rollout),
             "few": _as_lists(few.rollout),
-            "few metrics": few.metrics,
+            "few metrics": few.engine_metrics[0],
             "calls": engine.calls,
             "asked": asked,
             "split": engine.asked,

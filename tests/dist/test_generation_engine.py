@@ -15,8 +15,8 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator, mix_seed
-from tests.engine_models import answer, fill, hf_model, make_prompts, spec_of
 from tests.fake_engine import FakeResharder
+from tests.models.engines import answer, fill, hf_model, make_prompts, spec_of
 from tests.ranks import run_ranks
 
 N = 3
@@ -66,7 +66,7 @@ def _in_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
 
     rows = zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)
     found = [row[:length] for row, length in rows], rollout.stopped.tolist()
-    return *found, [list(sample.token_ids) for sample in alone], generated.metrics
+    return *found, [list(sample.token_ids) for sample in alone], generated.engine_metrics[0]
 
 
 @pytest.fixture(scope="module")

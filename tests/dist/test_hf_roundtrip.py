@@ -25,7 +25,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.hf import FileOptions, read_weights, write_weights
-from mrlhf.weights.stored import Wanted
+from mrlhf.weights.stored import ExpectedTensors
 from tests.ranks import run_ranks
 from tests.shards import MIXTURES, MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
 
@@ -62,7 +62,7 @@ def _body(rank: int, world_size: int, root: str) -> None:
             spec = tiny_spec(model)
             shapes = tensor_shapes(spec)
             slots = make_slots(role_pieces(spec, layout, rank), DTYPES.get(model, torch.float32))
-            read_weights(Path(root) / model, slots, Wanted(shapes))
+            read_weights(Path(root) / model, slots, ExpectedTensors(shapes))
             if layout.coordinates(rank).dp == 0:
                 for cut, size in SHARD_BYTES.items():
                     directory = Path(root) / _name(model, layout, cut)
@@ -81,7 +81,7 @@ def _mixtures(rank: int, root: Path) -> None:
             spec = tiny_spec(model)
             shapes = tensor_shapes(spec)
             slots = make_slots(role_pieces(spec, layout, rank))
-            read_weights(root / model, slots, Wanted(shapes))
+            read_weights(root / model, slots, ExpectedTensors(shapes))
             if rank in layout.first_copy:
                 options = FileOptions(SHARD_BYTES["few"])
                 write_weights(root / f"{model}-{number}", slots, shapes, writers, options)
@@ -93,7 +93,7 @@ def _overwrite_and_cast(rank: int, root: Path) -> None:
     shapes = tensor_shapes(spec)
     everyone = dist.group.WORLD
     slots = make_slots(role_pieces(spec, LAYOUTS[3], rank))
-    read_weights(root / "qwen3", slots, Wanted(shapes))
+    read_weights(root / "qwen3", slots, ExpectedTensors(shapes))
 
     for size, dtype in ((20_000, None), (10**9, torch.bfloat16)):
         options = FileOptions(size, {"step": "7"}, dtype)

@@ -83,15 +83,15 @@ def _passes(engine: ModelEngine, count: int) -> tuple[list[float], dict[str, flo
     def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
         scalar = (output.square().mean() + output[:, 0].sum()) / count
         tally = Tally()
-        tally.add("loss", scalar.detach().clone(), 1)
+        tally.add("actor/pg_loss", scalar.detach().clone(), 1)
         return scalar, PackResult(tally)
 
     table = engine.per_token(
         packs, (count, sequences.width), lambda output, number: output.sum(-1)[None]
     )
-    result = engine.train_mini_batch(packs, loss, ["loss"])
+    result = engine.train_mini_batch(packs, loss, "actor")
     total = engine.metrics_of([result])
-    return table.flatten().tolist(), engine.end_update("actor", total, 1)
+    return table.flatten().tolist(), engine.end_update("actor", total)
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,9 +21,9 @@ from mrlhf.models.families import load_spec
 from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
-from mrlhf.parallel.stop_points import Phase
+from mrlhf.parallel.phases import Phases
 from mrlhf.training.engine import ModelEngine, PackResult
-from tests import plain_models
+from tests.oracle import plain_models
 from tests.ranks import run_ranks
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -60,47 +60,46 @@ WAYS = [
 ]
 
 
-class AskingStops:
-    """The stop points of a rank; in a phase that is named, one rank asks for a stop at unit 3.
+class AskingPhases(Phases):
+    """The phases of a rank; once `interrupt_at` is called, one rank asks for a stop at unit 3.
 
-    Where nothing is asked for, all phases run whole.
+    Where nothing is asked for, all passes run whole.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        super().__init__(AgreedStop(store, rank, world_size))
         self._store = store
         self._ranks = (rank, world_size)
         self._ended = threading.Event()
         self._number = 0
         self._asks = False
-        self._stops = AgreedStop(store, rank, world_size)
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()
 
     def interrupt_at(self, asking_rank: int) -> None:
-        """Stop the next phases, as `asking_rank` asks for it."""
+        """Stop the next passes, as `asking_rank` asks for it."""
         self._number += 1
         self._asks = self._ranks[0] == asking_rank
         store = dist.PrefixStore(f"stop {self._number}", self._store)
-        self._stops = AgreedStop(store, *self._ranks)
+        self.stops = AgreedStop(store, *self._ranks)
 
     def close(self) -> None:
         self._ended.set()
         self._watcher.join()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[AskingStops]:
-        with self._stops.phase(name) as self._phase:
-            yield self
+    def interruptible(self) -> Iterator[Callable[[int], bool]]:
+        def ask_and_begin(unit: int) -> bool:
+            if self._asks and unit == 3:
+                self.stops.ask(f"rank {self._ranks[0]} has asked")
+            return may_begin(unit)
 
-    def may_begin(self, unit: int) -> bool:
-        if self._asks and unit == 3:
-            self._stops.ask(f"rank {self._ranks[0]} has asked")
-        phase: Phase = self._phase
-        return phase.may_begin(unit)
+        with self.stops.stretch() as may_begin:
+            yield ask_and_begin
 
     def _watch(self) -> None:
         while not self._ended.wait(0.01):
-            self._stops.look()
+            self.stops.look()
 
 
 @dataclass(frozen=True)
@@ -127,21 +126,21 @@ def _in_ranks(rank: int, world_size: int, root: str) -> list[Outcome]:
     outcomes = []
     for number, way in enumerate(WAYS):
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, way.sizes))
-        stops = AskingStops(dist.PrefixStore(f"layout {number}", store), rank, world_size)
+        phases = AskingPhases(dist.PrefixStore(f"layout {number}", store), rank, world_size)
         try:
             section = _section(root, way)
-            outcomes.append(_outcome(section, groups, stops, asking_rank=number % world_size))
+            outcomes.append(_outcome(section, groups, phases, asking_rank=number % world_size))
         finally:
-            stops.close()
+            phases.close()
     return outcomes
 
 
 def _outcome(
-    section: ActorSection, groups: RoleGroups, stops: AskingStops, asking_rank: int
+    section: ActorSection, groups: RoleGroups, phases: AskingPhases, asking_rank: int
 ) -> Outcome:
     reasons = []
     computed = []
-    engine = _engine(section, groups, stops)
+    engine = _engine(section, groups, phases)
     packs = _packs(engine)
 
     def evaluate(output: Tensor, number: int) -> Tensor:
@@ -156,15 +155,15 @@ def _outcome(
         engine.forward(packs, evaluate)
 
     def update() -> None:
-        engine.train_mini_batch(packs, loss, [])
+        engine.train_mini_batch(packs, loss, "actor")
 
     for run in (forward, update):
         computed.append(0)
-        stops.interrupt_at(asking_rank)
+        phases.interrupt_at(asking_rank)
         try:
             run()
             dist.barrier()  # a rank may have left the pass before another one asks for the stop
-            with stops.phase("after"):
+            with phases.interruptible():
                 pass
             reasons.append("")
         except Interrupted as interrupted:
@@ -181,14 +180,14 @@ def _whole_passes(engine: ModelEngine) -> tuple[list[float], dict[str, float]]:
 
     def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
         tally = Tally()
-        tally.add("mean", output.mean(), 1)
+        tally.add("actor/pg_loss", output.mean(), 1)
         return _loss_of(engine, output) / ROWS, PackResult(tally)
 
-    results = [engine.train_mini_batch(packs, loss, ["mean"]) for _ in range(3)]
+    results = [engine.train_mini_batch(packs, loss, "actor") for _ in range(3)]
     at_once = engine.metrics_of(results)
     first = engine.metrics_of(results[:1])
     assert engine.metrics_of(results[1:], first).state_dict() == at_once.state_dict()
-    return [float(total) for total in sums], at_once.means()
+    return [float(total) for total in sums], at_once.values()
 
 
 def _loss_of(engine: ModelEngine, output: Tensor) -> Tensor:
@@ -206,8 +205,8 @@ def _section(root: str, way: Way) -> ActorSection:
     )
 
 
-def _engine(section: ActorSection, groups: RoleGroups, stops: AskingStops | None) -> ModelEngine:
-    engine = ModelEngine(section, load_spec(section.path, "lm"), groups, CPU, stops)
+def _engine(section: ActorSection, groups: RoleGroups, phases: AskingPhases | None) -> ModelEngine:
+    engine = ModelEngine(section, load_spec(section.path, "lm"), groups, CPU, phases)
     engine.load(section.path, seed=0)
     engine.attach_optimizer(section.optim, total_updates=2)
     return engine
@@ -250,4 +249,4 @@ def test_an_interrupted_pass_leaves_no_trace(ranks: list[list[Outcome]]) -> None
             wanted_sums, wanted_metrics = outcomes[number].undisturbed
             assert sums == wanted_sums, way
             assert metrics == wanted_metrics, way
-            assert metrics["grad_norm"] > 0
+            assert metrics["actor/grad_norm"] > 0

@@ -114,20 +114,20 @@ def _computed_once(rank: int, machine: Machine) -> dict[str, Any]:
         parts = {"strided": strided, "known": large, "none": None, "scalar": torch.tensor(2.5)}
         return _Tree("a name", large + 1, parts["strided"], parts, whole)
 
-    tree = machine.once(compute, known=(whole, None, large))
+    tree = machine.compute_on_leader(compute, shared=(whole, None, large))
     assert tree.whole is whole and tree.parts["known"] is large
     assert torch.equal(tree.first, large + 1) and tree.first.dtype == torch.float32
     assert torch.equal(tree.same, torch.arange(12).view(3, 4).t())
     assert tree.parts["strided"] is tree.same and tree.parts["none"] is None
     assert tree.parts["scalar"] == 2.5 and tree.name == "a name"
-    assert machine.once(lambda: {"plain": 3}) == {"plain": 3}
+    assert machine.compute_on_leader(lambda: {"plain": 3}) == {"plain": 3}
     torch.save([tree.first, tree.same], io.BytesIO())  # it refuses views of one storage
     failures = [_failure(machine, kind) for kind in ("named", "derived", "bug")]
     return {"calls": calls, "failures": failures}
 
 
 def _failure(machine: Machine, kind: str) -> tuple[str, str, str]:
-    """The class, the message and the cause of the error that `once` raises."""
+    """The class, the message and the cause of the error that `compute_on_leader` raises."""
 
     class Derived(MethodError):
         """It can be neither pickled nor made from its arguments."""
@@ -146,7 +146,7 @@ def _failure(machine: Machine, kind: str) -> tuple[str, str, str]:
         raise MethodError("the estimator failed") from UserTraceback("line 1 of the user's file")
 
     try:
-        machine.once(compute)
+        machine.compute_on_leader(compute)
     except Exception as error:
         return type(error).__name__, str(error), str(error.__cause__)
     raise AssertionError("nothing was raised")

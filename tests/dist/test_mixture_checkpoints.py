@@ -27,7 +27,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine, PackResult
 from mrlhf.weights.boxes import whole
-from tests.mixture_models import mixture_configs
+from tests.models.mixtures import mixture_configs
 from tests.ranks import run_ranks
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -103,7 +103,7 @@ def _train(engine: ModelEngine) -> float:
         scale = 100 * engine.groups.layout.tp
         return output.float().square().sum() / scale, PackResult(Tally())
 
-    step = engine.train_mini_batch(packs, loss, ()).step
+    step = engine.train_mini_batch(packs, loss, "actor").step
     assert step is not None and step.taken
     return step.grad_norm
 

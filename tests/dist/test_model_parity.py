@@ -28,8 +28,8 @@ from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packing import make_packs
 from mrlhf.parallel.packs import Pack
 from mrlhf.weights.shard import Slot
-from tests.feature_models import YARN, YARN_IN_FULL, feature_configs
-from tests.mixture_models import MIXTURES, as_in_files, mixture_configs
+from tests.models.features import YARN, YARN_IN_FULL, feature_configs
+from tests.models.mixtures import MIXTURES, as_in_files, mixture_configs
 from tests.ranks import run_ranks
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")

@@ -12,7 +12,6 @@ import torch
 
 from mrlhf.batch import Sequences
 from mrlhf.rl.token_baselines import TokenProbabilities, optimal_token_baseline
-from tests import plain_tables
 from tests.dist.ppo_runs import (
     REWARD_WEIGHT,
     TP2_PP2,
@@ -22,6 +21,7 @@ from tests.dist.ppo_runs import (
     assert_engine_and_trainer_agree,
     assert_same_on_every_layout,
 )
+from tests.oracle import plain_tables
 
 EOS = 2
 TOKENS = 18  # of the tokenizer; the model has more, which are never drawn

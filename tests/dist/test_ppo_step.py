@@ -12,7 +12,6 @@ import re
 import pytest
 import torch
 
-from tests import plain_tables
 from tests.dist.ppo_runs import (
     DP4,
     HORIZON,
@@ -27,6 +26,7 @@ from tests.dist.ppo_runs import (
     assert_engine_and_trainer_agree,
     assert_same_on_every_layout,
 )
+from tests.oracle import plain_tables
 
 TOKENS = ["rollout.dump_format=parquet"]
 DEEP = Scenario(

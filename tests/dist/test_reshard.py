@@ -5,12 +5,10 @@ Engines share the storage of training weights where the layouts coincide.
 
 from __future__ import annotations
 
-import errno
-import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from datetime import timedelta
 
 import pytest
 import torch
@@ -28,16 +26,13 @@ from mrlhf.models.parameters import (
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
-from mrlhf.reshard import shared_memory
-from mrlhf.reshard.execute import Carrier, Resharder, TransferOptions, WeightHolder
+from mrlhf.reshard.execute import Resharder, TransferOptions, WeightHolder
 from mrlhf.reshard.links import LinkBuckets
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner
-from mrlhf.reshard.shared_memory import DIRECTORY, SharedRings
 from mrlhf.reshard.sides import sides_around, sides_of_all
 from mrlhf.reshard.views import Views
 from mrlhf.weights.shard import Piece, Slot
-from tests.leftovers import assert_no_memory_is_left
 from tests.ranks import run_ranks
 from tests.shards import MIXTURES, fill, full_tensors, make_slots, stored, tiny_spec
 
@@ -113,11 +108,12 @@ def _make(
     rank: int,
     dtype: torch.dtype,
     options: TransferOptions = OPTIONS,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[Resharder, list[Slot], FakeEngine]:
     planner = _planner(spec, actor, engine_tp, dtype.itemsize)
     slots = make_slots(role_pieces(spec, actor, rank), dtype)
     engine = FakeEngine(engine_pieces(spec, EngineLayout.inside(actor, engine_tp), rank), dtype)
-    resharder = Resharder(planner, slots, engine, rank, options)
+    resharder = Resharder(planner, slots, engine, rank, options, group)
     return resharder, slots, engine
 
 
@@ -135,7 +131,7 @@ def _all_layouts(rank: int) -> None:
         full = full_tensors(spec, dtype)
         for number, (tp, pp, engine_tp) in enumerate(CASES):
             actor = ParallelLayout.for_world("actor", 4, AxisSizes(tp=tp, pp=pp))
-            options = replace(OPTIONS, verify=number % 3 == 0, shared_memory=number % 4 > 0)
+            options = replace(OPTIONS, verify=number % 3 == 0)
             resharder, slots, engine = _make(spec, actor, engine_tp, rank, dtype, options)
 
             # The second run brings new weights into the same storage.
@@ -153,11 +149,6 @@ def _all_layouts(rank: int) -> None:
             if (tp, pp) == (engine_tp, 1) and tp <= spec.num_kv_heads:
                 _assert_shared(slots, engine)
                 assert stats.bytes_moved == stats.peak_extra_bytes == 0
-            else:
-                kind = SharedRings if options.shared_memory else LinkBuckets
-                assert isinstance(resharder.carrier, kind)
-
-    assert_no_memory_is_left()
 
 
 def _storage_may_change(rank: int) -> None:
@@ -180,48 +171,18 @@ def _storage_may_change(rank: int) -> None:
     _assert_holds(engine, changed)
 
 
-def _a_rank_that_does_not_come_is_named(rank: int) -> None:
+def _a_rank_that_does_not_come_ends_the_wait(rank: int) -> None:
     spec = tiny_spec("llama")
     actor = ParallelLayout(tp=2, pp=2, dp=1)
-    options = replace(OPTIONS, timeout_s=0.5)
-    resharder, slots, _ = _make(spec, actor, 1, rank, torch.float32, options)
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    resharder, slots, _ = _make(spec, actor, 1, rank, torch.float32, group=group)
     fill(slots, full_tensors(spec))
     if rank != 2:
-        with pytest.raises(
-            WeightError, match=rf"rank {rank} waited 0.5 s for ranks \[.*2.*\] to move weights"
-        ):
+        with pytest.raises(RuntimeError):
             resharder.run()
         with pytest.raises(WeightError, match="failed half-way"):
             resharder.run()
     dist.barrier()
-
-
-def _no_room_falls_back(rank: int) -> None:
-    """If one rank cannot share memory, all ranks send over gloo."""
-    spec = tiny_spec("llama")
-    actor = ParallelLayout(tp=2, pp=2, dp=1)
-    if rank == 1:
-        # As on a read-only file system, a file can neither be made nor removed there.
-        shared_memory.DIRECTORY = Path(__file__)
-    resharder, slots, engine = _make(spec, actor, 2, rank, torch.float32)
-    assert isinstance(resharder.carrier, LinkBuckets)
-    fill(slots, full_tensors(spec))
-    resharder.run()
-    _assert_holds(engine, full_tensors(spec))
-    shared_memory.DIRECTORY = DIRECTORY
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 2:
-            patch.setattr(os, "posix_fallocate", _full)
-        resharder, _, engine = _make(spec, actor, 2, rank, torch.float32)
-    assert isinstance(resharder.carrier, LinkBuckets)
-
-    dist.barrier()
-    assert_no_memory_is_left()
-
-
-def _full(*_: int) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _assert_shared(slots: list[Slot], engine: FakeEngine) -> None:
@@ -229,18 +190,18 @@ def _assert_shared(slots: list[Slot], engine: FakeEngine) -> None:
     assert {name: tensor.data_ptr() for name, tensor in engine.tensors.items()} == trained
 
 
-class DamagingCarrier:
+class DamagingLinks:
     """Damages the last byte of the first slice that rank 3 gets from rank 0."""
 
-    def __init__(self, carrier: Carrier, received: Sequence[Move], rank: int) -> None:
-        self._carrier = carrier
-        self.peak_bytes = carrier.peak_bytes
+    def __init__(self, links: LinkBuckets, received: Sequence[Move], rank: int) -> None:
+        self._links = links
+        self.peak_bytes = links.peak_bytes
         self._damaged: Move | None = None
         if rank == 3:
             self._damaged = next(move for move in received if move.source_rank == 0)
 
-    def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
-        moved = self._carrier.carry(source, target, work)
+    def carry(self, source: Views, target: Views, work: Callable[[], None]) -> int:
+        moved = self._links.carry(source, target, work)
         if self._damaged is not None:
             view = target(self._damaged.target, self._damaged.start, self._damaged.stop)
             view.view(torch.uint8)[..., -1] ^= 1
@@ -252,27 +213,26 @@ def _damage_is_noticed(rank: int) -> None:
     actor = ParallelLayout(tp=2, pp=2, dp=1)
     full = full_tensors(spec)
     received = _planner(spec, actor, 1, 4).plan(rank).receives
-    for shared in (False, True):
-        for verify in (False, True):
-            options = replace(OPTIONS, verify=verify, shared_memory=shared)
-            resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32, options)
-            assert resharder.carrier is not None
-            resharder.carrier = DamagingCarrier(resharder.carrier, received, rank)
-            fill(slots, full)
+    for verify in (False, True):
+        options = replace(OPTIONS, verify=verify)
+        resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32, options)
+        assert resharder.links is not None
+        resharder.links = DamagingLinks(resharder.links, received, rank)  # type: ignore[assignment]
+        fill(slots, full)
 
-            if rank != 3:
+        if rank != 3:
+            resharder.run()
+            _assert_holds(engine, full)
+        elif verify:
+            with pytest.raises(
+                WeightError,
+                match=r"bytes of model\.\S+\[\d+:\d+\] of dimension \d from rank 0 to rank 3;",
+            ):
                 resharder.run()
+        else:
+            resharder.run()
+            with pytest.raises(AssertionError):
                 _assert_holds(engine, full)
-            elif verify:
-                with pytest.raises(
-                    WeightError,
-                    match=r"bytes of model\.\S+\[\d+:\d+\] of dimension \d from rank 0 to rank 3;",
-                ):
-                    resharder.run()
-            else:
-                resharder.run()
-                with pytest.raises(AssertionError):
-                    _assert_holds(engine, full)
 
 
 def _one_group_alone(rank: int) -> None:
@@ -363,8 +323,7 @@ def _mixtures_of_experts(rank: int) -> None:
             actor = ParallelLayout.for_world("actor", 4, sizes)
             engines = EngineLayout.closest(actor, engine_tp, engine_ep)
             dtype = torch.bfloat16 if number % 2 else torch.float32
-            options = replace(OPTIONS, verify=True, shared_memory=number % 3 > 0)
-            _hand_over(spec, engines, rank, dtype, options)
+            _hand_over(spec, engines, rank, dtype)
 
 
 def _hand_over(
@@ -372,7 +331,6 @@ def _hand_over(
     engines: EngineLayout,
     rank: int,
     dtype: torch.dtype,
-    options: TransferOptions,
 ) -> None:
     actor = engines.actor
     slots = _role_slots(role_pieces(spec, actor, rank), dtype)
@@ -385,6 +343,7 @@ def _hand_over(
     )
     groups = [dist.new_group(ranks) for ranks in engines.exchanges]
     (group,) = (g for g, ranks in zip(groups, engines.exchanges, strict=True) if rank in ranks)
+    options = replace(OPTIONS, verify=True)
     resharder = Resharder(Planner(sides, dtype.itemsize), slots, engine, rank, options, group)
 
     for scale in (1.0, -2.0):
@@ -418,8 +377,7 @@ def _body(rank: int, world_size: int) -> None:
     _native_engine(rank)
     _damage_is_noticed(rank)
     _storage_may_change(rank)
-    _no_room_falls_back(rank)
-    _a_rank_that_does_not_come_is_named(rank)
+    _a_rank_that_does_not_come_ends_the_wait(rank)
 
 
 def test_engine_weights_equal_the_training_weights() -> None:

@@ -23,7 +23,7 @@ from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_tok
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import CPU
-from tests.plain_models import SIZES
+from tests.oracle.plain_models import SIZES
 from tests.ranks import run_ranks
 from tests.shards import tiny_spec
 from tests.tiny_task import write_tiny_task

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mrlhf.parallel.layout import AxisSizes
-from tests import plain_models, plain_tables
 from tests.dist.role_runs import (
     MANY_PACKS,
     ONE_PACK,
@@ -32,8 +31,9 @@ from tests.dist.role_runs import (
     settings,
     update_actor,
 )
-from tests.plain_ppo import Case
-from tests.plain_tables import all_tables
+from tests.oracle import plain_models, plain_tables
+from tests.oracle.plain_ppo import Case
+from tests.oracle.plain_tables import all_tables
 from tests.ranks import run_ranks
 
 FORM_MODELS = {MANY_PACKS: ("qwen2-tied", "qwen3"), ONE_PACK: ("llama",)}

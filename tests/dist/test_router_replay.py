@@ -23,7 +23,6 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from mrlhf.batch import Experience, ExpertRecord, Rollout
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.roles.actor import Actor
-from tests import plain_experience, plain_models, plain_ppo, plain_tables
 from tests.dist.ppo_runs import Runs, Scenario, assert_same_on_every_layout
 from tests.dist.role_runs import (
     MANY_PACKS,
@@ -39,7 +38,8 @@ from tests.dist.role_runs import (
     settings,
     update_actor,
 )
-from tests.plain_ppo import Case, Outcome
+from tests.oracle import plain_experience, plain_models, plain_ppo, plain_tables
+from tests.oracle.plain_ppo import Case, Outcome
 from tests.ranks import run_ranks
 
 CASE = Case("qwen2-moe", "token-mean", {"entropy_coeff": 0.05}, clip_grad=1.0)

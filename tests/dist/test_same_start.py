@@ -6,13 +6,14 @@ import json
 import time
 from pathlib import Path
 
+from mrlhf.checkpoint.output_files import TIMELINE
 from mrlhf.device import pick_device
 from mrlhf.errors import ConfigError
 from mrlhf.job import Launch
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.run.same_start import describe_differences, describe_start, require_same_start
 from mrlhf.run.startup import Run
-from mrlhf.run.timeline import TIMELINE, Timeline
+from mrlhf.run.timeline import Timeline
 from tests.ranks import run_ranks
 from tests.unit.configurations import ppo
 

@@ -23,7 +23,7 @@ from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import CheckpointError
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from tests.dist.role_runs import Form, build_actor, save_inputs, settings
-from tests.plain_ppo import Case
+from tests.oracle.plain_ppo import Case
 from tests.ranks import run_ranks
 from tests.tiny_task import write_tiny_task
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rollout.scoring import Scorer
-from mrlhf.trainers.evaluate import summarise
+from mrlhf.trainers.ppo.held_out import summarise
 from tests.padding import pad_responses
 from tests.ranks import run_ranks
 from tests.rollouts import make_rollout

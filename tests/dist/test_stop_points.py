@@ -1,4 +1,4 @@
-"""Ranks agree on where to stop: on any phases, and in the passes of a sharded model."""
+"""Ranks agree on where to stop: on any stretches of work, and in the passes of a sharded model."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class Looking:
             self._stops.look()
 
 
-def _random_phases(rank: int, world_size: int) -> list[tuple[list[int], list[int], str, bool]]:
-    """In each round: the units begun in each phase, the refused ones, the reason, the next phase.
+def _random_stretches(rank: int, world_size: int) -> list[tuple[list[int], list[int], str, bool]]:
+    """In each round: the units begun in each stretch, the refused ones, the reason, whether the
+    next stretch may begin.
 
-    The ranks of a round have the same number of phases, with a collective in some of them, and each
-    rank its own number of units and its own speed.
+    The ranks of a round have the same number of stretches, with a collective in some of them, and
+    each rank its own number of units and its own speed.
     """
     assert dist.group.WORLD is not None
     store = dist.distributed_c10d._get_default_store().clone()
@@ -52,17 +53,17 @@ def _random_phases(rank: int, world_size: int) -> list[tuple[list[int], list[int
         shared = random.Random(number)
         own = random.Random(f"{number} {rank}")
         stops = AgreedStop(dist.PrefixStore(f"round {number}", store), rank, world_size)
-        phases = [shared.choice(["units", "lock-step", "empty"]) for _ in range(6)]
+        stretches = [shared.choice(["units", "lock-step", "empty"]) for _ in range(6)]
         asks = rank == shared.randrange(world_size) or own.random() < 0.2
         asks_at = own.randrange(30)
         with Looking(stops, lambda own=own: own.random() * 0.01):
-            outcomes.append(_round(stops, phases, shared, own, asks_at if asks else None))
+            outcomes.append(_round(stops, stretches, shared, own, asks_at if asks else None))
     return outcomes
 
 
 def _round(
     stops: AgreedStop,
-    phases: list[str],
+    stretches: list[str],
     shared: random.Random,
     own: random.Random,
     asks_at: int | None,
@@ -75,13 +76,13 @@ def _round(
         timer.start()
     reason = ""
     try:
-        for kind in phases:
+        for kind in stretches:
             begun.append(0)
             common = shared.randrange(1, 12)
             units = {"units": own.randrange(8), "lock-step": common, "empty": 0}[kind]
-            with stops.phase(kind) as phase:
+            with stops.stretch() as may_begin:
                 for unit in range(units):
-                    if phase.may_begin(unit):
+                    if may_begin(unit):
                         assert not refused
                         begun[-1] += 1
                     else:
@@ -98,14 +99,14 @@ def _round(
         timer.join()
     may_save = True
     if reason:  # the stop is spent
-        with stops.phase("saving") as phase:
-            may_save = phase.may_begin(0)
+        with stops.stretch() as may_begin:
+            may_save = may_begin(0)
     dist.barrier()
     return begun, refused, reason, may_save
 
 
 def test_all_ranks_stop_at_the_same_place() -> None:
-    ranks = run_ranks(RANKS, _random_phases)
+    ranks = run_ranks(RANKS, _random_stretches)
     stopped = 0
     for outcomes in zip(*ranks, strict=True):
         assert len({(len(begun), reason) for begun, _, reason, _ in outcomes}) == 1

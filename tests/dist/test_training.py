@@ -1,8 +1,9 @@
 """With every loss and every kind of batch, updates equal the plain loop.
 
-Metrics, gradient norms and updated weights of actor and critic are compared with `tests.plain_ppo`:
-on one rank, on a layout with data and context parallelism, and on one with tensor and pipeline
-parallelism. All other layouts, with a few of the losses, are those of `test_invariance`.
+Metrics, gradient norms and updated weights of actor and critic are compared with
+`tests.oracle.plain_ppo`: on one rank, on a layout with data and context parallelism, and on one
+with tensor and pipeline parallelism. All other layouts, with a few of the losses, are those of
+`test_invariance`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from safetensors.torch import load_file
 
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.rl.names import PolicyLossName
-from tests import plain_losses, plain_ppo
 from tests.dist.role_runs import (
     MANY_PACKS,
     ONE_PACK,
@@ -27,8 +27,9 @@ from tests.dist.role_runs import (
     settings,
     train,
 )
-from tests.plain_optimizer import Outcome
-from tests.plain_ppo import Case
+from tests.oracle import plain_losses, plain_ppo
+from tests.oracle.plain_optimizer import Outcome
+from tests.oracle.plain_ppo import Case
 from tests.ranks import run_ranks
 
 NEAR = {

@@ -18,7 +18,6 @@ import torch
 from mrlhf.batch import Experience
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.layout import AxisSizes
-from tests import plain_experience, plain_ppo
 from tests.dist.role_runs import (
     ONE_PACK,
     SEQUENCE_PARALLEL,
@@ -32,7 +31,8 @@ from tests.dist.role_runs import (
     settings,
     update_actor,
 )
-from tests.plain_ppo import Case
+from tests.oracle import plain_experience, plain_ppo
+from tests.oracle.plain_ppo import Case
 from tests.ranks import run_ranks
 
 CASE = Case("llama", "token-mean")

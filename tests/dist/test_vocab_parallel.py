@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.parallel import vocab
-from mrlhf.parallel.vocab import OutputLayer, Part, Tokens, token_loss, token_numbers
-from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
+from mrlhf.parallel.vocab import OutputLayer, TokenRange, Tokens, token_loss, token_numbers
+from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from tests.ranks import run_ranks
 
 TOKENS = 9
@@ -24,7 +24,7 @@ def _random(rows: int, seed: int) -> Tensor:
     return 1.6 * torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def _weighted(part: Part, numbers: TokenNumbers) -> Tensor:
+def _weighted(part: TokenRange, numbers: TokenNumbers) -> Tensor:
     values = torch.stack([numbers.logprobs, numbers.entropy, numbers.full_kl])
     return (values * FACTORS[:, part.tokens]).sum()
 
@@ -33,7 +33,7 @@ def _all_sizes(
     rank: int, world_size: int, vocab_sizes: tuple[int, ...]
 ) -> list[tuple[float, float, float]]:
     vocab._CHUNK_BYTES["cpu"] = 1
-    vocab._LEAST_ROWS = LEAST_ROWS
+    vocab._LEAST_CHUNK_TOKENS = LEAST_ROWS
     return [
         _shard_results(rank, world_size, vocab_size, by_token)
         for vocab_size in vocab_sizes
@@ -61,16 +61,16 @@ def _shard_results(
     ref_layer = OutputLayer(reference[mine].clone(), group, vocab_size, SCALE)
     tokens = Tokens(hidden, targets, LENGTHS, ref_layer, _random(TOKENS, 4))
     numbers, calls = _counted(
-        lambda: token_numbers(layer, tokens, Wanted(entropy=True, squares=True, kl=True))
+        lambda: token_numbers(layer, tokens, NumbersToCompute(entropy=True, squares=True, kl=True))
     )
     assert calls == 1, "one gather for all chunks"
     seen = []
 
-    def objective(part: Part, current: TokenNumbers) -> Tensor:
+    def objective(part: TokenRange, current: TokenNumbers) -> Tensor:
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
-    wanted = Wanted(entropy=True, kl=True)
+    wanted = NumbersToCompute(entropy=True, kl=True)
     loss, calls = _counted(lambda: token_loss(layer, tokens, wanted, objective, by_token))
     assert calls == (3 if by_token else 2), "one gather for each part that has a loss"
     assert torch.equal(torch.cat(seen), numbers.logprobs)
@@ -89,7 +89,7 @@ def _shard_results(
         full_kl=(p * (log_p - log_q)).sum(dim=1),
         sum_of_squares=p.square().sum(dim=1),
     )
-    _weighted(Part(slice(0, TOKENS), slice(0, 2)), expected).backward()
+    _weighted(TokenRange(slice(0, TOKENS), slice(0, 2)), expected).backward()
 
     pairs = zip(vars(numbers).values(), vars(expected).values(), strict=True)
     worst_value = max((found - wanted).abs().max().item() for found, wanted in pairs)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mrlhf.metrics.table import without_row
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 3000.0  # a program that takes as long hangs; pytest's own limit is a little longer
 
@@ -85,8 +87,11 @@ def succeed(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def read_lines(file: Path) -> list[Any]:
-    """The JSON value of each line."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    """The JSON value of each line. Each metric of a run must have its row in the table."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    if file.name == "metrics.jsonl":
+        assert without_row({name for line in lines for name in line}) == []
+    return lines
 
 
 def read_terminal(terminal: int, screen: list[bytes]) -> None:

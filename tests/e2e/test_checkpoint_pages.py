@@ -22,8 +22,8 @@ import yaml
 
 from mrlhf.checkpoint.manifest import checkpoints_in, read_manifest
 from mrlhf.config.trainer import TrainerSection
-from tests import plain_models
 from tests.e2e.programs import ROOT, read_lines, read_terminal, run_commands, run_program, succeed
+from tests.oracle import plain_models
 from tests.pages import commands_of
 from tests.tiny_task import write_tiny_task
 

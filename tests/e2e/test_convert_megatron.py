@@ -1,6 +1,6 @@
 """Checkpoints go to megatron-core's own GPTModel and come from it, and the logits are the same.
 
-The other side is `tests/megatron_models.py`, which does as pretrain_gpt.py does and knows nothing
+The other side is `tests/models/megatron.py`, which does as pretrain_gpt.py does and knows nothing
 of our weight map. Its processes are started twice: with one rank, and with two that share a model.
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mrlhf.commands import convert_checkpoint
-from tests.checkpoint_models import CONFIGS, assert_same_tensors, save_model
-from tests.megatron_models import TOKENS, run_jobs
+from tests.models.checkpoints import CONFIGS, assert_same_tensors, save_model
+from tests.models.megatron_lm import TOKENS, run_jobs
 
 VOCABULARY = 37
 MODELS: dict[str, dict[str, Any]] = {
@@ -94,7 +94,7 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""What Megatron-LM is told of the models of `tests/checkpoint_models.py`."""
+"""What Megatron-LM is told of the models of `tests/models/checkpoints.py`."""
 
 SAME_ARGUMENTS = [
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),

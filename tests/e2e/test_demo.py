@@ -14,8 +14,6 @@ from tests.e2e.exported import greedy_accuracy
 from tests.e2e.programs import read_lines, run_commands, succeed
 from tests.pages import commands_of
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def demo(start_policy: Path) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from tests.e2e.exported import greedy_accuracy
 from tests.e2e.programs import read_lines, run_commands, succeed
 from tests.pages import commands_of
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def demo(demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

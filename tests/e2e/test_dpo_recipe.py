@@ -12,8 +12,6 @@ from tests.e2e.programs import read_lines
 from tests.e2e.recipes import follow
 from tests.pages import commands_of, files
 
-pytestmark = pytest.mark.slow
-
 COMMANDS = commands_of("configs/recipes/dpo/README.md")
 FILES = files("configs/recipes/dpo/README.md")
 

@@ -16,8 +16,6 @@ from tests.e2e.programs import read_lines
 from tests.e2e.recipes import follow
 from tests.pages import commands_of, files
 
-pytestmark = pytest.mark.slow
-
 COMMANDS = commands_of("configs/recipes/overoptimization/README.md")
 FILES = files("configs/recipes/overoptimization/README.md")
 

@@ -16,8 +16,6 @@ from tests.e2e.programs import ROOT, read_lines
 from tests.faults.runs import start
 from tests.pages import commands_of
 
-pytestmark = pytest.mark.slow
-
 # What fits a preset's numbers to this task: the keys of the comment in its file, and a batch of a
 # few hundred samples.
 FITTED: dict[str, list[str]] = {

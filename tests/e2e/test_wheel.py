@@ -1,5 +1,5 @@
-"""What a user gets by `pip install`: the wheel holds every file, and the README's commands run from
-an empty directory.
+"""What a user gets by `pip install`: the wheel holds every file, and the commands of
+docs/install.md run from an empty directory.
 
 The wheel is made from the source distribution, as package indexes get it.
 """
@@ -44,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the wheel is installed in; what it needs comes from this environment."""
     folder = tmp_path_factory.mktemp("installed")
-    (command,) = commands_of("README.md", r"^pip install \.$")
+    (command,) = commands_of("docs/install.md", r"^pip install \.$")
     words = command.removesuffix(".").split()
     options = ["-q", "--no-deps", "--target", str(folder), str(wheel)]
     _python("-m", *words, *options, cwd=folder)
@@ -83,25 +83,27 @@ def test_its_commands_run_from_an_empty_directory(installed: Path, tmp_path: Pat
     assert where.strip() == f"{installed}/mrlhf/__init__.py"
     assert "actor.clip_ratio_high" in _run(installed, ["mrlhf-train-ppo --help"], cwd=tmp_path)
 
-    prepare = commands_of("README.md", r"^mrlhf-(init|prepare-data)")
+    prepare = commands_of("docs/install.md", r"^mrlhf-(init|prepare-data)")
     said = _run(installed, prepare, cwd=tmp_path)
     assert said.startswith("configs\ndocs\nlaunch\nruns/demo/data/sft.jsonl: ")
     assert os.access(tmp_path / "launch/slurm/train_ppo.sbatch", os.R_OK)
 
-    sft = commands_of("README.md", r"--no-python .*mrlhf-train-sft")
+    sft = commands_of("docs/install.md", r"--no-python .*mrlhf-train-sft")
     more = ["trainer.total_steps=2", "optim.lr_warmup_steps=1"]
     assert "step 2/2, loss" in _run(installed, sft, *more, cwd=tmp_path)
     assert len(read_lines(tmp_path / "runs/demo/sft/metrics.jsonl")) == 2
 
     # The run itself would be that of `make demo`.
-    (ppo,) = commands_of("README.md", r"--no-python .*mrlhf-train-ppo")
+    (ppo,) = commands_of("docs/install.md", r"--no-python .*mrlhf-train-ppo")
     program = ppo[ppo.index("mrlhf-train-ppo") :]
     said = _run(installed, [program], "--dry-run", cwd=tmp_path)
     assert said.endswith(" fits 4 ranks\n") and "not checked" not in said
+    said = _run(installed, [program], "--dry-run", "algorithm.preset=grpo", cwd=tmp_path)
+    assert "no critic: grpo needs none" in said
     refusal = _refusal(installed, program, tmp_path)
     assert "torchrun --nproc-per-node=N --no-python mrlhf-train-ppo" in refusal
 
-    report = commands_of("README.md", r"^mrlhf-report")
+    report = commands_of("docs/install.md", r"^mrlhf-report")
     said = _run(installed, [report[0].replace("runs/demo", "runs/demo/sft")], cwd=tmp_path)
     assert said.startswith("report: runs/demo/sft/report.html")
 

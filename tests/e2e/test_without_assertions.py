@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrlhf.commands import convert_checkpoint
-from tests.checkpoint_models import assert_same_tensors
 from tests.e2e.programs import succeed, torchrun
+from tests.models.checkpoints import assert_same_tensors
 
 
 def test_a_run_without_assertions(

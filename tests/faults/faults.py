@@ -31,7 +31,7 @@ REFERENCE = "mrlhf.roles.reference:Reference.logprobs"
 CRITIC_LOSS = "mrlhf.roles.critic:_ValueObjective.__call__"
 ACTOR_LOSS = "mrlhf.roles.policy_objective:HiddenObjective.__call__"
 OPTIMIZER_STEP = "mrlhf.training.optimizer:ShardedOptimizer.step"
-VALIDATION = "mrlhf.trainers.held_out:HeldOut.measure"
+VALIDATION = "mrlhf.trainers.ppo.held_out:HeldOut.measure"
 END_OF_STEP = "mrlhf.trainers.checkpoints:Checkpoints.after_step"
 FILE = "mrlhf.checkpoint.saver:write_tensors"
 MODEL_FILE = "mrlhf.checkpoint.rank_files:write_tensors"
@@ -41,7 +41,7 @@ RENAMING = "pathlib:Path.rename"
 CHECK = "mrlhf.preflight:preflight"
 JOINING = "mrlhf.run.startup:pick_device"
 SPEAKING = "mrlhf.run.startup:log_failure"
-LISTENING = "mrlhf.run.failures:Failures.takes_turn"
+LISTENING = "mrlhf.run.failures:Failures.claim_turn"
 SUPERVISED_VALIDATION = "mrlhf.training.engine:ModelEngine.per_token"
 SUPERVISED_STEP = "mrlhf.training.engine:ModelEngine.train_mini_batch"
 
@@ -143,5 +143,5 @@ def _wait_until_asked(watchers: Sequence[Watcher]) -> None:
 
     From then on this rank stops at its next stop point.
     """
-    while not watchers[0].stops.asked:
+    while not watchers[0].phases.stops.asked:
         time.sleep(0.001)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mrlhf.checkpoint.state_tree import read_state
+from mrlhf.metrics.table import without_row
 from tests.faults.faults import Fault, install
 from tests.leftovers import assert_nothing_is_left
 from tests.ranks import fork_server
@@ -231,6 +232,7 @@ class Sequel:
         rows = []
         for line in (self.directory / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
+            assert without_row(row) == []
             rows.append({key: row[key] for key in row if not key.startswith(tuple(free))})
         return rows
 

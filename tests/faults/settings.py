@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from mrlhf.data.rows import write_rows
-from tests import plain_models, plain_optimizer
 from tests.faults.runs import Setting
+from tests.oracle import plain_models, plain_optimizer
 from tests.tiny_task import write_tiny_task
 
 STEPS = 4

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import plain_models
 from tests.faults import faults, settings
 from tests.faults.faults import Fault
 from tests.faults.runs import QUEUE_AGAIN, Sequel, Setting
+from tests.oracle import plain_models
 from tests.ranks import run_ranks
 
 Undisturbed = Callable[[Setting], Sequel]

@@ -62,6 +62,7 @@ def interrupt(run: Sequel, where: str, call: int, action: str = "SIGTERM", rank:
     return run.checkpoints[-1]
 
 
+@pytest.mark.full
 def test_a_run_is_interrupted_in_each_phase(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_run_is_interrupted_in_each_phase(
     assert_same_run(run, undisturbed(run.setting))
 
 
+@pytest.mark.full
 def test_an_update_in_bypass_mode_is_interrupted(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -127,7 +129,14 @@ def test_an_update_in_bypass_mode_is_interrupted(
     assert_same_run(run, undisturbed(run.setting))
 
 
-@pytest.mark.parametrize("make", [settings.sft, settings.reward_model, settings.dpo])
+@pytest.mark.parametrize(
+    "make",
+    [
+        settings.sft,
+        pytest.param(settings.reward_model, marks=pytest.mark.full),
+        pytest.param(settings.dpo, marks=pytest.mark.full),
+    ],
+)
 def test_supervised_training_is_killed_and_interrupted(
     make: Callable[[Path], Setting], inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from mrlhf.device import Device
 from mrlhf.errors import HangError
+from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.phases import Phases
 from mrlhf.run.board import Board
 from mrlhf.run.startup import Run
 from mrlhf.run.watcher import Watcher
@@ -40,7 +42,8 @@ def _in_ranks(rank: int, world_size: int, root: str) -> tuple[str, list[str]]:
     store = dist.distributed_c10d._get_default_store().clone()
     impatient = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     directory = Path(root)
-    watcher = Watcher(store, rank, world_size, directory, STALL_S)
+    phases = Phases(AgreedStop(dist.PrefixStore("stop", store), rank, world_size))
+    watcher = Watcher(store, rank, world_size, directory, STALL_S, phases)
     watcher.start()
     run = Run(
         CPU,
@@ -48,21 +51,19 @@ def _in_ranks(rank: int, world_size: int, root: str) -> tuple[str, list[str]]:
         world_size,
         GroupFactory(600.0),
         directory,
-        stops=watcher.stops,
         watcher=watcher,
-        board=Board(watcher.phase),
+        board=Board(phases),
     )
     error = ""
     try:
         with run:
-            timer = run.timer()
             dist.barrier()  # so that no rank is still on its way when the others stall
-            with timer("step"):
+            with phases.enter("step"):
                 if rank == 1:
-                    with timer("reward"):
+                    with phases.enter("reward"):
                         user_reward(store)
                 else:
-                    with timer("update_actor"):
+                    with phases.enter("update_actor"):
                         dist.all_reduce(torch.zeros(1), group=impatient)
     except HangError as hang:
         error = str(hang)

@@ -181,7 +181,7 @@ def test_two_launchers_end_alike_when_one_gets_signals(tmp_path: Path) -> None:
 
 
 def test_workers_that_do_not_end_are_killed(tmp_path: Path) -> None:
-    process = launch(tmp_path, "never ends", "--stop-timeout", "5", "--max-restarts=2")
+    process = launch(tmp_path, "never ends", "--shutdown-timeout=5", "--max-restarts=2")
     wait_for_workers(tmp_path, process)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate()

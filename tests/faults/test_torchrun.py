@@ -1,4 +1,4 @@
-"""Jobs under torchrun: it starts killed ranks again, and hands on the SIGTERM that it gets."""
+"""Jobs under torchrun: it starts killed ranks again, and hands on the signal that it gets."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_killed_ranks_are_started_again_and_a_signal_saves(
     run = Sequel(settings.ppo(inputs), tmp_path / "run")
     held, held_again = tmp_path / "held", tmp_path / "held_again"
 
-    plain = ["-m", "torch.distributed.run", "--max-restarts=2"]
+    signals = ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout=600"]
+    plain = ["-m", "torch.distributed.run", "--max-restarts=2", *signals]
     job = torchrun(
         run,
         plain,
@@ -76,7 +77,7 @@ def test_killed_ranks_are_started_again_and_a_signal_saves(
         Fault(faults.ACTOR_LOSS, 16, "SIGKILL", rank=0, attempt=1),
         Fault(faults.VALUES, 2, f"TOUCH={held} HOLD", rank=1, attempt=2),  # of step 3
     )
-    code, output = signal_after(job, held, signal.SIGTERM)
+    code, output = signal_after(job, held, signal.SIGUSR1)
     assert code != 0
     assert output.count("going on from") == 1, "it was killed twice, and had a checkpoint once"
     assert "step_000002_interrupted" in run.checkpoints, output
@@ -85,7 +86,7 @@ def test_killed_ranks_are_started_again_and_a_signal_saves(
     # The validation ends step 4.
     fault = Fault(faults.VALIDATION, 1, f"TOUCH={held_again} HOLD", rank=0)
     job = torchrun(run, ["launch/torchrun.py"], fault)
-    code, output = signal_after(job, held_again, signal.SIGUSR1)
+    code, output = signal_after(job, held_again, signal.SIGTERM)
     assert code == QUEUE_AGAIN, output
     assert "step_000003_interrupted" in run.checkpoints, output
     assert_nothing_is_left(tmp_path)

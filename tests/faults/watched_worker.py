@@ -18,7 +18,8 @@ from mrlhf.device import pick_device
 from mrlhf.errors import Interrupted
 from mrlhf.job import init_distributed
 from mrlhf.log import configure_logging
-from mrlhf.parallel.stop_points import StopPoints
+from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.parallel.phases import Phases
 from mrlhf.run.leaving import end_with_launcher
 from mrlhf.run.watcher import Watcher
 
@@ -31,7 +32,9 @@ def main() -> None:
     end_with_launcher()
     job = init_distributed(pick_device("cpu", 0), TIMEOUT_S)
     configure_logging(job.rank)
-    watcher = Watcher(job.store, job.rank, job.world_size, directory, TIMEOUT_S)
+    stops = AgreedStop(dist.PrefixStore("stop", job.store), job.rank, job.world_size)
+    phases = Phases(stops)
+    watcher = Watcher(job.store, job.rank, job.world_size, directory, TIMEOUT_S, phases)
     watcher.start()
 
     sys.stdout.write("not flushed yet")
@@ -40,7 +43,7 @@ def main() -> None:
     if behaviour == "hangs":
         hang(job.rank)
     try:
-        count(watcher.stops)
+        count(phases)
     except Interrupted:
         dist.barrier()
         os._exit(75)
@@ -53,11 +56,11 @@ def hang(rank: int) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def count(stops: StopPoints) -> None:
+def count(phases: Phases) -> None:
     """Count until the run is stopped."""
-    with stops.phase("count") as phase:
+    with phases.interruptible() as may_begin:
         for unit in itertools.count():
-            if not phase.may_begin(unit):
+            if not may_begin(unit):
                 break
             time.sleep(0.01)
 

@@ -30,11 +30,11 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import side_of_ranks
-from tests import plain_models, plain_ppo, plain_tables
 from tests.dist import role_runs
 from tests.dist.role_runs import MANY_PACKS, Form, Setting
 from tests.gpu import packed_attention
-from tests.plain_ppo import Case
+from tests.oracle import plain_models, plain_ppo, plain_tables
+from tests.oracle.plain_ppo import Case
 
 Figures = dict[str, float]
 

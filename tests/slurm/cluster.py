@@ -6,6 +6,7 @@ folder, so a Slurm that the machine has otherwise is not touched. It knows nothi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -87,8 +88,11 @@ class Cluster:
         return done.stdout.split()[-1]
 
     def show(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says of a job."""
-        done = self.run("scontrol", "--oneliner", "show", "job", job)
+        """What `scontrol show job` says of a job; on a busy machine it is asked more than once."""
+        for _ in range(20):
+            done = self.run("scontrol", "--oneliner", "show", "job", job)
+            if "Socket timed out" not in done.stderr:
+                break
         assert done.returncode == 0, done.stderr
         return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
@@ -154,7 +158,9 @@ class Cluster:
             keepers = {parent for parent in parents if parent and parent.name() == "slurmstepd"}
             processes = [*keepers, *processes]
         for process in processes:
-            process.kill()
+            # One that ends when its parent is killed may be gone already.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _processes_on(self, node: str) -> list[psutil.Process]:
         found = []

@@ -7,14 +7,11 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.programs import ROOT
 from tests.slurm.cluster import NODES, Cluster
 from tests.slurm.tiny_runs import Gate, records
 
 SCRIPT = "launch/slurm/train_ppo.sbatch"
-pytestmark = pytest.mark.slow
 
 # A stand-in for the program: it writes down how it was called, and runs what follows the image.
 APPTAINER = """#!/bin/bash

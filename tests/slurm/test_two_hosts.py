@@ -16,9 +16,6 @@ from tests.slurm.packages import Unavailable
 from tests.slurm.tiny_runs import Gate, records
 from tests.slurm.two_hosts import ADDRESSES, INTERFACE, command_on, two_hosts
 
-pytestmark = pytest.mark.slow
-OVER_THE_NETWORK = "ranks [0, 1] share no memory"
-
 
 def start(host: str, number: int, arguments: list[str], output: Path) -> subprocess.Popen[str]:
     """Start what a job of Slurm starts on node `number`."""
@@ -67,14 +64,7 @@ def test_numbers_are_those_of_one_machine(undisturbed: Path, inputs: Path, tmp_p
         pytest.skip(f"no second host here: {reason}")
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(logs)
 
-    assert sum(OVER_THE_NETWORK in log for log in logs) == 1
-    assert OVER_THE_NETWORK not in (undisturbed / "job.log").read_text()
-
-    found = records(output)
-    expected = records(undisturbed)
-    for record in [*found, *expected]:
-        record.pop("reshard/peak_extra_bytes", None)  # buckets of another kind
-    assert found == expected
+    assert records(output) == records(undisturbed)
 
     weights = [file.relative_to(undisturbed) for file in undisturbed.glob("actor/*.safetensors")]
     assert weights

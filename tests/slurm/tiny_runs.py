@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from tests import plain_models
 from tests.e2e.programs import read_lines
+from tests.oracle import plain_models
 from tests.tiny_task import write_tiny_task
 
 # What no two runs have alike: times, and what follows from them or from an interruption.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from mrlhf.config.unread import is_read
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
@@ -21,6 +22,7 @@ from mrlhf.rl.advantages import (
 from mrlhf.rl.names import ESTIMATOR_TRAITS, AdvantageEstimator
 from mrlhf.rl.token_baselines import TokenProbabilities
 from tests.masked_batches import masked_batches
+from tests.unit.configurations import ppo
 
 NAN = float("nan")
 # Of the published example: A = [0, 0, .56525, .5] at gamma .99 and lambda .95.
@@ -252,9 +254,12 @@ def test_an_estimator_does_what_its_traits_say(name):
         "f_norm": {"f_norm": 2.0},
         "gdpo_reward_weights": {"component_weights": (1.0, 0.5)},
     }
+    config = ppo(algorithm__adv_estimator=name)
     for key, option in options.items():
         moved = estimate_advantages(estimator, inputs, AdvantageOptions(**option))
-        assert (not torch.equal(torch.stack(moved), result)) == (key in traits.reads), key
+        assert (not torch.equal(torch.stack(moved), result)) == is_read(
+            config, f"algorithm.{key}"
+        ), key
 
     needs = {
         "values": traits.needs_values,

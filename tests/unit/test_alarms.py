@@ -8,10 +8,9 @@ import pytest
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.schema import keys
-from mrlhf.run.alarms.file import AlarmsFile
 from mrlhf.run.alarms.history import History
 from mrlhf.run.alarms.rules import PAGE, RULES, Rule
-from mrlhf.run.alarms.watch import Watch
+from mrlhf.run.alarms.watch import AlarmsFile, Watch
 from tests.recordings.record import FAILING, HEALTHY, KEPT
 
 ROOT = Path(__file__).parents[2]

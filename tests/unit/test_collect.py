@@ -10,14 +10,14 @@ from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection, FilterGroupsSection
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
-from mrlhf.metrics import PhaseTimer
+from mrlhf.parallel.phases import Phases
 from mrlhf.rollout.collector import Collector
+from mrlhf.rollout.drawn_batch import DrawnBatch
 from mrlhf.rollout.dynamic_sampling import (
     DynamicSampler,
     choose_prompt_groups,
     prompt_groups_that_differ,
 )
-from mrlhf.rollout.generator import Generated
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
 from tests.rollouts import make_rollout
@@ -61,7 +61,7 @@ def test_the_first_groups_that_differ_are_chosen_in_their_order(differs, chosen)
 class _Machine:
     """Has one rank."""
 
-    def once(self, compute, known=()):
+    def compute_on_leader(self, compute, shared=()):
         return compute()
 
 
@@ -70,6 +70,7 @@ class _Generator:
 
     version = 0
     machine = _Machine()
+    phases = Phases()
 
     def __init__(self, informative: int) -> None:
         self.informative = informative
@@ -98,7 +99,7 @@ class _Generator:
             torch.zeros(rows, 1),
             torch.ones(rows, dtype=torch.bool),
         )
-        return Generated(rollout, metrics)
+        return DrawnBatch(rollout, int(rollout.loss_mask.sum()), [metrics])
 
     def sleep(self):
         self.calls.append("sleep")
@@ -143,9 +144,8 @@ def _collector(informative, train_batch_size=4, gen_batch_size=4, greedy=False, 
 
 
 def _collect(collector):
-    return collector.collect(
-        7, SamplingParams(n=N, temperature=0.8, max_tokens=5, seed=1), PhaseTimer()
-    )
+    sampling = SamplingParams(n=N, temperature=0.8, max_tokens=5, seed=1)
+    return collector.score(*collector.generate(7, sampling))
 
 
 def test_equal_groups_are_replaced_by_those_of_further_prompts():

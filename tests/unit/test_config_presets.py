@@ -1,12 +1,18 @@
-"""The files in configs/algorithms: laid over anything, each is the same method as alone."""
+"""The presets: laid over anything, each is the same method as alone, as a file and by its name."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from mrlhf.config import PPOConfig, flatten, load_config
+from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.config.load import read_config
+from mrlhf.config.presets import _METHOD, _TASK, PresetName
+from mrlhf.config.tree import nodes
 from mrlhf.config.unread import unread_keys
+from mrlhf.errors import ConfigError
 from mrlhf.preflight.method_checks import method_problems
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -111,6 +117,64 @@ def test_a_preset_over_a_shipped_configuration_leaves_no_key_without_effect(
 ) -> None:
     config = load_config(PPOConfig, [CONFIGS / f"{base}.yaml", file])
     assert not list(unread_keys(config))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_preset_by_its_name_is_its_file(file: Path) -> None:
+    base = CONFIGS / "recipes/rlhf_gsm8k/ppo.yaml"
+    named = load_config(PPOConfig, base, [f"algorithm.preset={file.stem}"])
+    assert named == load_config(PPOConfig, [base, file])
+    assert named.algorithm.preset is None
+
+
+def test_every_preset_has_a_file() -> None:
+    assert {*get_args(PresetName)} == {"defaults", *(file.stem for file in FILES)}
+    keys = nodes(PPOConfig)
+    for start in (*_METHOD, *_TASK):
+        assert any(key.startswith(start) for key in keys), start
+
+
+def test_keys_beside_a_preset_win_and_those_of_earlier_files_do_not(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text(USED)
+    over = tmp_path / "over.yaml"
+    over.write_text("algorithm: {preset: grpo, gamma: 1.0}\nactor: {kl_loss_coef: 0.5}\n")
+    config, said = read_config(PPOConfig, [base, over], ARGUMENTS)
+    assert (config.actor.kl_loss_coef, config.actor.use_kl_loss, config.rollout.n) == (
+        0.5,
+        True,
+        64,
+    )
+    assert config.algorithm.lam == 1.0 and config.algorithm.reward_clip == 5.0
+    assert "algorithm.lam 0.9, " in said
+    assert f" of {base} have no effect, since algorithm.preset of {over} is grpo" in said
+    assert "algorithm.adv_estimator" not in said.replace("algorithm.adv_estimator gae", "")
+
+    # a later preset replaces an earlier one
+    later = load_config(PPOConfig, over, [*ARGUMENTS, "algorithm.preset=dr_grpo"])
+    assert method(later) == method(load(CONFIGS / "algorithms" / "dr_grpo.yaml"))
+
+
+def test_a_key_without_effect_beside_a_preset_is_refused() -> None:
+    arguments = [*ARGUMENTS, "algorithm.preset=grpo"]
+    config, said = read_config(PPOConfig, None, [*arguments, "algorithm.lam=0.9"])
+    assert [unread.key for unread in unread_keys(config)] == ["algorithm.lam"]
+    assert said == ""
+
+    # what the preset sets, and a key beside it switches off, is told
+    config, said = read_config(PPOConfig, None, [*arguments, "actor.use_kl_loss=false"])
+    assert not list(unread_keys(config))
+    assert said == (
+        "left out: actor.kl_loss_coef 0.04 of the preset grpo has no effect, since "
+        "actor.use_kl_loss is false"
+    )
+
+
+def test_a_name_that_is_no_preset_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'algorithm\.preset': did you mean 'grpo'"):
+        load_config(PPOConfig, None, [*ARGUMENTS, "algorithm.preset=grpoo"])
+    with pytest.raises(ValidationError, match="load_config"):
+        AlgorithmSection.model_validate({"preset": "grpo"})
 
 
 def test_the_presets_differ() -> None:

@@ -7,7 +7,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,17 @@ from mrlhf.checkpoint.conversion.convert import (
     TargetOptions,
     convert,
     open_source,
-    relayout,
 )
 from mrlhf.checkpoint.conversion.identify import examine, identify
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.checkpoint.conversion.run_output import Selection
-from mrlhf.checkpoint.conversion.training_checkpoints import compare_checkpoints
-from mrlhf.checkpoint.manifest import MANIFEST, checkpoint_name, read_manifest
+from mrlhf.checkpoint.manifest import checkpoint_name
+from mrlhf.checkpoint.summary import write_summary
 from mrlhf.commands import convert_checkpoint
 from mrlhf.errors import CheckpointError, MrlhfError, WeightError
 from mrlhf.models.families import load_spec
-from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.run.summary import write_summary
-from tests.checkpoint_models import CONFIGS, assert_same_tensors, read_tensors, save_model
+from tests.models.checkpoints import CONFIGS, assert_same_tensors, read_tensors, save_model
+from tests.models.training_checkpoints import save_training
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,33 +102,10 @@ def test_the_arguments_alone_describe_the_model(name: str, tmp_path: Path) -> No
     assert load_spec(tmp_path / "again", "lm") == load_spec(tmp_path / "hf", "lm")
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "llama"])
-@pytest.mark.parametrize("scalar", [False, True])
-def test_training_checkpoints_of_any_layout(name: str, scalar: bool, tmp_path: Path) -> None:
-    save_model(name, tmp_path / "hf", torch.bfloat16, scalar=scalar)
-    for tp, pp, vpp in ((1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)):
-        layout = ParallelLayout(tp=tp, pp=pp, vpp=vpp, dp=2)
-        cut = tmp_path / f"tp{tp}pp{pp}"
-        _convert(tmp_path / "hf", cut, "training", layout=layout, role="critic")
-        files = sorted(file.name for file in (cut / "critic").iterdir())
-        assert len(files) == tp * pp
-
-        _convert(cut, tmp_path / f"hf{tp}{pp}", "huggingface")
-        assert_same_tensors(tmp_path / "hf", tmp_path / f"hf{tp}{pp}")
-
-        again = tmp_path / f"again{tp}{pp}"
-        target = TargetOptions("training", layout=ParallelLayout(tp=2, pp=1, dp=1))
-        done: list[int] = []
-        relayout(cut, again, target, role=None, verify=True, start=_meter(done))
-        assert sum(done) == 0 and len(done) > 40, "progress does not add up"
-        assert read_manifest(again).models["critic"].layout == {"tp": 2, "pp": 1, "dp": 1}
-        assert compare_checkpoints(cut, again) == len(read_tensors(tmp_path / "hf"))
-
-
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "mistral"])
 def test_a_critic_is_a_classifier_with_one_label(name: str, tmp_path: Path) -> None:
     save_model(name, tmp_path / "hf", scalar=True)
-    _convert(tmp_path / "hf", tmp_path / "ours", "training", role="critic")
+    save_training(tmp_path / "hf", tmp_path / "ours", role="critic")
     _convert(tmp_path / "ours", tmp_path / "back", "huggingface", max_file_bytes=20_000)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
 
@@ -160,7 +134,7 @@ def test_another_dtype(tmp_path: Path) -> None:
 def test_a_correction_of_scores_stays_in_float32(tmp_path: Path) -> None:
     """In bfloat16 it would choose other experts."""
     save_model("glm4_moe", tmp_path / "hf")
-    _convert(tmp_path / "hf", tmp_path / "ours", "training", dtype=torch.bfloat16)
+    save_training(tmp_path / "hf", tmp_path / "ours", dtype=torch.bfloat16)
     wanted = read_tensors(tmp_path / "hf")
     for source in ("hf", "ours"):
         target = tmp_path / f"from {source}"
@@ -254,7 +228,7 @@ def test_a_rope_that_megatron_cannot_have_is_refused(tmp_path: Path) -> None:
 def test_what_a_directory_is(tmp_path: Path) -> None:
     save_model("qwen2-tied", tmp_path / "hf")
     _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
-    _convert(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step_000000", "training")
+    save_training(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step_000000")
 
     facts = dict(examine(tmp_path / "hf", every_byte=True).facts)
     assert facts["what"] == "Hugging Face model (policy)"
@@ -277,7 +251,10 @@ def test_what_a_directory_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["huggingface", "megatron", "training"])
 def test_damage_is_found(format: str, tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf")
-    _convert(tmp_path / "hf", tmp_path / "ck", format)
+    if format == "training":
+        save_training(tmp_path / "hf", tmp_path / "ck")
+    else:
+        _convert(tmp_path / "hf", tmp_path / "ck", format)
     (file,) = (
         path
         for path in (tmp_path / "ck").rglob("*")
@@ -299,7 +276,7 @@ def test_damage_is_found(format: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("format", ["huggingface", "megatron", "training"])
+@pytest.mark.parametrize("format", ["huggingface", "megatron"])
 def test_a_full_disk_is_said_and_leaves_nothing(format: str, tmp_path: Path) -> None:
     """A limit on the size of a file stands for the disk."""
     save_model("llama", tmp_path / "hf")
@@ -317,10 +294,7 @@ def _run(directory: Path, model: Path, steps: list[int], ended: int | None) -> N
     """The output directory of a run with checkpoints of these steps, which ended or not."""
     for step in steps:
         path = directory / "checkpoints" / checkpoint_name(step, unfinished_step=False)
-        _convert(model, path.with_name("made"), "training")
-        manifest = replace(read_manifest(path.with_name("made")), step=step)
-        (path.with_name("made") / MANIFEST).write_bytes(manifest.to_bytes())
-        path.with_name("made").rename(path)
+        save_training(model, path, step=step)
     if ended is not None:
         shutil.copytree(model, directory / "actor")
         write_summary(directory, {"checkpoint": "elsewhere/actor", "steps": ended})
@@ -334,19 +308,15 @@ def test_a_finished_run_gives_the_policy_of_its_end(tmp_path: Path) -> None:
     assert identify(ended).path == ended / "actor" and identify(ended).step == 4
     assert identify(ended, Selection(role="actor")).path == ended / "actor"
     assert identify(ended, Selection(step=2)).path.name == "step_000002"
-    assert identify(ended, Selection(step=3, whole=True)).path.name == "step_000003"
-    for wanted in (Selection(whole=True), Selection(role="critic")):
-        with pytest.raises(
-            CheckpointError, match=r"ended with step 4, .* --step 3 takes; .*/actor"
-        ):
-            identify(ended, wanted)
+    with pytest.raises(CheckpointError, match=r"ended with step 4, .* --step 3 takes; .*/actor"):
+        identify(ended, Selection(role="critic"))
     with pytest.raises(CheckpointError, match="no checkpoint of step 4; it has step_000002, step_"):
         identify(ended, Selection(step=4))
     assert dict(examine(ended).facts)["policy"] == f"{ended / 'actor'}, of its last step 4"
     assert dict(examine(ended).facts)["not examined"].endswith(": step_000003, step_000002")
 
     write_summary(ended, {"checkpoint": "elsewhere/actor", "steps": 3})
-    assert identify(ended, Selection(whole=True)).path.name == "step_000003"  # equal to the policy
+    assert identify(ended, Selection(role="critic")).path.name == "step_000003"
     assert identify(ended).path == ended / "actor"
     (ended / "actor").rename(tmp_path / "moved")
     assert identify(ended).path.name == "step_000003"
@@ -380,7 +350,7 @@ def test_a_run_without_a_checkpoint_says_where_its_policy_is(
     assert_same_tensors(tmp_path / "hf", tmp_path / "out")
 
     with pytest.raises(CheckpointError, match=rf"no whole checkpoint; the policy .* is {policy}"):
-        identify(tmp_path / "run", Selection(whole=True))
+        identify(tmp_path / "run", Selection(role="critic"))
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="the models in it are actor: give one of these"):
         identify(tmp_path / "run")
@@ -407,7 +377,7 @@ def test_a_checkpoint_that_is_being_saved_is_not_whole(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_does_not_pass_as_whole(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf")
-    _convert(tmp_path / "hf", tmp_path / "ck", "training")
+    save_training(tmp_path / "hf", tmp_path / "ck")
     file = tmp_path / "ck" / "actor" / "rank_00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -426,22 +396,27 @@ def test_bad_input_is_one_line_and_exit_code_2(
     (tmp_path / "empty").mkdir()
     save_model("llama", tmp_path / "hf", torch.float32)
     capsys.readouterr()  # transformers shows its progress
-    to_training = [str(tmp_path / "hf"), "--to", "training", "--out", str(tmp_path / "cut")]
+    save_training(tmp_path / "hf", tmp_path / "ours")
+    out = ["--out", str(tmp_path / "out")]
+    copied = [str(tmp_path / "hf"), "--to", "huggingface", *out]
 
     for arguments, message in (
         (["--inspect", str(tmp_path / "nowhere")], "nowhere is not a directory"),
         ([str(tmp_path / "empty"), "--to", "megatron", "--out", "x"], "is no Hugging Face model"),
         ([str(tmp_path / "empty"), "--to", "megatron"], "--out is missing; see --help"),
         (["--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
-        (["x", "--to", "megatron", "--tp", "0"], "argument --tp: 0 is not positive"),
-        (["--inspect", "x", "--step", "3"], "--inspect DIR takes no other argument than --verify"),
-        ([*to_training, "--vocab-size", "9"], "--vocab-size has no meaning here: "),
-        ([*to_training, "--norm-names", "own"], "from huggingface to training; leave it out"),
-        ([*to_training, "--step", "3"], "--step chooses a checkpoint of a run; "),
-        ([*to_training, "--tp", "3"], "actor: tp 3 does not fit the model's 8 attention heads; "),
         (
-            [*to_training, "--pp", "5"],
-            "actor: pp 5 does not fit the model's 4 layers; set pp to ",
+            ["x", "--to", "megatron", "--vocab-size", "0"],
+            "argument --vocab-size: 0 is not positive",
+        ),
+        (["--inspect", "x", "--step", "3"], "--inspect DIR takes no other argument than --verify"),
+        ([*copied, "--vocab-size", "9"], "--vocab-size has no meaning for a Hugging Face model"),
+        ([*copied, "--like", "x"], "--like has no meaning for a Hugging Face model"),
+        ([*copied, "--norm-names", "own"], "--norm-names goes with --to megatron alone"),
+        ([*copied, "--step", "3"], "--step chooses a checkpoint of a run; "),
+        (
+            [str(tmp_path / "ours"), "--to", "megatron", *out, "--model-type", "llama"],
+            "--model-type has no meaning for a training checkpoint; leave it out",
         ),
     ):
         try:
@@ -454,7 +429,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert said.out == "" and said.err.count("\n") == 1
         assert said.err.startswith("error: ") and message in said.err
 
-    assert not (tmp_path / "cut").exists()
+    assert not (tmp_path / "out").exists()
 
 
 _MEASURE = """
@@ -480,17 +455,15 @@ def test_memory_is_bounded_by_a_file_and_not_by_the_model(tmp_path: Path) -> Non
     assert model > 350_000, "kB"
 
     commands = []
-    for source, to in (("hf", "megatron"), ("megatron", "huggingface"), ("hf", "training")):
+    for source, to in (("hf", "megatron"), ("megatron", "huggingface")):
         arguments = [str(tmp_path / source), "--to", to, "--out", str(tmp_path / to)]
-        if to != "training":
-            arguments += ["--max-shard-mb", "50"]
-        commands.append([*arguments, "--verify"])
+        commands.append([*arguments, "--max-shard-mb", "50", "--verify"])
     program = _MEASURE.format(root=str(ROOT), commands=commands)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
     grown = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("GREW")]
-    assert len(grown) == 3
+    assert len(grown) == 2
     assert sum(grown) < 100_000, f"kB for a model of {model} kB: {grown}"
     index = json.loads((tmp_path / "huggingface" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 5
@@ -498,8 +471,10 @@ def test_memory_is_bounded_by_a_file_and_not_by_the_model(tmp_path: Path) -> Non
 
 def test_a_source_is_opened_by_what_it_is(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path / "hf")
+    save_training(tmp_path / "hf", tmp_path / "training")
     for format in ("megatron", "training", "huggingface"):
-        _convert(tmp_path / "hf", tmp_path / format, format)
+        if format != "training":
+            _convert(tmp_path / "hf", tmp_path / format, format)
         source = open_source(tmp_path / format, SourceOptions())
         assert source.spec == load_spec(tmp_path / "hf", "lm")
         assert next(iter(source.tensors)) == "model.embed_tokens.weight"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.covering import Row, Rule, covering_rows
-from tests.dist.invariance_axes import AXES, RULES, matrix_rows
+from tests.dist.invariance_axes import AXES, RULES, few_rows, more_rows
 
 SWITCHES = {"a": (False, True), "b": (False, True), "c": (False, True)}
 SIZES = {"ranks": (4, 8), "tp": (1, 2, 4), "pp": (1, 2, 4), "dp": (1, 2, 4), "deep": (False, True)}
@@ -37,8 +37,8 @@ def _keeps(row: Row, rules: Sequence[Rule]) -> bool:
     return all(rule.holds(*[row[axis] for axis in rule.axes]) for rule in rules)
 
 
-def _pairs(rows: Sequence[Row]) -> set[Any]:
-    return {pair for row in rows for pair in combinations(row.items(), 2)}
+def _pairs(rows: Sequence[Row], strength: int = 2) -> set[Any]:
+    return {pair for row in rows for pair in combinations(row.items(), strength)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,12 +67,31 @@ def test_rows_that_cost_less_come_instead_of_dearer_ones() -> None:
     assert sum(row["ranks"] for row in cheap) < sum(row["ranks"] for row in rows)
 
 
+@pytest.mark.parametrize("strength", [1, 3])
+@pytest.mark.parametrize("case", ["one allows the other", "a product"])
+def test_strength_says_how_many_values_meet(case: str, strength: int) -> None:
+    axes, rules = CASES[case]
+    rows = covering_rows(axes, rules, strength=strength)
+    assert _pairs(rows, strength) == _pairs(_product(axes, rules), strength)
+    assert len(rows) <= len(_pairs(rows, strength))
+
+
+def test_what_given_rows_hold_is_not_asked_again() -> None:
+    given = covering_rows(SIZES, [FILLS, DEEP], strength=1)
+    rows = covering_rows(SIZES, [FILLS, DEEP], given=given)
+    assert _pairs([*given, *rows]) == _pairs(_product(SIZES, [FILLS, DEEP]))
+    assert not [row for row in rows if row in given]
+    assert covering_rows(SIZES, [FILLS, DEEP], given=[*given, *rows]) == []
+
+
 def test_the_same_rows_each_time() -> None:
     assert covering_rows(SIZES, [FILLS, DEEP]) == covering_rows(SIZES, [FILLS, DEEP])
 
 
 def test_the_rows_of_the_invariance_matrix_are_few() -> None:
-    rows = matrix_rows()
+    few = few_rows()
+    rows = [*few, *more_rows(few)]
+    assert len(few) < 12 and {row["ranks"] for row in few} == {4}
     assert all(
         _keeps(row, [rule for rule in RULES if set(rule.axes) <= AXES.keys()]) for row in rows
     )

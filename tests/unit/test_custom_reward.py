@@ -89,6 +89,9 @@ def starts_threads(data_source, solution_str, ground_truth, extra_info):
 def leaves(data_source, solution_str, ground_truth, extra_info):
     os._exit(3)
 
+def exits(data_source, solution_str, ground_truth, extra_info):
+    sys.exit("no score today")
+
 def returns_extra(data_source, solution_str, ground_truth, extra_info):
     return extra_info["value"]
 
@@ -281,6 +284,11 @@ def test_a_dying_process_is_told(load, name, fate, memory_mb):
     message = re.escape(f"{fate} on data_source 'sums', solution '7'")
     with pytest.raises(RewardError, match=message):
         reward.score(inputs("7"))
+
+
+def test_an_exit_is_an_exception_like_others(load):
+    with pytest.raises(RewardError, match=r"raised SystemExit: no score today .*solution '7'"):
+        load("exits").score(inputs("7"))
 
 
 def test_a_thread_that_the_limit_on_memory_refuses_names_the_limit(load):

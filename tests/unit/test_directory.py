@@ -11,7 +11,7 @@ from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.errors import ConfigError
 from mrlhf.run.directory import (
-    Wishes,
+    OpeningOptions,
     describe_opening,
     inputs_in,
     open_directory,
@@ -38,15 +38,15 @@ def make_run(directory, rows=True, finished=False, checkpoints=()):
 
 
 def open_it(directory, resume="auto", overwrite=False, names=("a",), again=(), inputs=(), **keys):
-    wishes = Wishes(resume, overwrite, names, again, inputs)
+    options = OpeningOptions(resume, overwrite, names, again, inputs)
     config = ppo(trainer__output_dir=str(directory), **keys)
     directory.mkdir(exist_ok=True)
     before = contents(directory)
-    said = describe_opening(directory, wishes)
-    opening = plan_opening(directory, wishes)
+    said = describe_opening(directory, options)
+    opening = plan_opening(directory, options)
     assert (" go on from " in said) is (opening.resume_from is not None)
     assert contents(directory) == before, "nothing is changed before all checks have passed"
-    open_directory(directory, config, wishes, opening)
+    open_directory(directory, config, options, opening)
     return opening.resume_from
 
 
@@ -63,8 +63,8 @@ def refusal(directory, *arguments, **keywords):
     assert "\n" not in message
     asked = {"resume": "auto", "overwrite": False, "names": (), "again": (), "inputs": ()}
     given = dict(zip(asked, arguments, strict=False)) | keywords
-    wishes = Wishes(**{key: given.get(key, value) for key, value in asked.items()})
-    assert describe_opening(directory, wishes) == f"a start would be refused: {message}"
+    options = OpeningOptions(**{key: given.get(key, value) for key, value in asked.items()})
+    assert describe_opening(directory, options) == f"a start would be refused: {message}"
     assert contents(directory) == before
     return message
 
@@ -384,7 +384,7 @@ def test_what_is_written_has_the_users_mode(tmp_path):
 
 def test_a_dry_run_can_say_what_a_start_would_do(tmp_path):
     def said(name, resume="auto", overwrite=False):
-        return describe_opening(tmp_path / name, Wishes(resume, overwrite, (), (), ()))
+        return describe_opening(tmp_path / name, OpeningOptions(resume, overwrite, (), (), ()))
 
     make_run(tmp_path / "stopped", checkpoints=("step_000002", "step_000004_interrupted"))
     make_run(tmp_path / "killed")

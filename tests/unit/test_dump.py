@@ -16,7 +16,7 @@ from mrlhf.data.sample_table import read_samples
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.dump import Dump, chosen_rows, save_batch, write_dump
+from mrlhf.trainers.ppo.dump import Dump, chosen_rows, save_batch, write_dump
 from tests.rollouts import make_rollout, with_holes
 
 

@@ -1,4 +1,4 @@
-"""The attention of a layer in one compiled call against the same step by step."""
+"""The attention of a layer on compiled operators against the same on torch's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 from mrlhf.inference.native import kernels
-from mrlhf.inference.native.attention import (
-    AttentionWeights,
-    HostAttention,
-    StepwiseAttention,
-    make_attention,
-)
+from mrlhf.inference.native.attention import Attention, AttentionWeights
 from mrlhf.inference.native.linear import linear
-from mrlhf.inference.native.operators import HostOperators, StepInputs, TorchOperators
+from mrlhf.inference.native.operators import StepInputs, TorchOperators
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 
 EPS = 1e-5
@@ -84,19 +79,15 @@ def _weights(normed: bool, head_normed: bool, biased: bool, window: int | None) 
     ("normed", "head_normed", "biased", "window"),
     [(True, True, False, None), (True, False, True, 7), (False, True, True, None)],
 )
-def test_one_call_gives_what_the_steps_give(
+def test_compiled_operators_give_what_those_of_torch_give(
     normed: bool, head_normed: bool, biased: bool, window: int | None, threads: int
 ) -> None:
     weights = _weights(normed, head_normed, biased, window)
     compiled = kernels.load(torch.float32)
     assert compiled is not None, "this machine has no C++ compiler"
-    host = HostOperators(compiled, EPS, 0.2)
-    at_once = make_attention(weights, host, ALONE, EPS)
-    assert isinstance(at_once, HostAttention)
     ways = (
-        at_once,
-        StepwiseAttention(weights, host, ALONE, EPS),
-        StepwiseAttention(weights, TorchOperators(EPS, 0.2), ALONE, EPS),
+        Attention(weights, kernels.HostOperators(compiled, EPS, 0.2), ALONE, EPS),
+        Attention(weights, TorchOperators(EPS, 0.2), ALONE, EPS),
     )
 
     before = torch.get_num_threads()
@@ -116,18 +107,6 @@ def test_one_call_gives_what_the_steps_give(
     finally:
         torch.set_num_threads(before)
 
-    for one, stepwise, torchs in zip(*results, strict=True):
-        assert torch.equal(one, stepwise)
+    for one, torchs in zip(*results, strict=True):
         torch.testing.assert_close(one, torchs, rtol=1e-4, atol=1e-5)
         assert bool(one.abs().sum() > 1)
-
-
-def test_what_one_call_cannot_do_is_done_step_by_step() -> None:
-    weights = _weights(True, True, False, None)
-    assert isinstance(
-        make_attention(weights, TorchOperators(EPS, 0.2), ALONE, EPS), StepwiseAttention
-    )
-    compiled = kernels.load(torch.bfloat16)
-    assert compiled is not None
-    half = HostOperators(compiled, EPS, 0.2)
-    assert isinstance(make_attention(weights, half, ALONE, EPS), StepwiseAttention)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from mrlhf.inference.base import Sample, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
-from tests.engine_models import PROMPTS, UIDS, hf_model, make_engine, spec_of
-from tests.mixture_models import MIXTURES
+from tests.models.engines import PROMPTS, UIDS, hf_model, make_engine, spec_of
+from tests.models.mixtures import MIXTURES
 
 RECORDED = SamplingParams(
     n=2, temperature=0.8, max_tokens=14, seed=5, stop_token_ids=(7, 20), record_experts=True

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrlhf.trainers.equal_scores import equal_score_metrics
+from mrlhf.trainers.ppo.experience import equal_score_metrics
 
 PROMPTS = torch.tensor([0, 0, 1, 1])
 

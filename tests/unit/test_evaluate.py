@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrlhf.rollout.scoring import Scores, _correctness_column, _join_answers
-from mrlhf.trainers.evaluate import held_out_metrics, majority, summarise
+from mrlhf.trainers.ppo.held_out import held_out_metrics, majority, summarise
 
 
 def scores(

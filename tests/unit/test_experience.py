@@ -10,7 +10,8 @@ from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
+from mrlhf.trainers.ppo.experience import ModelOutputs, make_experience
+from mrlhf.trainers.ppo.work import correction_metrics
 from tests.rollouts import make_rollout
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])

@@ -97,7 +97,7 @@ def test_the_traceback_of_users_code_follows_the_line_but_not_in_the_summary(
     own = explain(error, 0, at_start=False)
     said: list[str] = []
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0.json"))
-    Failures(HashStore(), 0, 1).tell(own, said.append)
+    Failures(HashStore(), 0, 1).report(own, said.append)
 
     line = f"{kind.__name__}: it raised"
     assert said == [f"{line}\nTraceback:\n  in f"]
@@ -125,12 +125,12 @@ def test_the_first_to_ask_speaks_and_all_leave_its_message(
     store.set("rank 1 has heard", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0.json"))
     own = Failure(0, 2, "the cause", moment=7.5)
-    assert first.tell(own, said.append) == own
-    assert second.others_speak() and not first.others_speak()
+    assert first.report(own, said.append) == own
+    assert second.another_reports() and not first.another_reports()
     assert first.look() is None
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1.json"))
-    heard = second.tell(Failure(1, 1, "what follows from it", time.time()), said.append)
+    heard = second.report(Failure(1, 1, "what follows from it", time.time()), said.append)
     assert heard == own
     assert said == ["the cause"]
     for file in tmp_path.iterdir():
@@ -142,13 +142,13 @@ def test_the_first_to_ask_speaks_and_all_leave_its_message(
 def test_another_rank_speaks_for_one_that_was_killed_before_it_could(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failures, "_SAID_S", 0.05)
-    monkeypatch.setattr(failures, "_HEARD_S", 0.05)
+    monkeypatch.setattr(failures, "_REPORT_WAIT_S", 0.05)
+    monkeypatch.setattr(failures, "_READ_WAIT_S", 0.05)
     store = HashStore()
-    assert Failures(store, 0, 3).takes_turn(0)
+    assert Failures(store, 0, 3).claim_turn(0)
     said: list[str] = []
-    Failures(store, 1, 3).tell(Failure(1, 2, "mine", 1.0), said.append)
-    Failures(store, 2, 3).tell(Failure(2, 2, "another", 1.0), said.append)
+    Failures(store, 1, 3).report(Failure(1, 2, "mine", 1.0), said.append)
+    Failures(store, 2, 3).report(Failure(2, 2, "another", 1.0), said.append)
     assert said == ["mine"]
 
 
@@ -161,5 +161,5 @@ def test_a_rank_without_a_store_speaks_for_itself() -> None:
             raise RuntimeError("Connection reset by peer")
 
     said: list[str] = []
-    Failures(Gone(), 1, 2).tell(Failure(1, 2, "mine", 1.0), said.append)
+    Failures(Gone(), 1, 2).report(Failure(1, 2, "mine", 1.0), said.append)
     assert said == ["mine"]

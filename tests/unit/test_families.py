@@ -18,8 +18,9 @@ from mrlhf.models.families import FAMILIES, Chunk, family_of, load_spec, save_co
 from mrlhf.models.families.llama import LLAMA
 from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.layout import ParallelLayout
-from tests.engine_models import hf_model, spec_of
-from tests.feature_models import FEATURE_MODELS
+from mrlhf.weights.shard import Rule
+from tests.models.engines import hf_model, spec_of
+from tests.models.features import FEATURE_MODELS
 from tests.shards import MIXTURES, MODELS, tiny_config, tiny_spec
 
 LEFT_OUT = object()
@@ -208,8 +209,9 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
     whole = Chunk(range(spec.num_layers), is_first=True, is_last=True, experts=experts)
 
     held: list[str] = []
+    rules = family.rules_of(spec, whole)
     for name in family.parameter_names(spec, whole):
-        held += family.rule_of(spec, whole, name).names
+        held += rules[name].names
     if not spec.fused_tensors:
         assert len(held) == len(set(held))
     assert set(held) == set(family.tensor_shapes(spec))
@@ -406,9 +408,7 @@ def test_a_family_is_asked_for_its_own_parameters(monkeypatch: pytest.MonkeyPatc
         model_type="embedding",
         tensor_shapes=lambda spec: {"rows": (spec.vocab_size, spec.hidden_size)},
         parameter_names=lambda spec, chunk: ["embedding.weight"] if chunk.is_first else [],
-        rule_of=lambda spec, chunk, name: LLAMA.rule_of(
-            spec, chunk, "embedding.word_embeddings.weight"
-        )._replace(names=("rows",)),
+        rules_of=lambda spec, chunk: {"embedding.weight": Rule(("rows",), dim=0)},
     )
     monkeypatch.setitem(FAMILIES, "embedding", embedding)
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from mrlhf.models.families import spec_of as spec_of_config
 from mrlhf.models.flops import forward_flops, sequence_flops, training_flops, visible_pairs
-from tests.engine_models import MODELS, hf_model, spec_of
-from tests.feature_models import FEATURE_MODELS
-from tests.mixture_models import MIXTURES, mixture_configs
+from tests.models.engines import MODELS, hf_model, spec_of
+from tests.models.features import FEATURE_MODELS
+from tests.models.mixtures import MIXTURES, mixture_configs
 
 LENGTH = 23
 SIZES = {

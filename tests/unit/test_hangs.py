@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from mrlhf.errors import TrainingError
-from mrlhf.metrics import CurrentPhase, PhaseTimer
+from mrlhf.parallel.phases import Phases
 from mrlhf.run.hangs import Answer, HangReports, Report, describe, is_time_out
 
 WAITING = Answer("update_actor", 600.4, waits=True, where="roles/actor.py:120 in update")
@@ -51,22 +51,9 @@ def test_time_outs_are_told_from_other_errors() -> None:
     assert not is_time_out(None)
 
 
-def test_the_current_phase_is_the_innermost_one() -> None:
-    current = CurrentPhase()
-    timer = PhaseTimer(current=current)
-    names = [current.name]
-    with timer("step"):
-        names.append(current.name)
-        with timer("gen"):
-            names.append(current.name)
-        names.append(current.name)
-    assert [*names, current.name] == ["start", "step", "gen", "step", "start"]
-    assert current.entered == 4
-
-
 def test_stacks_that_cannot_be_written_are_no_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    reports = HangReports(HashStore(), 0, 1, file / "hangs", CurrentPhase())
+    reports = HangReports(HashStore(), 0, 1, file / "hangs", Phases())
     answer = reports.report(since=0.0).answers[0]
     assert answer is not None and answer.phase == "start"

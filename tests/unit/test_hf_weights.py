@@ -25,7 +25,7 @@ from mrlhf.weights.files import open_to_readers, split_files
 from mrlhf.weights.hf import read_weights
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Slot
-from mrlhf.weights.stored import Wanted
+from mrlhf.weights.stored import ExpectedTensors
 from tests.shards import (
     MIXTURES,
     MODELS,
@@ -84,7 +84,7 @@ def test_reads_what_transformers_saved(model: str, max_shard_size: str, tmp_path
     for layout in LAYOUTS:
         for rank in range(layout.world_size):
             slots = _slots(spec, layout, rank)
-            assert read_weights(tmp_path, slots, Wanted(tensor_shapes(spec))) == []
+            assert read_weights(tmp_path, slots, ExpectedTensors(tensor_shapes(spec))) == []
             assert all(_equal_slice(slot, full[slot.piece.name]) for slot in slots), (layout, rank)
 
 
@@ -117,7 +117,7 @@ def test_reads_experts_of_a_layer_that_are_in_one_tensor(model: str, tmp_path: P
 def test_converts_to_the_dtype_of_the_parameters(checkpoint: Path) -> None:
     spec = tiny_spec("llama")
     slots = _slots(spec, LAYOUTS[1], 1, torch.bfloat16)
-    read_weights(checkpoint, slots, Wanted(tensor_shapes(spec)))
+    read_weights(checkpoint, slots, ExpectedTensors(tensor_shapes(spec)))
     full = full_tensors(spec)
     assert all(_equal_slice(slot, full[slot.piece.name].to(torch.bfloat16)) for slot in slots)
 
@@ -126,8 +126,8 @@ def test_scalar_model_from_a_policy_and_from_a_classifier(checkpoint: Path, tmp_
     spec = tiny_spec("llama", head="scalar")
     slots = _slots(spec, LAYOUTS[0], 0)
     family = family_of(spec)
-    wanted = Wanted(tensor_shapes(spec), (family.scalar_head,), (family.language_head,))
-    assert read_weights(checkpoint, slots, wanted) == ["score.weight"]
+    expected = ExpectedTensors(tensor_shapes(spec), (family.scalar_head,), (family.language_head,))
+    assert read_weights(checkpoint, slots, expected) == ["score.weight"]
     for slot in slots:
         assert bool(slot.parameter.isnan().any()) == (slot.piece.name == "score.weight")
 
@@ -136,7 +136,7 @@ def test_scalar_model_from_a_policy_and_from_a_classifier(checkpoint: Path, tmp_
     config.pad_token_id = 0
     classifier = AutoModelForSequenceClassification.from_config(config)
     classifier.save_pretrained(tmp_path / "classifier")
-    assert read_weights(tmp_path / "classifier", slots, wanted) == []
+    assert read_weights(tmp_path / "classifier", slots, expected) == []
     assert all(_equal_slice(slot, classifier.state_dict()[slot.piece.name]) for slot in slots)
 
 
@@ -148,7 +148,7 @@ def test_redundant_tensors_are_passed_over(tmp_path: Path) -> None:
     save_file(full | extra, tmp_path / "model.safetensors")
     slots = _slots(spec, LAYOUTS[2], 1)
     ignore = (family_of(spec).language_head,)
-    assert read_weights(tmp_path, slots, Wanted(tensor_shapes(spec), ignored=ignore)) == []
+    assert read_weights(tmp_path, slots, ExpectedTensors(tensor_shapes(spec), ignored=ignore)) == []
     assert all(_equal_slice(slot, full[slot.piece.name]) for slot in slots)
 
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     spec = tiny_spec("llama")
     slots = _slots(spec, LAYOUTS[2], 0)
     with pytest.raises(WeightError, match=message):
-        read_weights(checkpoint, slots, Wanted(tensor_shapes(spec)))
+        read_weights(checkpoint, slots, ExpectedTensors(tensor_shapes(spec)))
     assert all(slot.parameter.isnan().all() for slot in slots)
 
 
@@ -192,7 +192,7 @@ def test_weights_that_are_not_finite_are_refused(
 
     slots = _slots(spec, LAYOUTS[0], 0, dtype)
     with pytest.raises(WeightError) as refusal:
-        read_weights(checkpoint, slots, Wanted(tensor_shapes(spec)))
+        read_weights(checkpoint, slots, ExpectedTensors(tensor_shapes(spec)))
     file = checkpoint / "model.safetensors"
     assert str(refusal.value).startswith(f"{file}: {name} holds NaN or inf in {dtype}; ")
 
@@ -200,19 +200,19 @@ def test_weights_that_are_not_finite_are_refused(
 def test_long_lists_of_names_are_cut(checkpoint: Path) -> None:
     shapes = tensor_shapes(tiny_spec("qwen2"))
     with pytest.raises(WeightError, match=r"q_proj.bias, .*k_proj.bias, .*v_proj.bias and 9 more"):
-        read_weights(checkpoint, [], Wanted(shapes))
+        read_weights(checkpoint, [], ExpectedTensors(shapes))
 
 
 def test_incomplete_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"neither model.safetensors nor .*save_pretrained"):
-        read_weights(tmp_path, [], Wanted({}))
+        read_weights(tmp_path, [], ExpectedTensors({}))
 
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(
         WeightError, match=r"names model-00001-of-00002\.safetensors, which is not there"
     ):
-        read_weights(tmp_path, [], Wanted({}))
+        read_weights(tmp_path, [], ExpectedTensors({}))
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**4, 2 * 10**4, 5 * 10**4, 10**9])

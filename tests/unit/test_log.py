@@ -37,12 +37,12 @@ def clean_logging():
 def test_rank_zero_informs_and_every_rank_warns(rank, informs, clean_logging, capsys):
     configure_logging(1)
     configure_logging(rank)  # a second call replaces the first
-    logging.getLogger("mrlhf.trainers.ppo").info("step done")
-    logging.getLogger("mrlhf.trainers.ppo").warning("slow disk")
+    logging.getLogger("mrlhf.trainers.ppo.step").info("step done")
+    logging.getLogger("mrlhf.trainers.ppo.step").warning("slow disk")
     logging.getLogger("another.package").info("chatter")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 + informs
-    assert lines[-1].endswith(f"[rank {rank}] WARNING mrlhf.trainers.ppo: slow disk")
+    assert lines[-1].endswith(f"[rank {rank}] WARNING mrlhf.trainers.ppo.step: slow disk")
 
     for about_files in ("mrlhf.data.rows", "mrlhf.preflight.shared_rows"):
         logging.getLogger(about_files).warning("the same on every rank")
@@ -158,13 +158,7 @@ def test_progress_is_log_lines(monkeypatch, caplog):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     caplog.set_level(logging.INFO, logger="mrlhf")
-    columns = [
-        ("reward", "critic/score/mean"),
-        ("kl", "actor/ppo_kl"),
-        ("length", "response_length/mean"),
-    ]
-
-    progress = Progress(12, columns, first_step=2)
+    progress = Progress(12, first_step=2)
     assert progress.seconds_left(2) is None
     clock[0] += 30
     progress.update(3, {"critic/score/mean": 0.123456, "response_length/mean": 34.0})
@@ -173,7 +167,7 @@ def test_progress_is_log_lines(monkeypatch, caplog):
         4, {"critic/score/mean": 0.5, "actor/ppo_kl": float("nan"), "val/sums/acc@1": 0.125}
     )
     assert progress.seconds_left(4) == 160
-    progress = Progress(12, columns, log_freq=5)
+    progress = Progress(12, log_freq=5)
     for step in range(13):
         measured = {"val/loss": 2.0, "val_sampled/a": 1 / 3} if step in (0, 7) else {}
         if step == 0:
@@ -182,7 +176,7 @@ def test_progress_is_log_lines(monkeypatch, caplog):
 
     assert caplog.messages == [
         "step 3/12, reward 0.1235, length 34, 0:04:30 left",
-        "step 4/12, reward 0.5, kl nan, 0:02:40 left",
+        "step 4/12, reward 0.5, kl to old nan, 0:02:40 left",
         "validation after step 4: val/sums/acc@1 0.125",
         "validation before training: val/loss 2, val_sampled/a 0.3333",
         "test before training: test/loss 3",

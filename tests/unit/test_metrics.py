@@ -1,4 +1,4 @@
-"""Tallies merged in any way, metrics of a literal batch, and the timer."""
+"""Tallies merged in any way, and metrics of a literal batch."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mrlhf.batch import NO_VERSION, Experience, Prompts
-from mrlhf.metrics import PhaseTimer, Tally, data_metrics, explained_variance, throughput_metrics
+from mrlhf.metrics import Tally, data_metrics, explained_variance, throughput_metrics
+from mrlhf.metrics.table import without_row
 from tests.rollouts import make_rollout
 
 
@@ -18,10 +19,10 @@ def test_means_are_weighted_by_counts_and_do_not_depend_on_the_split():
     for tally, total, count in ((first, 6.0, 3), (first, 1.0, 1), (second, 8.0, 4)):
         for target in (tally, whole):
             target.add("actor/pg_loss", total, count)
-    assert first.means() == {"actor/pg_loss": 7 / 4}
+    assert first.values() == {"actor/pg_loss": 7 / 4}
     first.merge(second)
-    assert first.means() == whole.means() == {"actor/pg_loss": 15 / 8}
-    assert second.means() == {"actor/pg_loss": 2.0}
+    assert first.values() == whole.values() == {"actor/pg_loss": 15 / 8}
+    assert second.values() == {"actor/pg_loss": 2.0}
 
 
 def test_tensors_are_taken_without_their_graph_and_without_losing_counts():
@@ -31,14 +32,14 @@ def test_tensors_are_taken_without_their_graph_and_without_losing_counts():
     for _ in range(2):
         tally.add("tokens", torch.tensor(2.0**24, dtype=torch.float32), 1)
         tally.add("tokens", torch.tensor(1.0, dtype=torch.float32), 0)
-    assert tally.means() == {"loss": 1.5, "tokens": 2.0**24 + 1}
+    assert tally.values() == {"loss": 1.5, "tokens": 2.0**24 + 1}
     assert not tally.to_vector(["loss", "tokens"]).requires_grad
 
 
 def test_nothing_counted_has_no_mean():
     tally = Tally()
     tally.add("empty", torch.tensor(0.0), 0)
-    assert math.isnan(tally.means()["empty"])
+    assert math.isnan(tally.values()["empty"])
 
 
 def test_what_is_not_finite_can_be_left_out():
@@ -49,7 +50,7 @@ def test_what_is_not_finite_can_be_left_out():
         ("clipped", 3.0),
     ):
         tally.add(name, total, 4)
-    assert tally.finite().means() == {"clipped": 0.75}
+    assert tally.finite().values() == {"clipped": 0.75}
 
 
 def test_summed_vectors_of_ranks_that_met_different_names_are_the_merged_tally():
@@ -59,10 +60,19 @@ def test_summed_vectors_of_ranks_that_met_different_names_are_the_merged_tally()
     ranks[1].add("b", 5.0, 1)
     ranks[1].add("a", 3.0, 2)
     total = torch.stack([rank.to_vector(names) for rank in ranks]).sum(0)
-    assert total.tolist() == [4.0, 5.0, 0.0, 4.0, 1.0, 0.0]
-    means = Tally.from_vector(names, total).means()
-    assert (means["a"], means["b"]) == (1.0, 5.0)
-    assert math.isnan(means["c"])
+    assert total.tolist() == [4.0, 5.0, 0.0, 4.0, 1.0, 0.0, 2.0, 1.0, 0.0]
+    assert Tally.from_vector(names, total).values() == {"a": 1.0, "b": 5.0}
+
+
+def test_a_sum_without_a_count_is_reported_itself():
+    tally = Tally()
+    for taken in (True, False, True):
+        tally.add("steps", taken)
+        tally.add("norm", 3.0 * taken, taken)
+    again = Tally.from_state(tally.state_dict())
+    again.merge(tally)
+    assert again.values() == {"steps": 4, "norm": 3.0}
+    assert again.finite().state_dict() == {"steps": [4.0], "norm": [12.0, 4.0]}
 
 
 def test_a_name_that_the_vector_lacks_is_refused():
@@ -123,7 +133,7 @@ def test_data_metrics_of_a_literal_batch():
     flat |= {"critic/vf_explained_var": 1 - (5 / 3) / (20 / 3 + 1e-5)}
 
     metrics = data_metrics(_experience(), max_prompt_length=3)
-    assert metrics.keys() == flat.keys()
+    assert metrics.keys() == flat.keys() and without_row(metrics) == []
     for name, number in flat.items():
         assert metrics[name] == pytest.approx(number, abs=1e-7), name
         assert type(metrics[name]) is float, name
@@ -199,25 +209,3 @@ def test_throughput_counts_responses_for_generation_and_everything_elsewhere():
         "perf/time_per_step": 10.0,
         "perf/throughput": 10.0,
     }
-
-
-def test_timer_adds_up_repeats_counts_nested_and_failed_phases_and_waits_for_the_device(
-    monkeypatch,
-):
-    # Begin of step, begin and end of gen, begin and end of gen, end of step.
-    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 100.0])
-    waits = []
-    monkeypatch.setattr("mrlhf.metrics.time.perf_counter", lambda: next(clock))
-    timer = PhaseTimer(synchronize=lambda: waits.append(True))
-
-    with timer("step"):
-        with timer("gen"):
-            pass
-        with pytest.raises(ValueError, match="inside"), timer("gen"):
-            raise ValueError("inside")
-
-    assert timer.metrics() == {"timing_s/gen": 6.0, "timing_s/step": 100.0}
-    spans = [(span.phase, span.seconds) for span in timer.spans]
-    assert spans == [("gen", 2.0), ("gen", 4.0), ("step", 100.0)]
-    assert all(span.begin > 1e9 and span.busy >= 0.0 for span in timer.spans)
-    assert len(waits) == 6

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 
+import pytest
 import torch
 
 from mrlhf.batch import Sequences
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.microbatch import (
     Balance,
     BatchCut,
@@ -91,8 +93,21 @@ def test_balance_over_mini_batches_whose_ranks_wait_for_each_other() -> None:
     # A rank without rows counts: 6 and 0.
     assert balance_of([MiniBatch([0], [[[0]], []])], [6]).imbalance == 2
 
-    assert Balance(1.0, micro_batches=8.0).bubble(stages=4, chunks=1) == 3 / 8
-    assert Balance(1.0, micro_batches=8.0).bubble(stages=4, chunks=2) == 3 / 16
+
+@pytest.mark.parametrize(
+    ("sizes", "bubble"),
+    [
+        (AxisSizes(), {}),
+        (AxisSizes(pp=4), {"train/bubble/actor": 3 / 8}),
+        (AxisSizes(pp=4, vpp=2), {"train/bubble/actor": 3 / 16}),
+    ],
+)
+def test_a_pipeline_is_predicted_to_lose_a_bubble(
+    sizes: AxisSizes, bubble: dict[str, float]
+) -> None:
+    layout = ParallelLayout.for_world("actor", 4, sizes)
+    metrics = Balance(1.5, micro_batches=8.0).metrics("actor", layout)
+    assert metrics == {"train/imbalance/actor": 1.5, **bubble}
 
 
 def test_a_mini_batch_counts_the_rows_of_its_packs_from_its_first() -> None:

@@ -1,6 +1,6 @@
 """What must hold between keys and models, as their `config.json` says it, and the dry run.
 
-The checks that need no file are tested in `test_config_checks`.
+The checks that need no file are rows of `refusals.txt`.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.families import load_spec
 from mrlhf.preflight import check_models, dry_run
 from mrlhf.preflight.model_checks import cache_needs
-from tests.engine_models import hf_model
+from tests.models.engines import hf_model
 from tests.shards import tiny_config
 from tests.unit.configurations import ppo, problems, supervised
 
@@ -231,7 +231,7 @@ def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
     paths = {"actor__path": model_dir(tmp_path), "data__tokenizer": "tokenizer"}
     text = dry_run(ppo(**wrong, **paths, algorithm__adv_estimator="grpo"), 8).text
     assert "critic.path" not in text
-    assert "  no critic: grpo needs none\n  rewards: scores\n  advantages: grpo\n" in text
+    assert "  no critic: grpo needs none\n  advantages: grpo\n" in text
     assert "  critic" not in text
 
 

@@ -10,8 +10,9 @@ from typing import get_args
 
 import torch
 
-from mrlhf.config.algorithm import AlgorithmSection
-from mrlhf.config.sections import ActorSection, PolicyLossSection
+from mrlhf.config import PPOConfig
+from mrlhf.config.tree import nodes
+from mrlhf.config.unread import is_read
 from mrlhf.rewards.combine import EXTERNAL_TERMS
 from mrlhf.rewards.rules import RULES
 from mrlhf.rl import names
@@ -34,20 +35,18 @@ def test_tables_have_the_names_of_their_literals():
     assert {*RULES, *EXTERNAL_TERMS} == set(get_args(names.RewardName))
 
 
-def test_methods_read_keys_that_exist():
-    for estimator in (*names.ESTIMATOR_TRAITS.values(), names.OWN_ESTIMATOR):
-        assert estimator.reads <= set(AlgorithmSection.model_fields)
-    for loss in (*names.POLICY_LOSS_TRAITS.values(), names.OWN_POLICY_LOSS):
-        assert loss.reads <= {*ActorSection.model_fields, *PolicyLossSection.model_fields}
+def test_correctness_terms_are_rules():
     assert set(names.CORRECTNESS_TERMS) <= set(RULES)
 
 
 def test_a_users_function_is_given_every_number_that_it_can_use():
-    every_estimator = frozenset().union(*(it.reads for it in names.ESTIMATOR_TRAITS.values()))
-    assert names.estimator_traits("my.py:f").reads == every_estimator | {"use_critic"}
-    every_loss = frozenset().union(*(it.reads for it in names.POLICY_LOSS_TRAITS.values()))
+    config = ppo(algorithm__adv_estimator="my.py:f", actor__policy_loss__loss_mode="my.py:g")
+    starts = ("actor.clip_ratio_", "actor.tau", "actor.policy_loss.", "algorithm.gdpo")
+    own = {key for key in nodes(PPOConfig) if key.startswith(starts) and not is_read(config, key)}
     choosing_tokens = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio"}
-    assert names.policy_loss_traits("my.py:f").reads == every_loss - choosing_tokens
+    assert own == {f"actor.policy_loss.{key}" for key in choosing_tokens}
+    for key in ("use_critic", "gamma", "lam", "f_norm", "norm_adv_by_std_in_grpo"):
+        assert is_read(config, f"algorithm.{key}")
 
 
 def test_every_name_of_a_number_computes_one():

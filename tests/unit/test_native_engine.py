@@ -17,7 +17,7 @@ from mrlhf.inference.base import (
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.sampler import sample_keys, uniforms
 from mrlhf.inference.native.sequences import Sequences
-from tests.engine_models import (
+from tests.models.engines import (
     GREEDY,
     MODELS,
     PROMPTS,
@@ -33,8 +33,8 @@ from tests.engine_models import (
     make_prompts,
     tight,
 )
-from tests.feature_models import FEATURE_MODELS
-from tests.mixture_models import MIXTURES
+from tests.models.features import FEATURE_MODELS
+from tests.models.mixtures import MIXTURES
 
 
 def hf_logprobs(model, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from mrlhf.inference.base import (
     requests_for,
 )
 from mrlhf.inference.native import sampler, sequences
-from tests.engine_models import (
+from tests.models.engines import (
     GREEDY,
     PROMPTS,
     SAMPLED,

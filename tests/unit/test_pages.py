@@ -9,7 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*/README.md"))
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *RECIPES]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "tests" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *RECIPES,
+]
 
 
 def _anchors(page: Path) -> set[str]:
@@ -30,7 +35,14 @@ def test_its_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _anchors(target), link
 
 
-def test_the_readme_names_every_page_and_recipe() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = [page for page in PAGES if page.parent == ROOT / "docs"] + RECIPES
-    assert not [page for page in named if str(page.relative_to(ROOT)) not in readme]
+def test_an_index_names_every_page_and_recipe() -> None:
+    for index in (ROOT / "docs" / "index.md", ROOT / "docs" / "lab" / "README.md"):
+        named = re.findall(r"\]\(([^)#\s]+)", index.read_text(encoding="utf-8"))
+        linked = {(index.parent / name).resolve() for name in named}
+        pages = {page for page in PAGES if page.parent == index.parent} - {index}
+        recipes = set(RECIPES) if index.name == "index.md" else set()
+        assert not (pages | recipes) - linked
+
+
+def test_the_readme_leads_to_the_index() -> None:
+    assert "](docs/index.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from tests.plain_models import SIZES
-from tests.plain_routers import BALANCE, Choice, Routers, Z, balance_loss
+from tests.oracle.plain_models import SIZES
+from tests.oracle.plain_routers import BALANCE, Choice, Routers, Z, balance_loss
 
 EXPERTS = 8
 PER_TOKEN = 3

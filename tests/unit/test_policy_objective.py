@@ -7,10 +7,13 @@ import torch
 
 from mrlhf.config.sections import ActorSection
 from mrlhf.parallel.vocab_sums import TokenNumbers
+from mrlhf.rl.correction import Correction
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
 from mrlhf.roles.policy_objective import PolicyMiniBatch, PolicyObjective
 
 RUBBISH = 1e3
+# The update measures entropies in bypass mode alone.
+BYPASS = Correction(level=None, lower=None, upper=2.0, normalise=False, criteria=())
 THERE = torch.tensor([[True, True, True, True], [True, True, True, False]])
 DRAWN = torch.tensor([[True, False, True, True], [True, True, False, False]])
 KEPT = torch.tensor([[True, False, False, True], [True, True, False, False]])
@@ -43,10 +46,10 @@ def test_metrics_and_losses_leave_out_what_the_policy_did_not_draw() -> None:
         token_weights=KEPT.float(),
     )
     mini_batch = PolicyMiniBatch.of(batch, [], by_token=True)
-    objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, None), mini_batch)
+    objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, BYPASS), mini_batch)
     loss, tally = objective(batch, TokenNumbers(logprobs, entropy, None, None), 1.0)
 
-    metrics = tally.means()
+    metrics = tally.values()
     assert metrics["actor/pg_loss"] == pytest.approx(-(1 + 2 + 3 + 4) / 4)
     assert metrics["actor/entropy"] == pytest.approx((0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
     assert metrics["actor/positive_lm_loss"] == pytest.approx((1 + 2 + 3) / 3)
@@ -67,10 +70,10 @@ def test_an_entropy_that_is_only_measured_is_no_part_of_the_loss() -> None:
     ones = torch.ones(1, 2)
     batch = PolicyBatch(there, there, logprobs.detach(), ones, None, None, None, ones)
     mini_batch = PolicyMiniBatch.of(batch, [], by_token=True)
-    objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, None), mini_batch)
+    objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, BYPASS), mini_batch)
     loss, tally = objective(batch, TokenNumbers(logprobs, entropy, None, None), 1.0)
 
     # Each of the two tokens has ratio 1 and advantage 1.
     assert float(loss.detach()) == -1.0
-    assert tally.means()["actor/entropy"] == float("inf")
+    assert tally.values()["actor/entropy"] == float("inf")
     assert torch.autograd.grad(loss, [logprobs, entropy], allow_unused=True)[1] is None

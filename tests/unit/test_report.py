@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
+from mrlhf.checkpoint.summary import combine_summaries, write_summary
 from mrlhf.errors import CheckpointError, DataError
-from mrlhf.run.report import PPO_CURVES, closing_report, ppo_achievements
-from mrlhf.run.summary import combine_summaries, write_summary
+from mrlhf.run.report import closing_report, ppo_achievements
 
 RECORDS = [
     {"step": 0, "val/a/acc@1": 0.25, "val/b/acc@1": 0.75, "val/a/reward_mean": 0.5},
@@ -34,7 +34,7 @@ RECORDS = [
 def summary_of(tmp_path, records):
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(lines)
-    closing_report(tmp_path, PPO_CURVES, {**ppo_achievements(tmp_path), "seconds": 12.3})
+    closing_report(tmp_path, {**ppo_achievements(tmp_path), "seconds": 12.3})
     return json.loads((tmp_path / "summary.json").read_text())
 
 
@@ -92,7 +92,7 @@ def test_curves_that_cannot_be_drawn_do_not_fail_the_run(tmp_path, caplog):
     (tmp_path / "summary.json").unlink()
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(CheckpointError, match="cannot write the summary"):
-        closing_report(tmp_path, PPO_CURVES, {})
+        closing_report(tmp_path, {})
 
 
 def test_summaries_of_runs_that_follow_each_other(tmp_path):

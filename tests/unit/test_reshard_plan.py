@@ -19,7 +19,6 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.moves import Move, split
-from mrlhf.reshard.parcels import Parcel, parcels_of
 from mrlhf.reshard.plan import Planner, ReshardPlan
 from mrlhf.reshard.sides import Sides, side_of_ranks, sides_around, sides_of_all
 from mrlhf.weights.shard import Piece, Rule, Slot, pieces_of
@@ -338,41 +337,3 @@ def test_what_nobody_holds_is_refused() -> None:
         WeightError, match=re.escape("no rank holds model.layers.2.self_attn.o_proj.weight[16:32]")
     ):
         _plan_listed(cut, target)
-
-
-def _move(name: str, start: int, stop: int, source_rank: int, target_rank: int) -> Move:
-    piece = Piece(name, (12, 2), 0, 0, 12, name, offset=0, block=12, period=12)
-    return Move(source_rank, target_rank, piece, piece, start, stop)
-
-
-def _described(parcel: Parcel) -> list[tuple[int, str, int, int]]:
-    """Offset, tensor, first row and number of receivers of each slice."""
-    described: list[tuple[int, str, int, int]] = []
-    for packed in parcel.slices:
-        move = packed.moves[0]
-        described.append((packed.offset, move.source.name, move.start, len(packed.moves)))
-    return described
-
-
-def test_a_slice_that_several_ranks_need_is_in_one_parcel_once() -> None:
-    moves = [
-        _move("a", 0, 6, 0, 1),
-        _move("b", 0, 2, 0, 1),
-        _move("a", 0, 6, 0, 3),
-        _move("b", 2, 3, 0, 2),
-    ]
-
-    parcels = parcels_of(moves, capacity=8)
-    assert [parcel.readers for parcel in parcels] == [(1, 3), (1, 3), (2,)]
-    assert [_described(parcel) for parcel in parcels] == [
-        [(0, "a", 0, 2)],
-        [(0, "a", 4, 2), (4, "b", 0, 1)],
-        [(0, "b", 2, 1)],
-    ]
-    assert [parcel.elements for parcel in parcels] == [8, 8, 2]
-    assert parcels_of([], capacity=8) == []
-
-
-def test_a_row_longer_than_a_parcel_is_a_parcel() -> None:
-    parcels = parcels_of([_move("a", 0, 3, 0, 1)], capacity=1)
-    assert [parcel.elements for parcel in parcels] == [2, 2, 2]

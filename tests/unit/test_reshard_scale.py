@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import pytest
 
+from mrlhf.models import parameters
+from mrlhf.models.families import family_of
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
@@ -16,6 +20,7 @@ from mrlhf.parallel.layout import AXES, ParallelLayout
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around
+from mrlhf.weights.shard import Rule, Shape
 from tests.shards import tiny_spec
 
 Engines = Callable[[ParallelLayout, int], EngineLayout]
@@ -52,8 +57,9 @@ def _planner(
     sides = sides_around(
         rank,
         engines,
-        lambda rank: role_pieces(spec, engines.actor, rank),
-        lambda rank: engine_pieces(spec, engines, rank),
+        partial(role_pieces, spec, engines.actor),
+        partial(engine_pieces, spec, engines),
+        partial(engine_pieces, spec, engines),
     )
     return Planner(sides, 2, lambda rank: _machine_of(rank, machine))
 
@@ -103,7 +109,7 @@ def _check_agreement(spec: ModelSpec, engines: EngineLayout) -> None:
         senders = sorted({move.source_rank for move in plan.receives})
         assert senders
         for sender in senders[:: len(senders) // 6 + 1]:
-            other = _planner(spec, engines, sender, machine=8).sends(sender)
+            other = _planner(spec, engines, sender, machine=8).plan(sender).sends
             assert _between(other, sender, rank) == _between(plan.receives, sender, rank)
 
         receivers = sorted({move.target_rank for move in plan.sends})
@@ -111,6 +117,43 @@ def _check_agreement(spec: ModelSpec, engines: EngineLayout) -> None:
         for receiver in receivers[:: len(receivers) // 6 + 1]:
             received = _planner(spec, engines, receiver, machine=8).plan(receiver).receives
             assert _between(received, rank, receiver) == _between(plan.sends, rank, receiver)
+
+
+@pytest.mark.parametrize("tp", [8, 16])
+def test_the_rules_looked_at_grow_with_the_tensors_and_not_with_shards(
+    tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine rank needs a part of every tensor; of the others' a rank lists what it holds."""
+    looked_at = 0
+
+    class Counted(dict[str, Rule]):
+        """The rules of a chunk; counts those that are looked at one by one."""
+
+        def __getitem__(self, name: str) -> Rule:
+            nonlocal looked_at
+            looked_at += 1
+            return super().__getitem__(name)
+
+        def items(self) -> Any:
+            for name in self:
+                yield name, self[name]
+
+        def values(self) -> Any:
+            for name in self:
+                yield self[name]
+
+    class Map(parameters._WeightMap):
+        def __init__(self, rules: Mapping[str, Rule], shapes: Mapping[str, Shape]) -> None:
+            super().__init__(Counted(rules), shapes)
+
+    # The maps of this spec are made anew, because no other test has such a vocabulary.
+    spec = replace(_mixture(), vocab_size=1000 + tp)
+    monkeypatch.setattr(parameters, "_WeightMap", Map)
+    tensors = len(family_of(spec).tensor_shapes(spec))
+    assert tensors > 3000
+    engines = EngineLayout.closest(HUGE_MIXTURE, tp)
+    assert _planner(spec, engines, 4099, machine=8).plan(4099).sends
+    assert looked_at <= 6 * tensors
 
 
 def test_a_holder_on_the_same_machine_sends() -> None:

@@ -1,11 +1,7 @@
-"""A user's reward function cannot take the trainer's memory, fill the machine with processes, leave
-some behind, or run code in the trainer.
-"""
+"""A user's reward function cannot take the trainer's memory or leave processes behind."""
 
 import datetime
 import decimal
-import os
-import socket
 import time
 from pathlib import Path
 
@@ -18,7 +14,7 @@ from mrlhf.rewards.interface import RewardInput
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 
 FUNCTIONS = """
-import json, os, pickle, socket, stat, subprocess, sys, time
+import json, os, subprocess, sys
 
 def takes_memory(data_source, solution_str, ground_truth, extra_info):
     return len(bytearray(int(solution_str) * 10**6))
@@ -28,55 +24,18 @@ def child_takes_memory(data_source, solution_str, ground_truth, extra_info):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     return {"score": done.returncode, "memory_error": "MemoryError" in done.stderr}
 
-def starts_many(data_source, solution_str, ground_truth, extra_info):
-    own_session = extra_info["own_session"]
-    for _ in range(int(solution_str)):
-        child = subprocess.Popen(["sleep", "1000"], start_new_session=own_session)
-        print(child.pid, flush=True)
-    time.sleep(1000)
-
 def leaves_some_behind(data_source, solution_str, ground_truth, extra_info):
-    # A daemon: its parent ends at once, and it has a session of its own.
-    program = (
-        "import subprocess as s; n = s.DEVNULL; "
-        "print(s.Popen(['sleep', '1000'], start_new_session=True, stdout=n, stderr=n).pid)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    return int(done.stdout)
+    return subprocess.Popen(["sleep", "1000"]).pid
+
+def leaves_some_behind_and_crashes(data_source, solution_str, ground_truth, extra_info):
+    print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
+    os._exit(3)
 
 def score_of_dying(data_source, solution_str, ground_truth, extra_info):
     return int(open("/proc/self/oom_score_adj").read())
 
 def type_names(data_source, solution_str, ground_truth, extra_info):
     return {"score": 0, "pred": json.dumps(extra_info)}
-
-class Evil:
-    def __init__(self, path):
-        self.path = path
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-def writes_to_the_socket(data_source, solution_str, ground_truth, extra_info):
-    for descriptor in range(3, 100):
-        try:
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                break
-        except OSError:
-            pass
-    attack = {
-        "pickle": pickle.dumps(Evil(extra_info["path"])) + b"\\n",
-        "framed pickle": len(pickle.dumps(Evil(extra_info["path"]))).to_bytes(4, "big")
-        + pickle.dumps(Evil(extra_info["path"])) + b"\\n",
-        "half a message": b'["score", ',
-        "deep": b"[" * 100_000 + b"\\n",
-        "another form": b'{"score": 1}\\n',
-        "unknown kind": b'["code", "x"]\\n',
-        "no score": b'["score", [[1]]]\\n',
-        "huge number": b'["score", ' + b"9" * 4000 + b"]\\n",
-        "wrong error": b'["error", "x"]\\n',
-    }[solution_str]
-    os.write(descriptor, attack)
-    time.sleep(1000)
 """
 
 
@@ -137,43 +96,19 @@ def test_without_a_limit_memory_is_as_large_as_it_is(load):
     assert score(load("takes_memory"), "600").score == 6e8
 
 
-@pytest.mark.parametrize("own_session", [False, True])
-def test_too_many_processes_are_stopped_all(load, own_session):
-    reward = load("starts_many", max_processes=5)
-    with pytest.raises(
-        RewardError, match=r"more than 5, and was stopped; reward\.max_processes"
-    ) as e:
-        score(reward, "8", own_session=own_session)
-    pids = [int(word) for word in str(e.value).rpartition("it printed: ")[2].split(" | ")]
-    assert len(pids) >= 4  # the last one may be seen before its number is printed
-    assert all(has_ended(pid) for pid in pids)
-
-
-def test_as_many_processes_as_allowed_are_left_alone(load):
-    reward = load("starts_many", max_processes=9, timeout_s=5.0)
-    with pytest.raises(RewardError, match="took more than 5 s") as e:
-        score(reward, "8", own_session=False)
-    pids = [int(word) for word in str(e.value).rpartition("it printed: ")[2].split(" | ")]
-    assert len(pids) == 8
-    assert all(has_ended(pid) for pid in pids)
-
-
-def test_what_a_function_leaves_behind_ends_with_the_reward(load, monkeypatch):
+def test_what_a_function_leaves_behind_ends_with_the_reward(load):
     reward = load("leaves_some_behind")
     pid = int(score(reward, "1").score)
     assert alive(pid)
-
-    # On a busy machine the worker gets the processor as soon as its connection closes, and ends.
-    worker = reward._process._popen.pid
-    close = socket.socket.close
-
-    def close_and_pause(connection):
-        close(connection)
-        assert has_ended(worker)
-
-    monkeypatch.setattr(socket.socket, "close", close_and_pause)
     reward.close()
     assert has_ended(pid)
+
+
+def test_a_child_that_stays_ends_with_a_function_that_crashes(load):
+    reward = load("leaves_some_behind_and_crashes")
+    with pytest.raises(RewardError, match=r"ended its process \(exit code 3\)") as e:
+        score(reward, "1")
+    assert has_ended(int(str(e.value).rpartition("it printed: ")[2]))
 
 
 def test_the_kernel_ends_the_function_before_the_trainer(load):
@@ -191,26 +126,3 @@ def test_values_that_json_does_not_have_arrive_as_text(load):
     for part in ('"day": "2024-05-01"', '"price": "1.50"', '[1, 2.5, null, {"a": true}]'):
         assert part in answer
     assert '"text": "\\u00e4 \\u2028 \\n"' in answer
-
-
-@pytest.mark.parametrize(
-    ("attack", "message"),
-    [
-        ("pickle", "sent what is no answer"),
-        ("framed pickle", "sent what is no answer"),
-        ("half a message", "took more than 2 s"),
-        ("deep", "sent what is no answer"),
-        ("another form", "sent what is no answer"),
-        ("unknown kind", "sent what is no answer"),
-        ("wrong error", "sent what is no answer"),
-        ("no score", "is no number"),
-        ("huge number", "returned inf"),
-    ],
-)
-def test_whatever_the_function_sends_no_code_of_it_runs_in_the_trainer(
-    load, tmp_path, attack, message
-):
-    reward = load("writes_to_the_socket", timeout_s=2.0 if attack == "half a message" else 60.0)
-    with pytest.raises(RewardError, match=message):
-        score(reward, attack, path=str(tmp_path / "made by evil"))
-    assert os.listdir(tmp_path) == []

@@ -9,7 +9,7 @@ import torch
 from mrlhf.batch import Prompts
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.samples import describe_samples
+from mrlhf.trainers.ppo.report import describe_samples
 from tests.rollouts import make_rollout
 
 

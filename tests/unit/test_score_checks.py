@@ -14,7 +14,7 @@ from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import RewardComponents, reward_components
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.experience import ModelOutputs, make_experience
+from mrlhf.trainers.ppo.experience import ModelOutputs, make_experience
 from tests.rollouts import make_rollout
 
 HUGE = 3e38

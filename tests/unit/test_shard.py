@@ -26,7 +26,7 @@ def _read(parameter: torch.Tensor, piece: Piece, start: int, stop: int) -> torch
 
 def _rule_of(spec: ModelSpec, parameter: str, first_layer: int = 0) -> Rule:
     chunk = Chunk(range(first_layer, spec.num_layers), is_first=first_layer == 0, is_last=True)
-    return family_of(spec).rule_of(spec, chunk, parameter)
+    return family_of(spec).rules_of(spec, chunk)[parameter]
 
 
 def _megatron_qkv(

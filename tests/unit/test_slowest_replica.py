@@ -13,9 +13,9 @@ def test_the_slowest_is_compared_with_the_median_of_the_others():
 
 def test_of_several_generations_the_one_with_the_slowest_replica_counts():
     parts = [
-        {"rollout/x": 1.0, "perf/slowest_replica": 2.0, "perf/slowest_replica_rank": 3},
-        {"rollout/x": 3.0},
-        {"rollout/x": 2.0, "perf/slowest_replica": 1.5, "perf/slowest_replica_rank": 0},
+        {"rollout/imbalance": 1.0, "perf/slowest_replica": 2.0, "perf/slowest_replica_rank": 3},
+        {"rollout/imbalance": 3.0},
+        {"rollout/imbalance": 2.0, "perf/slowest_replica": 1.5, "perf/slowest_replica_rank": 0},
     ]
-    merged = {"rollout/x": 2.0, "perf/slowest_replica": 2.0, "perf/slowest_replica_rank": 3}
+    merged = {"rollout/imbalance": 2.0, "perf/slowest_replica": 2.0, "perf/slowest_replica_rank": 3}
     assert merge_engine_metrics(parts) == merged

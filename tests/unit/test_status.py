@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from mrlhf.metrics import CurrentPhase, PhaseTimer
 from mrlhf.run import monitor as monitor_file
 from mrlhf.run.alarms.watch import Alarm
 from mrlhf.run.board import Board
@@ -36,7 +35,7 @@ def test_everything_that_stands_on_the_board_is_written(tmp_path):
         metrics={"x": 0.5, "y": float("nan")},
         alarms=[ALARM],
     )
-    board.phase.advance(2, 8, "mini-batches")
+    board.phases.advance(2, 8, "mini-batches")
     StatusFile(tmp_path, world_size=4).write(board)
     status = read(tmp_path)
     fixed = {
@@ -58,16 +57,6 @@ def test_everything_that_stands_on_the_board_is_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_phase_forgets_the_progress_of_the_one_before():
-    phase = CurrentPhase()
-    timer = PhaseTimer(current=phase)
-    with timer("gen"):
-        phase.advance(1, 2, "responses")
-        with timer("reward"):
-            assert phase.progress is None
-        assert phase.name == "gen" and phase.progress is None
-
-
 def test_phases_and_the_end_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor_file, "_LOOK_S", 0.01)
     monkeypatch.setattr(monitor_file, "_WRITE_S", 0.02)
@@ -78,9 +67,9 @@ def test_phases_and_the_end_are_written(tmp_path, monkeypatch):
     assert read(tmp_path)["state"] == "starting"
 
     board.state = "training"
-    with board.phase("gen"):
+    with board.phases.enter("gen"):
         until(lambda: read(tmp_path)["phase"] == "gen")
-        board.phase.advance(1, 4, "responses")
+        board.phases.advance(1, 4, "responses")
         until(lambda: read(tmp_path)["progress"] == {"done": 1, "of": 4, "unit": "responses"})
     monitor.close_view()
     monitor.end("failed", "the disk is full")
@@ -98,7 +87,7 @@ def test_the_status_is_written_at_most_once_a_second_but_for_steps(tmp_path, mon
     monitor = Monitor(board, None)
     monitor.start()
     monitor.write_to(StatusFile(tmp_path, 1))
-    with board.phase("gen"):
+    with board.phases.enter("gen"):
         time.sleep(0.05)
         assert read(tmp_path)["phase"] == "start"
         monitor.write()

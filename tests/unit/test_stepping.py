@@ -24,7 +24,7 @@ from mrlhf.inference.base import (
     requests_for,
 )
 from mrlhf.inference.native.rows import RowNumbers, enlarged
-from tests.engine_models import answer, hf_model, make_engine, make_prompts
+from tests.models.engines import answer, hf_model, make_engine, make_prompts
 
 PROMPTS = make_prompts()
 UIDS = [100 + 3 * i for i in range(len(PROMPTS))]

@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from mrlhf.metrics import CurrentPhase
+from mrlhf.parallel.phases import Phases
 from mrlhf.run.alarms.watch import Alarm
 from mrlhf.run.board import Board, ShownSample
 from mrlhf.run.view import picture
@@ -34,9 +34,9 @@ def shown(picture, width=80, height=40):
 
 
 def board():
-    phase = CurrentPhase()
+    phases = Phases()
     board = Board(
-        phase=phase,
+        phases=phases,
         state="training",
         step=12,
         steps=50,
@@ -45,8 +45,8 @@ def board():
         alarms=[ALARM],
         sample=ShownSample("training", "training step 12", "  prompt '1+1='\n  [bold]2[/bold]"),
     )
-    phase.name = "gen"
-    phase.advance(120, 256, "responses")
+    phases.name = "gen"
+    phases.advance(120, 256, "responses")
     return board
 
 

@@ -3,7 +3,7 @@
 import json
 import logging
 
-from mrlhf.metrics import Span
+from mrlhf.parallel.phases import Span
 from mrlhf.run.timeline import Timeline
 
 SPANS = [Span("gen", 1000.5, 0.25, 0.125), Span("step", 1000.0, 2.0, 1.5)]

@@ -29,10 +29,10 @@ from mrlhf.checkpoint.streamed_file import StreamedFile
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import FAMILIES, spec_of
 from mrlhf.weights.boxes import Box
-from tests.checkpoint_models import save_model
-from tests.engine_models import hf_model
-from tests.engine_models import spec_of as spec_of_model
-from tests.feature_models import FEATURE_MODELS
+from tests.models.checkpoints import save_model
+from tests.models.engines import hf_model
+from tests.models.engines import spec_of as spec_of_model
+from tests.models.features import FEATURE_MODELS
 from tests.shards import tiny_spec
 
 

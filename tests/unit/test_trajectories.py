@@ -22,7 +22,8 @@ from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import RewardComponents
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
+from mrlhf.trainers.ppo.experience import ModelOutputs, make_experience
+from mrlhf.trainers.ppo.work import correction_metrics
 from tests.aggregation import aggregate
 from tests.rollouts import make_rollout, with_holes
 

@@ -265,8 +265,9 @@ def test_a_users_estimator_may_read_every_number():
     lines = describe(config, 8).splitlines()
     assert "  no critic: algorithm.use_critic is false" in lines
     assert "  advantages: mine.py:f, your own, not whitened" in lines
-    assert "  policy loss: mine.py:g, your own, given clip -0.3 +0.3" in lines
-    assert "  aggregation: token-mean" in lines
+    assert "  policy loss: mine.py:g, your own, aggregation: token-mean" in lines
+    (others,) = (line for line in lines if line.startswith("  with "))
+    assert "actor.clip_ratio 0.3, algorithm.gamma 0.9, algorithm.lam 0.95, " in others
 
 
 def test_a_users_estimator_has_a_critic_where_the_configuration_says_so():

@@ -25,8 +25,8 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.plan import Planner, ReshardPlan
 from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot
-from tests.engine_models import hf_model, spec_of
-from tests.feature_models import FEATURE_MODELS
+from tests.models.engines import hf_model, spec_of
+from tests.models.features import FEATURE_MODELS
 from tests.plans import check_agreement
 from tests.shards import full_tensors, tiny_spec
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrlhf.parallel import vocab, vocab_sums
-from mrlhf.parallel.vocab import OutputLayer, Part, Tokens, token_loss, token_numbers
-from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
+from mrlhf.parallel.vocab import OutputLayer, TokenRange, Tokens, token_loss, token_numbers
+from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 
 VOCABULARY = 37
 TOKENS = 11
@@ -37,7 +37,7 @@ def _log_softmax(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
     return torch.log_softmax((hidden @ weight.T)[:, :VOCABULARY] * scale, dim=-1)
 
 
-def _weighted(part: Part, numbers: TokenNumbers) -> Tensor:
+def _weighted(part: TokenRange, numbers: TokenNumbers) -> Tensor:
     """A loss with another factor at each number."""
     values = (numbers.logprobs, numbers.entropy, numbers.full_kl)
     factors = FACTORS[:, part.tokens]
@@ -46,7 +46,7 @@ def _weighted(part: Part, numbers: TokenNumbers) -> Tensor:
 
 def _small_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int) -> None:
     monkeypatch.setitem(vocab._CHUNK_BYTES, "cpu", 1)
-    monkeypatch.setattr(vocab, "_LEAST_ROWS", rows)
+    monkeypatch.setattr(vocab, "_LEAST_CHUNK_TOKENS", rows)
     monkeypatch.setitem(vocab_sums._BLOCK_ELEMENTS, "cpu", block)
 
 
@@ -55,7 +55,7 @@ def test_two_tokens_by_hand() -> None:
     layer = OutputLayer(torch.tensor([[0.0], [math.log(3.0)]]), None, 2, 1.0)
     flat = OutputLayer(torch.zeros(2, 1), None, 2, 1.0)
     tokens = Tokens(hidden, torch.tensor([1]), [1], flat, hidden)
-    numbers = token_numbers(layer, tokens, Wanted(entropy=True, squares=True, kl=True))
+    numbers = token_numbers(layer, tokens, NumbersToCompute(entropy=True, squares=True, kl=True))
 
     found = [float(number) for number in vars(numbers).values()]
     # ln 0.75; -(0.25 ln 0.25 + 0.75 ln 0.75); ln 2 minus that; 0.25^2 + 0.75^2
@@ -85,14 +85,14 @@ def test_numbers_and_gradients_equal_float64(
     hidden = _random(TOKENS, 3).requires_grad_()
     tokens = Tokens(hidden, TARGETS, LENGTHS, reference, _random(TOKENS, 4))
 
-    numbers = token_numbers(layer, tokens, Wanted(entropy=True, squares=True, kl=True))
+    numbers = token_numbers(layer, tokens, NumbersToCompute(entropy=True, squares=True, kl=True))
     seen = []
 
-    def objective(part: Part, current: TokenNumbers) -> Tensor:
+    def objective(part: TokenRange, current: TokenNumbers) -> Tensor:
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
-    loss = token_loss(layer, tokens, Wanted(entropy=True, kl=True), objective, by_token)
+    loss = token_loss(layer, tokens, NumbersToCompute(entropy=True, kl=True), objective, by_token)
     (3 * loss).backward()
 
     slow_hidden = hidden.detach().double().requires_grad_()
@@ -106,7 +106,7 @@ def test_numbers_and_gradients_equal_float64(
         full_kl=(p * (log_p - log_q)).sum(dim=1),
         sum_of_squares=p.square().sum(dim=1),
     )
-    everything = Part(slice(0, TOKENS), slice(0, len(LENGTHS)))
+    everything = TokenRange(slice(0, TOKENS), slice(0, len(LENGTHS)))
     slow_loss = _weighted(everything, expected.map(lambda number: number.float()))
     (3 * slow_loss).backward()
 
@@ -134,7 +134,7 @@ def test_a_loss_of_sequences_gets_them_whole_and_their_logits_once(
     products = []
     project = torch.mm
 
-    def objective(part: Part, numbers: TokenNumbers) -> Tensor:
+    def objective(part: TokenRange, numbers: TokenNumbers) -> Tensor:
         parts.append((part.tokens.start, part.tokens.stop, part.rows.start, part.rows.stop))
         return numbers.logprobs.sum().square()
 
@@ -143,7 +143,7 @@ def test_a_loss_of_sequences_gets_them_whole_and_their_logits_once(
         return project(left, right, out=out)
 
     monkeypatch.setattr(torch, "mm", counted)
-    token_loss(layer, tokens, Wanted(), objective, by_token=False)
+    token_loss(layer, tokens, NumbersToCompute(), objective, by_token=False)
     assert parts == [(0, 4, 0, 3), (4, 8, 3, 4), (8, 11, 4, 5)]
     assert products.count(VOCABULARY) == 3
 
@@ -154,9 +154,9 @@ def test_ranks_that_share_sequences_cut_between_the_same_ones(
     _small_chunks(monkeypatch, 4, 100)
     layer = _layer(1, VOCABULARY, 1.0)
     longest = [3, 0, 2, 5, 3, 1]
-    parts: list[Part] = []
+    parts: list[TokenRange] = []
 
-    def objective(part: Part, numbers: TokenNumbers) -> Tensor:
+    def objective(part: TokenRange, numbers: TokenNumbers) -> Tensor:
         parts.append(part)
         return numbers.logprobs.sum().square()
 
@@ -164,7 +164,7 @@ def test_ranks_that_share_sequences_cut_between_the_same_ones(
         count = sum(lengths)
         hidden = _random(count, 3).requires_grad_()
         tokens = Tokens(hidden, TARGETS[:count], lengths, most_lengths=longest)
-        token_loss(layer, tokens, Wanted(), objective, by_token=False).backward()
+        token_loss(layer, tokens, NumbersToCompute(), objective, by_token=False).backward()
 
     # A chunk has four tokens: 3 + 2 are too many, 5 take two chunks, 3 + 1 fill one.
     rows = [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6)]
@@ -187,9 +187,9 @@ def test_ranks_that_share_sequences_cut_between_the_same_ones(
 def test_gradient_of_one_number_alone(used: str) -> None:
     layer = _layer(1, VOCABULARY, 1.0)
     hidden = _random(TOKENS, 3).requires_grad_()
-    wanted = Wanted(entropy=True)
+    wanted = NumbersToCompute(entropy=True)
 
-    def objective(part: Part, numbers: TokenNumbers) -> Tensor:
+    def objective(part: TokenRange, numbers: TokenNumbers) -> Tensor:
         return getattr(numbers, used).sum()
 
     token_loss(layer, Tokens(hidden, TARGETS, LENGTHS), wanted, objective, by_token=True).backward()
@@ -203,8 +203,8 @@ def test_gradient_of_one_number_alone(used: str) -> None:
 def test_logprobs_do_not_depend_on_what_else_is_wanted() -> None:
     layer = _layer(1, VOCABULARY, 1.0)
     tokens = Tokens(_random(TOKENS, 3), TARGETS, LENGTHS)
-    alone = token_numbers(layer, tokens, Wanted())
-    both = token_numbers(layer, tokens, Wanted(entropy=True, squares=True))
+    alone = token_numbers(layer, tokens, NumbersToCompute())
+    both = token_numbers(layer, tokens, NumbersToCompute(entropy=True, squares=True))
     assert alone.entropy is None and alone.full_kl is None and alone.sum_of_squares is None
     assert torch.equal(alone.logprobs, both.logprobs)
 
@@ -214,8 +214,8 @@ def test_bfloat16_weights_give_float32_numbers(monkeypatch: pytest.MonkeyPatch) 
     layer = _layer(1, VOCABULARY, 1.0, torch.bfloat16)
     hidden = _random(TOKENS, 3, torch.bfloat16).requires_grad_()
     tokens = Tokens(hidden, TARGETS, LENGTHS)
-    numbers = token_numbers(layer, tokens, Wanted())
-    token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True).backward()
+    numbers = token_numbers(layer, tokens, NumbersToCompute())
+    token_loss(layer, tokens, NumbersToCompute(), lambda part, n: n.logprobs.sum(), True).backward()
 
     # The logits are rounded to bfloat16, and nothing after them.
     logits = (hidden @ layer.weight.T).detach().double().requires_grad_()
@@ -240,7 +240,7 @@ def test_policy_and_reference_of_different_dtypes(
     reference = _layer(2, VOCABULARY, 1.0, ref_dtype)
     hidden = _random(TOKENS, 3, dtype).requires_grad_()
     tokens = Tokens(hidden, TARGETS, LENGTHS, reference, _random(TOKENS, 4, ref_dtype))
-    wanted = Wanted(kl=True)
+    wanted = NumbersToCompute(kl=True)
     numbers = token_numbers(layer, tokens, wanted)
     token_loss(layer, tokens, wanted, lambda part, n: n.full_kl.sum(), by_token=True).backward()
 
@@ -262,12 +262,12 @@ def test_kl_of_equal_distributions_is_exactly_zero() -> None:
     tokens = Tokens(hidden, TARGETS, LENGTHS, layer, hidden.detach())
     seen = []
 
-    def objective(part: Part, numbers: TokenNumbers) -> Tensor:
+    def objective(part: TokenRange, numbers: TokenNumbers) -> Tensor:
         assert numbers.full_kl is not None
         seen.append(numbers.full_kl.detach())
         return numbers.full_kl.sum()
 
-    token_loss(layer, tokens, Wanted(kl=True), objective, by_token=True).backward()
+    token_loss(layer, tokens, NumbersToCompute(kl=True), objective, by_token=True).backward()
     assert torch.equal(torch.cat(seen), torch.zeros(TOKENS))
     assert not hidden.grad.any() and not layer.weight.grad.any()
 
@@ -277,14 +277,14 @@ def test_large_logits_do_not_overflow() -> None:
     weight = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
     tokens = Tokens(hidden, torch.tensor([1]), [1])
     layer = OutputLayer(weight, None, 3, 1.0)
-    numbers = token_numbers(layer, tokens, Wanted(entropy=True))
+    numbers = token_numbers(layer, tokens, NumbersToCompute(entropy=True))
     assert numbers.logprobs.item() == -2e4
     assert numbers.entropy is not None and numbers.entropy.item() == 0.0
 
-    def objective(part: Part, current: TokenNumbers) -> Tensor:
+    def objective(part: TokenRange, current: TokenNumbers) -> Tensor:
         return (current.logprobs + current.entropy).sum()
 
-    token_loss(layer, tokens, Wanted(entropy=True), objective, by_token=True).backward()
+    token_loss(layer, tokens, NumbersToCompute(entropy=True), objective, by_token=True).backward()
     assert torch.equal(weight.grad, torch.tensor([[-1.0], [1.0], [0.0]]))
 
 
@@ -292,8 +292,8 @@ def test_no_tokens_have_a_loss_without_effect() -> None:
     layer = _layer(1, VOCABULARY, 1.0)
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
     tokens = Tokens(hidden, torch.zeros(0, dtype=torch.int64), [0, 0])
-    assert token_numbers(layer, tokens, Wanted(entropy=True)).logprobs.shape == (0,)
-    loss = token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True)
+    assert token_numbers(layer, tokens, NumbersToCompute(entropy=True)).logprobs.shape == (0,)
+    loss = token_loss(layer, tokens, NumbersToCompute(), lambda part, n: n.logprobs.sum(), True)
     loss.backward()
     assert loss.item() == 0.0 and not layer.weight.grad.any()
 
@@ -302,7 +302,7 @@ def test_a_loss_does_not_keep_its_gradients_after_its_backward_pass() -> None:
     layer = _layer(1, VOCABULARY, 1.0)
     hidden = _random(TOKENS, 3).requires_grad_()
     tokens = Tokens(hidden, TARGETS, LENGTHS)
-    loss = token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True)
+    loss = token_loss(layer, tokens, NumbersToCompute(), lambda part, n: n.logprobs.sum(), True)
     shapes = (hidden.shape, layer.weight.shape)
 
     def alive() -> list[tuple[int, ...]]:
@@ -338,9 +338,9 @@ def _largest(tokens: int, by_token: bool) -> int:
     layer = OutputLayer(torch.zeros(1000, HIDDEN, requires_grad=True), None, 1000, 1.0)
     targets = torch.zeros(tokens, dtype=torch.int64)
     some = Tokens(hidden, targets, [tokens // 2] * 2, layer, hidden.detach())
-    wanted = Wanted(entropy=True, kl=True)
+    wanted = NumbersToCompute(entropy=True, kl=True)
     with _LargestTensor() as largest:
-        token_numbers(layer, some, Wanted(entropy=True, squares=True, kl=True))
+        token_numbers(layer, some, NumbersToCompute(entropy=True, squares=True, kl=True))
         token_loss(layer, some, wanted, lambda part, n: n.full_kl.sum(), by_token).backward()
     return largest.bytes
 

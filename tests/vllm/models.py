@@ -16,7 +16,7 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Slot
 from tests import shards
-from tests.mixture_models import as_in_files
+from tests.models.mixtures import as_in_files
 
 _FOUND = importlib.util.find_spec(
     "vllm"

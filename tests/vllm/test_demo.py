@@ -21,11 +21,11 @@ from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.models.families import load_spec
 from mrlhf.models.weight_files import read_model
 from tests.e2e.programs import ROOT, run_program, succeed, torchrun
-from tests.engine_models import answer
+from tests.models.engines import answer
 from tests.ranks import run_ranks
 from tests.vllm.models import needs_vllm
 
-pytestmark = [needs_vllm, pytest.mark.slow]
+pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from mrlhf.inference.base import (
 )
 from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.inference.vllm.pieces import CPU_HEAD_SIZES
-from tests.engine_models import answer
+from tests.models.engines import answer
 from tests.ranks import run_ranks
 from tests.vllm.models import (
     CONFIGS,

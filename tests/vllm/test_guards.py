@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.engine import VllmEngine
-from tests.engine_models import answer
+from tests.models.engines import answer
 from tests.ranks import run_ranks
 from tests.vllm.models import fill, hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
 

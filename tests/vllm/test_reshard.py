@@ -19,7 +19,7 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around
-from tests.engine_models import answer
+from tests.models.engines import answer
 from tests.ranks import run_ranks
 from tests.shards import make_slots
 from tests.vllm.models import (

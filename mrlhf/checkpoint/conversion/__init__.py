@@ -1,1 +1,1 @@
-"""From one checkpoint format to another: Hugging Face, Megatron-LM, and our own."""
+"""Conversion between checkpoint formats: Hugging Face, Megatron-LM, and our own."""

@@ -1,7 +1,7 @@
 """Converts a model's checkpoint from one format to another, one tensor at a time, in one process.
 
-The result is made in a hidden directory beside its place and moved there when it is whole and, if
-asked for, verified. This file knows which formats there are, and nothing of what is in them.
+The result is made in a hidden directory beside its final place and moved there when it is complete
+and, if asked for, verified. This file knows the formats by name, but not their contents.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions, write_m
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
 from mrlhf.checkpoint.conversion.model_source import ModelSource, TrackedSource, equal_bits
 from mrlhf.checkpoint.conversion.run_output import Selection
-from mrlhf.checkpoint.conversion.training_checkpoints import (
-    TrainingSource,
-    change_layout,
-    compare_checkpoints,
-    slice_bytes,
-    write_training_checkpoint,
-)
-from mrlhf.checkpoint.manifest import check_hashes, check_name, read_manifest
-from mrlhf.errors import CheckpointError
+from mrlhf.checkpoint.conversion.training_checkpoints import TrainingSource
+from mrlhf.checkpoint.manifest import check_hashes, read_manifest
+from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import ParallelLayout
 
-Format = Literal["huggingface", "megatron", "training"]
+Format = Literal["huggingface", "megatron"]
 Progress = Callable[[int], None]
 Start = Callable[[str, int], Progress]
+
+_NOT_READ = {
+    "huggingface": ("role", "like", "vocab_size", "model_type"),
+    "training": ("vocab_size", "model_type"),
+    "megatron": ("role",),
+}
+"""The source options without effect, for each format of a source."""
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What a source does not say of itself.
+    """Facts that a source does not state, and the choice among its models; None if not given.
 
     Attributes:
         role: the model of a training checkpoint.
         like: a Hugging Face model of the same shape, whose `config.json` and tokenizer are used.
-        vocab_size: rows of the embedding, padding left out.
+        vocab_size: rows of the embedding without padding.
         model_type: the family, for a checkpoint of Megatron-LM.
-        step: of a run's checkpoint; None for the newest state of the run.
+        step: training step of a run's checkpoint; None for the newest state of the run.
     """
 
     role: str | None = None
@@ -59,39 +59,32 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """What the result is to be.
+    """The format of the result, and how to write it.
 
     Attributes:
-        format: of the result.
-        dtype: of the weights; None to keep that of the source.
-        max_file_bytes: size of a file, bytes.
-        megatron: for Megatron-LM.
-        role: the model's name in a training checkpoint.
-        layout: of a training checkpoint.
-        overwrite: whether to replace what is there.
+        dtype: dtype of the weights; None to keep the source's.
+        max_file_bytes: a file ends once it has this many bytes.
     """
 
     format: Format
     dtype: torch.dtype | None = None
     max_file_bytes: int = 5 * 10**9
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
-    role: str = "actor"
-    layout: ParallelLayout = field(default_factory=lambda: ParallelLayout(tp=1, pp=1, dp=1))
     overwrite: bool = False
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did.
+    """The outcome of a conversion.
 
     Attributes:
-        path: what was converted; a run's output directory holds several models.
-        kind: what it is.
+        path: the converted checkpoint; a run's output directory holds several models.
+        kind: its format in words.
         step: training step of its weights, if it is known.
-        tensors: how many tensors were converted.
+        tensors: number of converted tensors.
         nbytes: their bytes in the result.
-        left_out: what of the source is not in the result.
-        notes: what else the user should know.
+        left_out: parts of the source that are not in the result.
+        notes: other facts for the user.
     """
 
     path: Path
@@ -104,7 +97,7 @@ class Report:
 
 
 def open_source(path: Path, options: SourceOptions) -> ModelSource:
-    """The checkpoint at `path`, whatever its format.
+    """Open the checkpoint at `path`, whatever its format.
 
     Raises:
         CheckpointError, ConfigError, WeightError: it is no checkpoint, not whole, or of a model
@@ -114,6 +107,11 @@ def open_source(path: Path, options: SourceOptions) -> ModelSource:
 
 
 def _open(found: Found, options: SourceOptions) -> ModelSource:
+    for name in _NOT_READ[found.format]:
+        if getattr(options, name) is not None:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} has no meaning for a {found.kind}; leave it out")
+
     if found.format == "huggingface":
         return HuggingFaceSource(found.path, found.step)
     if found.format == "training":
@@ -143,19 +141,18 @@ def convert(
     """Write the checkpoint at `source_path` in another format to `target_path`.
 
     Args:
-        source_path: what to convert.
-        target_path: where the result goes; it must not exist, unless `overwrite` is set.
-        source_options: what the source does not say of itself.
-        options: what the result is to be.
+        target_path: must not exist, unless `overwrite` is set.
         verify: compare the source with its hashes, if it has any; read the result again, and
             compare every tensor bit for bit.
-        start: is told a task and its bytes, and returns what is told of bytes that are done.
+        start: begins a task, given its name and bytes; the result is called with the bytes done.
 
     Raises:
         CheckpointError, ConfigError, WeightError: the source is not usable, the result would lose
             something, or the file system refuses.
     """
     found = identify(source_path, Selection(source_options.step, source_options.role))
+    if source_options.step is not None and found.path == source_path:
+        raise ConfigError(f"--step chooses a checkpoint of a run; {found.path} is no run")
     _check_target(source_path, found, target_path, options.overwrite)
     if verify:
         _check_hashes(found)
@@ -171,9 +168,9 @@ def convert(
             raise CheckpointError(f"{sorted(tracked.unread)[0]} has no place in {options.format}")
 
         if verify:
-            compare(_in_dtype(source, options.dtype), hidden, options, start("verifying", nbytes))
+            compare(_in_dtype(source, options.dtype), hidden, start("verifying", nbytes))
             notes = [*notes, f"verified: all {len(tracked.tensors)} tensors are equal bit by bit"]
-        _publish(hidden, target_path, options.format)
+        _publish(hidden, target_path)
     except OSError as error:
         raise CheckpointError(f"{target_path} was not written: {error}") from error
     finally:
@@ -193,69 +190,9 @@ def convert(
     )
 
 
-def relayout(
-    source_path: Path,
-    target_path: Path,
-    options: TargetOptions,
-    *,
-    role: str | None,
-    verify: bool,
-    start: Start,
-    step: int | None = None,
-) -> Report:
-    """Cut a training checkpoint anew for `options.layout`, optimizer state included.
-
-    Args:
-        source_path: the checkpoint.
-        target_path: where the result goes.
-        options: its layout, and whether to replace what is there.
-        role: the only model to cut; None for all.
-        verify: compare the source with its hashes; read the result again, and compare weights and
-            moments bit for bit.
-        start: is told a task and its bytes, and returns what is told of bytes that are done.
-        step: of a run's checkpoint; None for the newest.
-
-    Raises:
-        CheckpointError, WeightError: the source is no whole training checkpoint, or the models do
-            not divide over the layout.
-    """
-    found = identify(source_path, Selection(step, role, whole=True))
-    if found.format != "training":
-        raise CheckpointError(f"{source_path} is a {found.kind} and not a training checkpoint")
-    _check_target(source_path, found, target_path, options.overwrite)
-    if verify:
-        _check_hashes(found)
-
-    progress = start("cutting", slice_bytes(found.path, role))
-    hidden = target_path.parent / f".{target_path.name}.converting"
-
-    try:
-        _make_empty(hidden)
-        tensors, nbytes, notes = change_layout(found.path, hidden, role, options.layout, progress)
-        if verify:
-            compared = compare_checkpoints(found.path, hidden)
-            notes = [*notes, f"verified: all {compared} tensors are equal bit by bit"]
-        _publish(hidden, target_path, "training")
-    except OSError as error:
-        raise CheckpointError(f"{target_path} was not written: {error}") from error
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-    reached = read_manifest(found.path).step
-    notes = [*_origin(source_path, found), *notes]
-    return Report(found.path, "training checkpoint", reached, tensors, nbytes, [], notes)
-
-
-def compare(
-    expected: ModelSource, directory: Path, options: TargetOptions, progress: Progress
-) -> None:
-    """Refuse a result that is not, bit for bit, what was to be written.
-
-    Raises:
-        CheckpointError: naming the first tensor that differs.
-    """
-    like = directory if options.format == "huggingface" else None
-    result = open_source(directory, SourceOptions(role=None, like=like))
-
+def compare(expected: ModelSource, directory: Path, progress: Progress) -> None:
+    """Refuse a result that differs in any bit; the CheckpointError names the first such tensor."""
+    result = open_source(directory, SourceOptions())
     try:
         if set(result.tensors) != set(expected.tensors):
             difference = sorted(set(result.tensors) ^ set(expected.tensors))
@@ -275,9 +212,7 @@ def compare(
 def _write(source: ModelSource, directory: Path, options: TargetOptions) -> list[str]:
     if options.format == "huggingface":
         return write_hugging_face(source, directory, options.max_file_bytes)
-    if options.format == "megatron":
-        return write_megatron(source, directory, options.megatron)
-    return write_training_checkpoint(source, directory, options.role, options.layout)
+    return write_megatron(source, directory, options.megatron)
 
 
 def _in_dtype(source: ModelSource, dtype: torch.dtype | None) -> ModelSource:
@@ -292,7 +227,7 @@ def _like(options: SourceOptions, found: Found) -> ModelSpec | None:
 
 
 def _origin(source: Path, found: Found) -> list[str]:
-    """What the user should know of how the model was found in the source."""
+    """Notes for the user on how the model was found in the source."""
     notes = [f"passed over: {reason}" for reason in found.passed_over]
     if found.step is not None:
         notes.append(f"{found.path} is the policy with which the run in {source} ended")
@@ -300,7 +235,7 @@ def _origin(source: Path, found: Found) -> list[str]:
 
 
 def _check_hashes(found: Found) -> None:
-    """Refuse a training checkpoint with a file that is not what was written."""
+    """Refuse a training checkpoint with a file that does not have its hash."""
     if found.format == "training":
         manifest = read_manifest(found.path)
         check_hashes(found.path, manifest, range(len(manifest.files)))
@@ -322,10 +257,8 @@ def _make_empty(directory: Path) -> None:
         raise CheckpointError(f"cannot write {directory}: {error.strerror or error}") from error
 
 
-def _publish(hidden: Path, target: Path, format: Format) -> None:
-    """Move a whole result to its place; what was there goes first."""
-    if format == "training":
-        check_name(target, read_manifest(hidden))
+def _publish(hidden: Path, target: Path) -> None:
+    """Move a complete result to its place, and remove what was there."""
     old = target.parent / f".{target.name}.replaced"
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -1,6 +1,6 @@
-"""Says what a directory is: which format, of which model and step, and whether it is whole.
+"""Identifies a directory: its format, its model and step, and whether it is whole.
 
-Nothing but names, headers, indices and manifests is read, and no tensor.
+It reads names, headers, indices and manifests, and no tensor.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ _LEGACY = ("mp_rank_00", "mp_rank_00_000")
 
 @dataclass(frozen=True)
 class Found:
-    """What a directory is.
+    """The format of a directory, and the checkpoint in it.
 
     Attributes:
-        format: which of the three it is.
-        kind: the same in words.
-        path: of the checkpoint itself; a run's output directory holds several.
+        kind: the format in words.
+        path: the checkpoint itself; a run's output directory holds several.
         assets: a directory with the tokenizer, if it is known.
-        step: of the run whose final policy it is.
+        step: last step of the run, if this is its final policy.
         passed_over: why newer checkpoints of the run are not taken.
     """
 
@@ -63,26 +62,20 @@ class Found:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to be said of a directory.
-
-    Attributes:
-        facts: (label, text) in the order to print them.
-        problems: what is wrong; empty if it is whole.
-    """
+    """The result of an examination: (label, text) to print in order, and problems, if any."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
 def identify(path: Path, wanted: Selection | None = None) -> Found:
-    """What the directory is, by the files in it.
+    """Identify the directory by the files in it.
 
     Args:
-        path: of the directory.
-        wanted: what is asked for, if it is the output directory of a run; None for its policy.
+        wanted: the choice in the output directory of a run; None for its policy.
 
     Raises:
-        CheckpointError: it is nothing that we know, or does not hold what is wanted.
+        CheckpointError: it is no known format, or does not hold what is wanted.
     """
     wanted = wanted or Selection()
     if not path.is_dir():
@@ -124,14 +117,13 @@ def identify(path: Path, wanted: Selection | None = None) -> Found:
 
 
 def examine(path: Path, every_byte: bool = False) -> Finding:
-    """What the directory is, of which model, layout and step, and whether it is whole.
+    """Find the directory's format, model, layout and step, and whether it is whole.
 
     Args:
-        path: of the directory.
         every_byte: read every tensor, or compare every file with its hash, and not sizes alone.
 
     Raises:
-        CheckpointError: it is nothing that we know.
+        CheckpointError: it is no known format.
     """
     found = identify(path)
     finding = Finding()
@@ -249,7 +241,7 @@ def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
 
 
 def _run_assets(checkpoint: Path) -> Path | None:
-    """Where the tokenizer of a run's models is: in its export, or where the run had it from."""
+    """The directory with the tokenizer of a run's models: its export, or the source of the run."""
     if (checkpoint / EXPORT).is_dir():
         return checkpoint / EXPORT
     try:

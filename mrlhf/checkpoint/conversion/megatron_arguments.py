@@ -1,4 +1,4 @@
-"""A model's numbers as Megatron-LM's command line names them, and as a `config.json` does.
+"""A model's numbers under the names of Megatron-LM's command line, and of `config.json`.
 
 Megatron-LM keeps the arguments of its run in `common.pt`. A model that Hugging Face's families
 cannot express is refused, argument by argument. Pure: this file knows no files and no tensors.
@@ -39,7 +39,7 @@ SHAPE_ARGUMENTS = (
 )
 """Those that say how large the model is."""
 
-# What Megatron-LM has if an argument is not stated, and what all our families need.
+# Megatron-LM's default if an argument is not stated, and the value that all our families need.
 _NEEDED: dict[str, tuple[Any, Any]] = {
     "swiglu": (False, True),
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -63,8 +63,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
     """The arguments of Megatron-LM that describe the model.
 
     Args:
-        spec: the model.
-        vocab_divisible_by: what the number of embedding rows is rounded up to.
+        vocab_divisible_by: the number of embedding rows is rounded up to a multiple of it.
 
     Raises:
         CheckpointError: Megatron-LM has no arguments for the model's rotary embedding, or for
@@ -118,7 +117,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
 
 
 def _beyond_megatron(spec: ModelSpec) -> str | None:
-    """What the model has that Megatron-LM's layers or arguments have not, in words, or None."""
+    """A feature of the model, in words, that Megatron-LM's layers or arguments lack, or None."""
     features = {
         "norms after attention and MLP": spec.norms_after,
         "a norm over all heads of q and k": spec.qk_norm == "projection",
@@ -147,7 +146,7 @@ def padded_vocab(spec: ModelSpec, divisor: int) -> int:
 
 
 def command_line(arguments: Mapping[str, Any]) -> str:
-    """The options of `pretrain_gpt.py` that build the model of `arguments_of`, one a line."""
+    """The options of `pretrain_gpt.py` that build the model of `arguments_of`, one on each line."""
     options = [
         "--disable-bias-linear",
         "--swiglu",
@@ -190,15 +189,15 @@ def config_of(
 ) -> dict[str, Any]:
     """The `config.json` of the model that Megatron-LM's arguments describe.
 
-    The family may have no key for something that they say, which `differences` then tells.
+    The family may lack a key for one of the arguments; `differences` then reports it.
 
     Args:
-        arguments: of the run that wrote the checkpoint.
+        arguments: from the run that wrote the checkpoint.
         vocab_size: rows of the embedding, without padding.
         model_type: the family, or None for the first one that has the model's features.
 
     Raises:
-        CheckpointError: an argument is missing, or no family has what it asks for.
+        CheckpointError: an argument is missing, or no family can express one of them.
     """
     if model_type is not None and model_type not in MEGATRON_FAMILIES:
         raise CheckpointError(
@@ -249,10 +248,7 @@ def config_of(
 
 
 def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
-    """Where the arguments of a checkpoint contradict a model, in words.
-
-    An argument that is not there contradicts nothing.
-    """
+    """The contradictions between a checkpoint's stated arguments and a model, in words."""
     expected = arguments_of(spec, vocab_divisible_by=1)
     found = []
     for name in (

@@ -1,4 +1,4 @@
-"""Mixtures of experts as Megatron-LM's command line names them, and as a `config.json` does.
+"""Mixtures of experts under the names of Megatron-LM's command line, and of `config.json`.
 
 `megatron_arguments` knows the rest of the model. Pure: this file knows no files and no tensors.
 """
@@ -20,9 +20,9 @@ ROUTER_NEEDS: dict[str, tuple[Any, Any]] = {
     "moe_expert_capacity_factor": (None, None),
     "moe_latent_size": (None, None),
 }
-"""What Megatron-LM has if an argument is not stated, and what all our families need."""
+"""Megatron-LM's default if an argument is not stated, and the value that all our families need."""
 
-# What Megatron-LM has if an argument is not stated.
+# Megatron-LM's default if an argument is not stated.
 _DEFAULTS: dict[str, Any] = {
     "num_experts": None,
     "moe_layer_freq": 1,
@@ -40,7 +40,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def expert_arguments(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of Megatron-LM that describe the mixtures of a model; it may be dense."""
+    """The arguments of Megatron-LM that describe the mixtures of a model, which may be dense."""
     experts = spec.experts
     if experts is None:
         return {"num_experts": None}
@@ -64,11 +64,7 @@ def expert_arguments(spec: ModelSpec) -> dict[str, Any]:
 
 
 def stated_experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's arguments say of mixtures, in the form of `expert_arguments`.
-
-    Raises:
-        CheckpointError: as for `layers_with_experts`.
-    """
+    """A checkpoint's arguments about mixtures, in the form of `expert_arguments`."""
     stated = {name: arguments.get(name, default) for name, default in _DEFAULTS.items()}
     if stated["num_experts"] is None:
         return {"num_experts": None}
@@ -89,10 +85,7 @@ def stated_experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contradictions(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
-    """Where the arguments of a checkpoint say something else of mixtures than the model has.
-
-    An argument that is not there contradicts nothing.
-    """
+    """The contradictions between a checkpoint's stated arguments and the model's mixtures."""
     if "num_experts" not in arguments:
         return []
     found = []
@@ -110,11 +103,7 @@ def contradictions(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def layers_with_experts(frequency: Any, num_layers: int) -> list[int]:
-    """For each layer 1 if Megatron-LM gives it a mixture by this `moe_layer_freq`, else 0.
-
-    Raises:
-        CheckpointError: it is neither a positive number nor a list.
-    """
+    """For each layer 1 if this `moe_layer_freq` gives it a mixture, else 0."""
     if isinstance(frequency, list):
         return frequency
     if not isinstance(frequency, int) or frequency < 1:
@@ -126,7 +115,7 @@ def layers_with_experts(frequency: Any, num_layers: int) -> list[int]:
 
 
 def beyond_router(experts: Experts) -> str | None:
-    """What the mixtures do that Megatron-LM's router does not, in words, or None."""
+    """A feature of the mixtures, in words, that Megatron-LM's router lacks, or None."""
     is_sigmoid = experts.scoring == "sigmoid"
     features = {
         "weights of experts that are not divided by their sum": is_sigmoid
@@ -152,9 +141,9 @@ def family_of_mixtures(arguments: Mapping[str, Any]) -> str:
 
 
 def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The keys that the `config.json` of a family with mixtures has beside those of a dense model.
+    """The keys of a `config.json` for the mixtures, in addition to those of a dense model.
 
-    They may lack what the family has no key for.
+    They lack features for which the family has no key.
 
     Raises:
         CheckpointError: the checkpoint has no experts, or the family always has more.

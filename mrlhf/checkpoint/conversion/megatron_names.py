@@ -1,9 +1,9 @@
-"""Where each named tensor lies in a checkpoint of Megatron-LM, and what else such a checkpoint has.
+"""Finds each named tensor in a checkpoint of Megatron-LM, and names the rest of the checkpoint.
 
-A family's weight map says which named tensors a parameter holds. Here its parameters are found
-under the names that Megatron-LM's checkpoints have for them: layers stacked into one tensor or not,
-gate and up in one tensor or not, norms under their own names or those of TransformerEngine's fused
-layers. Pure: this file reads no files.
+A family's weight map says which named tensors a parameter holds. This file finds the parameters
+under Megatron-LM's names: with layers stacked into one tensor or not, gate and up in one tensor or
+not, norms under their own names or those of TransformerEngine's fused layers. Pure: this file reads
+no files.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _OF_MIXTURES = {
     "mlp.shared.linear_fc2.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
 }
-"""Megatron-LM's names of what a mixture of experts has beside router and experts, by ours."""
+"""Megatron-LM's names, by ours, of a mixture's parts other than router weights and experts."""
 _OUR_NAMES = {theirs: ours for ours, theirs in _OF_MIXTURES.items()}
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _OUR_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _THEIR_EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
-_HALVES = {"_w": 0, "_v": 1}  # gate and up, where each is a tensor of its own
+_HALVES = {"_w": 0, "_v": 1}  # gate and up, if each is a tensor of its own
 
 _LEFT_OUT = (
     (re.compile(r"(chained_\d+\.)?optimizer\."), "optimizer tensors or objects"),
@@ -54,14 +54,14 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Home:
-    """Where a named tensor lies.
+    """The place of a named tensor.
 
     Attributes:
         key: the checkpoint's tensor that holds it.
-        numbers: where along the first dimensions of that tensor, if they stack parameters: the
+        numbers: the index along the first dimensions of that tensor, if they stack parameters: the
             number of the layer, of the expert, both or none.
-        rows: first dimension of the parameter, vocabulary padding left out.
-        piece: where in the parameter the named tensor is.
+        rows: first dimension of the parameter, without vocabulary padding.
+        piece: the place of the named tensor in the parameter.
         is_shared: whether the parameter holds other named tensors too.
     """
 
@@ -74,11 +74,9 @@ class Home:
 
 @dataclass(frozen=True)
 class StoredAt:
-    """The tensor of a checkpoint in which a parameter is.
+    """The tensor `key` of a checkpoint that holds a parameter; `numbers` as in `Home`.
 
     Attributes:
-        key: its name.
-        numbers: as in `Home`.
         sizes: how many parameters are stacked along each of these dimensions.
     """
 
@@ -87,7 +85,7 @@ class StoredAt:
     sizes: tuple[int, ...]
 
     def within(self, number: int, size: int) -> StoredAt:
-        """The same, if a further dimension stacks `size` parameters."""
+        """The place if a further dimension stacks `size` parameters."""
         return StoredAt(self.key, (*self.numbers, number), (*self.sizes, size))
 
 
@@ -98,14 +96,12 @@ def whole_model(spec: ModelSpec) -> Chunk:
 
 
 def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> StoredAt:
-    """Where Megatron-LM's writer puts a parameter of a layer.
+    """The place where Megatron-LM's writer puts a parameter of a layer.
 
-    It stacks layers only if all are alike, and experts in any case.
+    It stacks layers only if all are alike, and experts always.
 
     Args:
-        spec: the model.
-        layer: its number.
-        name: of the parameter or module, below the layer.
+        name: name of the parameter or module, without the layer's.
         fused_norms: whether norms have the names of TransformerEngine's fused layers.
     """
     expert = _OUR_EXPERT.fullmatch(name)
@@ -126,7 +122,7 @@ def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> Stor
 
 
 def extra_states(spec: ModelSpec) -> Iterator[str]:
-    """The names of the objects that a checkpoint has for modules, empty but for 8-bit runs."""
+    """The names of a checkpoint's objects for modules, which are empty except in 8-bit runs."""
     for layer in range(spec.num_layers):
         blocks = ["mlp"]
         if spec.experts is not None and spec.has_experts(layer):
@@ -144,11 +140,7 @@ def extra_states(spec: ModelSpec) -> Iterator[str]:
 
 
 def split_names(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
-    """Part a checkpoint's names into those of weights and the rest.
-
-    Returns:
-        The names that may be weights, and how many names there are of each other kind.
-    """
+    """Separate a checkpoint's names into possible weights and the number of each other kind."""
     weights = []
     counts: dict[str, int] = {}
     for name in names:
@@ -161,10 +153,9 @@ def split_names(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
 
 
 def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) -> dict[str, Home]:
-    """The home of every named tensor of the model.
+    """Find the home of every named tensor of the model.
 
     Args:
-        spec: the model.
         stored: the checkpoint's weights, under its own names.
         where: the checkpoint's name, for messages.
 
@@ -172,10 +163,17 @@ def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) ->
         CheckpointError: the checkpoint has a weight that the model does not know, or of another
             shape, or twice; or it lacks one.
     """
-    shapes = family_of(spec).tensor_shapes(spec)
+    family = family_of(spec)
+    shapes = family.tensor_shapes(spec)
+    # A layer's rules also name tensors of features that the model does not have.
+    rules = {}
+    for parameter, rule in family.rules_of(spec, whole_model(spec)).items():
+        if shapes.keys() >= set(rule.names):
+            rules[parameter] = rule
+
     homes: dict[str, Home] = {}
     for key, tensor in stored.items():
-        for home in _homes_in(spec, shapes, key, tensor, where):
+        for home in _homes_in(spec, shapes, rules, key, tensor, where):
             if home.piece.name in homes:
                 raise CheckpointError(
                     f"{where}: {key} and {homes[home.piece.name].key} both hold "
@@ -193,11 +191,16 @@ def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) ->
 
 
 def _homes_in(
-    spec: ModelSpec, shapes: Mapping[str, Shape], key: str, tensor: TensorForm, where: str
+    spec: ModelSpec,
+    shapes: Mapping[str, Shape],
+    rules: Mapping[str, Rule],
+    key: str,
+    tensor: TensorForm,
+    where: str,
 ) -> Iterator[Home]:
     """The homes of all named tensors in one tensor of the checkpoint."""
     for parameter, stacked, half in _parameters(spec, key):
-        rule = _rule(spec, shapes, parameter)
+        rule = rules.get(parameter)
         if rule is None or (half is not None and len(rule.names) != 2):
             raise CheckpointError(
                 f"{where}: the model has no place for {key}; is it another model?"
@@ -228,7 +231,7 @@ def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StoredAt, int 
     """The parameters that a tensor of the checkpoint holds.
 
     Yields:
-        The parameter's name, where it is in the tensor, and which half of it the tensor is.
+        The parameter's name, its place in the tensor, and which half of it the tensor is, if any.
     """
     half = _HALVES.get(key[-2:])
     base = key if half is None else key[:-2]
@@ -242,7 +245,7 @@ def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StoredAt, int 
     # A dense model has no place for the first expert either, and so it is refused.
     count = 1 if spec.experts is None else spec.experts.count
 
-    # Of each, the numbers that the tensor stacks, or the one that its name states.
+    # The numbers that the tensor stacks, or the one in its name.
     layers = range(spec.num_layers) if match[1] is None else [int(match[1])]
     for layer in layers:
         outer = StoredAt(key, (), ())
@@ -256,15 +259,6 @@ def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StoredAt, int 
         for number in experts:
             inner = outer.within(number, count) if expert[1] is None else outer
             yield f"{LAYERS}{layer}.mlp.experts.{number}.{expert[2]}", inner, half
-
-
-def _rule(spec: ModelSpec, shapes: Mapping[str, Shape], parameter: str) -> Rule | None:
-    """What the weight map says of a parameter; None if the model has no such parameter."""
-    try:
-        rule = family_of(spec).rule_of(spec, whole_model(spec), parameter)
-    except (KeyError, IndexError):
-        return None
-    return rule if all(name in shapes for name in rule.names) else None
 
 
 def _first_three(names: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Reads the weights of Megatron-LM's own checkpoints.
 
-A directory of Megatron-LM has one folder for each saved iteration, or one called `release`, and a
+A directory of Megatron-LM has a folder for each saved iteration, or one called `release`, and a
 file that names the newest. Optimizer state is not converted. This file does not know Hugging Face's
 files.
 """
@@ -54,22 +54,14 @@ _CONVERTED = ("args", "iteration", "checkpoint_version", "content_metadata")
 
 
 class Place(NamedTuple):
-    """A checkpoint of Megatron-LM.
-
-    Attributes:
-        root: the directory that Megatron-LM is given.
-        folder: that of one iteration, in it.
-    """
+    """A checkpoint of Megatron-LM: the directory for its options, and a folder in it."""
 
     root: Path
     folder: Path
 
 
 def find_place(path: Path) -> Place | None:
-    """The newest checkpoint in `path`, which may also be the folder of one iteration.
-
-    Returns:
-        None if this is no directory of Megatron-LM.
+    """The newest checkpoint in `path`, which may also be the folder of one iteration; None if none.
 
     Raises:
         CheckpointError: the file that names the newest one is wrong.
@@ -89,13 +81,13 @@ def find_place(path: Path) -> Place | None:
 
 
 class Common(NamedTuple):
-    """What `common.pt` says.
+    """The content of `common.pt`.
 
     Attributes:
-        arguments: of the run that wrote it; None if they are not there.
-        iteration: of the run, if it is there.
-        others: the names of what else is there.
-        refused: the classes that were not looked at.
+        arguments: from the run that wrote it; None if they are missing.
+        iteration: None if it is missing.
+        others: the other names in it.
+        refused: the classes that were not read.
     """
 
     arguments: Mapping[str, Any] | None
@@ -105,11 +97,7 @@ class Common(NamedTuple):
 
 
 def read_common(folder: Path) -> Common:
-    """Read `common.pt`, without making an object of any class but plain ones.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """Read `common.pt` with plain classes alone; CheckpointError if it is missing or damaged."""
     content, refused = read_torch_file(folder / COMMON_FILE, _ALLOWED_IN_COMMON)
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / COMMON_FILE}: not a dictionary")
@@ -137,11 +125,10 @@ class MegatronSource:
         """Read the index and the arguments, and find every tensor.
 
         Args:
-            place: the checkpoint.
-            like: the model; if None, what the checkpoint's arguments describe.
+            like: the model; None: as the checkpoint's arguments describe it.
             assets: a directory with the tokenizer, if there is one.
-            vocab_size: rows of the embedding without padding; if `like` says it too, the same.
-            model_type: the family; if `like` says it too, the same.
+            vocab_size: rows of the embedding without padding; must agree with `like`.
+            model_type: the family; must agree with `like`.
 
         Raises:
             CheckpointError: the checkpoint is damaged, lacks a tensor, has an unknown one, or is
@@ -171,16 +158,16 @@ class MegatronSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the embedding."""
+        """The dtype of the embedding."""
         return next(iter(self.tensors.values())).dtype
 
     def read(self, name: str) -> Tensor:
-        """One tensor; the parameter that holds it is read, and kept while others share it."""
+        """Read one tensor; the parameter that holds it is kept while other tensors share it."""
         home = self._homes[name]
         return Slot(home.piece, self._parameter(home)).load().contiguous()
 
     def describe(self) -> Description:
-        """What of the checkpoint is not converted."""
+        """Describe the checkpoint, and the parts that are not converted."""
         left_out = [f"{count} {kind}" for kind, count in sorted(self._left_out.items())]
         if self._common.others:
             left_out.append(f"in {COMMON_FILE}: {', '.join(self._common.others)}")
@@ -249,7 +236,7 @@ class MegatronSource:
         return rows
 
     def _parameter(self, home: Home) -> Tensor:
-        """The parameter in which a tensor lies, vocabulary padding left out."""
+        """The parameter that holds a tensor, without vocabulary padding."""
         known_as = (home.key, home.numbers)
         if known_as in self._parameters:
             return self._parameters[known_as]

@@ -1,4 +1,4 @@
-"""Rotary embeddings as Megatron-LM's command line names them, and as a `config.json` does.
+"""Rotary embeddings under the names of Megatron-LM's command line, and of `config.json`.
 
 Pure: this file knows no files and no tensors.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from mrlhf.errors import CheckpointError
 from mrlhf.models.spec import ModelSpec
 
-# Llama 3's numbers, which Megatron-LM has in its code.
+# Llama 3's numbers, which are constants in Megatron-LM's code.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -20,11 +20,7 @@ _LLAMA3 = {
 
 
 def rope_arguments(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of Megatron-LM that describe how a model rotates, beside base and percent.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+    """The arguments of Megatron-LM for a rotation, except base and percent."""
     rope = dict(spec.hf_config["rope_parameters"])
     kind = rope.get("rope_type", "default")
     options: dict[str, Any] = {
@@ -47,13 +43,7 @@ def rope_arguments(spec: ModelSpec) -> dict[str, Any]:
 
 
 def rope_parameters(arguments: Mapping[str, Any], theta: float, family: str) -> dict[str, Any]:
-    """The `rope_parameters` of the `config.json` of a checkpoint's model.
-
-    Args:
-        arguments: of the run that wrote the checkpoint.
-        theta: the base, which is one of them.
-        family: of the model.
-    """
+    """The `rope_parameters` in the `config.json` of a checkpoint's model; `theta` is the base."""
     if family == "glm4_moe":
         share = arguments.get("rotary_percent", 1.0)
         return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}

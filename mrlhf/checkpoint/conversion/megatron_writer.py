@@ -1,7 +1,6 @@
-"""Writes a model's weights as a checkpoint of Megatron-LM.
+"""Writes a model's weights as a checkpoint of Megatron-LM; see `megatron_reader` for its files.
 
-A directory of Megatron-LM has one folder for each saved iteration, or one called `release`, and a
-file that names the newest. This file writes weights alone; it does not know Hugging Face's files.
+It writes weights alone, and does not know Hugging Face's files.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ OPTIONS_FILE = "pretrain_gpt_options.txt"
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """What a checkpoint of Megatron-LM is to be like.
+    """The form of a checkpoint of Megatron-LM.
 
     Attributes:
-        vocab_divisible_by: the vocabulary gets rows of zeros until this divides them.
-        fused_norms: name norms as TransformerEngine's layers do; Megatron-LM does so in any case,
-            except that its own layers name the norm before a mixture of experts otherwise.
+        vocab_divisible_by: rows of zeros are added until this divides the vocabulary.
+        fused_norms: name norms as TransformerEngine's layers do. Megatron-LM always does so, except
+            that its own layers name the norm before a mixture of experts otherwise.
         max_file_bytes: a file ends once it has this many bytes.
     """
 
@@ -53,7 +52,7 @@ def write_megatron(source: ModelSource, directory: Path, options: MegatronOption
     """Write weights as a `release` that Megatron-LM loads, into the empty `directory`.
 
     Returns:
-        What the user should know.
+        Notes for the user.
 
     Raises:
         CheckpointError: Megatron-LM cannot express the model, or the file system refuses.
@@ -98,12 +97,13 @@ def write_megatron(source: ModelSource, directory: Path, options: MegatronOption
 def _write_weights(
     source: ModelSource, writer: TorchDistWriter, padded_vocab: int, fused_norms: bool
 ) -> None:
-    """Write every parameter, each made of the tensors that it fuses."""
+    """Write every parameter, made of the tensors that it fuses."""
     spec = source.spec
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
+    rules = family.rules_of(spec, whole_model(spec))
     for parameter in family.parameter_names(spec, whole_model(spec)):
-        rule = family.rule_of(spec, whole_model(spec), parameter)
+        rule = rules[parameter]
         shape = local_shape(rule, shapes, tp_size=1)
         dtype = source.tensors[rule.names[0]].dtype
         values = torch.empty(shape, dtype=dtype)
@@ -127,7 +127,7 @@ def _write_weights(
 
 
 def _run_arguments(dtype: torch.dtype, step: int) -> dict[str, Any]:
-    """What Megatron-LM also reads of the run that wrote a checkpoint."""
+    """The arguments about the run itself that Megatron-LM reads from a checkpoint."""
     return {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -152,7 +152,7 @@ def _run_arguments(dtype: torch.dtype, step: int) -> dict[str, Any]:
 
 
 def _write_beside(source: ModelSource, directory: Path, arguments: Mapping[str, Any]) -> None:
-    """Write what stands beside the weights; the file that names them comes last."""
+    """Write the files beside the weights; the file that names the weights comes last."""
     assets = directory / ASSETS
     assets.mkdir()
     copy_assets(source.assets, assets)

@@ -1,8 +1,7 @@
 """Reads and writes Hugging Face models tensor by tensor, in one process.
 
-A tensor that is written goes to its place in its file at once, so nothing but that tensor is held.
-This file does not know ranks or layouts: `weights.hf` reads and writes models that ranks hold
-together.
+Each tensor is written to its file at once, so only that tensor is held. This file does not know
+ranks or layouts: `weights.hf` reads and writes models that ranks hold together.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class HuggingFaceSource:
         """Read `config.json` and the headers of the files.
 
         Args:
-            directory: of the model.
-            step: training step of its weights, if it is known.
+            step: training step of the weights, if it is known.
 
         Raises:
             ConfigError: `config.json` is missing, or describes no model that we know.
@@ -72,12 +70,12 @@ class HuggingFaceSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the embedding."""
+        """The dtype of the embedding."""
         return next(iter(self.tensors.values())).dtype
 
     @property
     def assets(self) -> Path | None:
-        """The directory itself."""
+        """The model's own directory."""
         return self._directory
 
     def read(self, name: str) -> Tensor:
@@ -85,7 +83,7 @@ class HuggingFaceSource:
         return self._handles[self._files[name]].read(name)
 
     def describe(self) -> Description:
-        """What of the directory is not converted."""
+        """Describe the model, and the parts of its directory that are not converted."""
         head = "policy" if self.spec.head == "lm" else "critic or reward model"
         return Description(f"Hugging Face model ({head})", self._step, self._left_out)
 
@@ -106,7 +104,7 @@ class HuggingFaceSource:
         return form
 
     def _head(self) -> Head:
-        """Whether the model has a scalar head, by the class that its `config.json` names."""
+        """The head of the model, by the class that its `config.json` names."""
         try:
             config = json.loads((self._directory / CONFIG_FILE).read_text(encoding="utf-8"))
             (architecture, *_) = config.get("architectures") or [""]
@@ -115,7 +113,7 @@ class HuggingFaceSource:
         return "scalar" if str(architecture).endswith("ForSequenceClassification") else "lm"
 
     def _check(self) -> list[str]:
-        """Refuse tensors that are not exactly the model's; returns what else is there."""
+        """Refuse tensors that are not exactly the model's; returns notes on other tensors."""
         family = family_of(self.spec)
         shapes = family.tensor_shapes(self.spec)
         missing = [name for name in shapes if name not in self._files]
@@ -165,12 +163,10 @@ def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int
     """Write a model, tokenizer included, into the empty `directory`.
 
     Args:
-        source: of the weights.
-        directory: of the model.
         max_file_bytes: largest file, bytes of tensors; a larger tensor has a file of its own.
 
     Returns:
-        What the user should know.
+        Notes for the user.
 
     Raises:
         CheckpointError: the file system refuses.
@@ -197,7 +193,7 @@ def _to_write(source: ModelSource, name: str) -> TensorSource:
 
 
 def copy_assets(source: Path | None, directory: Path) -> None:
-    """Copy the tokenizer and whatever else belongs to a model from `source`."""
+    """Copy the tokenizer and the model's other files without weights from `source`."""
     if source is None:
         return
     for pattern in ASSET_PATTERNS:
@@ -207,11 +203,7 @@ def copy_assets(source: Path | None, directory: Path) -> None:
 
 
 def write_config(spec: ModelSpec, directory: Path, dtype: torch.dtype) -> None:
-    """Write `config.json`.
-
-    Raises:
-        ConfigError: transformers refuses the configuration.
-    """
+    """Write `config.json`; ConfigError if transformers refuses the configuration."""
     try:
         save_config(spec, directory, dtype)
     except (TypeError, ValueError) as error:

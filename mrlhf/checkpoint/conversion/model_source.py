@@ -1,7 +1,6 @@
-"""What the converter asks of a checkpoint of any format: a model's tensors, one at a time.
+"""The converter's view of a checkpoint of any format: a model's tensors, one at a time.
 
-Tensors have their Hugging Face names and full shapes, whatever the format. This file knows no
-format.
+Tensors have their Hugging Face names and full shapes. This file knows no format.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mrlhf.weights.shard import Shape
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What a tensor is, without its numbers."""
+    """The shape and dtype of a tensor, without its numbers."""
 
     shape: Shape
     dtype: torch.dtype
@@ -35,13 +34,13 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Description:
-    """What a source says of itself.
+    """A source's description of itself.
 
     Attributes:
         kind: the format, in words.
         step: training step of the weights, if it is known.
-        left_out: one sentence for each kind of thing that the source holds and that is not a weight
-            of the model, so that nothing goes in silence.
+        left_out: one sentence for each kind of thing in the source that is not a weight of the
+            model, so that nothing is dropped in silence.
     """
 
     kind: str
@@ -62,44 +61,37 @@ class ModelSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What a converted model should have, unless the user wants another."""
+        """The dtype of a converted model, unless the user wants another."""
 
     @property
     def assets(self) -> Path | None:
-        """A directory with the tokenizer and whatever else belongs to the model, if there is."""
+        """A directory with the tokenizer and the model's other files, if there is one."""
 
     def read(self, name: str) -> Tensor:
-        """One tensor, whole, contiguous and on the host."""
+        """Read one tensor, whole, contiguous and on the host."""
 
     def describe(self) -> Description:
-        """What it is, and what of it is not converted."""
+        """Describe the checkpoint, and the parts of it that are not converted."""
 
     def close(self) -> None:
         """Close its files."""
 
 
 def dtype_within(spec: ModelSpec, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor in a model of this dtype."""
+    """The dtype of the tensor `name` in a model of dtype `dtype`."""
     is_float32 = name.endswith(family_of(spec).float32_endings)
     return torch.float32 if is_float32 else dtype
 
 
 class TrackedSource:
-    """A source in another dtype, which remembers what has been read.
-
-    Attributes:
-        unread: the names that nobody has read yet.
-    """
+    """A source in another dtype; `unread` holds the names of the tensors that were not read yet."""
 
     def __init__(
         self, source: ModelSource, dtype: torch.dtype | None, progress: Callable[[int], None]
     ) -> None:
-        """Pass on `source`.
+        """Pass on `source` in `dtype` (None: each tensor's own).
 
-        Args:
-            source: the checkpoint.
-            dtype: of the model; None for that of each tensor.
-            progress: is told the bytes of each tensor when it is first read.
+        `progress` is called with the bytes of each tensor when it is first read.
         """
         self._source = source
         self._progress = progress
@@ -121,7 +113,7 @@ class TrackedSource:
         return tensor
 
     def describe(self) -> Description:
-        """What the source says of itself."""
+        """The description of the source."""
         return self._source.describe()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Reads pickled data of others without running any code that it names.
+"""Reads pickled data from others without running any code that it names.
 
-A pickle names classes and functions, and an ordinary reader imports and calls them. This reader
-hands out only what its caller allows by name. For every other name it hands out a placeholder that
-does nothing, and remembers the name. It does not know what the data mean.
+A pickle names classes and functions, which an ordinary reader imports and calls. This reader allows
+only the names in its caller's list. For any other name it returns a placeholder that does nothing,
+and remembers the name. It does not know what the data mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Placeholder:
     """Stands for an object of a class that was not allowed; it keeps nothing."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Placeholder:
-        """Ignore what the object was made of."""
+        """Ignore the arguments."""
         return super().__new__(cls)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -44,11 +44,7 @@ class Placeholder:
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that knows the allowed names only.
-
-    Attributes:
-        refused: the names that were replaced by a placeholder, as "module.name".
-    """
+    """An unpickler of allowed names only; `refused` holds the others, as "module.name"."""
 
     def __init__(self, file: BinaryIO, allowed: Mapping[Name, Any]) -> None:
         super().__init__(file)
@@ -63,16 +59,12 @@ class RestrictedUnpickler(pickle.Unpickler):
         return Placeholder
 
     def persistent_load(self, identifier: Any) -> Placeholder:
-        """torch keeps the numbers of tensors outside the pickle; they are not read."""
+        """Skip a tensor: torch keeps its numbers outside the pickle."""
         return Placeholder()
 
 
 def read_pickle(file: Path, allowed: Mapping[Name, Any]) -> Any:
-    """The object in a pickle file.
-
-    Raises:
-        CheckpointError: the file is missing or no pickle, or is built of what is not allowed.
-    """
+    """Read the object in a pickle file; CheckpointError if that is not possible with `allowed`."""
     try:
         return _load(io.BytesIO(file.read_bytes()), allowed)[0]
     except Exception as error:  # a damaged pickle may raise anything
@@ -80,10 +72,7 @@ def read_pickle(file: Path, allowed: Mapping[Name, Any]) -> Any:
 
 
 def read_torch_file(file: Path, allowed: Mapping[Name, Any]) -> tuple[Any, set[str]]:
-    """The object in a file of `torch.save`, its tensors left out.
-
-    Returns:
-        The object, and the names that were replaced by placeholders.
+    """Read the object in a file of `torch.save`, without its tensors, and the refused names.
 
     Raises:
         CheckpointError: the file is missing, damaged, or of a torch older than 1.6.

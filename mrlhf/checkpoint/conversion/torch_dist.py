@@ -1,9 +1,9 @@
 """Reads the `torch_dist` format: torch.distributed.checkpoint as megatron-core uses it.
 
-A checkpoint is a directory. `.metadata` says which boxes of each tensor lie where in the `.distcp`
-files; `metadata.json` names the format; `common.pt` holds the rest. Here boxes are read one at a
-time, in one process and without process groups, and no object is made of a class that is not named
-here. This file knows neither models nor the names of their tensors.
+A checkpoint is a directory. `.metadata` gives the place of each tensor's boxes in the `.distcp`
+files; `metadata.json` names the format; `common.pt` holds the rest. Boxes are read one at a time,
+in one process and without process groups, and only the classes in `_ALLOWED` are made. This file
+knows neither models nor the names of their tensors.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _ALLOWED: dict[Name, Any] = {
 
 
 class _Place(NamedTuple):
-    """Where in which file something lies, bytes."""
+    """A place in a file, bytes."""
 
     file: Path
     offset: int
@@ -93,8 +93,8 @@ class TorchDistReader:
     """The tensors of a `torch_dist` checkpoint.
 
     Attributes:
-        tensors: every tensor that it holds, under the checkpoint's own names.
-        objects: the names of everything else that it holds; these are never read.
+        tensors: every tensor, under the checkpoint's own names.
+        objects: the names of everything else; these are never read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -126,7 +126,7 @@ class TorchDistReader:
         self._files: dict[Path, BinaryIO] = {}
 
     def read(self, box: Box) -> Tensor:
-        """The elements of a box of a tensor, which has the checkpoint's own name.
+        """Read a box of a tensor, which has the checkpoint's own name.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the files do not cover the box.
@@ -154,7 +154,7 @@ class TorchDistReader:
         return result
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the files, without reading a tensor; one sentence for each file."""
+        """Check the files without reading a tensor; one sentence for each problem."""
         needed: dict[Path, int] = {}
         for place in self._places.values():
             needed[place.file] = max(needed.get(place.file, 0), place.offset + place.length)
@@ -176,8 +176,9 @@ class TorchDistReader:
         self._files.clear()
 
     def _place(self, info: Any) -> _Place:
-        """Where an entry lies; a file name must stay in the directory."""
+        """The place of an entry."""
         name = info.relative_path
+        # A file name must stay in the directory.
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
             raise CheckpointError(
                 f"{self._directory / INDEX_FILE}: names the file {name!r}, which is not beside it; "
@@ -217,11 +218,7 @@ def _box(name: str, chunk: Any) -> Box:
 
 
 def check_format(directory: Path) -> None:
-    """Refuse a directory that holds no `torch_dist` checkpoint.
-
-    Raises:
-        CheckpointError: it does not.
-    """
+    """Refuse a directory without a `torch_dist` checkpoint, with a CheckpointError."""
     file = directory / FORMAT_FILE
     if not file.is_file():
         raise CheckpointError(

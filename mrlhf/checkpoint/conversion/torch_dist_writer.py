@@ -1,8 +1,8 @@
 """Writes the `torch_dist` format, which `torch_dist` describes and reads.
 
-Boxes of tensors are written one at a time, in one process and without process groups, so that
-megatron-core's `dist_checkpointing.load` reads them. This file knows neither models nor the names
-of their tensors.
+Boxes of tensors are written one at a time, in one process and without process groups, for
+megatron-core's `dist_checkpointing.load`. This file knows neither models nor the names of their
+tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mrlhf.weights.shard import Shape
 
 
 class TorchDistWriter:
-    """Writes a `torch_dist` checkpoint box by box; nothing of it is held in memory."""
+    """Writes a `torch_dist` checkpoint box by box, and keeps none in memory."""
 
     def __init__(self, directory: Path, max_file_bytes: int) -> None:
         """Write to the empty `directory`, in files that end once they have `max_file_bytes`."""
@@ -52,7 +52,7 @@ class TorchDistWriter:
         self._store(metadata.MetadataIndex(name, offsets), values)
 
     def write_object(self, name: str, value: Any) -> None:
-        """Write something that is no tensor, as megatron-core writes it: in a list of one."""
+        """Write an object that is no tensor, in a list of one, as megatron-core does."""
         self._entries[name] = metadata.BytesStorageMetadata()
         self._store(metadata.MetadataIndex(name), [value])
 

@@ -1,6 +1,6 @@
-"""The samples that are being decoded: schedule, run, draw, record.
+"""Decodes samples together: schedule, run, draw, record.
 
-It knows neither where weights come from nor what the samples are for.
+It does not know where weights come from, or what the samples are for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from mrlhf.inference.stopping import Decode
 
 
 class Batch:
-    """Rows that are decoded together; requests may be added between two steps."""
+    """Rows that are decoded together; requests may be added between two steps.
+
+    `decode` is needed for stop strings. `version` is the version of the runner's weights.
+    """
 
     def __init__(
         self,
@@ -33,16 +36,6 @@ class Batch:
         decode: Decode | None,
         version: int,
     ) -> None:
-        """Start without rows.
-
-        Args:
-            runner: runs the passes, and has the cache.
-            sampler: draws tokens.
-            sampling: how tokens are drawn and what ends a response.
-            limits: how much the engine may take at once.
-            decode: token ids to text; needed for stop strings.
-            version: the version of the weights that the runner has.
-        """
         self._runner = runner
         self._sampler = sampler
         self._sampling = sampling
@@ -76,15 +69,14 @@ class Batch:
         return [self._sequences.remove(row, experts.get(row)) for row in ended]
 
     def take_counts(self) -> Counts:
-        """What was done since this was last called."""
+        """Return the counts since the last call."""
         return self._scheduler.take_counts()
 
     def drop_all(self) -> None:
-        """Give the blocks of all rows back to the cache; the batch is of no use then."""
+        """Give the blocks of all rows back to the cache; the batch cannot be used afterwards."""
         self._scheduler.drop_all()
 
     def _inputs(self, step: Step) -> StepInputs:
-        """The tensors of a pass."""
         ends = np.cumsum(step.counts)
         query_starts = np.concatenate([[0], ends]).astype(np.int32)
         place = np.repeat(np.arange(len(step.rows)), step.counts)
@@ -112,9 +104,9 @@ class Batch:
         )
 
     def _experts_of(self, rows: Sequence[int]) -> dict[int, NDArray[Any]]:
-        """The experts of all computed tokens of `rows`, which still have their blocks.
+        """Return the experts of all computed tokens of the `rows` that ask for them.
 
-        Rows that do not ask for them are left out.
+        The rows must still have their blocks.
         """
         record = self._runner.cache.experts
         wanted = [row for row in rows if self._sequences.wants_experts(row)]

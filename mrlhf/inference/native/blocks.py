@@ -1,8 +1,8 @@
 """Hands out the blocks of the KV cache, and finds blocks that a new prompt can share.
 
-Every sequence that reads a block holds it. A block that nobody holds any more, but that is part of
-the beginning of a known prompt, is kept until its room is needed; the one unused for longest goes
-first. This is arithmetic on ints: it knows neither tensors nor sequences.
+Every sequence that reads a block holds it. A block that no sequence holds is kept if it is part of
+the beginning of a known prompt. When its room is needed, the block unused for longest goes first.
+This is arithmetic on ints, without tensors or sequences.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """The number of blocks that can be taken: free ones, and those only kept for sharing."""
+        """The number of blocks that can be taken: free ones, and ones kept only for sharing."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -40,7 +40,7 @@ class BlockManager:
         return self._blocks - self.available
 
     def take(self, count: int) -> list[int] | None:
-        """Take `count` blocks for one sequence; None if there are not so many."""
+        """Take `count` blocks for one sequence; None if fewer are available."""
         if count > self.available:
             return None
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -55,7 +55,7 @@ class BlockManager:
             self._idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Let one sequence less hold these blocks."""
+        """Let one sequence fewer hold these blocks."""
         for block in reversed(blocks):  # the end of a prefix goes before its beginning
             assert self._holders[block] > 0, f"block {block} is held by nobody"
             self._holders[block] -= 1
@@ -96,7 +96,7 @@ class BlockManager:
             number = self._numbers[block]
 
     def _evict(self) -> int:
-        """Forget the known block that is unused for longest, and return it."""
+        """Forget the known block that has been unused for longest, and return it."""
         block, _ = self._idle.popitem(last=False)
         del self._known[self._keys.pop(block)], self._numbers[block]
         return block

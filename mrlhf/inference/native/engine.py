@@ -1,7 +1,7 @@
-"""The native engine: it generates on any device that torch has, and copies no weights to do so.
+"""The native engine: it generates on any device that torch has, without a copy of the weights.
 
-This file takes weights, answers requests and frees memory. The file `batch` decodes the samples.
-This file does not know where weights come from, nor what the samples are for.
+This file takes weights, answers requests and frees memory; `batch` decodes the samples. It does not
+know where weights come from, or what the samples are for.
 """
 
 from __future__ import annotations
@@ -51,15 +51,11 @@ class NativeEngine:
         """Describe the engine; memory is taken when weights come and when requests come.
 
         Args:
-            spec: a language model.
             tp_group: the ranks of this replica in tensor-parallel order; None if this rank is the
                 whole replica.
-            device: where weights, cache and sampling are.
-            dtype: the dtype of the parameters.
-            limits: how much the engine may take at once.
             decode: token ids to text; needed for stop strings.
             never: token ids that are never drawn.
-            ep: over how many parts of the group the experts of a layer are shared out.
+            ep: the number of parts of the group over which the experts of a layer are shared out.
 
         Raises:
             WeightError: the model's heads, MLP, experts or vocabulary do not divide over the group.
@@ -103,31 +99,24 @@ class NativeEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights, as last committed.
-
-        Raises:
-            EngineError: none was.
-        """
+        """The version of the weights that was last committed; EngineError if none was."""
         return committed(self._version)
 
     @property
     def cache_bytes(self) -> int:
-        """The size of the KV cache at this moment, in bytes."""
+        """The present size of the KV cache, in bytes."""
         return 0 if self._cache is None else self._cache.nbytes
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
-        """Which named slices each parameter of this rank holds; costs no memory."""
+        """See `InferenceEngine`."""
         return dict(self._parameters.pieces)
 
     def weight_slots(self) -> list[Slot]:
-        """Where each named slice is stored, to be filled in place.
-
-        A parameter that is not bound gets storage.
-        """
+        """See `InferenceEngine`."""
         return self._parameters.slots()
 
     def bind(self, parameter: str, tensor: Tensor) -> None:
-        """Make `tensor` itself the engine's parameter; nothing is copied.
+        """Make `tensor` itself the engine's parameter.
 
         Raises:
             EngineError: there is no such parameter, or shape, dtype or device differ.
@@ -136,7 +125,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def commit(self, version: int) -> None:
-        """Declare the weights complete as `version`: lay them out, and forget computed prompts.
+        """Declare the weights complete: lay them out for this machine, and forget computed prompts.
 
         Raises:
             EngineError: a parameter has no storage, or samples are in flight.
@@ -156,7 +145,7 @@ class NativeEngine:
 
     @property
     def in_flight(self) -> int:
-        """The number of samples that were submitted and are not collected yet."""
+        """See `InferenceEngine`."""
         return len(self._in_flight)
 
     @torch.inference_mode()
@@ -164,9 +153,8 @@ class NativeEngine:
         """Queue requests, also while others are in flight.
 
         Raises:
-            EngineError: a prompt is empty, too long or not of this vocabulary; a request draws
-                differently from those in flight, or has the id of one of them; the engine sleeps or
-                has no weights; there is no memory for the cache. Then none is queued.
+            EngineError: `InFlight.check` refuses a request; the engine sleeps or has no weights;
+                there is no memory for the cache. Then none is queued.
         """
         version = self.version  # raises where there are no weights
         if not self._awake or self._decoder is None:
@@ -188,11 +176,10 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one pass through the model; without a sample to compute, do nothing.
+        """Run one pass through the model, as `InferenceEngine` says.
 
         Raises:
-            EngineError: the model's logits are not finite. After any error everything in flight is
-                dropped, and the engine can be used again.
+            EngineError: the model's logits are not finite.
         """
         if self._batch is None:
             return
@@ -207,7 +194,7 @@ class NativeEngine:
             raise
 
     def collect(self) -> Finished:
-        """Hand over the samples that have ended, in an order that is the same on all ranks."""
+        """See `InferenceEngine`."""
         finished = self._in_flight.collect()
         if self._batch is None or self._cache is None:
             return finished
@@ -225,16 +212,14 @@ class NativeEngine:
         return Finished(finished.samples, finished.stats + stats)
 
     def cancel(self) -> Finished:
-        """Drop the samples that have not ended, and hand over those that have."""
+        """See `InferenceEngine`."""
         if self._batch is not None:
             self._batch.drop_all()
         self._in_flight.drop_unfinished()
         return self.collect()
 
     def sleep(self) -> None:
-        """Free the KV cache and the copies of weights laid out for this machine.
-
-        The weights stay.
+        """Free the KV cache and the copies of weights laid out for this machine; the weights stay.
 
         Raises:
             EngineError: samples are in flight.
@@ -250,14 +235,12 @@ class NativeEngine:
         self._awake = True
 
     def take_cache(self) -> None:
-        """Take the memory of the KV cache, unless it is there; `submit` does so otherwise.
-
-        On a GPU `commit` stacks the experts of a mixture, so before it nothing is taken: the cache
-        gets what they leave.
+        """Take the memory of the KV cache unless it was taken; otherwise `submit` takes it.
 
         Raises:
             EngineError: there is not enough memory.
         """
+        # A GPU's `commit` stacks the experts of a mixture; the cache gets the memory that is left.
         stacks_experts = self._device.type == "cuda" and self._spec.experts is not None
         if self._cache is not None or (stacks_experts and self._decoder is None):
             return
@@ -274,7 +257,7 @@ class NativeEngine:
         self._cache = KVCache(shape, blocks, self._dtype, self._device)
 
     def _ready_runner(self, decoder: Decoder) -> Runner:
-        """The runner of these weights; all ranks make it together."""
+        """Return the runner of these weights; all ranks make it together."""
         if self._runner is None:
             self.take_cache()
             assert self._cache is not None

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps, one for each batch size: a step is one launch instead of hundreds.
 
-A smaller batch is padded with tokens that write to a block of their own. This file knows inputs and
-a forward function, and no model.
+A smaller batch is padded with tokens that write to a spare block. This file knows inputs and a
+forward function, and no model.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ Forward = Callable[[StepInputs], Tensor]
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """The batch sizes that are captured: 1, 2, 4, every 8 up to 64, and every 32 up to `most`."""
+    """Return the batch sizes to capture: 1, 2, 4, every 8 up to 64, and every 32 up to `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most, 32), most]
     return sorted({size for size in sizes if size <= most})
 
 
 class DecodeGraphs:
-    """Captures `forward` for a batch size when it is first needed, and replays it afterwards."""
+    """Captures `forward` for a batch size when it is first needed, and replays it afterwards.
+
+    The weights and the cache that `forward` reads must stay where they are.
+    """
 
     def __init__(
         self, forward: Forward, most: int, table_width: int, spare_block: int, block_size: int
     ) -> None:
-        """Keep what a capture needs; the first use of a batch size captures it.
+        """Take the largest batch `most`, and the blocks of the longest sequence, `table_width`.
 
-        Args:
-            forward: computes one decode step; its weights and cache stay where they are.
-            most: the largest batch.
-            table_width: the number of blocks that a sequence may have.
-            spare_block: a block that padding may write to.
-            block_size: tokens in a block.
+        Padding writes to `spare_block`.
         """
         self._forward = forward
         self._sizes = bucket_sizes(most)
@@ -47,7 +45,7 @@ class DecodeGraphs:
         self._pool: Any = None  # torch's handle of the memory that all graphs share
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Logits [batch, vocab_shard] of a step in which every sequence computes one token."""
+        """Return the logits [batch, vocab_shard] of a step with one token of every sequence."""
         batch = len(inputs.tokens)
         size = next(size for size in self._sizes if size >= batch)
         if size not in self._graphs:

@@ -1,6 +1,6 @@
-"""The tensors of the paged KV cache, and for how many blocks there is memory.
+"""The tensors of the paged KV cache, and the number of blocks that fit the memory.
 
-It knows neither models nor which sequence has which block.
+It does not know models, or which sequence has which block.
 """
 
 from __future__ import annotations
@@ -11,35 +11,26 @@ import torch
 from torch import Tensor
 
 from mrlhf.errors import EngineError
+from mrlhf.host.pages import zero_pages
 from mrlhf.inference.base import EngineLimits
 from mrlhf.inference.cache_size import CacheShape, gpu_room
-from mrlhf.inference.native.host_memory import zero_pages
 from mrlhf.inference.native.operators import Layer
 from mrlhf.job import processes_on_this_machine
 
 
 class KVCache:
-    """Keys and values in blocks; what is not yet written is zero or stale.
+    """Keys and values in blocks; entries not yet written are zero or stale.
 
     Attributes:
-        layers: keys and values of each layer.
-        experts: the experts of each token whose keys and values are here, [blocks x block_size,
-            mixtures, per_token]; None if they are not recorded.
-        blocks: the number of blocks.
+        experts: the experts of each cached token, [blocks x block_size, mixtures, per_token]; None
+            if they are not recorded.
         block_size: tokens in a block.
-        nbytes: the size of everything.
     """
 
     def __init__(
         self, shape: CacheShape, blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Take the memory; a host gives it as blocks are first written to.
-
-        Args:
-            shape: sizes of the cache.
-            blocks: the number of blocks.
-            dtype: of keys and values; `shape.itemsize` is its size.
-            device: where they are.
+        """Take the memory; a host gives it only when a block is first written to.
 
         Raises:
             EngineError: there is not enough memory.
@@ -62,10 +53,9 @@ class KVCache:
         self.nbytes = blocks * shape.block_bytes
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks; no block is copied to twice, or copied both from and to.
+        """Copy whole blocks, given as (from, to).
 
-        Args:
-            pairs: (from, to) each.
+        No block is copied to twice, or copied both from and to.
         """
         if not pairs:
             return
@@ -96,15 +86,10 @@ def blocks_for(
     spare: int,
     weight_bytes: int = 0,
 ) -> int:
-    """How many blocks the cache gets: as many as could ever be used, or as fit the memory.
+    """Return the number of blocks: as many as could ever be used, or as fit the memory.
 
-    Args:
-        limits: what the engine may take.
-        block_size: tokens in a block.
-        block_bytes: size of a block.
-        device: where the cache is.
-        spare: blocks on top of those, which no sequence uses.
-        weight_bytes: size of the engine's weights.
+    No sequence uses the additional `spare` blocks. `block_bytes` and `weight_bytes` are sizes of a
+    block and of the engine's weights.
 
     Raises:
         EngineError: one sequence may need more.
@@ -124,7 +109,7 @@ def blocks_for(
 
 
 def _budget(limits: EngineLimits, device: torch.device, weight_bytes: int) -> int:
-    """The size that the cache may have, in bytes."""
+    """Return the largest size of the cache, in bytes."""
     if limits.cache_bytes is not None:
         return limits.cache_bytes
     if device.type == "cuda":
@@ -135,13 +120,11 @@ def _budget(limits: EngineLimits, device: torch.device, weight_bytes: int) -> in
 
 
 def _free_host_bytes(root: Path = Path("/")) -> int:
-    """The memory that programs could get now without swapping, in bytes.
-
-    A container or a batch job may have less than the host.
-    """
+    """Return the memory that programs could get now without swapping, in bytes."""
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
+    # A container or a batch job may have less than the host.
     cgroup = root / "sys/fs/cgroup"
     for limit, usage in (
         (cgroup / "memory.max", cgroup / "memory.current"),

@@ -12,43 +12,40 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mrlhf.inference.native.experts import Experts, HostExperts, LocalExperts, make_experts
+from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
 from mrlhf.inference.native.linear import Linear, linear
-from mrlhf.inference.native.operators import Operators, enter
+from mrlhf.inference.native.operators import Operators, add_and_normalise
 from mrlhf.inference.native.parameters import Parameters
-from mrlhf.inference.native.router import HostRouter, Router, make_router
+from mrlhf.inference.native.router import Router, sigmoid
+from mrlhf.models.ops import gated
 from mrlhf.models.parameters import experts_of
 from mrlhf.models.spec import ModelSpec
 
 Mlp = Callable[[Tensor, Tensor | None, list[Tensor]], Tensor]
-"""Adds the second tensor, if there is one, to the first in place, and returns the MLP of the norm
-of the sum: this rank's share of it, [tokens, hidden] all.
+"""The function (hidden, delta, choices) -> this rank's share of the MLP, all [tokens, hidden].
 
-A mixture appends the experts that it chooses to the list, int64 [tokens, per_token].
+It adds `delta` to `hidden` in place, and takes the norm of the sum. A mixture appends the experts
+that it chooses to `choices`, int64 [tokens, per_token].
 """
 
 
 class DenseMlp:
-    """fc2(silu(gate) * up)."""
+    """fc2(silu(gate) * up) of the norm, if there is one; `fc1` gives gate and up."""
 
     def __init__(self, operators: Operators, norm: Tensor | None, fc1: Linear, fc2: Linear) -> None:
-        """Keep the products: `fc1` gives gate and up, `fc2` takes what they become.
-
-        `norm` is the weight of the norm before them, if there is one.
-        """
         self._operators = operators
         self._norm = norm
         self._fc1 = fc1
         self._fc2 = fc2
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, choices: list[Tensor]) -> Tensor:
-        """This rank's share, as `Mlp` says; it has no experts."""
-        x = enter(self._operators, hidden, delta, self._norm)
-        return self._fc2(self._operators.gated(self._fc1(x)))
+        """See `Mlp`."""
+        x = add_and_normalise(self._operators, hidden, delta, self._norm)
+        return self._fc2(gated(self._fc1(x)))
 
 
 class Mixture:
-    """A router with its experts, and the expert that all tokens go to, if there is one."""
+    """A router with this rank's experts, and optionally an expert that all tokens go to."""
 
     def __init__(
         self,
@@ -62,12 +59,9 @@ class Mixture:
         """Keep the parts.
 
         Args:
-            operators: the steps of a layer besides its matrix products.
             norm: the weight of the norm before the MLP, if there is one.
-            router: all of it, on every rank.
-            experts: this rank's.
-            shared: the expert that all tokens go to, this rank's columns of it.
-            shared_gate: x -> [tokens, 1]; its sigmoid is what that expert's output counts.
+            shared: this rank's columns of the expert that all tokens go to.
+            shared_gate: x -> [tokens, 1]; its sigmoid is multiplied with the output of `shared`.
         """
         self._operators = operators
         self._norm = norm
@@ -77,8 +71,8 @@ class Mixture:
         self._shared_gate = shared_gate
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, choices: list[Tensor]) -> Tensor:
-        """This rank's share, as `Mlp` says."""
-        x = enter(self._operators, hidden, delta, self._norm)
+        """See `Mlp`."""
+        x = add_and_normalise(self._operators, hidden, delta, self._norm)
         chosen, shares = self._router(x)
         choices.append(chosen)
         out = self._experts(x, chosen, shares)
@@ -87,14 +81,14 @@ class Mixture:
 
         shared = self._shared(x, None, choices)
         if self._shared_gate is not None:
-            shared = shared * self._shared_gate(x).sigmoid()
+            shared = shared * sigmoid(self._shared_gate(x))
         return out + shared
 
 
 def mlp_of_layer(
     spec: ModelSpec, number: int, parameters: Parameters, operators: Operators, dtype: torch.dtype
 ) -> Mlp:
-    """The MLP of layer `number` with the norm before it, computed in `dtype`."""
+    """Return the MLP of layer `number` with the norm before it, computed in `dtype`."""
     layer = f"decoder.layers.{number}."
     prefix = layer + "mlp."
     norm = None
@@ -120,11 +114,7 @@ def mlp_of_layer(
     )
 
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
-    router = make_router(experts, parameters[prefix + "router.weight"], correction)
-    computed = make_experts(local, dtype)
-    is_plain = dtype == torch.float32 and not experts.shared_ffn_size
-    if is_plain and isinstance(computed, HostExperts) and isinstance(router, HostRouter):
-        return computed.whole_layer(router, norm, spec.norm_eps)
+    router = Router(experts, parameters[prefix + "router.weight"], correction)
 
     shared = None
     shared_gate = None
@@ -132,4 +122,4 @@ def mlp_of_layer(
         shared = dense(prefix + "shared.", None, biased=False)
     if experts.shared_gate:
         shared_gate = linear(parameters[prefix + "shared_gate.weight"].to(dtype))
-    return Mixture(operators, norm, router, computed, shared, shared_gate)
+    return Mixture(operators, norm, router, make_experts(local, dtype), shared, shared_gate)

@@ -1,7 +1,7 @@
 """The decoder's forward pass for inference, over flat tokens and a paged cache.
 
-Parameters are fused and cut as in megatron-core; what is computed is what transformers computes.
-One pass takes `StepInputs` and returns logits. This file knows neither sampling nor scheduling.
+Parameters are fused and cut as in megatron-core; the computation is that of transformers. This file
+does not know sampling or scheduling.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from mrlhf.inference.cache_size import kv_heads_on_rank
 from mrlhf.inference.native import kernels
-from mrlhf.inference.native.attention import Attention, AttentionWeights, make_attention
+from mrlhf.inference.native.attention import Attention, AttentionWeights
 from mrlhf.inference.native.linear import linear
 from mrlhf.inference.native.mlp import Mlp, mlp_of_layer
 from mrlhf.inference.native.operators import (
-    HostOperators,
     Layer,
     Operators,
     StepInputs,
@@ -34,11 +33,9 @@ from mrlhf.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer: norms and biases as tensors, where the model has them; the rest as functions.
+    """One layer; norms and biases are None where the model has none."""
 
-    A bias is added, and an output normalised, after the ranks' shares have been summed.
-    """
-
+    # A bias is added, and an output normalised, after the sum over the ranks' shares.
     attention: Attention
     proj_bias: Tensor | None
     proj_norm: Tensor | None
@@ -48,7 +45,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """The forward pass of one version of the weights on one tensor-parallel rank."""
+    """The forward pass of one version of the weights on one tensor-parallel rank.
+
+    Weights that need no other layout on this machine share the memory of `parameters`.
+    """
 
     def __init__(
         self,
@@ -59,18 +59,6 @@ class Decoder:
         tables: Sequence[Tables],
         dtype: torch.dtype,
     ) -> None:
-        """Lay the weights out for this machine.
-
-        Weights that stay as they are share the memory of `parameters`.
-
-        Args:
-            spec: a language model.
-            parameters: this rank's weights.
-            parallel: the ranks of the replica.
-            operators: the steps of a layer besides its matrix products.
-            tables: by what each layer rotates.
-            dtype: in which to compute.
-        """
         self._parallel = parallel
         self._operators = operators
         self._embedding_multiplier = spec.embedding_multiplier
@@ -85,7 +73,7 @@ class Decoder:
         for number in range(spec.num_layers):
             mlp = mlp_of_layer(spec, number, parameters, operators, dtype)
             weights = _attention(spec, number, tables[number], tensor, parallel.size)
-            attention = make_attention(weights, operators, parallel, spec.norm_eps)
+            attention = Attention(weights, operators, parallel, spec.norm_eps)
             self._layers.append(_layer(spec, number, tensor, attention, mlp))
 
         self._final_norm = tensor("decoder.final_layernorm.weight")
@@ -93,7 +81,7 @@ class Decoder:
             self._embedding if spec.output_is_embedding else tensor("output_layer.weight")
         )
 
-        # This rank's rows of the vocabulary; those past its end are padding.
+        # This rank's rows of the vocabulary; rows past its end are padding.
         rows = len(self._embedding)
         self.vocab_start = parallel.rank * rows
         self._vocab_rows = max(0, min(rows, spec.vocab_size - self.vocab_start))
@@ -101,16 +89,15 @@ class Decoder:
     def forward(
         self, inputs: StepInputs, cache: list[Layer], record: Tensor | None = None
     ) -> Tensor:
-        """The logits after the tokens `inputs.last`.
+        """Return the logits after the tokens `inputs.last`.
 
         Args:
-            inputs: the tokens of the pass.
-            cache: keys and values of each layer; those of the pass are written.
-            record: the experts of each token in the cache, [places, mixtures, per_token]; those of
-                the pass are written. None: they are not recorded.
+            cache: keys and values of each layer; this pass adds its own.
+            record: the experts of each token in the cache, [places, mixtures, per_token]; this pass
+                adds its own. None: they are not recorded.
 
         Returns:
-            [rows, vocab_shard]: this rank's columns, without those of padding.
+            [rows, vocab_shard]: this rank's columns, without padding.
         """
         operators = self._operators
         hidden = self._embed(inputs.tokens)
@@ -118,10 +105,10 @@ class Decoder:
         choices: list[Tensor] = []
         for layer, store in zip(self._layers, cache, strict=True):
             share = layer.attention(hidden, delta, inputs, store)
-            delta = self._leave(share, layer.proj_bias, layer.proj_norm)
+            delta = self._finish_block(share, layer.proj_bias, layer.proj_norm)
 
             share = layer.mlp(hidden, delta, choices)
-            delta = self._leave(share, layer.mlp_bias, layer.mlp_output_norm)
+            delta = self._finish_block(share, layer.mlp_bias, layer.mlp_output_norm)
 
         if record is not None:
             chosen = torch.stack(choices, dim=1).to(record.dtype)
@@ -137,8 +124,8 @@ class Decoder:
             return logits
         return logits[:, : self._vocab_rows].contiguous()
 
-    def _leave(self, share: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
-        """What is added to the residual stream, of this rank's share of a product."""
+    def _finish_block(self, share: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        """Return what is added to the residual stream, from this rank's share of a product."""
         delta = self._parallel.sum(share)
         if bias is not None:
             delta = delta + bias
@@ -149,7 +136,7 @@ class Decoder:
         return delta
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings of `tokens` [tokens], [tokens, hidden]; each rank looks up its rows."""
+        """Return the embeddings [tokens, hidden]; each rank looks up its own rows."""
         if self._parallel.size == 1:
             return self._scaled(F.embedding(tokens, self._embedding))
         local = tokens - self.vocab_start
@@ -166,7 +153,7 @@ class Decoder:
 def _attention(
     spec: ModelSpec, number: int, tables: Tables, tensor: Callable[[str], Tensor], ranks: int
 ) -> AttentionWeights:
-    """The attention of layer `number` on one of `ranks` tensor-parallel ranks."""
+    """Return the attention of layer `number` on one of `ranks` tensor-parallel ranks."""
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
     kv_heads = kv_heads_on_rank(spec, ranks)
@@ -214,11 +201,9 @@ def _layer(
 def tables_of_layers(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_length: int
 ) -> list[Tables]:
-    """The cosines and sines by which each layer rotates; layers that rotate alike share them.
-
-    They are rounded to `dtype`, as in transformers. A layer that does not rotate has cosines of 1
-    and sines of 0, which leave every number as it is.
-    """
+    """Return the cosines and sines that rotate each layer; layers that rotate alike share them."""
+    # They are rounded to `dtype`, as in transformers. A layer that does not rotate has cosines of 1
+    # and sines of 0, which leave every number as it is.
     by_kind: dict[str | None, Tables] = {}
     for kind in set(spec.ropes):
         frequencies = torch.zeros(spec.rotary_dim // 2)
@@ -234,8 +219,8 @@ def tables_of_layers(
 
 
 def make_operators(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Operators:
-    """The fastest operators that this machine has for a model in `dtype`."""
+    """Return the fastest operators that this machine has for a model in `dtype`."""
     compiled = kernels.load(dtype) if device.type == "cpu" else None
     if compiled is None:
         return TorchOperators(spec.norm_eps, spec.attention_scale)
-    return HostOperators(compiled, spec.norm_eps, spec.attention_scale)
+    return kernels.HostOperators(compiled, spec.norm_eps, spec.attention_scale)

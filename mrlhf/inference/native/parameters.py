@@ -1,7 +1,7 @@
 """The engine's parameters: named, cut and fused as in megatron-core, on one pipeline stage.
 
 A parameter is either bound, so that it is a training parameter and nothing is copied, or stored
-here. This file does not know how weights arrive or what is computed from them.
+here. This file does not know how weights arrive, or what is computed from them.
 """
 
 from __future__ import annotations
@@ -24,24 +24,15 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Parameters:
-    """The parameters that one rank of a replica holds.
+    """The parameters that one rank of a replica holds; `pieces` has the named slices of each.
 
-    Attributes:
-        place: where the rank stands in the replica.
-        pieces: which named slices each parameter holds.
+    No memory is used until a parameter is bound or stored. Some stay float32 in models of any
+    `dtype`.
     """
 
     def __init__(
         self, spec: ModelSpec, place: ReplicaPlace, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Work out names and shapes; no memory is used until a parameter is bound or stored.
-
-        Args:
-            spec: a language model.
-            place: where this rank stands in its replica.
-            device: where parameters are.
-            dtype: their dtype, except for those that stay float32.
-        """
         self._device = device
         self._dtype = dtype
         self.place = place
@@ -80,9 +71,9 @@ class Parameters:
         self._tensors[name] = tensor
 
     def slots(self) -> list[Slot]:
-        """Where each piece is stored.
+        """Return where each piece is stored.
 
-        Parameters that have no storage get some, filled with zeros, so that padding rows are zero.
+        Parameters without storage get it, filled with zeros, so that padding rows are zero.
         """
         for names in _stacks(self.missing):
             shape = (len(names), *self._shapes[names[0]])
@@ -99,10 +90,8 @@ class Parameters:
 
 
 def _stacks(names: Sequence[str]) -> list[list[str]]:
-    """The parameters that are stored together, in one tensor: the experts of a layer, one by one.
-
-    On a GPU their products are computed at once, from that tensor.
-    """
+    """Group the parameters that are stored in one tensor: the experts of a layer, others alone."""
+    # On a GPU the products of experts are computed at once, from that tensor.
     stacks: dict[str, list[str]] = {}
     for name in names:
         stacks.setdefault(_EXPERT.sub(".experts.", name), []).append(name)

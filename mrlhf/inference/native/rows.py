@@ -1,7 +1,4 @@
-"""The numbers of rows, and arrays that grow with the number of rows.
-
-This file does not know what a row holds.
-"""
+"""The numbers of rows, and arrays that grow with them; it does not know what a row holds."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class RowNumbers:
-    """Hands out row numbers from 0; the one that was given back first is handed out again first."""
+    """Hands out row numbers from 0; the number given back first is handed out again first."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -33,15 +30,11 @@ class RowNumbers:
 
 
 def enlarged(array: NDArray[Any], *shape: int) -> NDArray[Any]:
-    """`array` with at least `shape`; what is added is zero.
-
-    An array that has to grow along its first axis at least doubles there, so that many small
-    additions stay cheap.
-    """
+    """Return `array` enlarged to at least `shape`, with zeros in the added part."""
     if all(have >= want for have, want in zip(array.shape, shape, strict=True)):
         return array
     new_shape = [max(have, want) for have, want in zip(array.shape, shape, strict=True)]
-    if new_shape[0] > array.shape[0]:
+    if new_shape[0] > array.shape[0]:  # at least double, so that many small additions stay cheap
         new_shape[0] = max(new_shape[0], 2 * array.shape[0])
 
     larger = np.zeros(new_shape, dtype=array.dtype)

@@ -1,6 +1,6 @@
-"""Runs passes through the model: one version of the weights on one cache.
+"""Runs passes through the model with one version of the weights on one cache.
 
-On a GPU decode steps run as CUDA graphs. This file knows neither which rows take part in a pass nor
+On a GPU decode steps run as CUDA graphs. This file does not know which rows take part in a pass, or
 how tokens are drawn.
 """
 
@@ -21,12 +21,9 @@ from mrlhf.inference.native.tensor_parallel import TensorParallel
 
 
 class Runner:
-    """Runs passes; it lasts until the weights change or the cache goes.
+    """Runs passes until the weights change or the cache is freed.
 
-    Attributes:
-        cache: keys and values.
-        manager: hands out the blocks of the cache.
-        vocab_start: the token id of the logits' first column.
+    The logits' first column is for the token id `vocab_start`.
     """
 
     def __init__(
@@ -37,15 +34,7 @@ class Runner:
         limits: EngineLimits,
         device: torch.device,
     ) -> None:
-        """Agree with the other ranks on the number of blocks; all of them call it.
-
-        Args:
-            decoder: computes a pass with the current weights.
-            cache: this rank's KV cache; no sequence uses it yet.
-            parallel: the ranks of the replica.
-            limits: how much the engine may take at once.
-            device: where weights and cache are.
-        """
+        """Agree on the number of blocks of the unused cache; all ranks of the replica call it."""
         self.cache = cache
         self.vocab_start = decoder.vocab_start
         self._decoder = decoder
@@ -66,14 +55,14 @@ class Runner:
             )
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Logits [rows, vocab_shard] after the tokens `inputs.last`."""
+        """Return the logits [rows, vocab_shard] after the tokens `inputs.last`."""
         one_token_each = inputs.most_queries == 1 and len(inputs.last) == len(inputs.tokens)
         if self._graphs is not None and one_token_each:
             return self._graphs.run(inputs)
         return self._decoder.forward(inputs, self.cache.layers, self.cache.experts)
 
     def send(self, values: NDArray[np.generic]) -> Tensor:
-        """A host array on the device; it is sent from pinned memory, so that nothing waits."""
+        """Copy a host array to the device, from pinned memory so that nothing waits."""
         tensor = torch.from_numpy(values)
         if self._device.type == "cpu":
             return tensor

@@ -1,9 +1,9 @@
 """Draws the next token of each row: a uniform number picks it from the distribution.
 
-The number is a hash of (seed, uid, sample index, position) and depends on nothing else. So batch
-order, replica and layout cannot change a response, except where they round the logits differently.
-Each rank keeps its columns of the logits and reads them once; the ranks exchange a few numbers for
-each row. This file knows neither models nor sequences, only rows.
+The number is a hash of (seed, uid, sample index, position) alone. So batch order, replica and
+layout cannot change a response, except where they round the logits differently. Each rank keeps its
+columns of the logits and reads them once; the ranks exchange a few numbers for each row. This file
+knows rows, and no models or sequences.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _COLUMNS = 128
 # Stands for the logits of tokens that are never drawn. Divided by a temperature it stays finite,
 # and its difference to any other logit is beyond what exp does not round to zero.
 _NEVER = -1e30
-# At most so many logits are worked on at once: a float32 copy of them must fit the device.
-_ELEMENTS = 2**27
+# The most logits that are worked on at once: a float32 copy of them must fit the device.
+_MOST_LOGITS = 2**27
 
 
 def splitmix64(state: Words) -> Words:
@@ -39,15 +39,9 @@ def splitmix64(state: Words) -> Words:
 
 
 def sample_keys(seeds: Sequence[int], uids: Sequence[int], samples: Sequence[range]) -> Words:
-    """One hash of (seed, uid, sample index) for each sample.
+    """Return one hash of (seed, uid, sample index) for each sample, by prompt, then by sample.
 
-    Args:
-        seeds: one for each prompt.
-        uids: one for each prompt.
-        samples: sample indices of each prompt.
-
-    Returns:
-        [samples of all prompts], ordered by prompt, then by sample.
+    There is one seed, one uid and one range of sample indices for each prompt.
     """
     counts = [len(indices) for indices in samples]
     roots = splitmix64(np.array(list(seeds), dtype=np.uint64))
@@ -57,11 +51,10 @@ def sample_keys(seeds: Sequence[int], uids: Sequence[int], samples: Sequence[ran
 
 
 def uniforms(keys: Words, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) of 53 random bits, one for each key and token position.
+    """Return numbers in [0, 1) of 53 random bits, [batch].
 
-    Args:
-        keys: what `sample_keys` returned for each sample, [batch].
-        positions: the position of the token in the response, [batch].
+    `keys` come from `sample_keys`, and `positions` are those of the tokens in their responses,
+    [batch].
     """
     bits = splitmix64(keys ^ positions.view(np.uint64)) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
@@ -70,20 +63,13 @@ def uniforms(keys: Words, positions: NDArray[np.int64]) -> NDArray[np.float64]:
 class Sampler:
     """Draws tokens from logits whose columns are spread over the ranks of a replica.
 
-    All ranks draw the same tokens.
+    All ranks draw the same tokens. `kernels` are for logits on the host, of their dtype; None uses
+    torch's operators. Token ids in `never` are never drawn.
     """
 
     def __init__(
         self, parallel: TensorParallel, kernels: Kernels | None, never: Sequence[int] = ()
     ) -> None:
-        """Draw for the ranks of one replica.
-
-        Args:
-            parallel: the ranks of the replica.
-            kernels: compiled kernels for logits on the host, of their dtype; None to use torch's
-                operators.
-            never: token ids that are never drawn.
-        """
         self._parallel = parallel
         self._kernels = kernels
         self._never = torch.tensor(list(never), dtype=torch.int64)
@@ -91,11 +77,11 @@ class Sampler:
     def draw(
         self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """Draw one token for each row, none of those that are never drawn.
+        """Draw one token for each row.
 
         Args:
-            logits: [batch, vocab_shard], any float dtype; those of tokens that are never drawn are
-                overwritten, the others are left as they are.
+            logits: [batch, vocab_shard], any float dtype; columns of tokens that are never drawn
+                are overwritten.
             vocab_start: the token id of the first column.
             uniform: the numbers that pick, in [0, 1), float64 [batch]; not used if greedy.
             sampling: its temperature, top_k and top_p are used.
@@ -124,16 +110,10 @@ class Sampler:
         excluded: Tensor,
         scale: float,
     ) -> Tensor:
-        """Log-probabilities over the whole vocabulary, from those over the tokens that are drawn.
+        """Return log-probabilities over the whole vocabulary, [batch].
 
-        Args:
-            logits: [batch, vocab_shard].
-            vocab_start: the token id of the first column.
-            tokens: [batch].
-            logprobs: the log-probability of each token among those that may be drawn, [batch].
-            excluded: logarithm of the sum of exp(logit) over this rank's columns that are never
-                drawn, float64 [batch].
-            scale: every logit is multiplied by it.
+        `logprobs` [batch] are over the tokens that may be drawn. `excluded`, float64 [batch], is
+        the logarithm of the sum of exp(logit) over this rank's columns that are never drawn.
         """
         columns = tokens - vocab_start
         is_mine = (columns >= 0) & (columns < logits.shape[-1])
@@ -149,11 +129,11 @@ class Sampler:
     def _draw_any(
         self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """As `draw`, among all tokens."""
+        """Draw as `draw` does, among all tokens."""
         if sampling.temperature > 0 and (sampling.top_k != -1 or sampling.top_p < 1):
             return sample_truncated(self._parallel.all_columns(logits), uniform, sampling)
 
-        rows = max(1, _ELEMENTS // max(1, logits.shape[-1]))
+        rows = max(1, _MOST_LOGITS // max(1, logits.shape[-1]))
         if self._kernels is not None or len(logits) <= rows:
             return self._draw_rows(logits, uniform, vocab_start, sampling)
 
@@ -168,7 +148,7 @@ class Sampler:
     def _draw_rows(
         self, logits: Tensor, uniform: Tensor, vocab_start: int, sampling: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """As `draw`, without top-k and top-p."""
+        """Draw as `draw` does, among all tokens, without top-k and top-p."""
         greedy = sampling.temperature == 0
         scale = 1.0 if greedy else 1.0 / sampling.temperature
         if self._kernels is not None and self._parallel.size == 1:
@@ -182,7 +162,7 @@ class Sampler:
         mass = ((highest - top[:, None]).double().exp() * sums).sum(dim=1)
         mine = torch.stack([top.double(), mass, (likeliest + vocab_start).double()])
 
-        # Those of all ranks, with masses on one scale.
+        # The same of all ranks, with masses on one scale.
         tops, masses, likeliest = self._parallel.gather(mine).unbind(dim=1)
         top = tops.amax(dim=0)
         masses = masses * (tops - top).exp()
@@ -209,7 +189,7 @@ class Sampler:
 
 
 def _logit_blocks(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `Kernels.logit_blocks`."""
+    """See `Kernels.logit_blocks`."""
     scaled = logits.float() * scale
     padded = F.pad(scaled, (0, -scaled.shape[-1] % _COLUMNS), value=-torch.inf)
     blocks = padded.unflatten(-1, (-1, _COLUMNS))
@@ -220,7 +200,7 @@ def _logit_blocks(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]
 def _pick(
     logits: Tensor, scale: float, highest: Tensor, sums: Tensor, tops: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same as `Kernels.pick`."""
+    """See `Kernels.pick`."""
     ends = ((highest - tops[:, None]).double().exp() * sums).cumsum(dim=-1)
     block, before = _first_above(ends, targets[:, None])
 
@@ -240,7 +220,7 @@ def _pick(
 def sample_truncated(
     logits: Tensor, uniform: Tensor, sampling: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """As `Sampler.draw`, with top-k and top-p, from logits [batch, vocab] of all ranks."""
+    """Draw as `Sampler.draw`, with top-k and top-p, from logits [batch, vocab] of all ranks."""
     scaled = logits.float() / sampling.temperature
     shifted = scaled - scaled.amax(dim=-1, keepdim=True)
     weights = shifted.exp()
@@ -250,15 +230,10 @@ def sample_truncated(
 
 
 def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set weights to zero outside top-k, then outside top-p of what is left.
+    """Set weights [batch, vocab] to zero outside top-k, then outside top-p of what is left.
 
-    A token stays in top-p if the tokens before it have less than `top_p` together. Those before it
-    are likelier, or as likely with a lower id.
-
-    Args:
-        weights: unnormalised probabilities, [batch, vocab].
-        top_k: as in `SamplingParams`.
-        top_p: as in `SamplingParams`.
+    A token stays in top-p if the tokens before it have less than `top_p` together. The tokens
+    before it are likelier, or as likely with a lower id.
     """
     if 0 < top_k < weights.shape[-1]:
         kth = weights.topk(top_k, dim=-1).values[:, -1:]
@@ -273,25 +248,19 @@ def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first token id of each row at which the cumulative share of weights exceeds a number.
+    """Return the first token id of each row where the cumulative share exceeds the row's number.
 
-    Args:
-        weights: [batch, vocab].
-        uniform: the number of each row, in [0, 1), [batch].
+    `weights` are [batch, vocab], the numbers `uniform` in [0, 1), [batch].
     """
     ends = weights.to(torch.float64).cumsum(dim=-1)
     return _first_above(ends, uniform[:, None] * ends[:, -1:])[0][:, 0]
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first entry of each row that is above the row's target.
+    """Find the first entry of each row of running sums that is above the row's target [batch, 1].
 
     If rounding has put the target past the end, the last entry that adds anything is taken. NaN
     takes the last index.
-
-    Args:
-        cumulative: running sums, [batch, entries].
-        target: [batch, 1].
 
     Returns:
         The index of the entry and the value of the entry before it (0 before the first), both

@@ -3,11 +3,10 @@
 A row is a sample. Every pass computes one token of each row that has only its newest token left to
 compute. Of the other rows it computes as many prompt tokens as the budget allows: long prompts are
 computed in chunks, and further rows start while there are blocks. Where blocks run out, the row
-that started last gives its own back and is computed again later. New rows may be added between any
-two passes.
+that started last gives its own back and is computed again later.
 
-This is pure arithmetic on lengths and token ids, so every rank of a replica comes to the same
-schedule alone. It knows no tensors of the model.
+This is pure arithmetic on lengths and token ids, without tensors, so every rank of a replica
+computes the same schedule by itself.
 """
 
 from __future__ import annotations
@@ -27,75 +26,47 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Step:
-    """One pass.
+    """One pass."""
 
-    Attributes:
-        rows: the rows that take part, [sequences].
-        starts: how many tokens of each are in the cache already, [sequences].
-        counts: how many tokens of each are computed now, [sequences].
-        complete: the places in `rows` of those that are computed to their last token, whose logits
-            are wanted, [complete].
-        draws: the rows that get their next token after the pass: the complete ones, then rows that
-            share their prompt, [draws].
-        sources: for each of `draws`, the place in `complete` whose logits it uses, [draws].
-        copies: (from, to) blocks to be copied after the pass and before the next.
-    """
-
-    rows: Ints
-    starts: Ints
-    counts: Ints
+    rows: Ints  # the rows that take part, [sequences]
+    starts: Ints  # tokens of each that are in the cache already, [sequences]
+    counts: Ints  # tokens of each that are computed now, [sequences]
+    # places in `rows` of the rows computed to their last token, whose logits are needed, [complete]
     complete: Ints
+    # rows that get their next token: the complete ones, then rows that share their prompt, [draws]
     draws: Ints
-    sources: Ints
-    copies: list[tuple[int, int]]
+    sources: Ints  # for each of `draws`, the place in `complete` whose logits it uses, [draws]
+    copies: list[tuple[int, int]]  # (from, to) blocks, to be copied between this pass and the next
 
 
 @dataclass
 class Counts:
-    """What the scheduler has done.
+    """The scheduler's counts since they were last taken."""
 
-    Attributes:
-        steps: passes.
-        computed_prompt_tokens: prompt tokens computed, each once for all samples that share it.
-        preemptions: rows that had to give their blocks back.
-        peak_blocks: blocks held when most were.
-    """
-
-    steps: int = 0
-    computed_prompt_tokens: int = 0
-    preemptions: int = 0
-    peak_blocks: int = 0
+    steps: int = 0  # passes
+    computed_prompt_tokens: int = 0  # each once for all samples that share it
+    preemptions: int = 0  # rows that had to give their blocks back
+    peak_blocks: int = 0  # the largest number of blocks held
 
 
 @dataclass(frozen=True)
 class _Fork:
-    """Rows that start with the prompt that another row, the leader, has just computed.
+    """Rows that start with the prompt that another row, the leader, has just computed."""
 
-    Attributes:
-        place: the leader's place in the pass.
-        rows: the rows that start, in order.
-        copies: (from, to) blocks to be copied for them.
-    """
-
-    place: int
-    rows: list[int]
-    copies: list[tuple[int, int]]
+    place: int  # the leader's place in the pass
+    rows: list[int]  # the rows that start, in order
+    copies: list[tuple[int, int]]  # (from, to) blocks to be copied for them
 
 
 class Scheduler:
-    """The rows that wait and those that run."""
+    """The rows that wait and the rows that run; `manager` has room for the longest row alone.
+
+    `max_num_seqs` rows run at once, and a pass computes at most `max_prefill_tokens` prompt tokens.
+    """
 
     def __init__(
         self, manager: BlockManager, block_size: int, max_num_seqs: int, max_prefill_tokens: int
     ) -> None:
-        """Start without rows.
-
-        Args:
-            manager: hands out the cache's blocks; it has room for the longest row alone.
-            block_size: tokens in a block.
-            max_num_seqs: number of rows that run at once.
-            max_prefill_tokens: number of prompt tokens computed in one pass.
-        """
         self._manager = manager
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -127,12 +98,10 @@ class Scheduler:
         rows_of: Sequence[Sequence[int]],
         max_tokens: Sequence[int],
     ) -> None:
-        """Queue the rows of each prompt, behind those that wait already.
+        """Queue the rows of each prompt, behind the waiting ones.
 
-        Args:
-            prompts: token ids.
-            rows_of: the numbers of the rows of each prompt, which no row that waits or runs has.
-            max_tokens: the longest response to each prompt, in tokens.
+        No waiting or running row has the numbers in `rows_of`. `max_tokens` are the lengths of the
+        longest response to each prompt.
         """
         rows = 1 + max((row for rows in rows_of for row in rows), default=-1)
         longest = max(
@@ -153,7 +122,7 @@ class Scheduler:
             self._waiting.append(list(chosen))
 
     def schedule(self) -> Step:
-        """The next pass, which the caller then runs."""
+        """Return the next pass, which the caller then runs."""
         self.counts.steps += 1
         preempted = self._grow()
         running = np.array(self._running, dtype=np.int64)
@@ -201,7 +170,7 @@ class Scheduler:
         return Step(rows, starts, counts, complete, draws, sources, copies)
 
     def record(self, draws: Ints, ended: Sequence[int]) -> None:
-        """Give each of `draws` one token more, and let go of those of them in `ended`."""
+        """Give each of `draws` one more token, and remove the rows that have `ended`."""
         self.lengths[draws] += 1
         for row in ended:
             self._release_blocks(row)
@@ -210,7 +179,7 @@ class Scheduler:
             self._running = [row for row in self._running if row not in gone]
 
     def take_counts(self) -> Counts:
-        """What was done since this was last called."""
+        """Return the counts since the last call."""
         counts = self.counts
         self.counts = Counts()
         return counts
@@ -225,7 +194,7 @@ class Scheduler:
         self._prompts.clear()
 
     def _make_room(self, rows: int, blocks: int) -> None:
-        """Let the arrays have at least `rows` rows, and block tables of at least `blocks`."""
+        """Let the arrays have at least `rows` rows, and block tables at least `blocks` columns."""
         self.block_tables = enlarged(self.block_tables, rows, blocks)
         self.prompt_lengths = enlarged(self.prompt_lengths, rows)
         self.lengths = enlarged(self.lengths, rows)
@@ -236,10 +205,7 @@ class Scheduler:
     def _share_prompt(self, row: int, start: int, place: int) -> _Fork:
         """Let other rows use what `row` has computed of its prompt after this pass.
 
-        Args:
-            row: computed from `start` on.
-            start: tokens that were in the cache before.
-            place: the row's place in the pass.
+        `start` tokens were in the cache before; `place` is the row's place in the pass.
 
         Returns:
             The rows that start with the prompt; none if it is not complete.
@@ -261,7 +227,7 @@ class Scheduler:
     def _fork(self, leader: int, place: int, followers: list[int]) -> _Fork:
         """Start `followers` with the computed prompt of `leader`, whose place is `place`.
 
-        Followers for whom there is no block go on waiting, and are not in the result.
+        Followers for which there is no block go on waiting, and are not in the result.
         """
         copies: list[tuple[int, int]] = []
         full, rest = divmod(int(self.lengths[leader]), self._block_size)
@@ -281,11 +247,7 @@ class Scheduler:
         return _Fork(place, followers, copies)
 
     def _grow(self) -> bool:
-        """Give every running row a block for its newest token.
-
-        Returns:
-            Whether rows had to be preempted for that.
-        """
+        """Give running rows a block for their newest token; return whether that preempted any."""
         before = self.counts.preemptions
         running = np.array(self._running, dtype=np.int64)
         short = running[self._held[running] * self._block_size < self.lengths[running]]
@@ -307,7 +269,7 @@ class Scheduler:
         self.counts.preemptions += 1
 
     def _start_next(self) -> int | None:
-        """Start the next row, with blocks for all its tokens; None where none waits or fits."""
+        """Start the next row, with blocks for all its tokens; None if no row waits or fits."""
         room = self._max_num_seqs - len(self._running) - sum(map(len, self._followers.values()))
         if not self._waiting or room < 1:
             return None
@@ -329,7 +291,7 @@ class Scheduler:
         self._computed[row] = len(known) * self._block_size
         self._running.append(row)
 
-        # The other rows of its prompt follow it, as far as there is room for them.
+        # As many other rows of its prompt follow it as there is room for.
         followers = rows[1 : min(room, 1 + self._manager.available)]
         if followers:
             self._followers[row] = followers

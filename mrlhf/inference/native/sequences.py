@@ -1,7 +1,7 @@
-"""The texts of the samples that are being decoded, one row each, on the host.
+"""The token ids of the samples that are being decoded, one row each, on the host.
 
-A row's number is free for another sample once its own has ended. It knows neither models nor which
-row runs next.
+When a sample has ended, its row number is free for another. This file does not know models, or
+which row runs next.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ Floats = NDArray[np.float64]
 
 
 class Sequences:
-    """Prompts with the tokens drawn so far."""
+    """Prompts with the tokens drawn so far.
+
+    `max_tokens` and the seed are each request's own, not those of `sampling`. `decode` is needed
+    for stop strings. Weights of this `version` draw the tokens.
+    """
 
     def __init__(self, sampling: SamplingParams, decode: Decode | None, version: int) -> None:
-        """Start without rows.
-
-        Args:
-            sampling: when a response ends; `max_tokens` and the seed are each request's own.
-            decode: token ids to text; needed for stop strings.
-            version: the version of the weights that draw the tokens.
-        """
         assert not sampling.stop or decode is not None, "stop strings need a decoder"
         self._decode = decode
         self._version = version
@@ -85,7 +82,7 @@ class Sequences:
         return self._tokens[rows, positions].astype(np.int64)
 
     def uniforms(self, rows: Ints) -> Floats:
-        """The number in [0, 1) that picks the next token of each of `rows`, [batch]."""
+        """Return the number in [0, 1) that picks the next token of each of `rows`, [batch]."""
         return sampler.uniforms(self._keys[rows], self._counts[rows])
 
     def record(self, rows: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> list[int]:
@@ -105,7 +102,7 @@ class Sequences:
         self._logprobs[rows, counts] = logprobs
         self._counts[rows] = counts + 1
 
-        # np.isin takes many times as long for so few.
+        # np.isin takes many times as long for so few tokens.
         stopped = (tokens[:, None] == self._stop_tokens).any(axis=1)
         if self._stop:
             drawn = zip(rows.tolist(), tokens.tolist(), strict=True)
@@ -115,16 +112,11 @@ class Sequences:
         return ended
 
     def wants_experts(self, row: int) -> bool:
-        """Whether the sample of a row is to say to which experts its tokens were sent."""
+        """Whether the sample of a row must say to which experts its tokens were sent."""
         return row in self._recorded
 
     def remove(self, row: int, experts: NDArray[Any] | None = None) -> Sample:
-        """The sample of a row that has ended; its number may be used again.
-
-        Args:
-            row: its number.
-            experts: what the sample says of the experts of its tokens.
-        """
+        """Return the sample of a row that has ended, with its tokens' experts, and free the row."""
         request_id, sample_index = self._owners.pop(row)
         self._searches.pop(row, None)
         self._recorded.discard(row)

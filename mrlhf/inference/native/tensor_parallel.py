@@ -1,7 +1,6 @@
-"""What the ranks of one replica exchange: partial sums, and a few numbers about their logits.
+"""The exchanges of the ranks of one replica: partial sums, and a few numbers about their logits.
 
-This is the only file of the engine that communicates. It knows no model. With one rank nothing is
-exchanged.
+This is the only file of the engine that communicates. It knows no model.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from torch import Tensor
 
 
 class TensorParallel:
-    """The tensor-parallel group of a replica, or None where one rank is the whole replica."""
+    """The tensor-parallel group of a replica; None if one rank is the whole replica."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -20,13 +19,13 @@ class TensorParallel:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum of `partial` over the ranks; `partial` is overwritten."""
+        """Return the sum of `partial` over the ranks; `partial` is overwritten."""
         if self.size > 1:
             dist.all_reduce(partial, group=self._group)
         return partial
 
     def gather(self, mine: Tensor) -> Tensor:
-        """The tensors of all ranks, which have one shape, stacked in front: [ranks, ...]."""
+        """Return the tensors of all ranks, which have one shape, stacked: [ranks, ...]."""
         if self.size == 1:
             return mine[None]
         parts = [torch.empty_like(mine) for _ in range(self.size)]
@@ -34,7 +33,7 @@ class TensorParallel:
         return torch.stack(parts)
 
     def all_columns(self, shard: Tensor) -> Tensor:
-        """The shards [batch, vocab_shard] of all ranks side by side; widths may differ."""
+        """Return the shards [batch, vocab_shard] of all ranks side by side; widths may differ."""
         if self.size == 1:
             return shard
         widths = self.gather(torch.tensor([shard.shape[1]], device=shard.device))[:, 0].tolist()

@@ -2,7 +2,7 @@
 
 It is chosen by `rollout.engine: vllm`. A replica is made of consecutive ranks of the job. Each rank
 runs vLLM's engine in its own process, and all ranks of a replica run the same requests. This file
-does not know where weights come from, nor what the samples are for.
+does not know where weights come from, or what the samples are for.
 """
 
 from __future__ import annotations
@@ -49,16 +49,11 @@ class VllmEngine:
         decode: Decode | None = None,
         never: Sequence[int] = (),
     ) -> None:
-        """Build the engine with placeholder weights, and take its memory.
-
-        All ranks of the job call it together.
+        """Build the engine with placeholder weights, and take its memory; all ranks call this.
 
         Args:
-            spec: a language model.
             tp_group: the ranks of this replica: consecutive ranks of the job, the first of which is
                 a multiple of their number.
-            device: where weights, cache and sampling are.
-            dtype: the dtype of parameters and cache.
             limits: how much the engine may take; on a CPU a block has a multiple of 32 tokens.
             decode: token ids to text; needed for stop strings.
             never: token ids that are never drawn.
@@ -114,19 +109,15 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights, as last committed.
-
-        Raises:
-            EngineError: none was.
-        """
+        """The version of the weights that was last committed; EngineError if none was."""
         return committed(self._version)
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
-        """Which named slices each parameter of this rank holds."""
+        """See `InferenceEngine`."""
         return self._parameters.pieces
 
     def weight_slots(self) -> list[Slot]:
-        """Where each named slice is to be written; on a CPU this is new after each `commit`."""
+        """Return where to write each named slice; on a CPU this is new after each `commit`."""
         return self._parameters.slots()
 
     def bind(self, parameter: str, tensor: Tensor) -> None:
@@ -147,6 +138,7 @@ class VllmEngine:
         self._in_flight.require_none("commit")
         self._parameters.install()
         if self._device.type == "cuda" and not self._awake:
+            # Only now are the buffers of the transfer gone.
             self._llm.wake_up(tags=["kv_cache"])
         guards.drop_prefix_cache(self._llm)
         self._version = version
@@ -155,16 +147,14 @@ class VllmEngine:
 
     @property
     def in_flight(self) -> int:
-        """The number of samples that were submitted and are not collected yet."""
+        """See `InferenceEngine`."""
         return len(self._in_flight)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, also while others are in flight.
 
         Raises:
-            EngineError: a prompt is empty, too long or not of this vocabulary; a request draws
-                differently from those in flight, or has the id of one of them; there are stop
-                strings and no decoder; the engine sleeps or has no weights.
+            EngineError: `InFlight.check` refuses a request; the engine sleeps or has no weights.
         """
         version = self.version  # raises where there are no weights
         if not (self._awake and self._has_weights):
@@ -175,27 +165,24 @@ class VllmEngine:
             self._requests.submit(requests, version)
 
     def step(self) -> None:
-        """Run one pass through the model; without a sample to compute, do nothing.
+        """Run one pass through the model, as `InferenceEngine` says.
 
         Raises:
-            EngineError: the model's logits are not finite. After any error everything in flight is
-                dropped, and the engine can be used again.
+            EngineError: the model's logits are not finite.
         """
         with self._randomness.active(), torch.inference_mode():
             self._requests.step()
 
     def collect(self) -> Finished:
-        """Hand over the samples that have ended, in an order that is the same on all ranks."""
+        """See `InferenceEngine`."""
         return self._requests.collect()
 
     def cancel(self) -> Finished:
-        """Drop the samples that have not ended, and hand over those that have."""
+        """See `InferenceEngine`."""
         return self._requests.cancel()
 
     def sleep(self) -> None:
-        """Give cache and weights back on a GPU; on a CPU nothing is freed.
-
-        On a GPU new weights must come before the next use.
+        """Free a GPU's cache and weights, so that new weights must come; on a CPU nothing is freed.
 
         Raises:
             EngineError: samples are in flight.
@@ -207,10 +194,7 @@ class VllmEngine:
         self._awake = False
 
     def wake(self) -> None:
-        """Undo `sleep`, so that weights can arrive.
-
-        A GPU's cache is taken back by `commit`, when the buckets of the transfer are gone.
-        """
+        """Undo `sleep`, so that weights can arrive; `commit` takes a GPU's cache again."""
         if self._device.type == "cuda":
             if not self._awake:
                 self._llm.wake_up(tags=["weights"])
@@ -250,7 +234,7 @@ class VllmEngine:
             return llm
 
     def _size_arguments(self) -> dict[str, Any]:
-        """vLLM's arguments for how much it takes at once, and how."""
+        """Return vLLM's arguments about sizes, and those that depend on them."""
         limits = self._limits
         on_cpu = self._device.type == "cpu"
         # After a chunk vLLM rewinds a request's generator, which a CPU's cannot. So on a CPU a pass
@@ -274,7 +258,7 @@ class VllmEngine:
         }
 
     def _share_of_memory(self) -> float:
-        """vLLM's own `gpu_memory_utilization`: ours, or what training leaves if that is less."""
+        """Return vLLM's `gpu_memory_utilization`: ours, or what training leaves if that is less."""
         utilization = self._limits.gpu_memory_utilization
         if self._device.type == "cpu":
             return utilization
@@ -293,11 +277,7 @@ class VllmEngine:
         return share
 
     def _choose_cache_bytes(self) -> int | None:
-        """The size of the KV cache; None lets vLLM choose it.
-
-        Without a limit it is, on a CPU, what all sequences need, up to half of this rank's free
-        memory.
-        """
+        """Return the size of the KV cache; None lets vLLM choose it."""
         limits = self._limits
         shape = self._cache_shape
         # One sequence of full length, and the block that vLLM leaves unused.
@@ -313,13 +293,14 @@ class VllmEngine:
         if self._device.type == "cuda":
             return None
 
+        # What all sequences need, up to half of this rank's part of the free memory.
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         share = free // (2 * dist.get_world_size())
         return max(one, min(limits.max_num_seqs * one, share))
 
 
 def check_support(spec: ModelSpec, tp: int, device: torch.device) -> None:
-    """Refuse what vLLM would refuse in many lines, or not at all.
+    """Refuse in one line what vLLM would refuse in many, or not at all.
 
     Raises:
         ConfigError: vLLM cannot run this model on this device.

@@ -51,7 +51,7 @@ class HostState:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Set what vLLM needs; afterwards undo what it and we have set, except its `VLLM_*`."""
+        """Set what vLLM needs, and afterwards restore the process's settings, except `VLLM_*`."""
         before = dict(os.environ)
         set_num_threads = torch.set_num_threads
         os.environ.update({**_LOGGING, **before, **_SETTINGS})
@@ -73,20 +73,20 @@ class HostState:
 
 
 class SeparateRandomness:
-    """Random states of the engine's own, which replace the host's while the engine runs.
+    """The engine's own random states, which replace the host's while the engine runs.
 
     Unseeded draws of tensor-parallel ranks must agree, and the host's states differ between them.
+    The engine's states start from `seed` when it first runs.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        """Start from `seed` when the engine first runs."""
         self._device = device
         self._engine: tuple[Any, ...] | None = None
         self._seed = seed
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the process's random numbers are the engine's."""
+        """Let the process draw from the engine's random states."""
         host = self._read()
         if self._engine is None:
             self._start()
@@ -116,11 +116,8 @@ class SeparateRandomness:
 
 
 def request_seed(seed: int, uid: int, sample_index: int) -> int | None:
-    """The seed of one sample's random numbers; it depends on no replica and no other request.
-
-    vLLM has one generator for each request that has a seed. Without one it would draw from the
-    process's generator.
-    """
+    """Return the seed of one sample, which depends on no replica and no other request."""
+    # Without a seed vLLM would draw from the process's generator.
     digest = hashlib.blake2b(f"{seed}:{uid}:{sample_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
@@ -142,7 +139,7 @@ def keep_default_group() -> None:
 
 
 def job_name() -> str:
-    """A name that no other job and no earlier engine has; every rank of the job calls this."""
+    """Make a name that no other job and no earlier engine has; every rank of the job calls this."""
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, src=0)
     return names[0]
@@ -160,11 +157,8 @@ def name_shared_memory(job: str) -> None:
 
 
 def remove_memory_names(job: str) -> None:
-    """Remove the names of the job's shared memory; every rank of the job calls this.
-
-    All ranks have opened the memory by then, and it goes with the last of them.
-    """
-    dist.barrier()
+    """Remove the names of the job's shared memory; every rank of the job calls this."""
+    dist.barrier()  # All ranks have opened the memory, which is freed with the last of them.
     for file in _SHARED_MEMORY.glob(f"mrlhf-{job}-*"):
         file.unlink(missing_ok=True)
     for memory in _memory_of_queues():
@@ -173,7 +167,7 @@ def remove_memory_names(job: str) -> None:
 
 
 def _memory_of_queues() -> list[Any]:
-    """The shared memory that this rank has made for the message queues of vLLM's groups."""
+    """Return the shared memory that this rank has made for the message queues of vLLM's groups."""
     from vllm.distributed import parallel_state
 
     groups = [find() for find in parallel_state._groups.values()]

@@ -1,4 +1,4 @@
-"""Where vLLM's parameters are stored, and how new weights get into them.
+"""The storage of vLLM's parameters, and how new weights get into them.
 
 On a GPU each parameter is a tensor that stays where it is. On a CPU vLLM packs the weights of
 linear layers and of experts for its matrix products and keeps no other copy. These weights are
@@ -26,10 +26,10 @@ from mrlhf.weights.shard import Piece, Shape, Slot
 class VllmParameters:
     """The parameters of a vLLM model on this rank, by vLLM's names.
 
-    The experts of a layer are parameters of their own here; vLLM has them in one.
+    Here each expert of a layer has its own parameters; vLLM stacks them in one.
 
     Attributes:
-        pieces: which named slices each parameter holds.
+        pieces: the named slices that each parameter holds.
     """
 
     def __init__(
@@ -40,14 +40,7 @@ class VllmParameters:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Compare the model with what we expect; nothing is allocated.
-
-        Args:
-            model: the model that vLLM has built.
-            pieces: the named slices that each parameter should hold.
-            shapes: the shape that each parameter should have.
-            device: where the parameters are.
-            dtype: the dtype of the parameters, except for those that stay float32.
+        """Compare the model that vLLM has built with `pieces` and `shapes`; nothing is allocated.
 
         Raises:
             EngineError: the model has other parameters than `pieces`, or other shapes.
@@ -91,7 +84,7 @@ class VllmParameters:
         self._borrowed.add(name)
 
     def slots(self) -> list[Slot]:
-        """Where each piece is to be written.
+        """Return where each piece must be written.
 
         A parameter that vLLM packs gets storage until `install`, in which padding rows are zero.
         """
@@ -117,7 +110,7 @@ class VllmParameters:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Make the new weights the model's, and forget what was stored for that.
+        """Give the new weights to the model, and forget their storage.
 
         Raises:
             EngineError: a parameter has no new weights.
@@ -153,7 +146,7 @@ class VllmParameters:
             parameter.data = tensor
 
     def _storage(self, whole: str, members: Sequence[str], packed: set[str]) -> Tensor:
-        """vLLM's parameter `whole` itself if it can be written to; otherwise zeros of its shape."""
+        """Return vLLM's parameter `whole` itself if it can be written to; otherwise zeros."""
         stored: Tensor = self._model.get_parameter(whole)
         dtype = self._dtype_of(members[0])
         fits = whole not in packed and stored.dtype == dtype
@@ -162,7 +155,7 @@ class VllmParameters:
         return torch.zeros(self._whole_shape(whole), dtype=dtype, device=self._device)
 
     def _packed_names(self) -> set[str]:
-        """The parameters that vLLM keeps in an arrangement of its own."""
+        """Return the parameters that vLLM keeps in its own arrangement."""
         if self._device.type != "cpu":
             return set()
         return {
@@ -173,7 +166,7 @@ class VllmParameters:
         }
 
     def _whole_shape(self, whole: str) -> Shape:
-        """The shape of a parameter of vLLM."""
+        """Return the shape of vLLM's parameter."""
         members = self._members[whole]
         shape = self._shapes[members[0]]
         return (len(members), *shape) if stack_of(members[0]) else shape
@@ -183,7 +176,7 @@ class VllmParameters:
 
 
 def _members_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
-    """For each of vLLM's parameters ours in it: itself, or the experts that it stacks, in order."""
+    """Map each of vLLM's parameters to ours in it: itself, or the experts that it stacks."""
     members: dict[str, list[str]] = {}
     for name in names:
         stack = stack_of(name)
@@ -198,7 +191,7 @@ def _members_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _is_packed(module: nn.Module, parameter: Tensor) -> bool:
-    """Whether vLLM, on a CPU, keeps the weights of `parameter` in a packed copy alone."""
+    """Whether vLLM, on a CPU, keeps the weights of `parameter` only in a packed copy."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     return not parameter.numel() or isinstance(module, RoutedExperts)
@@ -217,7 +210,7 @@ def _pack(module: nn.Module) -> None:
 
 
 def _dtype_to_pack(module: nn.Module, given: torch.dtype) -> torch.dtype:
-    """The dtype in which vLLM multiplies by the module's weights; some routers have their own."""
+    """Return the dtype in which vLLM multiplies by the weights; some routers have their own."""
     from vllm.model_executor.layers.linear import LinearBase
 
     dtype: torch.dtype = module.params_dtype if isinstance(module, LinearBase) else given

@@ -1,4 +1,4 @@
-"""Which named slices each parameter of vLLM's Llama-like models holds, in vLLM's own arrangement.
+"""The named slices in each parameter of vLLM's Llama-like models, in vLLM's own arrangement.
 
     qkv_proj        all q rows of the rank, then its k rows, then its v rows; where there are more
                     ranks than KV heads, several ranks hold the same k and v
@@ -8,17 +8,14 @@
                     which
     embed_tokens    the vocabulary, padded to a multiple of 64, in equal shares of rows
 
-The families in FAMILIES have these parameters in vLLM. A model with other features needs a map
-of its own.
-
-This is arithmetic on a spec: it does not import vLLM and knows no tensors.
+The families in FAMILIES have these parameters in vLLM. This is arithmetic on a spec: it does not
+import vLLM and knows no tensors.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Set
-from functools import partial
 
 from mrlhf.errors import WeightError
 from mrlhf.inference.engine_sizes import engine_tp_problem, vllm_vocabulary
@@ -39,9 +36,9 @@ FAMILIES = (
     "glm4_moe",
 )
 CPU_WIDTH = 32
-"""On a CPU vLLM multiplies the experts of models whose hidden size is a multiple of it."""
+"""On a CPU vLLM supports experts only if the model's hidden size is a multiple of this."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""For these sizes of a head vLLM 0.32 has attention on a CPU; a test compares them with vLLM's."""
+"""The sizes of a head for which vLLM 0.32 has attention on a CPU; a test compares them."""
 
 _STACKED = re.compile(r"(.+\.(?:w13|w2)_weight)\.(\d+)")
 _WITH_QKV_BIAS = ("qwen2", "qwen2_moe", "glm4_moe")
@@ -51,9 +48,9 @@ Interval = tuple[int, int]
 def vllm_pieces(
     spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
 ) -> list[Piece]:
-    """The pieces that global rank `rank` holds in vLLM replicas of this layout, by parameter.
+    """Return the pieces of global rank `rank` in vLLM replicas of this layout, by parameter.
 
-    `tensors` would allow to leave out all others, which is not faster here.
+    `tensors` is ignored: leaving the others out would not be faster here.
     """
     _, tp_rank = layout.place(rank)
     by_parameter = parameter_pieces(spec, tp_rank, layout.tp)
@@ -61,14 +58,9 @@ def vllm_pieces(
 
 
 def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, tuple[Piece, ...]]:
-    """The pieces of each parameter on one tensor-parallel rank.
+    """Return the pieces of each parameter of a language model on one tensor-parallel rank.
 
     A parameter that is only padding on this rank has no pieces.
-
-    Args:
-        spec: a language model.
-        tp_rank: which rank of the replica.
-        tp_size: how many ranks there are.
 
     Raises:
         WeightError: the model has a feature that is not supported here, or its heads, MLP or padded
@@ -102,13 +94,13 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
 
 
 def stack_of(parameter: str) -> tuple[str, int] | None:
-    """vLLM's parameter that holds ours among others, and its place there; None if it is alone."""
+    """Return vLLM's parameter that stacks this one with others, and its place there, if it does."""
     match = _STACKED.fullmatch(parameter)
     return None if match is None else (match[1], int(match[2]))
 
 
 def unsupported_feature(spec: ModelSpec) -> str | None:
-    """What the model has that our use of vLLM does not know, in words; None if there is nothing."""
+    """Name in words a feature of the model that our use of vLLM does not support, if any."""
     rope_types = {rope_type_of(spec, kind) for kind in spec.ropes if kind is not None}
     may_have_bias = spec.family in _WITH_QKV_BIAS
     features = {
@@ -123,7 +115,7 @@ def unsupported_feature(spec: ModelSpec) -> str | None:
 
 
 def unsupported_on_cpu(spec: ModelSpec) -> str | None:
-    """The same for what vLLM's build for a CPU lacks."""
+    """Name in words a feature of the model that vLLM's build for a CPU does not support, if any."""
     if spec.head_dim not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         return f"head_dim {spec.head_dim} on a CPU, where vLLM has attention for {sizes}"
@@ -133,7 +125,7 @@ def unsupported_on_cpu(spec: ModelSpec) -> str | None:
 
 
 def parameter_shapes(spec: ModelSpec, tp_size: int) -> dict[str, Shape]:
-    """The shape of each parameter, which is the same on every rank; vocabulary padding included."""
+    """Return the shape of each parameter, padding included; it is the same on every rank."""
     shapes = {}
     # The first rank holds rows of every parameter, so its pieces show all shapes.
     for name, pieces in parameter_pieces(spec, 0, tp_size).items():
@@ -189,11 +181,11 @@ def _mixture(maker: _Maker, spec: ModelSpec, layer: int) -> None:
 
 
 def _names_in_checkpoint(spec: ModelSpec, layer: int) -> Callable[[str], tuple[str, ...]]:
-    """The function that gives the named tensors of a parameter of the layer's mixture."""
+    """Return the function that gives the named tensors of a parameter of the layer's mixture."""
     assert spec.experts is not None
-    whole = Chunk(range(spec.num_layers), True, True, range(spec.experts.count))
-    rule_of = partial(family_of(spec).rule_of, spec, whole)
-    return lambda parameter: rule_of(f"decoder.layers.{layer}.mlp.{parameter}").names
+    alone = Chunk(range(layer, layer + 1), False, False, range(spec.experts.count))
+    rules = family_of(spec).rules_of(spec, alone)
+    return lambda parameter: rules[f"decoder.layers.0.mlp.{parameter}"].names
 
 
 class _Maker:
@@ -206,7 +198,7 @@ class _Maker:
         self.pieces: dict[str, tuple[Piece, ...]] = {}
 
     def share(self, size: int, most_parts: int | None = None) -> Interval:
-        """The rank's interval of `size` rows, which are cut into so many parts at most."""
+        """Return the rank's interval of `size` rows, cut into at most `most_parts` parts."""
         parts = min(self._tp_size, most_parts or self._tp_size)
         part = self._tp_rank * parts // self._tp_size
         return part * size // parts, (part + 1) * size // parts

@@ -1,7 +1,7 @@
 """Samples as vLLM requests: submitted, run step by step, cut at stop strings, counted.
 
 Each sample is a vLLM request of its own, with its own seed; the samples of a prompt share its
-computed prefix in vLLM's cache. It does not know weights or process groups.
+computed prefix in vLLM's cache. This file does not know weights or process groups.
 """
 
 from __future__ import annotations
@@ -24,24 +24,16 @@ from mrlhf.inference.vllm import guards
 
 @dataclass
 class _Running:
-    """A sample that vLLM computes.
-
-    Attributes:
-        request: the request that it answers.
-        index: which of the request's samples it is.
-        version: the version of the weights that draw it.
-        search: looks for stop strings, if there are any.
-        searched: number of its tokens that were searched.
-    """
+    """A sample that vLLM computes."""
 
     request: Request
-    index: int
-    version: int
-    search: StopSearch | None = None
-    searched: int = 0
+    index: int  # which of the request's samples it is
+    version: int  # of the weights that draw it
+    search: StopSearch | None = None  # looks for stop strings, if there are any
+    searched: int = 0  # number of its tokens that were searched
 
     def end(self, token_ids: Sequence[int]) -> int | None:
-        """After how many of its tokens a stop string ends it; None if there is none so far."""
+        """Return after how many tokens a stop string ends it; None if there is none so far."""
         if self.search is None:
             return None
         for token in token_ids[self.searched :]:
@@ -64,16 +56,10 @@ class Requests:
         decode: Decode | None,
         never: Sequence[int],
     ) -> None:
-        """Watch the engine's scheduler and take over what its sampler reports.
+        """Watch the scheduler of vLLM's engine, whose core is in this process.
 
-        Args:
-            llm_engine: vLLM's engine, its core in this process.
-            sampler: vLLM's sampler, which reports raw log-probs.
-            blocks: number of blocks of the KV cache.
-            block_bytes: size of one block, in bytes.
-            in_flight: the requests and samples of the engine, which this class fills.
-            decode: token ids to text; needed for stop strings.
-            never: token ids that are never drawn.
+        `sampler` is vLLM's, which reports raw log-probs. `block_bytes` is the size of one of the
+        cache's `blocks`. This class fills `in_flight`. Token ids in `never` are never drawn.
         """
         assert sampler.logprobs_mode == "raw_logprobs", sampler.logprobs_mode
         self._engine = llm_engine
@@ -118,7 +104,7 @@ class Requests:
         self._in_flight.add(requests)
 
     def step(self) -> None:
-        """Run one pass through the model, and note the samples that it ends.
+        """Run one pass through the model, and keep the samples that it ends.
 
         Raises:
             EngineError: the model's logits are not finite, or vLLM has dropped samples. After any
@@ -142,7 +128,7 @@ class Requests:
             raise
 
     def collect(self) -> Finished:
-        """Hand over the samples that have ended."""
+        """Return the samples that have ended."""
         finished = self._in_flight.collect()
         stats = EngineStats(
             steps=self._steps,
@@ -158,7 +144,7 @@ class Requests:
         return Finished(finished.samples, finished.stats + stats)
 
     def cancel(self) -> Finished:
-        """Drop the samples that have not ended, and hand over those that have."""
+        """Drop the samples that have not ended, and return those that have."""
         self._abort(list(self._running))
         self._in_flight.drop_unfinished()
         return self.collect()
@@ -184,7 +170,7 @@ class Requests:
             self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
 
     def _take(self, output: Any) -> None:
-        """Note one output of vLLM's, and whether its sample has ended."""
+        """Record one of vLLM's outputs, and finish its sample if it has ended."""
         running = self._running[output.request_id]
         (answer,) = output.outputs
         end = running.end(answer.token_ids)
@@ -206,22 +192,15 @@ class Requests:
 
 @dataclass
 class _Counts:
-    """What vLLM's scheduler did since this was last reset.
+    """The work of vLLM's scheduler since the last reset."""
 
-    Attributes:
-        preemptions: number of times that a request lost its blocks.
-        peak_blocks: number of blocks in use when most were.
-    """
-
-    preemptions: int = 0
-    peak_blocks: int = 0
+    preemptions: int = 0  # number of times that a request lost its blocks
+    peak_blocks: int = 0  # the largest number of blocks in use
 
 
 def _count(scheduler: Any) -> _Counts:
-    """Count what `scheduler` does from this call on.
-
-    What vLLM holds must not refer to our engine, or Python would never free it.
-    """
+    """Count the work of `scheduler` from this call on."""
+    # The wrappers must not refer to our engine, or Python would never free it.
     counts = _Counts()
     preempt: Callable[..., None] = scheduler._preempt_request
     schedule: Callable[..., Any] = scheduler.schedule
@@ -262,7 +241,7 @@ def _request_params(sampling: SamplingParams, seed: int | None) -> Any:
 
 
 def _logprobs_at(temperature: float) -> Callable[[Tensor], Tensor]:
-    """The function from logits [tokens, vocab] to log-probs at a temperature."""
+    """Return the function from logits [tokens, vocab] to log-probs at a temperature."""
 
     def compute_logprobs(logits: Tensor) -> Tensor:
         return (logits.float() / temperature).log_softmax(dim=-1)
@@ -271,7 +250,7 @@ def _logprobs_at(temperature: float) -> Callable[[Tensor], Tensor]:
 
 
 def _sample_without(draw: Callable[..., Any], never: Tensor) -> Callable[..., Any]:
-    """vLLM's function `draw` from logits to tokens, which then draws none of the ids `never`.
+    """Wrap vLLM's function `draw` from logits to tokens, so that it never draws the ids `never`.
 
     vLLM takes the log-probs before it draws, so they are over the whole vocabulary.
     """
@@ -284,7 +263,7 @@ def _sample_without(draw: Callable[..., Any], never: Tensor) -> Callable[..., An
 
 
 def _sample(running: _Running, answer: Any, end: int | None) -> Sample:
-    """The sample that vLLM's `answer` holds, cut after `end` tokens.
+    """Return the sample in vLLM's `answer`, cut after `end` tokens.
 
     Raises:
         EngineError: a log-prob is not a number.

@@ -67,9 +67,9 @@ def family_of(spec: ModelSpec) -> Family:
 def load_spec(path: str | Path, head: Head) -> ModelSpec:
     """The spec of the model in directory `path`.
 
-    It is what `config.json` says, except that a language model whose files hold an output layer
-    that differs from the embedding has one of its own, as in transformers. Code that stands beside
-    the files is never run.
+    It follows `config.json`, except that a language model whose files hold an output layer that
+    differs from the embedding has one of its own, as in transformers. Code that stands beside the
+    files is never run.
 
     Raises:
         ConfigError: there is no `config.json`, it does not describe a model, or its family or a
@@ -82,10 +82,9 @@ def load_spec(path: str | Path, head: Head) -> ModelSpec:
 
 
 def stated_spec(path: str | Path, head: Head) -> ModelSpec:
-    """The spec of the model in directory `path`, as its `config.json` alone says.
+    """The spec of the model in directory `path`, by its `config.json` alone.
 
-    Raises:
-        ConfigError: as for `load_spec`.
+    It raises as `load_spec`.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -118,11 +117,7 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
 
 
 def _check_size(file: Path, spec: ModelSpec) -> None:
-    """Refuse sizes that would only fail when memory runs out.
-
-    Raises:
-        ConfigError: the model would have more parameters than any has.
-    """
+    """Raise a ConfigError for sizes that would only fail when memory runs out."""
     shapes = family_of(spec).tensor_shapes(spec)
     parameters = sum(math.prod(shape) for shape in shapes.values())
     if parameters > _MOST_PARAMETERS:
@@ -179,7 +174,8 @@ def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype) -> N
 
 
 def _completed(stated: dict[str, Any]) -> dict[str, Any]:
-    """A `config.json` as transformers completes it, without what names code beside the file.
+    """Complete a `config.json` as transformers does, without the keys that name code beside the
+    file.
 
     Raises:
         ConfigError: transformers refuses it.

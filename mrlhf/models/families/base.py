@@ -1,11 +1,11 @@
-"""What a model family is: everything that mrlhf must know of one Hugging Face `model_type`.
+"""A model family: the facts that mrlhf knows of one Hugging Face `model_type`.
 
 A family is one object, made in one file. This file knows no family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,9 @@ class Family:
         language_head: the tensor of a language model's output layer. Where the output layer is the
             embedding the model has no such tensor, but some checkpoints store a copy.
         scalar_head: the tensor of a scalar model's output layer.
-        required_keys: what a `config.json` of the family must state. transformers would replace a
-            missing number by that of a model which the file does not describe.
-            A key that has two names is written "one or other".
+        required_keys: the keys that a `config.json` of the family must state. transformers would
+            replace a missing number by that of a model which the file does not describe. A key that
+            has two names is written "one or other".
         read_config: (config, head) -> the spec. `config` is the `config.json` as transformers
             completes it. Raises ConfigError if the model needs a feature that is not supported.
         megatron_options: (spec) -> the fields of megatron-core's TransformerConfig that depend on
@@ -58,11 +58,11 @@ class Family:
             in the order of the checkpoint.
         parameter_names: (spec, chunk) -> the names in `GPTModel.named_parameters()` of a chunk that
             is built without TransformerEngine, in that order. Layers are numbered from 0.
-        rule_of: (spec, chunk, parameter name) -> the named tensors that the parameter holds. It
-            knows the names of both builds, with and without TransformerEngine.
+        rules_of: (spec, chunk) -> the named tensors that each parameter of the chunk holds. It has
+            the names of both builds, with and without TransformerEngine.
         other_forms: (spec) -> by their names in a file, tensors that it may hold in place of those
             of `tensor_shapes`.
-        ignored_prefixes: (spec) -> what the names of tensors begin with that a checkpoint may hold
+        ignored_prefixes: (spec) -> how the names of tensors begin that a checkpoint may hold
             although the model has no place for them, such as the layers of a draft model.
         float32_endings: how the names of tensors end that are float32 whatever the others are.
     """
@@ -78,7 +78,7 @@ class Family:
     decoder_spec: Callable[[ModelSpec, Chunk, bool], TransformerBlockSubmodules]
     tensor_shapes: Callable[[ModelSpec], dict[str, Shape]]
     parameter_names: Callable[[ModelSpec, Chunk], list[str]]
-    rule_of: Callable[[ModelSpec, Chunk, str], Rule]
+    rules_of: Callable[[ModelSpec, Chunk], Mapping[str, Rule]]
     other_forms: Callable[[ModelSpec], dict[str, OtherForm]] = lambda spec: {}
     ignored_prefixes: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ()
     float32_endings: tuple[str, ...] = ()

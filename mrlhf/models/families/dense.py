@@ -1,7 +1,7 @@
-"""What all Llama-like families share: configuration and layers.
+"""Configuration and layers that all Llama-like families share.
 
-A family file adds the facts in which its models differ; `mixture` adds what those with experts
-share. This file knows no family by name.
+A family file adds the facts in which its models differ; `mixture` adds those that models with
+experts share. This file knows no family by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mrlhf.models.families.dense_weights import (
     LANGUAGE_HEAD,
     SCALAR_HEAD,
     parameter_names,
-    rule_of,
+    rules_of,
     tensor_shapes,
 )
 from mrlhf.models.rope import check_rope, rope_of
@@ -53,19 +53,16 @@ def dense_family(
         decoder_spec=decoder_spec,
         tensor_shapes=tensor_shapes,
         parameter_names=parameter_names,
-        rule_of=rule_of,
+        rules_of=rules_of,
     )
 
 
 def dense_spec(config: dict[str, Any], head: Head, partial_rotary: bool = False) -> ModelSpec:
     """The spec of a `config.json` of a model with the features of the first Llama.
 
-    A family replaces the fields in which its models differ.
-
-    Args:
-        config: the `config.json` as transformers completes it.
-        head: what the model gives.
-        partial_rotary: whether the family rotates `partial_rotary_factor` of each head.
+    A family replaces the fields in which its models differ. `config` is the `config.json` as
+    transformers completes it; `partial_rotary` says whether the family rotates
+    `partial_rotary_factor` of each head.
 
     Raises:
         ConfigError: the model uses a feature that is not supported, or a number makes no sense.
@@ -159,11 +156,7 @@ def with_window(spec: ModelSpec) -> ModelSpec:
 
 
 def check_rotations(spec: ModelSpec) -> None:
-    """Refuse rotary parameters with which transformers cannot compute.
-
-    Raises:
-        ConfigError: a key is missing or of a wrong type.
-    """
+    """Raise a ConfigError for rotary parameters with which transformers cannot compute."""
     for kind in {kind for kind in spec.ropes if kind is not None}:
         try:
             rope = rope_of(spec, kind)
@@ -220,11 +213,7 @@ def decoder_spec(
 
 
 def _check_completed(config: dict[str, Any]) -> None:
-    """Refuse a model that transformers completes, and then cannot build.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Raise a ConfigError for a model that transformers completes, and then cannot build."""
     if "head_dim" in config and config["head_dim"] is None:
         raise ConfigError(
             "config.json states no head_dim, without which transformers cannot build the model; "
@@ -240,7 +229,7 @@ def _check_completed(config: dict[str, Any]) -> None:
 
 
 def _rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
-    """How many dimensions of a head are rotated.
+    """The number of dimensions of a head that are rotated.
 
     Raises:
         ConfigError: the factor is not in (0, 1], or the number is not even.

@@ -1,13 +1,12 @@
 """The weight map of Llama-like models: named tensors, parameters, and how they correspond.
 
-Which tensors there are follows from the features that the spec states; `expert_weights` knows those
-of a mixture of experts. This file knows no family by name and no ranks: `weights.shard` cuts the
-tensors.
+The tensors follow from the features that the spec states; `expert_weights` knows those of a mixture
+of experts, and `names` is None for a dense model. This file knows no family by name and no ranks:
+`weights.shard` cuts the tensors.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -16,7 +15,7 @@ from mrlhf.models.families.base import Chunk
 from mrlhf.models.families.expert_weights import (
     ExpertNames,
     expert_parameters,
-    expert_rule,
+    expert_rules,
     expert_shapes,
     shared_rules,
 )
@@ -26,16 +25,10 @@ from mrlhf.weights.shard import Rule, Shape
 EMBEDDING = "model.embed_tokens.weight"
 LANGUAGE_HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str, Shape]:
-    """Hugging Face name and full shape of every tensor of the model, in checkpoint order.
-
-    Args:
-        spec: the model.
-        names: what the checkpoint calls the tensors of a mixture of experts; None: a dense model.
-    """
+    """Hugging Face name and full shape of every tensor of the model, in checkpoint order."""
     hidden = spec.hidden_size
 
     shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden)}
@@ -86,28 +79,25 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
     return names
 
 
-def rule_of(
-    spec: ModelSpec, chunk: Chunk, parameter: str, names: ExpertNames | None = None
-) -> Rule:
-    """The named tensors that a chunk's parameter holds, and how they are cut.
+def rules_of(spec: ModelSpec, chunk: Chunk, names: ExpertNames | None = None) -> dict[str, Rule]:
+    """The named tensors that each parameter of a chunk holds, and how they are cut.
 
-    Args:
-        spec: the model.
-        chunk: the part of the model that the parameter belongs to.
-        parameter: its name in `GPTModel.named_parameters()`, with the local layer number.
-        names: what the checkpoint calls the tensors of a mixture of experts; None: a dense model.
+    The layers of `chunk` are numbered from 0. `names` is what the checkpoint calls the tensors of a
+    mixture of experts; None: a dense model.
     """
-    match = _LAYER.fullmatch(parameter)
-    if match is None:
-        return _outer_rules(spec)[parameter]
-    layer = chunk.layers[int(match[1])]
-    prefix = f"model.layers.{layer}."
-    if spec.has_experts(layer):
-        assert names is not None, "a mixture without names"
-        rule = expert_rule(names, prefix, match[2])
-        if rule is not None:
-            return rule
-    return _layer_rules(spec, prefix, names)[match[2]]
+    rules = _outer_rules(spec)
+    for number, layer in enumerate(chunk.layers):
+        own = f"decoder.layers.{number}."
+        prefix = f"model.layers.{layer}."
+        for name, rule in _layer_rules(spec, prefix, names).items():
+            rules[own + name] = rule
+
+        if spec.has_experts(layer):
+            assert names is not None, "a mixture without names"
+            for expert in chunk.experts:
+                for name, rule in expert_rules(names, prefix, expert).items():
+                    rules[own + name] = rule
+    return rules
 
 
 def _qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
@@ -150,7 +140,7 @@ def _mlp_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
 
 
 def _attention_parameters(spec: ModelSpec) -> list[str]:
-    """Those of a layer before its MLP."""
+    """The parameters of a layer before its MLP."""
     attention = ["linear_proj.weight"]
     if spec.norms_after:
         attention.append("linear_proj.output_norm.weight")
@@ -194,7 +184,7 @@ def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
     }
 
 
-# A plan asks for each parameter of a layer, once for each rank that has some of its experts.
+# A plan asks for a layer once for each rank that has some of its experts.
 @lru_cache(maxsize=128)
 def _layer_rules(spec: ModelSpec, prefix: str, names: ExpertNames | None) -> Mapping[str, Rule]:
     """The rules of all parameters that a layer has in either build, those of experts aside."""

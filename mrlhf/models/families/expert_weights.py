@@ -6,29 +6,27 @@ name and no ranks.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape
-from mrlhf.weights.stored import OtherForm, Part
-
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(linear_fc[12])\.weight")
+from mrlhf.weights.stored import MatrixRows, OtherForm
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a checkpoint calls the tensors of a mixture, below `model.layers.<number>.`.
+    """The names of a mixture's tensors in a checkpoint, below `model.layers.<number>.`.
 
     Attributes:
         router: the matrix of the router.
-        correction: what is added to the scores for the choice.
-        experts: what the names of the experts' tensors begin with, before the number.
+        correction: the vector that is added to the scores for the choice.
+        experts: the beginning of the names of the experts' tensors, before the number.
         gate: the matrix of an expert that goes through the activation.
         up: the matrix of an expert that is multiplied with it.
         down: the matrix of an expert that gives its output.
-        shared: what the names of the shared expert's tensors begin with.
+        shared: the beginning of the names of the shared expert's tensors.
         shared_gate: the matrix that the shared expert's gate comes from.
     """
 
@@ -69,20 +67,21 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
 def forms_in_memory(
     spec: ModelSpec, names: ExpertNames, prefix: str
 ) -> Iterator[tuple[str, OtherForm]]:
-    """How transformers holds the layer's mixture in memory; it can write it to files so, too.
+    """The form in which transformers holds the layer's mixture in memory, and can write it to
+    files.
 
     All experts are in two tensors, and the router has the same name in all families.
     """
     experts = spec.experts
     assert experts is not None
     width = experts.ffn_size
-    gates_and_ups: dict[str, Part | None] = {}
-    downs: dict[str, Part | None] = {}
+    gates_and_ups: dict[str, MatrixRows | None] = {}
+    downs: dict[str, MatrixRows | None] = {}
     for number in range(experts.count):
         expert = f"{prefix}{names.experts}.{number}."
-        gates_and_ups[expert + names.gate] = Part(number, 0, width)
-        gates_and_ups[expert + names.up] = Part(number, width, 2 * width)
-        downs[expert + names.down] = Part(number, 0, spec.hidden_size)
+        gates_and_ups[expert + names.gate] = MatrixRows(number, 0, width)
+        gates_and_ups[expert + names.up] = MatrixRows(number, width, 2 * width)
+        downs[expert + names.down] = MatrixRows(number, 0, spec.hidden_size)
 
     shape = (experts.count, 2 * width, spec.hidden_size)
     yield prefix + "mlp.experts.gate_up_proj", OtherForm(shape, gates_and_ups)
@@ -95,9 +94,7 @@ def forms_in_memory(
 def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
     """The names of the parameters of a mixture, in the order of `named_parameters()`.
 
-    Args:
-        spec: the model.
-        held: the numbers of the experts that the rank holds.
+    `held` are the numbers of the experts that the rank holds.
     """
     experts = spec.experts
     assert experts is not None
@@ -114,21 +111,16 @@ def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
     return parameters
 
 
-def expert_rule(names: ExpertNames, prefix: str, parameter: str) -> Rule | None:
-    """The named tensors that a parameter of one of the layer's experts holds; None if it is none.
-
-    Args:
-        names: what the checkpoint calls the tensors.
-        prefix: of the layer's tensors.
-        parameter: its name below the layer.
-    """
-    match = _EXPERT.fullmatch(parameter)
-    if match is None:
-        return None
-    expert = f"{prefix}{names.experts}.{match[1]}."
-    if match[2] == "linear_fc1":
-        return Rule((expert + names.gate, expert + names.up), dim=0, of_expert=True)
-    return Rule((expert + names.down,), dim=1, of_expert=True)
+@lru_cache(maxsize=2**15)  # a plan asks for each expert twice, in training and in the engine
+def expert_rules(names: ExpertNames, prefix: str, number: int) -> Mapping[str, Rule]:
+    """The rules of the parameters of one of the experts of the layer with this prefix."""
+    own = f"mlp.experts.{number}."
+    expert = f"{prefix}{names.experts}.{number}."
+    gate_up = (expert + names.gate, expert + names.up)
+    return {
+        own + "linear_fc1.weight": Rule(gate_up, dim=0, of_expert=True),
+        own + "linear_fc2.weight": Rule((expert + names.down,), dim=1, of_expert=True),
+    }
 
 
 def shared_rules(names: ExpertNames, prefix: str) -> dict[str, Rule]:

@@ -18,11 +18,7 @@ from mrlhf.models.spec import Experts, Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a GLM-4.5 `config.json`.
-
-    Raises:
-        ConfigError: a feature of it is not supported, or a number makes no sense.
-    """
+    """The spec of a GLM-4.5 `config.json`."""
     if head == "scalar":
         raise ConfigError(
             "a critic or reward model cannot be a glm4_moe model, because transformers has no "
@@ -59,7 +55,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
 
 
 def draft_layers(spec: ModelSpec) -> tuple[str, ...]:
-    """What the names of the draft model's tensors begin with; they follow the model's layers.
+    """The beginning of the names of the draft model's tensors; they follow the model's layers.
 
     transformers passes over them too.
     """

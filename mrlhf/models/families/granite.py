@@ -14,11 +14,7 @@ from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a Granite `config.json`.
-
-    Raises:
-        ConfigError: the logits are divided by 0, or the model is to give one number a token.
-    """
+    """The spec of a Granite `config.json`."""
     if head == "scalar":
         raise ConfigError(
             "a critic or reward model cannot be a granite model, because transformers has no "

@@ -15,11 +15,7 @@ from mrlhf.models.spec import Experts, Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a Mixtral `config.json`.
-
-    Raises:
-        ConfigError: a feature of it is not supported, or a number makes no sense.
-    """
+    """The spec of a Mixtral `config.json`."""
     if config["router_jitter_noise"]:
         raise ConfigError(
             f"config.json has router_jitter_noise={config['router_jitter_noise']}, which is not "

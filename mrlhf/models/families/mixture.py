@@ -1,4 +1,4 @@
-"""What the families with mixtures of experts share: the parts of their configuration.
+"""The parts of their configuration that families with mixtures of experts share.
 
 A family file says which keys mean what. This file knows no family by name.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.base import Family
 from mrlhf.models.families.dense import REQUIRED_KEYS, dense_family
-from mrlhf.models.families.dense_weights import rule_of, tensor_shapes
+from mrlhf.models.families.dense_weights import rules_of, tensor_shapes
 from mrlhf.models.families.expert_weights import ExpertNames, forms_in_memory
 from mrlhf.models.spec import Experts, Head, ModelSpec
 from mrlhf.weights.stored import OtherForm
@@ -30,18 +30,13 @@ def mixture_family(
 ) -> Family:
     """A Llama-like family some of whose layers have a mixture of experts.
 
-    Args:
-        model_type: as for `Family`.
-        class_stem: as for `Family`.
-        read_config: as for `Family`.
-        names: what a checkpoint calls the tensors of a mixture.
-        required_keys: what a `config.json` must state beside the keys of a dense model.
+    `required_keys` are those that a `config.json` must state beside the keys of a dense model.
     """
     return replace(
         dense_family(model_type, class_stem, read_config),
         required_keys=(*REQUIRED_KEYS, *required_keys),
         tensor_shapes=partial(tensor_shapes, names=names),
-        rule_of=partial(rule_of, names=names),
+        rules_of=partial(rules_of, names=names),
         other_forms=partial(_other_forms, names=names),
     )
 
@@ -93,10 +88,10 @@ def sparse_layers(config: dict[str, Any]) -> tuple[bool, ...]:
 
 
 def count(config: dict[str, Any], *names: str, least: int = 1) -> int:
-    """The number that stands under the first of these names that the `config.json` has.
+    """The number under the first of these names that the `config.json` has.
 
     Raises:
-        ConfigError: it is none, or too small or too large.
+        ConfigError: it is not a number, or too small or too large.
     """
     name = next((name for name in names if name in config), names[0])
     value = config[name]

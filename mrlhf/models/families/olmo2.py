@@ -14,11 +14,7 @@ from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of an OLMo-2 `config.json`.
-
-    Raises:
-        ConfigError: the model has biases, or a feature that is not supported.
-    """
+    """The spec of an OLMo-2 `config.json`."""
     if config["attention_bias"]:
         raise ConfigError(
             "config.json sets attention_bias: biases in an OLMo model are not supported; no "

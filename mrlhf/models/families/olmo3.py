@@ -15,11 +15,7 @@ from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of an OLMo-3 `config.json`.
-
-    Raises:
-        ConfigError: the model has biases, or a feature that is not supported.
-    """
+    """The spec of an OLMo-3 `config.json`."""
     by_type = config["rope_parameters"]
     for layer_type in ("full_attention", "sliding_attention"):
         check_rope(by_type[layer_type], partial=False)

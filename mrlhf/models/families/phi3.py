@@ -13,11 +13,7 @@ from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a Phi-3 `config.json`.
-
-    Raises:
-        ConfigError: a feature of it is not supported, such as rope scaling for long contexts.
-    """
+    """The spec of a Phi-3 `config.json`."""
     return replace(with_window(dense_spec(config, head, partial_rotary=True)), fused_tensors=True)
 
 

@@ -13,11 +13,7 @@ from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a Qwen2 `config.json`.
-
-    Raises:
-        ConfigError: a feature of it is not supported.
-    """
+    """The spec of a Qwen2 `config.json`."""
     return replace(with_layer_types(dense_spec(config, head)), qkv_bias=True)
 
 

@@ -15,11 +15,7 @@ from mrlhf.models.spec import Experts, Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a Qwen2-MoE `config.json`.
-
-    Raises:
-        ConfigError: a feature of it is not supported, or a number makes no sense.
-    """
+    """The spec of a Qwen2-MoE `config.json`."""
     spec = replace(with_layer_types(dense_spec(config, head)), qkv_bias=bool(config["qkv_bias"]))
     experts = Experts(
         count=count(config, "num_experts", "num_local_experts", least=2),

@@ -13,11 +13,7 @@ from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a Qwen3 `config.json`.
-
-    Raises:
-        ConfigError: a feature of it is not supported.
-    """
+    """The spec of a Qwen3 `config.json`."""
     bias = bool(config["attention_bias"])
     spec = with_layer_types(dense_spec(config, head))
     return replace(spec, qk_norm="head", qkv_bias=bias, o_bias=bias)

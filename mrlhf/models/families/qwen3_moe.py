@@ -15,11 +15,7 @@ from mrlhf.models.spec import Experts, Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a Qwen3-MoE `config.json`.
-
-    Raises:
-        ConfigError: a feature of it is not supported, or a number makes no sense.
-    """
+    """The spec of a Qwen3-MoE `config.json`."""
     bias = bool(config["attention_bias"])
     # transformers puts the window on every layer, or on none.
     spec = replace(

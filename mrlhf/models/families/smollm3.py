@@ -14,11 +14,7 @@ from mrlhf.models.spec import WHOLE_MODEL, Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a SmolLM3 `config.json`.
-
-    Raises:
-        ConfigError: its lists do not fit its layers, or a feature of it is not supported.
-    """
+    """The spec of a SmolLM3 `config.json`."""
     spec = with_layer_types(dense_spec(config, head))
     if spec.sliding_window is not None and not config["use_sliding_window"]:
         raise ConfigError(

@@ -13,13 +13,13 @@ from typing import Any
 
 from mrlhf.errors import ConfigError
 
-_MANY = 10**9
+_LARGEST_COUNT = 10**9
 _QUANTISED = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True)
 class _Range:
-    """What a number may be.
+    """The numbers that a key may have.
 
     Attributes:
         low: smallest value.
@@ -40,7 +40,7 @@ class _Range:
         return f"{kind} from {self.low:,} to {self.high:,}"
 
     def holds(self, value: object) -> bool:
-        """Whether `value` is such a number; true and false are none."""
+        """Whether `value` is such a number; true and false are not."""
         if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
             return False
         if not self.whole and not math.isfinite(value):
@@ -48,10 +48,10 @@ class _Range:
         return value <= self.high and (value > self.low if self.above else value >= self.low)
 
 
-_COUNT = _Range(1, _MANY)
+_COUNT = _Range(1, _LARGEST_COUNT)
 _POSITIVE = _Range(0, 1e30, whole=False, above=True)
 _SHARE = _Range(0, 1, whole=False, above=True)
-_TOKEN = _Range(-1, _MANY)
+_TOKEN = _Range(-1, _LARGEST_COUNT)
 _NUMBERS = {
     "vocab_size": _COUNT,
     "hidden_size": _Range(1, 10**6),
@@ -66,7 +66,7 @@ _NUMBERS = {
     "initializer_range": _Range(0, 1e3, whole=False),
     "rope_theta": _POSITIVE,
     "partial_rotary_factor": _SHARE,
-    "sliding_window": _Range(0, _MANY),  # 0 in a file of a Qwen2-MoE model without windows
+    "sliding_window": _Range(0, _LARGEST_COUNT),  # 0 in a file of a Qwen2-MoE model without windows
     "pad_token_id": _TOKEN,
     "bos_token_id": _TOKEN,
     "num_labels": _COUNT,
@@ -139,7 +139,7 @@ def _check_numbers(prefix: str, ranges: Mapping[str, _Range], values: Mapping[st
 
 
 def _check_tokens(key: str, value: object) -> None:
-    """Refuse what is no token id, nor a list of them."""
+    """Refuse a value that is neither a token id nor a list of them."""
     ids = value if isinstance(value, list) else [value]
     if not all(token is None or _TOKEN.holds(token) for token in ids):
         raise ConfigError(f"{key} is {_shown(value)}; it must be a token id or a list of them")

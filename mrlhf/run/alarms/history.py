@@ -1,6 +1,6 @@
-"""What the alarms remember of a run: of each metric its first, its latest and its extreme values.
+"""The values that the alarms remember of each metric: the first, the latest and the extreme ones.
 
-It takes the same memory for any number of steps, and does not know what a metric means.
+The memory does not grow with the number of steps. This file does not know what a metric means.
 """
 
 from __future__ import annotations
@@ -16,16 +16,7 @@ _RECENT = 24
 
 @dataclass
 class _Series:
-    """The finite values of one metric.
-
-    Attributes:
-        step: the step of the latest value.
-        count: values so far.
-        first: the first few values.
-        recent: the latest few values.
-        lowest: of all values.
-        highest: of all values.
-    """
+    """The finite values of one metric; `step` is the step of the latest one."""
 
     step: int = 0
     count: int = 0
@@ -47,8 +38,7 @@ class _Series:
 class History:
     """The metrics of a run up to its present step.
 
-    A metric that the present step lacks, or has as NaN or infinity, counts as not measured: then it
-    has no latest values.
+    A metric that the present step lacks, or has as NaN or infinity, has no latest values.
     """
 
     def __init__(self) -> None:
@@ -89,7 +79,7 @@ class History:
         return series.lowest, series.highest
 
     def measured(self, prefix: str) -> list[str]:
-        """The metrics of the present step whose names begin so, sorted."""
+        """The metrics of the present step whose names begin with `prefix`, sorted."""
         return sorted(
             name
             for name, series in self._series.items()

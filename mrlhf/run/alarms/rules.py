@@ -22,10 +22,9 @@ class Rule:
     """One failure that is known by its sign.
 
     Attributes:
-        name: of the alarm; several rules may share it, one for each model.
+        name: the alarm; several rules may share it, one for each model.
         severity: error: the run will most likely be of no use; warning: it may be.
-        sign: the message with the numbers while the failure is there, otherwise None.
-        cause: the likely cause, in words.
+        sign: returns the message with the numbers while the failure is there, otherwise None.
         key: the configuration key to change first.
     """
 

@@ -1,49 +1,45 @@
 """The signs of known failures: pure functions of the metrics so far.
 
-Each function returns a message with the numbers while the failure is there, and otherwise None. No
-function knows the cause or the remedy; `rules` does.
+Each function returns a message with the numbers while the failure is there, and otherwise None. The
+bounds of a single metric stand in the table of metrics; those that compare several values stand
+here. No function knows the cause or the remedy; `rules` does.
 """
 
 from __future__ import annotations
 
 from statistics import fmean, median
 
+from mrlhf.metrics.table import lower_bound, upper_bound
 from mrlhf.run.alarms.history import History
 
 _LATEST = 5  # steps whose mean is compared with the beginning
 
-_STEP_KL = 0.3
-_REFERENCE_KL = 1.0
 _REFERENCE_KLS = ("actor/reward_kl_penalty", "actor/kl_loss")
 _COLLAPSED = 0.1
 _MASTERED = 0.9
 _GROWN_KL = 0.1
 _GROWN_LENGTH = 1.3
 _VALUE_STEPS = 12
-_EXPLAINED = 0.1
-_CLIPPED = 0.5
-_DIFFERENCE = 0.02
-_TRUNCATED = 0.25
-_EQUAL_GROUPS = 0.95
 _SPIKE_STEPS = 10
 _SPIKE = 4.0
 _CONSTANT_STEPS = 8
-_SLOW = 1.6
 
 
 def kl_explosion(history: History) -> str | None:
     """One step moves the policy far, or it is far from the reference."""
     step_kl = history.now("actor/ppo_kl")
-    if step_kl is not None and step_kl > _STEP_KL:
+    bound = upper_bound("actor/ppo_kl")
+    if step_kl is not None and step_kl > bound:
         return (
-            f"actor/ppo_kl is {step_kl:.3g} nats a token and should be below {_STEP_KL:g}: one "
-            "step moves the policy too far"
+            f"actor/ppo_kl is {step_kl:.3g} nats a token and should be below {bound:g}: one step "
+            "moves the policy too far"
         )
     for name in _REFERENCE_KLS:
         latest = history.recent(name, 2)
-        if latest and min(latest) > _REFERENCE_KL:
+        bound = upper_bound(name)
+        if latest and min(latest) > bound:
             return (
-                f"{name} is {latest[-1]:.3g} nats a token and should be below {_REFERENCE_KL:g}: "
+                f"{name} is {latest[-1]:.3g} nats a token and should be below {bound:g}: "
                 "the policy is far from the reference"
             )
     return None
@@ -89,14 +85,14 @@ def over_optimisation(history: History) -> str | None:
 
 
 def value_loss_not_falling(history: History) -> str | None:
-    """The critic's loss is no lower than at the beginning, and it explains nothing."""
+    """The critic's loss has not fallen since the beginning, and its values explain no variance."""
     latest = history.recent("critic/vf_loss", _LATEST)
     explained = history.recent("critic/vf_explained_var", _LATEST)
     if not latest or not explained or history.count("critic/vf_loss") < _VALUE_STEPS:
         return None
 
     start = fmean(history.first("critic/vf_loss"))
-    if fmean(latest) < start or fmean(explained) > _EXPLAINED:
+    if fmean(latest) < start or fmean(explained) > lower_bound("critic/vf_explained_var"):
         return None
     return (
         f"critic/vf_loss was {start:.3g} and is {fmean(latest):.3g} after "
@@ -108,7 +104,7 @@ def value_loss_not_falling(history: History) -> str | None:
 def clip_fraction(history: History) -> str | None:
     """More than half of the tokens are clipped."""
     clipped = history.now("actor/pg_clipfrac")
-    if clipped is None or clipped <= _CLIPPED:
+    if clipped is None or clipped <= upper_bound("actor/pg_clipfrac"):
         return None
     return f"actor/pg_clipfrac is {clipped:.2g}: over half of the tokens get no gradient"
 
@@ -117,18 +113,20 @@ def engine_mismatch(history: History) -> str | None:
     """The engine gives tokens other probabilities than the trainer."""
     name = "training/rollout_probs_diff_mean"
     difference = history.now(name)
-    if difference is None or difference <= _DIFFERENCE:
+    bound = upper_bound(name)
+    if difference is None or difference <= bound:
         return None
     return (
-        f"{name} is {difference:.3g} and should be below {_DIFFERENCE:g}: the engine gives tokens "
-        "other probabilities than the trainer"
+        f"{name} is {difference:.3g} and should be below {bound:g}: the engine gives tokens other "
+        "probabilities than the trainer"
     )
 
 
 def truncation(history: History) -> str | None:
     """Many responses end at the length limit."""
-    latest = history.recent("response_length/clip_ratio", 2)
-    if not latest or min(latest) <= _TRUNCATED:
+    name = "response_length/clip_ratio"
+    latest = history.recent(name, 2)
+    if not latest or min(latest) <= upper_bound(name):
         return None
     return f"{latest[-1]:.0%} of the responses are cut off at the longest length"
 
@@ -136,7 +134,7 @@ def truncation(history: History) -> str | None:
 def equal_scores(history: History) -> str | None:
     """All responses have the same score."""
     score = history.now("critic/score/mean")
-    if score is None or not _holds_at_first_or_lasts(history, "training/equal_scores", 1.0):
+    if score is None or not _is_unhealthy_at_first_or_lastingly(history, "training/equal_scores"):
         return None
     return f"all responses of the step have the score {score:g}, so nothing can be learned"
 
@@ -145,7 +143,7 @@ def equal_groups(history: History) -> str | None:
     """The responses to nearly every prompt have equal scores, though prompts differ."""
     name = "training/equal_groups"
     share = history.now(name)
-    if share is None or not _holds_at_first_or_lasts(history, name, _EQUAL_GROUPS):
+    if share is None or not _is_unhealthy_at_first_or_lastingly(history, name):
         return None
     if history.now("training/equal_scores") == 1.0:
         return None
@@ -200,9 +198,10 @@ def constant_term(history: History) -> str | None:
 
 def slow_rank(history: History) -> str | None:
     """The same replica of the engine is slower than the others, step after step."""
-    slower = history.recent("perf/slowest_replica", _LATEST)
+    name = "perf/slowest_replica"
+    slower = history.recent(name, _LATEST)
     replicas = history.recent("perf/slowest_replica_rank", _LATEST)
-    if not slower or not replicas or min(slower) < _SLOW or len(set(replicas)) > 1:
+    if not slower or not replicas or min(slower) < upper_bound(name) or len(set(replicas)) > 1:
         return None
     return (
         f"rank {replicas[-1]:.0f} needs {fmean(slower):.2g} times as long for a pass of the engine "
@@ -212,9 +211,10 @@ def slow_rank(history: History) -> str | None:
 
 def slow_update(history: History, role: str) -> str | None:
     """The same replica of a model is slower in updates than the others, step after step."""
-    slower = history.recent(f"perf/slowest_update/{role}", _LATEST)
+    name = f"perf/slowest_update/{role}"
+    slower = history.recent(name, _LATEST)
     replicas = history.recent(f"perf/slowest_update_rank/{role}", _LATEST)
-    if not slower or not replicas or min(slower) < _SLOW or len(set(replicas)) > 1:
+    if not slower or not replicas or min(slower) < upper_bound(name) or len(set(replicas)) > 1:
         return None
     return (
         f"the replica of rank {replicas[-1]:.0f} needs {fmean(slower):.2g} times as long for its "
@@ -224,7 +224,8 @@ def slow_update(history: History, role: str) -> str | None:
 
 def everything_rejected(history: History) -> str | None:
     """The rollout correction rejects every token."""
-    if history.now("rollout_corr/rollout_rs_masked_fraction") != 1.0:
+    name = "rollout_corr/rollout_rs_masked_fraction"
+    if history.now(name) != upper_bound(name):
         return None
     return "the rollout correction has rejected every token, so nothing can be learned" + _kl(
         history
@@ -233,7 +234,8 @@ def everything_rejected(history: History) -> str | None:
 
 def zero_weights(history: History) -> str | None:
     """The rollout correction gives every token the weight 0."""
-    if history.now("rollout_corr/rollout_is_mean") != 0.0:
+    name = "rollout_corr/rollout_is_mean"
+    if history.now(name) != lower_bound(name):
         return None
     return "the rollout correction gives every token the weight 0, so nothing can be learned" + _kl(
         history
@@ -241,15 +243,15 @@ def zero_weights(history: History) -> str | None:
 
 
 def _kl(history: History) -> str:
-    """How far the engine is from the trainer, if that was measured."""
+    """The distance of the engine from the trainer in words; empty if it was not measured."""
     kl = history.now("rollout_corr/kl")
     return "" if kl is None else f"; rollout_corr/kl is {kl:.3g}"
 
 
-def _holds_at_first_or_lasts(history: History, name: str, least: float) -> bool:
-    """Whether a share is at least so high in the very first step, or for three steps.
+def _is_unhealthy_at_first_or_lastingly(history: History, name: str) -> bool:
+    """Whether a share has reached its bound in the very first step, or for three steps.
 
     A policy that has nearly mastered its task may have such a step now and then.
     """
     latest = history.recent(name, 1 if history.count(name) == 1 else 3)
-    return bool(latest) and min(latest) >= least
+    return bool(latest) and min(latest) >= upper_bound(name)

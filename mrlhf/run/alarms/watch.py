@@ -6,27 +6,28 @@ raised again. This file does not know the failures, nor who shows an alarm.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from mrlhf.run.alarms.history import History
 from mrlhf.run.alarms.rules import RULES, Rule, Severity
+
+logger = logging.getLogger(__name__)
 
 _END_AFTER = 5  # steps without the sign
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A failure that has begun; a line of `alarms.jsonl`.
+    """A failure that has begun; a line of `alarms.jsonl`. The fields are those of its rule.
 
     Attributes:
         step: the training step at which it was seen first.
-        name: of the rule.
-        severity: error: the run will most likely be of no use; warning: it may be.
-        message: what was seen, with the numbers.
-        cause: the likely cause, in words.
-        key: the configuration key to change first.
-        link: where more is written about it.
+        message: the sign with its numbers.
+        link: the page that says more about it.
     """
 
     step: int
@@ -50,7 +51,6 @@ class Watch:
     """The alarms of one run."""
 
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
-        """Begin before the first step."""
         self._rules = rules
         self._history = History()
         self._on: dict[int, Alarm] = {}
@@ -81,11 +81,7 @@ class Watch:
         return raised
 
     def replay(self, records: Iterable[Mapping[str, float | None]]) -> list[Alarm]:
-        """Take the records of the steps so far, as `metrics.jsonl` has them.
-
-        Returns:
-            The alarms that they have raised.
-        """
+        """Take the records of `metrics.jsonl` so far; returns the alarms that they have raised."""
         raised = []
         for record in records:
             step = record["step"]
@@ -98,3 +94,30 @@ class Watch:
             self._absent[number] += 1
             if self._absent[number] >= _END_AFTER:
                 del self._on[number]
+
+
+class AlarmsFile:
+    """`alarms.jsonl`, one alarm a line, for the report of the run and for other programs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, alarm: Alarm) -> None:
+        """Append an alarm."""
+        self._write("a", [alarm])
+
+    def replace(self, alarms: Iterable[Alarm]) -> None:
+        """Write these alarms in place of all earlier ones; without any, there is no file."""
+        self._path.unlink(missing_ok=True)
+        self._write("w", alarms)
+
+    def _write(self, mode: str, alarms: Iterable[Alarm]) -> None:
+        lines = "".join(f"{json.dumps(asdict(alarm))}\n" for alarm in alarms)
+        if not lines:
+            return
+        try:
+            with self._path.open(mode, encoding="utf-8") as output:
+                output.write(lines)
+        except OSError as error:
+            # The alarms have been logged as well, so nothing is tried again.
+            logger.error("cannot write %s: %s", self._path, error)

@@ -1,0 +1,66 @@
+"""The names of the files and folders that a run writes into its output directory: the one list.
+
+This file does not know what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from mrlhf.checkpoint.manifest import CHECKPOINTS
+from mrlhf.checkpoint.summary import SUMMARY
+
+ALARMS = "alarms.jsonl"
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+REFERENCE_LOGPROBS = "reference_logprobs.npz"
+REPORT = "report.html"
+RUN_RECORD = "run.json"
+STATUS = "status.json"
+TENSORBOARD = "tensorboard"
+TIMELINE = "timeline"
+
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", ".*.tmp")
+FILES = (
+    METRICS,
+    ALARMS,
+    STATUS,
+    CONFIG,
+    RUN_RECORD,
+    SUMMARY,
+    "curves.png",
+    REFERENCE_LOGPROBS,
+)
+# Patterns of the files in each folder.
+FOLDERS = MappingProxyType(
+    {
+        CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*", "damaged_*.step_*"),
+        TENSORBOARD: ("events.out.tfevents.*",),
+        "rollouts": ("step_*.jsonl", "step_*.parquet"),
+        TIMELINE: ("rank_*.jsonl",),
+        "hangs": ("*",),
+        "wandb": ("*",),
+    }
+)
+_MODELS = ("actor", "actor_best", "model", "model_best")
+# Patterns of all that a run and its report leave, by folder; `trainer.overwrite` deletes these.
+WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        ".": (
+            *FILES,
+            REPORT,
+            "metrics.before_*.jsonl",
+            "metrics.damaged_*.jsonl",
+            "alarms.before_*.jsonl",
+            "config.*.yaml",
+            "failed_step_*",
+            f".{REFERENCE_LOGPROBS}.tmp",
+            "tensorboard.before_*",
+            *(f"{name}.partial" for name in _MODELS),
+            *(f".{name}.replaced" for name in _MODELS),
+        ),
+        **FOLDERS,
+        **dict.fromkeys(_MODELS, MODEL_FILES),
+    }
+)

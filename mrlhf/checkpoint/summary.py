@@ -1,0 +1,63 @@
+"""`summary.json`: the few numbers that a run is judged by, for people and scripts.
+
+This file writes, reads and merges summaries. It does not know what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mrlhf.errors import DataError
+
+SUMMARY = "summary.json"
+
+
+def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary` into `output_dir`."""
+    (output_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def read_summary(output_dir: Path) -> dict[str, Any] | None:
+    """The summary of a run; None if there is none, since the run has not ended.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    file = output_dir / SUMMARY
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is damaged: {error}; remove it") from error
+    if not isinstance(summary, dict):
+        raise DataError(f"{file} is no summary: it holds a {type(summary).__name__}; remove it")
+    return summary
+
+
+def combine_summaries(stage_dirs: Sequence[Path], output_dir: Path) -> dict[str, Any]:
+    """Merge the summaries of runs that follow each other, write the result, and return it.
+
+    Args:
+        stage_dirs: output directories of the runs, in order; a later run wins a name, and seconds
+            add up.
+        output_dir: where the merged summary goes.
+
+    Raises:
+        DataError: a stage has no summary, or a damaged one.
+    """
+    combined: dict[str, Any] = {}
+    seconds = 0.0
+    for stage in stage_dirs:
+        summary = read_summary(stage)
+        if summary is None:
+            raise DataError(f"{stage} has no {SUMMARY}; run that stage first")
+        seconds += summary["seconds"]
+        combined.update(summary)
+
+    combined["seconds"] = round(seconds, 1)
+    write_summary(output_dir, combined)
+    return combined

@@ -1,0 +1,118 @@
+"""Facts in the annotation of a key about when the key has an effect.
+
+A fact names the deciding key, and the remedy. `unread` checks the facts of a whole configuration.
+This file knows the keys that choose a method, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrlhf.user_code import is_reference
+
+ESTIMATOR = "algorithm.adv_estimator"
+LOSS_MODE = "actor.policy_loss.loss_mode"
+LOSS_TYPE = "algorithm.rollout_correction.loss_type"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a key: the whole configuration, and the dotted name of the key's section."""
+
+    config: Any
+    section: str
+
+    def name(self, key: str) -> str:
+        """The dotted name of `key`; a key without a dot is in the same section."""
+        return key if "." in key else f"{self.section}.{key}"
+
+    def value(self, key: str) -> Any:
+        """The value of `key`, named as for `name`."""
+        return self.config.value_of(self.name(key))
+
+
+@dataclass(frozen=True)
+class NotRead:
+    """The reason why a key has no effect.
+
+    Attributes:
+        why: the reason, in words that follow "has no effect".
+        remedy: how to give the key an effect.
+        deciders: the keys that decide so.
+        leave: the alternative; "": leave the key at its default.
+    """
+
+    why: str
+    remedy: str
+    deciders: tuple[str, ...]
+    leave: str = ""
+
+
+@dataclass(frozen=True)
+class ReadIf:
+    """A fact about a key; `problem` returns why it has no effect at a place, or None."""
+
+    problem: Callable[[Place], NotRead | None]
+
+
+def read_if(
+    key: str,
+    holds: Callable[[Any], bool] = bool,
+    state: str = "is false",
+    remedy: str = "turn that on",
+) -> ReadIf:
+    """A key that is read only if another key has certain values.
+
+    Args:
+        key: the deciding key; without a dot it is in the same section.
+        holds: whether a value of it lets the key be read.
+        state: the state of the deciding key otherwise, in words that follow its name.
+        remedy: how to change that.
+    """
+
+    def problem(place: Place) -> NotRead | None:
+        decider = place.name(key)
+        if holds(place.value(key)):
+            return None
+        return NotRead(f", since {decider} {state}", remedy, (decider,))
+
+    return ReadIf(problem)
+
+
+def by_estimator(*names: str) -> ReadIf:
+    """A key that these advantage estimators read, and every estimator of a user's own."""
+
+    def problem(place: Place) -> NotRead | None:
+        name = place.value(ESTIMATOR)
+        if name in names or is_reference(name):
+            return None
+        own = "an estimator of your own (path/to/file.py:function)"
+        return NotRead(f" with {ESTIMATOR} {name}", f"use {_one_of(names or [own])}", (ESTIMATOR,))
+
+    return ReadIf(problem)
+
+
+def by_loss(*names: str, own: bool = True) -> ReadIf:
+    """A key that these policy losses read; `own` says whether a user's own loss does too."""
+
+    def problem(place: Place) -> NotRead | None:
+        name, decider = trained_loss(place.config)
+        if name in names or (own and is_reference(name)):
+            return None
+        return NotRead(f" with {decider} {name}", f"use {_one_of(names)}", (decider,))
+
+    return ReadIf(problem)
+
+
+def trained_loss(config: Any) -> tuple[str, str]:
+    """The name of the policy loss that trains the actor, and the key that chooses it."""
+    loss_mode = config.actor.policy_loss.loss_mode
+    loss = config.algorithm.rollout_correction.trained_loss(loss_mode)
+    return loss, LOSS_MODE if loss == loss_mode else LOSS_TYPE
+
+
+def _one_of(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

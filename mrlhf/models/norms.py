@@ -1,0 +1,99 @@
+"""RMSNorm as a module, after a linear layer, and over all heads of q and of k.
+
+They fit into megatron-core's layers without TransformerEngine. This file knows no family.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import (
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrlhf.models.ops import rms_norm
+from mrlhf.models.self_attention import TensorParallelSelfAttention
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square normalisation over the last dimension, as in Hugging Face's Llama."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Under sequence parallelism each rank normalises its own tokens, so megatron-core must sum
+        # this gradient over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., hidden] normalised, in its dtype."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class NormedRowLinear(RowParallelLinear):
+    """A linear layer whose columns are split over ranks, and RMSNorm of the ranks' sum."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.output_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Map x [..., input_size of the rank] to [..., output_size], and no bias."""
+        output, bias = super().forward(x)
+        assert bias is None
+        return self.output_norm(output), None
+
+
+class ProjectionNorm(torch.nn.Module):
+    """RMSNorm over all heads of all ranks together; a rank has the weights of its own heads."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        heads: int,
+        all_heads: int,
+        tp_group: torch.distributed.ProcessGroup,
+    ) -> None:
+        """Make the weights of `heads` of the model's `all_heads` heads."""
+        super().__init__()
+        size = config.kv_channels
+        self.weight = torch.nn.Parameter(torch.ones(heads * size, dtype=config.params_dtype))
+        # The ranks' weights are different numbers, and all of them count in the gradient's norm.
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        self._numbers = all_heads * size
+        self._eps = config.layernorm_epsilon
+        self._tp_group = tp_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., heads, head_dim] normalised, in its dtype."""
+        wide = x.float()
+        squares = wide.square().sum(dim=(-2, -1), keepdim=True)
+        if self._tp_group.size() > 1:
+            # The sum depends on every rank's numbers, and every rank's output on the sum.
+            squares = reduce_from_tensor_model_parallel_region(squares, self._tp_group)
+            squares = copy_to_tensor_model_parallel_region(squares, self._tp_group)
+        wide = wide * torch.rsqrt(squares / self._numbers + self._eps)
+        return self.weight.view(x.shape[-2:]) * wide.to(x.dtype)
+
+
+class ProjectionNormAttention(TensorParallelSelfAttention):
+    """Self-attention with RMSNorm over all heads of q and of k."""
+
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(config=config, **options)
+        tp_group = self.pg_collection.tp
+        heads = self.num_attention_heads_per_partition
+        kv_heads = self.num_query_groups_per_partition
+        self.q_layernorm = ProjectionNorm(config, heads, config.num_attention_heads, tp_group)
+        self.k_layernorm = ProjectionNorm(config, kv_heads, config.num_query_groups, tp_group)

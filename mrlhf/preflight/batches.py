@@ -1,0 +1,97 @@
+"""The batches of a run as numbers: each role's work in a pass, and how it is cut.
+
+It knows no model, and produces no text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
+from mrlhf.config.sections import RoleSection
+from mrlhf.parallel.layout import AxisSizes
+from mrlhf.parallel.pipeline_order import idle_share
+from mrlhf.parallel.segments import Segments
+
+
+@dataclass(frozen=True)
+class RoleWork:
+    """The work of one role at once: a mini-batch that it is trained on, or all that it scores.
+
+    Attributes:
+        is_trained: whether there is a backward pass.
+        key: the key that sizes the batch.
+        rows: the value of that key: prompts, sequences or pairs.
+        units: sequences or pairs of the batch, on all ranks.
+        longest: tokens of the longest unit, padded for context-parallel ranks.
+        mini_batches: mini-batches in a step.
+        epochs: passes over them.
+    """
+
+    name: str
+    role: RoleSection
+    is_trained: bool
+    dp: int
+    key: str
+    rows: int
+    units: int
+    longest: int
+    mini_batches: int = 1
+    epochs: int = 1
+
+    @property
+    def per_rank(self) -> int:
+        """Units of a data-parallel rank."""
+        return -(-self.units // self.dp)
+
+    @property
+    def per_micro_batch(self) -> int:
+        """Units of full length that a micro-batch holds."""
+        return self.role.micro_batch_tokens // self.longest
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank, if all units have full length."""
+        return -(-self.per_rank // self.per_micro_batch)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which a rank of the pipeline is idle."""
+        return idle_share(self.micro_batches, self.role.pp, self.role.vpp)
+
+
+def role_work(config: AnyConfig, world_size: int) -> list[RoleWork]:
+    """The work of each role on `world_size` ranks; its layout must fit them."""
+    works = []
+    for name, role in config.roles().items():
+        dp = AxisSizes.of(role).dp(world_size)
+        longest = longest_unit(config, role.cp)
+        if not isinstance(config, PPOConfig):
+            rows = config.data.batch_size
+            is_trained = name == "model"
+            works.append(
+                RoleWork(name, role, is_trained, dp, "data.batch_size", rows, rows, longest)
+            )
+            continue
+
+        trained = config.trained().get(name)
+        batch = config.data.train_batch_size
+        if trained is not None:
+            key = f"{name}.ppo_mini_batch_size"
+            rows = trained.ppo_mini_batch_size
+            cut = (batch // rows, trained.ppo_epochs)
+        else:
+            # The reward model scores all responses, not only those that are trained on.
+            scores_all = name == "reward_model"
+            key = "data.gen_batch_size" if scores_all else "data.train_batch_size"
+            rows = config.data.gen_batch_size if scores_all else batch
+            cut = (1, 1)
+        units = rows * config.rollout.n
+        works.append(RoleWork(name, role, trained is not None, dp, key, rows, units, longest, *cut))
+    return works
+
+
+def longest_unit(config: AnyConfig, cp: int = 1) -> int:
+    """Tokens of the longest sequence, or pair of sequences, padded for `cp` ranks."""
+    longest = Segments(size=cp).padded(config.data.max_length)
+    return 2 * longest if isinstance(config, PreferenceConfig) else longest

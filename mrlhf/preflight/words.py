@@ -1,0 +1,163 @@
+"""A run in words: its layout, the arithmetic of its batches, its method and its length.
+
+The numbers come from `batches` and `model_checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrlhf.config.preference import DPOSection
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig
+from mrlhf.device import device_kind
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import AxisSizes
+from mrlhf.preflight.batches import RoleWork, longest_unit, role_work
+from mrlhf.preflight.method_description import describe_method
+from mrlhf.preflight.model_checks import MEBIBYTE, cache_block, cache_needs
+
+_DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
+
+
+def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> str:
+    """Describe the layout and the batch arithmetic; `steps` is known if the data were read."""
+    program = type(config).__name__.removesuffix("Config")
+    lines = [f"{program} on {count(world_size, 'rank')}"]
+    lines += _layout(config, world_size)
+
+    if isinstance(config, PPOConfig):
+        lines += describe_method(config)
+        lines += _ppo_step(config, world_size)
+    else:
+        if isinstance(config, DPOConfig):
+            lines += _preference_loss(config.dpo)
+        lines += _supervised_step(config, world_size)
+    lines += _run(config, steps)
+    return "\n".join(lines)
+
+
+def describe_cache(config: PPOConfig, spec: ModelSpec | None) -> Iterator[str]:
+    """The size of a sample in the KV cache of one rank, if the model is known."""
+    if spec is None:
+        return
+    needs = cache_needs(config, spec)
+    megabytes = config.rollout.kv_cache_mb
+    yield f"the KV cache of a rank on {_DEVICES[device_kind(config.distributed.device)]}"
+    yield f"  a sample at full length: {needs}"
+    if megabytes is not None:
+        fits = count(megabytes * MEBIBYTE // needs.bytes, "sample")
+        yield (
+            f"  rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes: {fits} at full "
+            "length"
+        )
+
+
+def count(number: int, noun: str) -> str:
+    """`number` with the noun, in the plural unless it is 1."""
+    if number == 1:
+        return f"{number} {noun}"
+    plural = "es" if noun.endswith("batch") else "s"
+    return f"{number} {noun}{plural}"
+
+
+def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
+    for name, role in config.roles().items():
+        sizes = AxisSizes.of(role)
+        virtual = f", {role.vpp} virtual stages a rank" if role.vpp > 1 else ""
+        yield (
+            f"  {name:<12} {sizes} x dp {sizes.dp(world_size)}{virtual}, {role.micro_batch_tokens} "
+            "tokens a micro-batch"
+        )
+    if isinstance(config, PPOConfig):
+        rollout = config.rollout
+        replicas = count(world_size // rollout.tp, "replica")
+        axes = f"tp {rollout.tp}" if rollout.ep is None else f"tp {rollout.tp}, ep {rollout.ep}"
+        yield f"  {'rollout':<12} {axes} x {replicas}, {rollout.engine} engine"
+
+
+def _share(work: RoleWork) -> str:
+    """One rank's part of a batch, its micro-batches and, with pipeline stages, its idle share."""
+    text = (
+        f"at full length {work.per_rank} a data-parallel rank and {work.per_micro_batch} a "
+        f"micro-batch: {count(work.micro_batches, 'micro-batch')}"
+    )
+    return text if work.role.pp == 1 else f"{text}, pipeline bubble {work.bubble:.0%}"
+
+
+def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
+    data = config.data
+    rollout = config.rollout
+    samples = config.samples_per_step
+    replicas = world_size // rollout.tp
+    yield "each training step"
+    yield (
+        f"  {count(data.train_batch_size, 'prompt')} x {rollout.n} = {count(samples, 'sample')}, "
+        f"{-(-samples // replicas)} a replica if equally long, {rollout.max_num_seqs} decoded at "
+        "once"
+    )
+
+    filters = config.algorithm.filter_groups
+    if filters.enable:
+        yield (
+            f"  prompts whose answers all have the same {filters.metric} are replaced: <= "
+            f"{filters.max_num_gen_batches} x {count(data.gen_batch_size, 'prompt')} are generated"
+        )
+
+    block = cache_block(config)
+    blocks = -(-data.max_length // block)
+    yield (
+        f"  prompts are computed in steps of <= {rollout.max_prefill_tokens} tokens; KV cache in "
+        f"blocks of {block} tokens, <= {count(blocks, 'block')} per sample"
+    )
+    yield (
+        f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = "
+        f"{data.max_length} tokens; the step: <= {samples * data.max_length} tokens"
+    )
+
+    for work in role_work(config, world_size):
+        if not work.is_trained:
+            continue
+        yield (
+            f"  {work.name}: {count(work.mini_batches, 'mini-batch')} x "
+            f"{count(work.epochs, 'epoch')} = "
+            f"{count(work.mini_batches * work.epochs, 'optimizer step')}"
+        )
+        yield (
+            f"    a mini-batch: {count(work.rows, 'prompt')} x {rollout.n} = "
+            f"{count(work.units, 'sample')}, {_share(work)}"
+        )
+
+
+def _preference_loss(section: DPOSection) -> Iterator[str]:
+    smoothing = ""
+    if section.label_smoothing:
+        smoothing = f", label smoothing {section.label_smoothing:g}"
+    yield "the method"
+    yield f"  loss: {section.loss_type}, beta {section.beta:g}{smoothing}"
+    yield "  the reference is asked once about all pairs, before the first step, and then freed"
+
+
+def _supervised_step(config: AnyConfig, world_size: int) -> Iterator[str]:
+    noun = "pair" if isinstance(config, PreferenceConfig) else "sequence"
+    (work,) = (work for work in role_work(config, world_size) if work.is_trained)
+    yield "each optimizer step"
+    yield f"  {count(work.units, noun)} of <= {longest_unit(config)} tokens, {_share(work)}"
+
+
+def _run(config: AnyConfig, steps: int | None) -> Iterator[str]:
+    """The number of training steps."""
+    trainer = config.trainer
+    batch = config.prompts_per_step if isinstance(config, PPOConfig) else config.data.batch_size
+
+    yield "the run"
+    epochs = count(trainer.total_epochs, "epoch")
+    if trainer.total_steps is not None:
+        yield f"  {count(trainer.total_steps, 'training step')} (trainer.total_steps)"
+    else:
+        least = f", at least {trainer.min_steps}" if trainer.min_steps else ""
+        total = "training steps" if steps is None else f"= {count(steps, 'training step')}"
+        yield f"  {epochs} x (rows // {batch}){least} {total}"
+
+    if isinstance(config, PPOConfig) and config.trainer.critic_warmup > 1:
+        first = config.trainer.critic_warmup
+        yield f"  the actor is trained from step {first} on (trainer.critic_warmup)"

@@ -1,0 +1,173 @@
+"""Writes rollouts and training batches to files for people to look at.
+
+This file does not know metrics, nor when a batch is to be written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrlhf.batch import Experience, Rollout
+from mrlhf.config.rollout import RolloutSection
+from mrlhf.data.rows import write_rows
+from mrlhf.data.sample_table import TEXTS, SampleTable, write_samples
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.rollout.scoring import Scores
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The data of one step that is written down.
+
+    Attributes:
+        entropy: of the distribution of each token, float32 [batch, response_len]; None where it was
+            not measured, or measured before the run was interrupted.
+        new_logprobs: log-probabilities after the update, float32 [batch, response_len], or None.
+    """
+
+    step: int
+    experience: Experience
+    scores: Scores
+    entropy: Tensor | None = None
+    new_logprobs: Tensor | None = None
+
+
+def write_dump(output_dir: Path, dump: Dump, section: RolloutSection, tokenizer: Tokenizer) -> None:
+    """Write prompts, responses and scores of a step to `rollouts/step_<step>.*`.
+
+    A parquet file also has the numbers of each token.
+    """
+    directory = output_dir / "rollouts"
+    directory.mkdir(exist_ok=True)
+
+    rows = chosen_rows(dump.experience.rollout, section.dump_samples)
+    stem = f"step_{dump.step:06d}"
+    if section.dump_format == "jsonl":
+        samples = [_sample(dump, row, tokenizer) for row in rows]
+        write_rows(directory / f"{stem}.jsonl", samples)
+    else:
+        write_samples(directory / f"{stem}.parquet", _table(dump, rows, tokenizer))
+
+
+def chosen_rows(rollout: Rollout, most: int | None) -> list[int]:
+    """The rows to write down, in order: as many whole prompt groups as fit into `most` rows.
+
+    Which prompts come first depends on their uid alone, so that a prompt that was written down in
+    one epoch is written down in the next one as well. If not even one group fits, the first samples
+    of one are chosen.
+    """
+    every = range(len(rollout))
+    if most is None or len(rollout) <= most:
+        return list(every)
+
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(rollout.prompt_groups.tolist()):
+        groups.setdefault(group, []).append(row)
+    uids = rollout.prompts.uid
+    in_turn = sorted(groups.values(), key=lambda rows: (zlib.crc32(b"%d" % uids[rows[0]]), rows))
+
+    chosen: list[int] = []
+    for rows in in_turn:
+        if len(chosen) + len(rows) > most:
+            break
+        chosen += rows
+    return sorted(chosen or in_turn[0][:most])
+
+
+def _sample(dump: Dump, row: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One sample as a line of jsonl."""
+    rollout = dump.experience.rollout
+    prompts = rollout.prompts
+    length = int(rollout.response_mask[row].sum())
+    numbers = {name: column[row] for name, column in dump.scores.terms.items()}
+    return {
+        "uid": prompts.uid[row],
+        "sample": rollout.sample_index[row],
+        "data_source": prompts.data_source[row],
+        "prompt": prompts.text[row],
+        "response": tokenizer.decode(rollout.response_ids[row, :length].tolist()),
+        "ground_truth": prompts.ground_truth[row],
+        "stopped": bool(rollout.stopped[row]),
+        "score": float(dump.experience.scores[row]),
+        "terms": {name: x for name, x in numbers.items() if not math.isnan(x)},
+    }
+
+
+def _table(dump: Dump, rows: Sequence[int], tokenizer: Tokenizer) -> SampleTable:
+    """The samples at `rows` with the numbers of their tokens."""
+    experience = dump.experience
+    rollout = experience.rollout
+    index = torch.tensor(rows, dtype=torch.int64)
+    is_there = rollout.response_mask[index]
+
+    responses = [rollout.response_ids[row][rollout.response_mask[row]].tolist() for row in rows]
+    texts: dict[str, list[Any]] = {name: [] for name in TEXTS}
+    for row, ids, pieces in zip(rows, responses, tokenizer.pieces(responses), strict=True):
+        sample = _sample(dump, row, tokenizer)
+        stopped = sample.pop("stopped")
+        sample |= {
+            "step": dump.step,
+            "finish_reason": "stop" if stopped else "length",
+            "ground_truth": _as_text(sample["ground_truth"]),
+            "length": len(ids),
+            "terms": list(sample["terms"].items()),
+            "prompt_ids": rollout.prompts.token_ids[row],
+            "response_tokens": pieces,
+        }
+        for name, value in sample.items():
+            texts[name].append(value)
+
+    measured = {
+        "response_ids": rollout.response_ids,
+        "loss_mask": experience.loss_mask,
+        "advantage": experience.advantages,
+        "return": experience.returns,
+        "reward": experience.token_rewards,
+        "value": experience.values,
+        "old_logprob": experience.old_logprobs,
+        "new_logprob": dump.new_logprobs,
+        "rollout_logprob": rollout.rollout_logprobs,
+        "ref_logprob": experience.ref_logprobs,
+        "entropy": dump.entropy,
+        "weight": experience.weights,
+    }
+    tokens = {
+        name: table[index][is_there].numpy()
+        for name, table in measured.items()
+        if table is not None
+    }
+    return SampleTable(texts, tokens)
+
+
+def _as_text(value: Any) -> str | None:
+    """A reference answer as text; an answer of another type as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def save_batch(path: Path, experience: Experience) -> None:
+    """Write a training batch for study: tensors and lists, which `torch.load` reads.
+
+    `weights_only=True` is enough. The `loss_mask` is the experience's; `versions` tells which
+    tokens the policy drew.
+    """
+    rollout = experience.rollout
+
+    tables = vars(rollout) | vars(experience)  # of two loss masks, the experience's
+    del tables["prompts"]
+    del tables["rollout"]
+    tables["prompts"] = rollout.prompts.token_ids
+    tables["uid"] = rollout.prompts.uid
+    for name, record in (("engine_experts", rollout.experts), ("experts", experience.experts)):
+        tables[name] = None if record is None else vars(record)
+    torch.save(tables, path)

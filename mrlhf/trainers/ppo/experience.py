@@ -1,0 +1,266 @@
+"""Turns a scored rollout into the input of the updates: rewards, rollout correction, advantages.
+
+It works on the global batch, which every rank sees. So statistics of prompt groups, whitening and
+metrics need no communication and are the same on every layout. It does not know the models whose
+outputs it gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrlhf.batch import Experience, Rollout
+from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.methods import find_method
+from mrlhf.rl.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOptions,
+    Estimator,
+    estimate_advantages,
+    length_adaptive_lam,
+)
+from mrlhf.rl.correction import correct
+from mrlhf.rl.group_advantages import AdvantagesAndReturns
+from mrlhf.rl.kl import kl_penalty
+from mrlhf.rl.masking import local_moments, masked_mean, whiten
+from mrlhf.rl.names import estimator_traits
+from mrlhf.rl.prompt_groups import PromptGroups
+from mrlhf.rl.shaping import token_rewards
+from mrlhf.rl.token_baselines import TokenProbabilities
+from mrlhf.roles.actor import Evaluation
+from mrlhf.roles.policy_loss import make_correction
+from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.components import RewardComponents
+from mrlhf.rollout.score_checks import check_advantages
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """The models' outputs for a rollout; float32 [batch, response_len].
+
+    Attributes:
+        policy: outputs of the policy before the update; None in bypass mode, which uses the
+            engine's log-probabilities instead.
+        ref_logprobs: log-probabilities under the reference, or None without one.
+        values: the critic's predictions, or None without a critic.
+    """
+
+    policy: Evaluation | None
+    ref_logprobs: Tensor | None
+    values: Tensor | None
+
+    def tables(self) -> list[Tensor]:
+        """The tensors that an experience refers to; it needs no copies of them."""
+        logprobs = None if self.policy is None else self.policy.logprobs
+        every = (logprobs, self.ref_logprobs, self.values)
+        return [table for table in every if table is not None]
+
+
+def make_experience(
+    collected: Collected,
+    shaped: Tensor,
+    outputs: ModelOutputs,
+    algorithm: AlgorithmSection,
+    kl_coef: float,
+    components: RewardComponents | None = None,
+) -> tuple[Experience, float | None]:
+    """Place rewards on tokens, correct for the engine's policy, estimate advantages.
+
+    Only tokens that train (the rollout's `loss_mask`) get rewards and advantages: the score is
+    placed on the last of them. Advantages are estimated before rejection, so that a rejected last
+    token does not take its response's reward with it; losses and whitening leave rejected tokens
+    out.
+
+    Args:
+        shaped: [batch], scores after shaping, before any KL.
+        kl_coef: the current coefficient of the KL in the reward.
+        components: the scores of single terms, for an estimator that compares them.
+
+    Returns:
+        The experience, and the KL in the reward: the mean over sequences of the mean over their
+            tokens, or None if it is not in use.
+
+    Raises:
+        RewardError: the scores are so large that an advantage is not finite.
+    """
+    rollout = collected.rollout
+    drawn = rollout.loss_mask
+    policy = outputs.policy
+    old_logprobs = rollout.rollout_logprobs if policy is None else policy.logprobs
+
+    kl = _reward_kl(old_logprobs, outputs, algorithm) if algorithm.use_kl_in_reward else None
+    rewards = _rewards(shaped, drawn, kl, kl_coef, algorithm)
+    loss_mask, weights = _corrected(policy, rollout, algorithm.rollout_correction)
+
+    inputs = _advantage_inputs(collected, outputs, rewards, weights, components)
+    options = _advantage_options(algorithm, drawn, components)
+    advantages, returns = _advantages(inputs, options, loss_mask, algorithm.adv_estimator)
+    if _are_finite(rewards, outputs.values):
+        check_advantages(advantages, returns, shaped, rollout, algorithm.adv_estimator)
+
+    right = collected.scores.correct
+    experience = Experience(
+        rollout=rollout,
+        scores=collected.scores.total,
+        loss_mask=loss_mask,
+        old_logprobs=old_logprobs,
+        ref_logprobs=outputs.ref_logprobs,
+        token_rewards=rewards,
+        values=outputs.values,
+        advantages=advantages,
+        returns=returns,
+        weights=weights,
+        positive=None if right is None else torch.tensor(right) > 0.5,
+    )
+    mean_kl = None if kl is None else float(masked_mean(kl, drawn, dim=1).mean())
+    return experience, mean_kl
+
+
+def equal_score_metrics(scores: Tensor, prompt_groups: Tensor, estimator: str) -> dict[str, float]:
+    """Measure how often scores are equal to the scores that they are compared with.
+
+    Args:
+        scores: [batch], after shaping, or [terms, batch] where terms are compared one by one.
+        prompt_groups: int64 [batch].
+        estimator: the name of the advantage estimator.
+
+    Returns:
+        `training/equal_scores`: 1 if all scores are equal, otherwise 0; it is missing for a batch
+        of one response. `training/equal_groups`: the share of the prompts whose responses have
+        equal scores; it is missing if the estimator does not compare the responses to a prompt, or
+        if a prompt has only one.
+    """
+    columns = scores if scores.dim() == 2 else scores[None]
+    if len(prompt_groups) < 2:
+        return {}
+
+    all_equal = all(bool((column == column[0]).all()) for column in columns)
+    metrics = {"training/equal_scores": float(all_equal)}
+
+    by_prompt = PromptGroups(prompt_groups)
+    compares = estimator_traits(estimator).compares_within_prompt
+    if compares and not bool(by_prompt.single.any()):
+        equal = by_prompt.size > 0
+        for column in columns:
+            equal &= by_prompt.highest(column) == by_prompt.lowest(column)
+        # Each prompt counts once, whatever the number of its responses.
+        weights = 1 / by_prompt.size.double()
+        metrics["training/equal_groups"] = float(weights[equal].sum() / weights.sum())
+    return metrics
+
+
+def _rewards(
+    shaped: Tensor,
+    drawn: Tensor,
+    kl: Tensor | None,
+    kl_coef: float,
+    algorithm: AlgorithmSection,
+) -> Tensor:
+    """The reward of each token, [batch, response_len]."""
+    rewards = token_rewards(shaped, drawn, kl, kl_coef, algorithm.kl_placement)
+    if algorithm.whiten_rewards:
+        rewards = whiten(rewards, drawn, local_moments(rewards, drawn), shift_mean=False)
+    return rewards
+
+
+def _corrected(
+    policy: Evaluation | None, rollout: Rollout, section: RolloutCorrectionSection
+) -> tuple[Tensor, Tensor | None]:
+    """The tokens that correction keeps, and their weights, if it gives any."""
+    drawn = rollout.loss_mask
+    if policy is None:  # bypass mode, in which each mini-batch of the update is corrected
+        return drawn, None
+
+    log_ratio = policy.logprobs - rollout.rollout_logprobs
+    corrected = correct(log_ratio, drawn, make_correction(section))
+    return corrected.kept, corrected.weights
+
+
+def _advantage_inputs(
+    collected: Collected,
+    outputs: ModelOutputs,
+    rewards: Tensor,
+    weights: Tensor | None,
+    components: RewardComponents | None,
+) -> AdvantageInputs:
+    return AdvantageInputs(
+        rewards=rewards,
+        mask=collected.rollout.loss_mask,
+        prompt_groups=collected.rollout.prompt_groups,
+        values=outputs.values,
+        greedy_scores=collected.greedy_scores,
+        probabilities=_probabilities(outputs.policy, weights),
+        components=None if components is None else components.scores,
+    )
+
+
+def _are_finite(rewards: Tensor, values: Tensor | None) -> bool:
+    """Whether all inputs of the advantages are finite."""
+    numbers = [rewards] if values is None else [rewards, values]
+    return all(bool(tensor.isfinite().all()) for tensor in numbers)
+
+
+def _advantages(
+    inputs: AdvantageInputs, options: AdvantageOptions, kept: Tensor, name: str
+) -> AdvantagesAndReturns:
+    """Advantages and returns of all drawn tokens, whitened over those that correction kept."""
+    estimator = find_method("algorithm.adv_estimator", name, ADVANTAGE_ESTIMATORS)
+    if name not in ADVANTAGE_ESTIMATORS:
+        # It runs once a machine, so the other ranks would not see what it writes to its inputs.
+        estimator = _on_copies(estimator)
+    advantages, returns = estimate_advantages(estimator, inputs, options)
+    if estimator_traits(name).whitened:
+        advantages = whiten(advantages, kept, local_moments(advantages, kept))
+    return advantages, returns
+
+
+def _on_copies(estimator: Estimator) -> Estimator:
+    """A user's `estimator`, given copies of the tables, since it may write to them."""
+
+    def estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
+        tables: dict[str, Any] = {
+            name: x.clone() for name, x in vars(inputs).items() if isinstance(x, Tensor)
+        }
+        return estimator(replace(inputs, **tables), options)
+
+    return estimate
+
+
+def _probabilities(policy: Evaluation | None, weights: Tensor | None) -> TokenProbabilities | None:
+    """The input of a baseline for each token; None if the policy's pass did not compute it."""
+    if policy is None or policy.sum_of_squares is None:
+        return None
+    return TokenProbabilities(policy.logprobs, policy.sum_of_squares, weights)
+
+
+def _advantage_options(
+    algorithm: AlgorithmSection, mask: Tensor, components: RewardComponents | None
+) -> AdvantageOptions:
+    lam: float | Tensor = algorithm.lam
+    if algorithm.lam_length_alpha is not None:
+        lam = length_adaptive_lam(mask, algorithm.lam_length_alpha)
+
+    return AdvantageOptions(
+        gamma=algorithm.gamma,
+        lam=lam,
+        critic_lam=algorithm.lam_critic,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        f_norm=algorithm.f_norm,
+        component_weights=None if components is None else components.weights,
+    )
+
+
+def _reward_kl(old_logprobs: Tensor, outputs: ModelOutputs, algorithm: AlgorithmSection) -> Tensor:
+    """KL to the reference at each token, [batch, response_len]."""
+    if algorithm.kl_penalty == "full":
+        assert outputs.policy is not None and outputs.policy.full_kl is not None
+        return outputs.policy.full_kl
+
+    assert outputs.ref_logprobs is not None
+    return kl_penalty(old_logprobs, outputs.ref_logprobs, algorithm.kl_penalty)

@@ -1,0 +1,146 @@
+"""Builds the inference engine that the configuration names, and plans how weights get into it.
+
+It runs nothing: neither generation nor the hand-over of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.config.roots import PPOConfig
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.inference.base import EngineLimits, InferenceEngine
+from mrlhf.inference.engine_sizes import engine_ep
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.vllm.engine import VllmEngine, check_support
+from mrlhf.inference.vllm.pieces import vllm_pieces
+from mrlhf.models.parameters import carried_pieces, engine_pieces, role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.machine import name_of_this_machine
+from mrlhf.preflight.vocabulary import ids_without_token
+from mrlhf.reshard.execute import Resharder, TransferOptions
+from mrlhf.reshard.plan import Planner
+from mrlhf.reshard.sides import sides_around
+from mrlhf.rollout.generator import Generator
+from mrlhf.run.startup import Run
+from mrlhf.training.engine import ModelEngine
+from mrlhf.weights.shard import Piece
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """The functions that differ between the kinds of inference engine before one is built.
+
+    Attributes:
+        engine: the constructor.
+        check: raises if the engine cannot serve this model, tensor-parallel size or device.
+        layout: makes the replicas from the actor's layout, `rollout.tp`, and the number of parts of
+            a replica over which experts are shared out.
+        pieces: lists the named slices that a rank of a replica holds.
+    """
+
+    engine: Callable[..., InferenceEngine]
+    check: Callable[[ModelSpec, int, torch.device], None]
+    layout: Callable[[ParallelLayout, int, int], EngineLayout]
+    pieces: Callable[[ModelSpec, EngineLayout, int, Set[str] | None], list[Piece]]
+
+
+_BACKENDS = {
+    "native": _Backend(
+        NativeEngine, lambda spec, tp, device: None, EngineLayout.closest, engine_pieces
+    ),
+    "vllm": _Backend(VllmEngine, check_support, EngineLayout.consecutive, vllm_pieces),
+}
+
+
+def check_engine(config: PPOConfig, spec: ModelSpec, device: torch.device) -> None:
+    """Raise ConfigError or WeightError if the engine cannot serve this actor or use this device."""
+    _BACKENDS[config.rollout.engine].check(spec, config.rollout.tp, device)
+
+
+def build_generator(
+    config: PPOConfig, run: Run, actor: ModelEngine, tokenizer: Tokenizer
+) -> Generator:
+    """Build the replica on this rank, and plan how the actor's weights get into it.
+
+    Every rank calls it, after the actor's optimizer has been attached.
+    """
+    rollout = config.rollout
+    backend = _BACKENDS[rollout.engine]
+    training = actor.groups.layout
+    ep = engine_ep(rollout.engine, rollout.ep, rollout.tp, training.etp, actor.spec)
+    engines = backend.layout(training, rollout.tp, ep)
+    engine_groups = run.factory.engine_groups(engines)
+    engine = backend.engine(
+        actor.spec,
+        engine_groups.tp,
+        run.device.torch_device,
+        actor.dtype,
+        _limits(config),
+        decode=tokenizer.decode,
+        never=ids_without_token(actor.spec.vocab_size, tokenizer.ids),
+        **({"ep": ep} if ep > 1 else {}),
+    )
+
+    itemsize = actor.dtype.itemsize
+
+    def in_engine(rank: int, tensors: Set[str] | None = None) -> list[Piece]:
+        return carried_pieces(backend.pieces(actor.spec, engines, rank, tensors), itemsize)
+
+    sides = sides_around(
+        run.rank,
+        engines,
+        lambda rank: carried_pieces(role_pieces(actor.spec, training, rank), itemsize),
+        in_engine,
+        in_engine,
+    )
+    group = engine_groups.exchange
+    near = _ranks_by_machine(group)
+    planner = Planner(sides, itemsize, near.__getitem__)
+    options = TransferOptions(
+        bucket_bytes=rollout.reshard_bucket_mb << 20,
+        verify=rollout.verify_reshard,
+    )
+    resharder = Resharder(planner, actor.slots, engine, run.rank, options, group)
+    return Generator(
+        engine,
+        engine_groups,
+        resharder,
+        config.seed,
+        phases=run.phases,
+        experts=actor.spec.experts if rollout.records_experts else None,
+    )
+
+
+def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:
+    """The ranks of the group on the machine of each rank, ascending.
+
+    If several ranks hold a slice, one on the same machine sends it.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    names = all_gather_objects(name_of_this_machine(), group)
+
+    machines: dict[str, list[int]] = {}
+    for rank, name in sorted(zip(ranks, names, strict=True)):
+        machines.setdefault(name, []).append(rank)
+    return {rank: machines[name] for rank, name in zip(ranks, names, strict=True)}
+
+
+def _limits(config: PPOConfig) -> EngineLimits:
+    rollout = config.rollout
+    return EngineLimits(
+        max_num_seqs=rollout.max_num_seqs,
+        max_length=config.data.max_length,
+        max_prefill_tokens=rollout.max_prefill_tokens,
+        block_size=rollout.block_size,
+        cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb << 20,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+    )

@@ -1,0 +1,193 @@
+"""A whole PPO run: begin or go on, train, save, export, report.
+
+It does not know what a training step is; `step` does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mrlhf.checkpoint.restorer import Checkpoint
+from mrlhf.config.roots import PPOConfig
+from mrlhf.errors import CheckpointError, Interrupted
+from mrlhf.preflight import read_ppo_inputs
+from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
+from mrlhf.run.metrics_file import ResumePoint
+from mrlhf.run.report import closing_report, ppo_achievements
+from mrlhf.run.reporter import Reporter
+from mrlhf.run.startup import Run, start
+from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
+from mrlhf.trainers.ppo.progress import StepProgress, fixed_settings
+from mrlhf.trainers.ppo.setup import Parts, assemble
+from mrlhf.trainers.ppo.step import PPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def train_ppo(config: PPOConfig) -> None:
+    """Run PPO as configured; every rank calls it."""
+    # Bad input is refused before the output directory is touched.
+    inputs = read_ppo_inputs(config)
+    with start(config, config.distributed, config.trainer, config.seed) as run:
+        checkpoint = find_checkpoint(run)
+        parts = assemble(config, inputs, run, initial=checkpoint is None)
+        ppo = PPORun(config, run, parts, checkpoint)
+        run.begin()
+        ppo.fit()
+
+
+class PPORun:
+    """The loop over training steps; every rank runs it."""
+
+    def __init__(
+        self, config: PPOConfig, run: Run, parts: Parts, checkpoint: Checkpoint | None
+    ) -> None:
+        """Begin at the first step, or go on from `checkpoint`.
+
+        Raises:
+            CheckpointError, DataError: the checkpoint is of a run with other models or data.
+        """
+        self._run = run
+        self._parts = parts
+        self._config = config
+        self._section = config.trainer
+        self._trainer = PPOTrainer(config, run, parts)
+        self._checkpoints = Checkpoints(
+            run,
+            config,
+            parts.trained(),
+            parts.steps,
+            self._export,
+            Measured("val" in parts.held_out, config.trainer.critic_warmup),
+        )
+
+        self._completed = 0
+        self._last_metrics: Mapping[str, float] = {}
+        self._progress: StepProgress | None = None
+        self._resumed: ResumePoint | None = None
+        if checkpoint is not None:
+            self._restore(checkpoint)
+
+    def fit(self) -> None:
+        """Train, validate, export the policy to `output_dir/actor`, and report.
+
+        Raises:
+            Interrupted: the run was asked to stop; a checkpoint is saved.
+        """
+        parts = self._parts
+        with Reporter.of(self._run, self._config, parts.steps, self._resumed) as reporter:
+            try:
+                self._train(reporter)
+            except Interrupted:
+                self._save_interrupted()
+                raise
+
+        directory = self._run.output_dir / "actor"
+        with self._run.phases.enter("export"):
+            export_result(self._exported(), directory, parts.steps, self._save_last)
+        parts.scorer.close()
+        if self._run.is_main_rank:
+            self._run.require_directory(directory)
+            summary = {
+                **ppo_achievements(self._run.output_dir),
+                "steps": parts.steps,
+                **self._checkpoints.summary(),
+                "checkpoint": str(directory),
+            }
+            closing_report(self._run.output_dir, summary)
+
+    def _train(self, reporter: Reporter) -> None:
+        """Run the remaining steps, and the validation before the first one."""
+        trainer = self._trainer
+        is_new = self._completed == 0 and not self._last_metrics
+        if is_new and trainer.held_out.due(0):
+            self._last_metrics = trainer.held_out.measure(0)
+            reporter.report(0, self._last_metrics)
+            self._checkpoints.before_training(self._last_metrics)
+
+        while self._completed < self._parts.steps:
+            with self._run.phases.interruptible():
+                pass  # between two steps
+            if self._progress is None:
+                self._progress = trainer.begin_step(self._completed + 1)
+            metrics = trainer.step(self._progress)
+
+            self._completed = self._progress.number
+            self._last_metrics = metrics
+            self._progress = None
+            saved = self._checkpoints.after_step(self._completed, metrics, self._parts.state_dict)
+            reporter.report(self._completed, metrics | saved)
+        self._checkpoints.finish()
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        parts = self._parts
+        state = self._checkpoints.restore(checkpoint)
+        parts.load_state_dict(state)
+        if "drawn" in state:
+            if state["settings"] == fixed_settings(self._config):
+                parts.generator.load_drawn_state(state["drawn"])
+            elif self._run.is_main_rank:
+                logger.warning("sampling has changed, so all responses of the step are drawn again")
+        if "progress" in state:
+            self._check_settings(state["settings"], checkpoint.path)
+            self._progress = StepProgress.from_state(
+                state["progress"], parts.prompts.with_uids, self._run.factory.machine
+            )
+
+        self._completed = checkpoint.manifest.step
+        self._last_metrics = checkpoint.manifest.metrics
+        self._resumed = ResumePoint(self._completed, self._last_metrics)
+
+    def _check_settings(self, stored: Mapping[str, Any], path: Path) -> None:
+        """Raise a CheckpointError if a key that must not change within a step has changed."""
+        current = fixed_settings(self._config)
+        for key, value in stored.items():
+            if current[key] != value:
+                raise CheckpointError(
+                    f"{path} was saved in the middle of a step, in which {key} was {value} and not "
+                    f"{current[key]}; restore it, or go on from the checkpoint before"
+                )
+
+    def _save_interrupted(self) -> None:
+        """Save the run as it is, in the middle of a step or between two."""
+        progress = self._progress
+        parts = self._parts
+
+        if progress is None:
+            state = parts.state_dict()
+            unfinished = False
+        elif progress.experience is None:
+            # No model has changed in this step. It begins again, with the responses that it has.
+            drawn = parts.generator.drawn_state()
+            state = {**progress.before, "drawn": drawn, "settings": fixed_settings(self._config)}
+            unfinished = bool(drawn)
+        else:
+            state = {
+                **parts.state_dict(),
+                "progress": progress.state_dict(),
+                "settings": fixed_settings(self._config),
+            }
+            unfinished = True
+
+        self._checkpoints.save_at_end(self._completed, self._last_metrics, state, unfinished)
+
+    def _save_last(self) -> None:
+        """Save a checkpoint of the last step, unless there is one."""
+        state = self._parts.state_dict()
+        self._checkpoints.save_at_end(self._completed, self._last_metrics, state)
+
+    def _export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face checkpoint."""
+        export_checkpoint(self._exported(), directory)
+
+    def _exported(self) -> ExportedModel:
+        parts = self._parts
+        return ExportedModel(
+            parts.actor.engine,
+            parts.tokenizer,
+            self._section.max_shard_size_mb,
+            parts.generation_config,
+        )

@@ -1,0 +1,246 @@
+"""Puts together the parts of a PPO run from its inputs: first the models, then the engine.
+
+It knows which configuration key goes to which part. It runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mrlhf.batch import Prompts
+from mrlhf.config.roots import PPOConfig
+from mrlhf.config.sections import RoleSection
+from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.sampler import StatefulSampler
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.inference.base import SamplingParams
+from mrlhf.models.families import load_spec
+from mrlhf.models.spec import Head
+from mrlhf.preflight import PPOInputs
+from mrlhf.preflight.vocabulary import Endings
+from mrlhf.rl.kl import KlController, make_kl_controller
+from mrlhf.rl.names import estimator_traits
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.critic import Critic
+from mrlhf.roles.policy_loss import PolicyLossSettings
+from mrlhf.roles.reference import Reference
+from mrlhf.roles.reward_model import RewardModel
+from mrlhf.rollout.collector import Collector
+from mrlhf.rollout.dynamic_sampling import DynamicSampler
+from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.reward_shaping import RewardShaper
+from mrlhf.rollout.scoring import Scorer
+from mrlhf.run.startup import Run
+from mrlhf.trainers.ppo.generator_setup import build_generator, check_engine
+from mrlhf.training.engine import ModelEngine
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a PPO run on this rank.
+
+    Attributes:
+        sampling: how the responses of training are sampled.
+        generation_config: the text of the actor's `generation_config.json`, if it has one.
+        held_out: prompts by split, "val" and "test"; a split that the run does not have is missing.
+        sampler: the order of the training prompts.
+        steps: training steps of the run.
+        critic: None if the advantage estimator needs no values.
+        reference: None if no KL is asked for.
+        shaper: makes the scores that train from the scores of a batch.
+        kl_controller: moves the coefficient of the KL in the reward.
+        samples_per_mini_batch: samples (prompts x n) of one optimizer step, by role.
+    """
+
+    tokenizer: Tokenizer
+    sampling: SamplingParams
+    generation_config: str | None
+    held_out: Mapping[str, Prompts]
+    prompts: PromptDataset
+    sampler: StatefulSampler
+    steps: int
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    generator: Generator
+    scorer: Scorer
+    shaper: RewardShaper
+    collector: Collector
+    kl_controller: KlController
+    samples_per_mini_batch: dict[str, int]
+
+    def trained(self) -> dict[str, ModelEngine]:
+        """The models that are trained, by role."""
+        trained = {"actor": self.actor.engine}
+        if self.critic is not None:
+            trained["critic"] = self.critic.engine
+        return trained
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all parts but the models, between two steps, for a checkpoint."""
+        return {
+            "sampler": self.sampler.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+            "shaper": self.shaper.state_dict(),
+            "response_lengths": self.generator.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `state_dict` gave.
+
+        Raises:
+            DataError: it is of a run with other data.
+        """
+        self.sampler.load_state_dict(state["sampler"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.shaper.load_state_dict(state["shaper"])
+        self.generator.load_state_dict(state["response_lengths"])
+
+
+def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = True) -> Parts:
+    """Build every part; every rank calls it.
+
+    The scorer of the result closes the reward functions of `inputs`. With `initial` the trained
+    models get their initial weights; otherwise a checkpoint fills them afterwards.
+
+    Raises:
+        ConfigError, DataError, WeightError: a model is missing or does not fit.
+    """
+    check_engine(config, load_spec(config.actor.path, "lm"), run.device.torch_device)
+    tokenizer = inputs.tokenizer
+    prompts = inputs.prompts
+    sampler = StatefulSampler(
+        len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
+    )
+
+    reward_model = _reward_model(config, run)
+    actor = _actor(config, run, initial)
+    critic = _critic(config, run, initial)
+    reference = _reference(config, run)
+    scorer = Scorer(
+        inputs.reward,
+        tokenizer,
+        reward_model,
+        actor.engine.groups.world,
+        run.phases,
+    )
+
+    # An optimizer moves the parameters, so the inference engine is connected after it.
+    actor_updates = max(1, inputs.steps - max(0, config.trainer.critic_warmup - 1))
+    actor.engine.attach_optimizer(config.actor.optim, actor_updates)
+    if critic is not None:
+        critic.engine.attach_optimizer(config.critic.optim, inputs.steps)
+    generator = build_generator(config, run, actor.engine, tokenizer)
+
+    shaper = RewardShaper(config.algorithm, config.data.max_response_length)
+    control = config.algorithm.kl_ctrl
+    collector = _collector(config, generator, scorer, shaper, map(prompts.batch, sampler))
+    return Parts(
+        tokenizer=tokenizer,
+        sampling=_sampling(config, inputs.endings, actor),
+        generation_config=inputs.generation_config,
+        held_out=inputs.held_out,
+        prompts=prompts,
+        sampler=sampler,
+        steps=inputs.steps,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        generator=generator,
+        scorer=scorer,
+        shaper=shaper,
+        collector=collector,
+        kl_controller=make_kl_controller(
+            control.type, control.kl_coef, control.target_kl, control.horizon
+        ),
+        samples_per_mini_batch={
+            "actor": config.actor.ppo_mini_batch_size * config.rollout.n,
+            "critic": config.critic.ppo_mini_batch_size * config.rollout.n,
+        },
+    )
+
+
+def _sampling(config: PPOConfig, endings: Endings, actor: Actor) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        n=rollout.n,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        max_tokens=config.data.max_response_length,
+        stop_token_ids=endings.token_ids,
+        stop=endings.strings,
+        seed=config.seed,
+        record_experts=rollout.records_experts and actor.engine.spec.experts is not None,
+    )
+
+
+def _collector(
+    config: PPOConfig,
+    generator: Generator,
+    scorer: Scorer,
+    shaper: RewardShaper,
+    prompts: Iterator[Prompts],
+) -> Collector:
+    """The collector, with dynamic sampling if that is on."""
+    algorithm = config.algorithm
+    dynamic_sampler = None
+    if algorithm.filter_groups.enable:
+        dynamic_sampler = DynamicSampler(
+            generator=generator,
+            scorer=scorer,
+            shaper=shaper,
+            prompts=prompts,
+            train_batch_size=config.data.train_batch_size,
+            filters=algorithm.filter_groups,
+        )
+
+    return Collector(
+        generator=generator,
+        scorer=scorer,
+        shaper=shaper,
+        prompts=prompts,
+        dynamic_sampler=dynamic_sampler,
+        greedy_baseline=estimator_traits(algorithm.adv_estimator).needs_greedy_answer,
+    )
+
+
+def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
+    engine = _engine(run, "actor", config.actor, "lm")
+    if initial:
+        engine.load(config.actor.path, config.seed)
+    settings = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
+    return Actor(engine, settings, config.rollout.temperature)
+
+
+def _critic(config: PPOConfig, run: Run, initial: bool) -> Critic | None:
+    if not config.needs_critic:
+        return None
+    engine = _engine(run, "critic", config.critic, "scalar")
+    if initial:
+        engine.load(config.critic.path, config.seed)
+    return Critic(engine, config.critic)
+
+
+def _reference(config: PPOConfig, run: Run) -> Reference | None:
+    if not config.needs_reference:
+        return None
+    engine = _engine(run, "reference", config.reference, "lm")
+    engine.load(config.reference.path, config.seed)
+    return Reference(engine, config.rollout.temperature)
+
+
+def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
+    if config.reward_model is None:
+        return None
+    engine = _engine(run, "reward_model", config.reward_model, "scalar")
+    engine.load(config.reward_model.path, config.seed, needs_head=True)
+    return RewardModel(engine)
+
+
+def _engine(run: Run, name: str, section: RoleSection, head: Head) -> ModelEngine:
+    """The model of role `name` without weights."""
+    spec = load_spec(section.path, head)
+    return ModelEngine(section, spec, run.groups(name, section), run.device, run.phases)

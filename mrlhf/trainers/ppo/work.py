@@ -1,0 +1,248 @@
+"""The work of each phase of a PPO step: which model runs, and on which cut of the batch.
+
+It does not know the order of the phases; `step` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from mrlhf.batch import Experience, Rollout, Sequences
+from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.config.roots import PPOConfig
+from mrlhf.parallel.microbatch import BatchCut
+from mrlhf.rl.correction import correct
+from mrlhf.rl.masking import selected
+from mrlhf.rl.mismatch import (
+    mismatch_metrics,
+    probability_metrics,
+    rejection_metrics,
+    weight_metrics,
+)
+from mrlhf.rl.names import estimator_traits
+from mrlhf.roles.actor import Evaluation
+from mrlhf.roles.policy_loss import make_correction
+from mrlhf.roles.token_logprobs import ReferenceStates
+from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.components import reward_components
+from mrlhf.rollout.score_checks import check_correctness
+from mrlhf.run.startup import Run
+from mrlhf.trainers.ppo.experience import (
+    ModelOutputs,
+    equal_score_metrics,
+    make_experience,
+)
+from mrlhf.trainers.ppo.progress import StepProgress
+from mrlhf.trainers.ppo.setup import Parts
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The batch of a step, cut for each model that trains.
+
+    Attributes:
+        sequences: the uncut batch; the ranks of a machine share it.
+        critic: None if the run has no critic.
+    """
+
+    sequences: Sequences
+    actor: BatchCut
+    critic: BatchCut | None
+
+    def of(self, role: str) -> BatchCut:
+        """The cut of a model that trains."""
+        cut = {"actor": self.actor, "critic": self.critic}[role]
+        assert cut is not None, f"the run has no {role}"
+        return cut
+
+
+class Work:
+    """The phases of a step; every rank calls each method together."""
+
+    def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
+        self.config = config
+        self.parts = parts
+        self.phases = run.phases
+        self.machine = run.factory.machine
+
+    def reshard(self, version: int) -> dict[str, float]:
+        """Bring the actor's weights into the engine as `version`; returns the metrics of this."""
+        with self.phases.enter("reshard"):
+            resharded = self.parts.generator.take_weights(version)
+        return {f"reshard/{name}": value for name, value in vars(resharded).items()}
+
+    def cut(self, rollout: Rollout) -> Cuts:
+        """Cut the batch for each model that trains, once for all passes and updates of the step."""
+        parts = self.parts
+        samples = parts.samples_per_mini_batch
+        sequences = self.machine.compute_on_leader(rollout.sequences)
+
+        actor = parts.actor.engine.cut(sequences, "response", samples["actor"])
+        critic = None
+        if parts.critic is not None:
+            critic = parts.critic.engine.cut(sequences, "response", samples["critic"])
+        return Cuts(sequences, actor, critic)
+
+    def reference(
+        self, rollout: Rollout, cuts: Cuts
+    ) -> tuple[Tensor | None, Sequence[ReferenceStates] | None]:
+        """The reference's log-probabilities, and its states where a KL over the vocabulary is used.
+
+        Both are None without a reference.
+        """
+        reference = self.parts.reference
+        with self.phases.enter("ref"):
+            if reference is None:
+                return None, None
+            cut = reference.engine.cut(cuts.sequences, "response")
+            logprobs = reference.logprobs(rollout, cut)
+            del cut  # its packs take more memory than the batch, and nobody needs them again
+            return logprobs, reference.states(cuts.actor) if self.config.needs_full_kl else None
+
+    def reference_states(self, cuts: Cuts) -> Sequence[ReferenceStates] | None:
+        """The reference's states, if the actor's loss needs them."""
+        if not self.config.full_kl_in_loss:
+            return None
+        assert self.parts.reference is not None
+        return self.parts.reference.states(cuts.actor)
+
+    def evaluate(
+        self, rollout: Rollout, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None = None
+    ) -> tuple[Evaluation, dict[str, float]]:
+        """The policy's log-probabilities, and metrics: its entropy, its distance to the engine's.
+
+        `ref_states` are used for a KL in the reward over the whole vocabulary.
+        """
+        if not self.config.full_kl_in_reward:
+            ref_states = None
+        traits = estimator_traits(self.config.algorithm.adv_estimator)
+        with self.phases.enter("old_log_prob"):
+            evaluation = self.parts.actor.evaluate(
+                rollout, cuts.actor, ref_states, traits.needs_squared_probabilities
+            )
+
+        correction = self.config.algorithm.rollout_correction
+
+        def measure() -> dict[str, float]:
+            mask = rollout.loss_mask
+            metrics = {"actor/entropy": float(selected(evaluation.entropy, mask).mean())}
+            return metrics | correction_metrics(evaluation.logprobs, rollout, mask, correction)
+
+        metrics = self.machine.compute_on_leader(measure)
+        if evaluation.disagreement is not None:
+            metrics["training/rollout_experts_differ"] = evaluation.disagreement
+        return evaluation, metrics
+
+    def values(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
+        """The critic's predictions, or None without a critic."""
+        if self.parts.critic is None:
+            return None
+        with self.phases.enter("values"):
+            return self.parts.critic.values(rollout, cuts.of("critic"))
+
+    def advantages(
+        self, collected: Collected, outputs: ModelOutputs
+    ) -> tuple[Experience, dict[str, float]]:
+        """Compute rewards and advantages; move the coefficient of the KL in the reward.
+
+        Returns:
+            The experience, and the metrics of equal scores, of the KL in the reward and of the
+            terms that are compared one by one, if they are in use.
+
+        Raises:
+            RewardError: the scores are too large, or one that is compared is missing.
+            ConfigError: no reward term says which responses are right, although the loss needs it.
+        """
+        rollout = collected.rollout
+        scores = collected.scores
+        algorithm = self.config.algorithm
+        controller = self.parts.kl_controller
+        coefficient = controller.value
+        positive_coef = self.config.actor.positive_lm_coef
+        if positive_coef > 0:
+            check_correctness(scores.correct, f"actor.positive_lm_coef {positive_coef:g}")
+
+        metrics = {}
+        components = None
+        compares_terms = estimator_traits(algorithm.adv_estimator).compares_terms
+        with self.phases.enter("adv"):
+            if compares_terms or algorithm.gdpo_reward_keys is not None:
+                components = reward_components(scores, rollout, algorithm, self.config.reward)
+                metrics = components.metrics()
+            shaped = self.parts.shaper.shape(scores.total, rollout)
+            compared = shaped if components is None else components.scores
+            metrics |= equal_score_metrics(compared, rollout.prompt_groups, algorithm.adv_estimator)
+            experience, kl = self.machine.compute_on_leader(
+                lambda: make_experience(
+                    collected, shaped, outputs, algorithm, coefficient, components
+                ),
+                shared=(rollout, rollout.loss_mask, rollout.rollout_logprobs, *outputs.tables()),
+            )
+        policy = outputs.policy
+        if policy is not None and policy.experts is not None:
+            experience = replace(experience, experts=policy.experts)
+
+        if kl is not None:
+            controller.update(kl, len(rollout))
+            metrics["actor/reward_kl_penalty"] = kl
+            metrics["actor/reward_kl_penalty_coeff"] = coefficient
+        return experience, metrics
+
+    def update_critic(self, progress: StepProgress, cuts: Cuts) -> dict[str, float]:
+        """Train the critic, if there is one; returns its metrics."""
+        if self.parts.critic is None:
+            return {}
+        assert progress.experience is not None
+        with self.phases.enter("update_critic"):
+            return self.parts.critic.update(progress.experience, cuts.of("critic"), progress.critic)
+
+    def update_actor(
+        self, progress: StepProgress, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None
+    ) -> dict[str, float]:
+        """Train the actor, unless the critic warms up; returns its metrics."""
+        experience = progress.experience
+        assert experience is not None
+        correction = self.config.algorithm.rollout_correction
+        if progress.number < self.config.trainer.critic_warmup:
+            # In bypass mode the update measures the actor; without an update, a pass has to.
+            bypass = correction.bypass_mode
+            return self.evaluate(experience.rollout, cuts)[1] if bypass else {}
+
+        with self.phases.enter("update_actor"):
+            updated = self.parts.actor.update(experience, cuts.actor, ref_states, progress.actor)
+        logprobs = updated.logprobs
+        evaluated = updated.evaluated
+        if logprobs is None or evaluated is None:
+            return updated.metrics
+        return updated.metrics | self.machine.compute_on_leader(
+            lambda: correction_metrics(logprobs, experience.rollout, evaluated, correction)
+        )
+
+
+def correction_metrics(
+    logprobs: Tensor, rollout: Rollout, mask: Tensor, section: RolloutCorrectionSection
+) -> dict[str, float]:
+    """Measure the distance from the engine's policy to the trainer's, and the effect of correction.
+
+    `logprobs` are the trainer's, [batch, response_len]. `mask`, bool of the same shape, selects the
+    tokens to measure: drawn by the policy, and with an entry in `logprobs`.
+
+    Returns `rollout_corr/*`, and `training/rollout_*`, which compare the probabilities of the drawn
+    tokens.
+    """
+    log_ratio = logprobs - rollout.rollout_logprobs
+    correction = make_correction(section)
+    corrected = correct(log_ratio, mask, correction)
+
+    mismatch = mismatch_metrics(logprobs, rollout.rollout_logprobs, mask)
+    if correction.level is not None:
+        mismatch |= weight_metrics(corrected, correction, log_ratio, mask)
+    if correction.criteria:
+        mismatch |= rejection_metrics(corrected, correction, log_ratio, mask)
+    metrics = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
+
+    compared = probability_metrics(logprobs, rollout.rollout_logprobs, mask)
+    return metrics | {f"training/{name}": value for name, value in compared.items()}

@@ -1,0 +1,122 @@
+"""Compares a row of the invariance matrix with plain loops in one process. It starts no ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mrlhf.weights.shard import Key
+from tests.covering import Row
+from tests.dist.invariance_axes import name_of
+from tests.dist.invariance_runs import (
+    ROLES,
+    RowResult,
+    Trained,
+    case_of,
+    plain_ppo_roles,
+    plain_supervised_roles,
+)
+from tests.dist.role_runs import assert_near, load_experience
+from tests.oracle.plain_optimizer import Outcome
+from tests.oracle.plain_ppo import Case
+from tests.oracle.plain_tables import all_tables
+
+# These depend on the layout, and so do how long things take.
+OF_THE_LAYOUT = ("train/", "perf/", "timing")
+
+
+class PlainRuns:
+    """What the plain loops compute of the models and experiences in `root`, each once.
+
+    Attributes:
+        tables: takes a model; what transformers says of the batch before training.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.tables = cache(self._tables)
+        self._root = root
+        self._supervised: dict[str, dict[str, Outcome]] = {}
+        self._ppo: dict[str, dict[str, Outcome]] = {}
+
+    def roles(self, case: Case) -> dict[str, Outcome]:
+        """What the plain loops train, by role."""
+        # Of the policy's loss, the supervised trainings read no more than this.
+        supervised = Case(
+            case.model, "token-mean", clip_grad=case.clip_grad, router_losses=case.router_losses
+        )
+        if str(supervised) not in self._supervised:
+            self._supervised[str(supervised)] = plain_supervised_roles(self._root, supervised)
+        if str(case) not in self._ppo:
+            self._ppo[str(case)] = plain_ppo_roles(self._root, case)
+        return self._supervised[str(supervised)] | self._ppo[str(case)]
+
+    def _tables(self, model: str) -> dict[str, Tensor]:
+        rollout = load_experience(self._root, Case(model, "token-mean")).rollout
+        return all_tables(self._root / model, rollout)
+
+
+def comparisons(
+    ranks: Sequence[RowResult], plain: PlainRuns, row: Row, out: Path
+) -> dict[str, Callable[[], None]]:
+    """What is compared, by its name; each function raises where numbers differ.
+
+    Args:
+        ranks: what each rank says of the row.
+        plain: what it must equal.
+        row: the row.
+        out: where the row has left its weights.
+    """
+    name = name_of(row)
+    wanted = plain.roles(case_of(row))
+    tables = plain.tables(row["model"])
+    checks: dict[str, Callable[[], None]] = {}
+    checks["tables"] = partial(_assert_tables, ranks, tables, name)
+    for role in ROLES:
+        title = f"{name}: {role}"
+        trained = [result.trained[role] for result in ranks]
+        checks[f"{role} metrics"] = partial(_assert_metrics, trained, wanted[role], title)
+        checks[f"{role} weights"] = partial(_assert_weights, out / name / role, wanted[role], title)
+        checks[f"{role} replicas"] = partial(_assert_replicas, trained, title)
+    return checks
+
+
+def _assert_tables(ranks: Sequence[RowResult], wanted: dict[str, Tensor], name: str) -> None:
+    for tables in [result.tables for result in ranks]:
+        assert tables.keys() == wanted.keys()
+        for key, table in wanted.items():
+            assert_near(torch.tensor(tables[key]), table, atol=2e-5, title=f"{name}: {key}")
+
+
+def _assert_metrics(ranks: Sequence[Trained], outcome: Outcome, title: str) -> None:
+    metrics = {k: v for k, v in ranks[0].metrics.items() if not k.startswith(OF_THE_LAYOUT)}
+    assert metrics.keys() == outcome.metrics.keys(), title
+    for name, value in outcome.metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=5e-5, abs=1e-5), f"{title}: {name}"
+        assert all(rank.metrics[name] == metrics[name] for rank in ranks), (
+            f"{title}: {name} by rank"
+        )
+
+
+def _assert_weights(directory: Path, outcome: Outcome, title: str) -> None:
+    weights = load_file(directory / "model.safetensors")
+    assert weights.keys() == outcome.weights.keys(), title
+    for name, tensor in weights.items():
+        # Up to four steps of up to 1e-2. Gradients of four layers are rounded by up to 4e-6, so
+        # each step by up to 1e-2 * 4e-6 / EPS.
+        assert_near(tensor, outcome.weights[name], atol=1.6e-4, title=f"{title}: {name}")
+
+
+def _assert_replicas(ranks: Sequence[Trained], title: str) -> None:
+    """All ranks that hold a slice of a weight hold the same, bit for bit."""
+    found: dict[Key, set[int]] = defaultdict(set)
+    for rank in ranks:
+        for key, digest in rank.digests.items():
+            found[key].add(digest)
+    assert not [key for key, digests in found.items() if len(digests) > 1], title

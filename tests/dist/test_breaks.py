@@ -1,0 +1,239 @@
+"""The comparisons of `test_invariance` see a fault: each break is put into the ranks, one by one.
+
+A break changes one function of ours, or of megatron-core, in two ranks that train a tiny model.
+Without a break every comparison passes, and with it those fail that the break names. A break of
+what moves weights stands in `test_reshard`, of a checkpoint in `test_checkpoint_layouts`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import megatron.core.distributed
+import pytest
+import torch
+import torch.distributed as dist
+
+from mrlhf.batch import Sequences
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.vocab_sums import LocalSums
+from mrlhf.training import engine
+from mrlhf.weights.shard import Slot
+from tests.covering import Row
+from tests.dist.invariance_checks import PlainRuns, comparisons
+from tests.dist.invariance_runs import RowResult, train_row
+from tests.dist.role_runs import save_inputs
+from tests.ranks import run_ranks
+
+# megatron-core's module is hidden by the function of its name.
+FINALIZE = sys.modules[f"{megatron.core.distributed.__name__}.finalize_model_grads"]
+
+PLAIN: Row = {
+    "ranks": 2,
+    "dp": 1,
+    "vpp": 1,
+    "uneven_stages": False,
+    "sequence_parallel": False,
+    "recompute": "none",
+    "micro_batch_tokens": 24,
+    "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "model": "llama",
+    "router_losses": False,
+    "loss": "sampled KL",
+}
+REPLICAS = PLAIN | {"dp": 2}
+TENSORS = PLAIN | {"tp": 2, "sequence_parallel": True}
+CONTEXT = PLAIN | {"cp": 2}
+STAGES = PLAIN | {"pp": 2, "model": "qwen2-tied"}
+EXPERTS = PLAIN | {"tp": 2, "ep": 2, "etp": 1, "model": "qwen3-moe", "sequence_parallel": True}
+SOUND = {"tp": TENSORS, "dp": REPLICAS, "cp": CONTEXT, "pp": STAGES, "ep": EXPERTS}
+
+Patch = Callable[[pytest.MonkeyPatch, int], None]
+"""Puts the break into a rank."""
+
+
+@dataclass(frozen=True)
+class Break:
+    """One fault.
+
+    Attributes:
+        row: where it is put.
+        patch: puts it there.
+        seen: comparisons that must fail, among others.
+    """
+
+    row: Row
+    patch: Patch
+    seen: tuple[str, ...]
+
+
+def _lose_a_gradient(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The gradient of rank 1 is not added to the other's."""
+    whole = engine.finalize_model_grads
+
+    def lossy(chunks: Sequence[Any], *arguments: Any, **options: Any) -> None:
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                if rank == 1:
+                    parameter.main_grad.zero_()
+        whole(chunks, *arguments, **options)
+
+    patch.setattr(engine, "finalize_model_grads", lossy)
+
+
+def _skip(name: str) -> Patch:
+    """A step of megatron-core's reduction of gradients is left out."""
+
+    def put(patch: pytest.MonkeyPatch, rank: int) -> None:
+        assert callable(getattr(FINALIZE, name))
+        patch.setattr(FINALIZE, name, lambda *_, **__: None)
+
+    return put
+
+
+def _read_other_names(rename: Callable[[str], str]) -> Patch:
+    """Rank 1 reads other tensors than its own, of the same shape."""
+
+    def put(patch: pytest.MonkeyPatch, rank: int) -> None:
+        right = engine.read_model
+
+        def wrong(path: Any, spec: Any, slots: Sequence[Slot], needs_head: bool) -> bool:
+            renamed = []
+            for slot in slots:
+                piece = slot.piece._replace(name=rename(slot.piece.name))
+                renamed.append(replace(slot, piece=piece) if rank == 1 else slot)
+            return right(path, spec, renamed, needs_head)
+
+        patch.setattr(engine, "read_model", wrong)
+
+    return put
+
+
+def _read_the_first_shard(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Rank 1 reads rank 0's rows of one matrix."""
+    right = engine.read_model
+
+    def wrong(path: Any, spec: Any, slots: Sequence[Slot], needs_head: bool) -> bool:
+        moved = []
+        for slot in slots:
+            piece = slot.piece
+            if rank == 1 and piece.name.endswith("layers.1.mlp.up_proj.weight"):
+                piece = piece._replace(start=0, stop=piece.stop - piece.start)
+            moved.append(replace(slot, piece=piece))
+        return right(path, spec, moved, needs_head)
+
+    patch.setattr(engine, "read_model", wrong)
+
+
+def _shift_the_mask(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The responses begin one token late."""
+    right = engine.make_packs
+
+    def late(sequences: Sequences, *arguments: Any) -> Any:
+        prompts = torch.minimum(sequences.prompt_lengths + 1, sequences.lengths)
+        return right(replace(sequences, prompt_lengths=prompts), *arguments)
+
+    patch.setattr(engine, "make_packs", late)
+
+
+def _normalise_alone(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Each rank takes its part of the vocabulary for the whole."""
+    right = LocalSums.combine
+    patch.setattr(LocalSums, "combine", lambda sums, group: right(sums, None))
+
+
+BREAKS = {
+    "a rank's gradient is not summed": Break(
+        REPLICAS, _lose_a_gradient, ("actor weights", "critic weights", "sft metrics", "rm weights")
+    ),
+    "gradients of norms are not summed": Break(
+        TENSORS,
+        _skip("_allreduce_non_tensor_model_parallel_grads"),
+        ("actor weights", "critic weights", "sft weights", "rm weights"),
+    ),
+    "gradients of tied embeddings are not summed": Break(
+        STAGES, _skip("_allreduce_word_embedding_grads"), ("actor weights", "sft weights")
+    ),
+    "a wrong shard": Break(TENSORS, _read_the_first_shard, ("tables", "actor metrics")),
+    "a wrong stage": Break(
+        STAGES,
+        _read_other_names(lambda name: re.sub(r"layers\.[23]\.", "layers.1.", name)),
+        ("tables", "critic metrics"),
+    ),
+    "a wrong expert": Break(
+        EXPERTS,
+        _read_other_names(lambda name: re.sub(r"experts\.\d+\.", "experts.0.", name)),
+        ("tables", "actor metrics"),
+    ),
+    "a mask off by one": Break(CONTEXT, _shift_the_mask, ("tables", "actor metrics")),
+    "a vocabulary that is not summed": Break(
+        TENSORS, _normalise_alone, ("tables", "actor metrics", "sft metrics")
+    ),
+}
+
+
+def _train_all(rank: int, world_size: int, root: str) -> dict[str, RowResult]:
+    """Train each sound row, and each broken one; the weights go to `<root>/<name>`."""
+    torch.set_num_threads(1)
+    factory = GroupFactory(timeout_s=600.0)
+    results = {}
+    for name, row in SOUND.items():
+        results[name] = train_row(Path(root), factory, _with_axes(row), Path(root) / name)
+    for name, fault in BREAKS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            fault.patch(patch, rank)
+            out = Path(root) / name
+            results[name] = train_row(Path(root), factory, _with_axes(fault.row), out)
+        dist.barrier()
+    return results
+
+
+def _with_axes(row: Row) -> Row:
+    """The row with all axes of a layout."""
+    return {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": None, **row}
+
+
+class Trained:
+    """All rows, and what they must equal."""
+
+    def __init__(self, root: Path) -> None:
+        save_inputs(root, 2, sorted({row["model"] for row in SOUND.values()}))
+        self._root = root
+        self._plain = PlainRuns(root)
+        self._ranks = run_ranks(2, _train_all, str(root))
+        self.failing = cache(self._failing)
+
+    def _failing(self, name: str) -> dict[str, str]:
+        """The comparisons that fail for a row, each with its message."""
+        row = _with_axes(SOUND[name] if name in SOUND else BREAKS[name].row)
+        results = [rank[name] for rank in self._ranks]
+        failing = {}
+        for title, check in comparisons(results, self._plain, row, self._root / name).items():
+            try:
+                check()
+            except AssertionError as error:
+                failing[title] = str(error)
+        return failing
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("breaks"))
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_nothing_fails_without_a_break(trained: Trained, name: str) -> None:
+    assert trained.failing(name) == {}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_is_seen(trained: Trained, name: str) -> None:
+    assert trained.failing(name).keys() >= set(BREAKS[name].seen)

@@ -1,0 +1,97 @@
+"""The batches that plain loops learn from: random tokens, and what is known of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrlhf.batch import Experience, Prompts, Rollout
+from tests import rollouts
+from tests.oracle.plain_models import SIZES, critic_of, load
+from tests.oracle.plain_tables import evaluate, token_values
+from tests.padding import pad_responses
+
+PROMPT_LENGTHS = (1, 5, 3, 8, 2, 6, 4, 1)
+RESPONSE_LENGTHS = (4, 1, 9, 3, 7, 2, 5, 10)
+# Row and tokens [begin, end) of spans inside a response, at its begin, at its end, and two in one.
+HOLES = ((0, 1, 3), (2, 3, 7), (4, 0, 3), (6, 3, 5), (7, 2, 5), (7, 7, 8))
+
+
+def make_rollout() -> Rollout:
+    """Random tokens with ragged prompts and responses."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(0, SIZES["vocab_size"], (length,), generator=generator).tolist()
+
+    count = len(PROMPT_LENGTHS)
+    prompts = Prompts(
+        token_ids=[draw(length) for length in PROMPT_LENGTHS],
+        uid=list(range(count)),
+        text=[""] * count,
+        data_source=[""] * count,
+        ground_truth=[""] * count,
+        extra_info=[{} for _ in range(count)],
+    )
+    ids, mask = pad_responses([draw(length) for length in RESPONSE_LENGTHS], torch.int32)
+    stopped = torch.ones(count, dtype=torch.bool)
+    return rollouts.make_rollout(prompts, [0] * count, ids, mask, torch.zeros(mask.shape), stopped)
+
+
+def make_experience(model: Path) -> Experience:
+    """Old log-probs and values are so near the model's that some, not all, are clipped."""
+    rollout = make_rollout()
+    generator = torch.Generator().manual_seed(6)
+    mask = rollout.response_mask
+
+    def noise(size: float) -> Tensor:
+        return torch.where(mask, size * torch.randn(mask.shape, generator=generator), 0.0)
+
+    logprobs, _ = evaluate(load(model), rollout)
+    values = token_values(load(model.parent / critic_of(model.name)), rollout)
+    return Experience(
+        rollout=rollout,
+        scores=torch.zeros(len(rollout)),
+        loss_mask=mask,
+        old_logprobs=logprobs + noise(0.7),
+        ref_logprobs=evaluate(load(Path(f"{model}-ref")), rollout)[0],
+        token_rewards=torch.zeros(mask.shape),
+        values=values + noise(0.5),
+        advantages=noise(1.0),
+        returns=values + noise(1.0),
+        positive=torch.arange(len(rollout)) % 3 == 0,
+    )
+
+
+def broken(experience: Experience) -> Experience:
+    """The same with one advantage that is no number, in the last response."""
+    advantages = experience.advantages.clone()
+    advantages[-1, 0] = float("nan")
+    return replace(experience, advantages=advantages)
+
+
+def with_correction(experience: Experience) -> Experience:
+    """The same with weights, some tokens rejected, and one whole response rejected."""
+    generator = torch.Generator().manual_seed(7)
+    mask = experience.rollout.response_mask
+    kept = mask & (torch.rand(mask.shape, generator=generator) < 0.7)
+    kept[2] = False
+    weights = torch.where(mask, 0.5 + torch.rand(mask.shape, generator=generator), 0.0)
+    return replace(experience, loss_mask=kept, weights=weights)
+
+
+def with_holes(experience: Experience) -> Experience:
+    """The same, but a tool and not the policy has put the tokens at `HOLES` into the responses."""
+    not_drawn = torch.zeros_like(experience.loss_mask)
+    for row, begin, end in HOLES:
+        not_drawn[row, begin:end] = True
+    assert experience.rollout.response_mask[not_drawn].all()
+
+    return replace(
+        experience,
+        rollout=rollouts.with_holes(experience.rollout, not_drawn),
+        loss_mask=experience.loss_mask & ~not_drawn,
+    )

@@ -1,0 +1,188 @@
+"""Every policy loss and the bypass correction once more, for one unpadded sequence at a time.
+
+`tests.oracle.plain_ppo` trains with them. They share no code with mrlhf and are written from the
+formulas of the papers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.3
+CLIP_C = 3.0
+# The bounds of the divergences of dppo_*, which are set by the same keys.
+TRUST_LOW = 0.003
+TRUST_HIGH = 0.004
+TAU_POS = 1.0
+TAU_NEG = 1.05
+COV_FRACTION = 0.2
+COV_BOUNDS = (0.05, 0.8)
+PPO_KL_COEF = 0.3
+THRESHOLD = 1.3  # of bypass weights
+BAND = 1.7  # of rejection
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response: `logprobs` with gradient, the rest without; all [response_len], `kept` bool."""
+
+    logprobs: Tensor
+    old: Tensor
+    advantages: Tensor
+    kept: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """The loss of each token of a response, and where a clip acted."""
+
+    losses: Tensor
+    clipped: Tensor
+    clipped_lower: Tensor
+
+
+def token_losses(name: str, rows: list[Row]) -> list[RowLoss]:
+    """The loss of a mini-batch, row by row."""
+    if name in ("clip_cov", "kl_cov"):
+        return _by_covariance(name, rows)
+    return [_of_row(name, row) for row in rows]
+
+
+def bypass(kind: str, rows: list[Row]) -> list[Row]:
+    """The rows with the weights and kept tokens that the current policy gives.
+
+    "reinforce": token weights of mean 1; "sequence": one weight a response; "geo": rejection by the
+    mean log-ratio.
+    """
+    ratios = [(row.logprobs.detach() - row.old).exp() for row in rows]
+
+    if kind == "reinforce":
+        cut = [ratio.clamp(max=THRESHOLD) for ratio in ratios]
+        mean = torch.cat([c[row.kept] for c, row in zip(cut, rows, strict=True)]).mean()
+        return [_with(row, weights=c / mean) for c, row in zip(cut, rows, strict=True)]
+    if kind == "sequence":
+        return [
+            _with(
+                row,
+                weights=torch.full_like(row.old, min(math.prod(r[row.kept].tolist()), THRESHOLD)),
+            )
+            for r, row in zip(ratios, rows, strict=True)
+        ]
+    assert kind == "geo"
+    inside = [
+        1 / BAND <= 1 / math.exp(r[row.kept].log().mean().item()) <= BAND
+        for r, row in zip(ratios, rows, strict=True)
+    ]
+    return [_with(row, kept=row.kept & ok) for ok, row in zip(inside, rows, strict=True)]
+
+
+def geometric_mean(row: Row) -> Tensor:
+    """The weights' geometric mean over the tokens that count, at each token."""
+    logs = [
+        math.log(w) for w, kept in zip(row.weights.tolist(), row.kept.tolist(), strict=True) if kept
+    ]
+    return torch.full_like(row.weights, math.exp(sum(logs) / max(1, len(logs))))
+
+
+def _with(row: Row, kept: Tensor | None = None, weights: Tensor | None = None) -> Row:
+    return Row(
+        row.logprobs, row.old, row.advantages, row.kept if kept is None else kept,
+        row.weights if weights is None else weights,
+    )  # fmt: skip
+
+
+def _of_row(name: str, row: Row) -> RowLoss:
+    logp = row.logprobs
+    old = row.old
+    a = row.advantages
+    kept = row.kept
+    ratio = (logp - old).exp()
+    none = torch.zeros(len(logp), dtype=torch.bool)
+    count = max(1, int(kept.sum()))
+
+    if name == "vanilla":
+        plain = -a * ratio
+        clipped = -a * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        worse = torch.maximum(plain, clipped)
+        losses = torch.where(a < 0, torch.minimum(worse, -a * CLIP_C), worse)
+        return RowLoss(losses, clipped > plain, (a < 0) & (worse > -a * CLIP_C))
+
+    if name == "gspo":
+        whole = ((logp - old)[kept].sum() / count).exp()
+        # Its gradient reaches each token as that of its own log-probability.
+        s = whole.detach() * (logp - logp.detach()).exp()
+        plain = -a * s
+        clipped = -a * s.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        return RowLoss(torch.maximum(plain, clipped), clipped > plain, none)
+
+    if name == "cispo":
+        held = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH).detach()
+        return RowLoss(-held * a * logp, ratio != ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH), none)
+
+    if name == "sapo":
+        tau = torch.tensor([TAU_POS if x > 0 else TAU_NEG for x in a])
+        return RowLoss(-4 / tau / (1 + (-tau * (ratio - 1)).exp()) * a, none, none)
+
+    if name in ("gpg", "reinforce"):
+        return RowLoss(-logp * a, none, none)
+    if name == "surrogate":
+        return RowLoss(-a * ratio, none, none)
+
+    if name == "geo_mean":
+        d = logp - old
+        narrow = d.clamp(-CLIP_LOW, CLIP_HIGH)
+        held = torch.where(
+            a > 0, torch.minimum(d, narrow), torch.where(a < 0, torch.maximum(d, narrow), 0.0)
+        )
+        mean_a = a[kept].sum() / count
+        loss = -mean_a * (held[kept].sum() / count).exp()
+        return RowLoss(loss.expand(len(d)), (d != narrow) & (a > 0), (d != narrow) & (a < 0))
+
+    p = logp.exp().detach()
+    q = old.exp()
+    if name == "dppo_tv":
+        valid = torch.where(a > 0, p - q <= TRUST_HIGH, q - p <= TRUST_LOW)
+    else:
+        assert name == "dppo_kl"
+        kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+        valid = torch.where(a > 0, (kl <= TRUST_HIGH) | (p <= q), (kl <= TRUST_LOW) | (p >= q))
+    losses = -a * ratio.detach().clamp(max=CLIP_C) * logp * valid
+    return RowLoss(losses, ~valid, valid & (ratio > CLIP_C))
+
+
+def _by_covariance(name: str, rows: list[Row]) -> list[RowLoss]:
+    kept = torch.cat([row.kept for row in rows])
+    logp = torch.cat([row.logprobs.detach() for row in rows])
+    a = torch.cat([row.advantages for row in rows])
+    old = torch.cat([row.old for row in rows])
+    cov = ((a - a[kept].mean()) * (logp - logp[kept].mean())).tolist()
+    ratio = (logp - old).exp()
+    clips = -a * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) > -a * ratio
+
+    candidates = [i for i in range(len(cov)) if kept[i]]
+    if name == "clip_cov":
+        low, high = COV_BOUNDS
+        candidates = [i for i in candidates if low < cov[i] < high and not clips[i]]
+    count = max(1, int(COV_FRACTION * int(kept.sum())))
+    selected = torch.zeros(len(cov), dtype=torch.bool)
+    selected[sorted(candidates, key=lambda i: -cov[i])[:count]] = True
+
+    result = []
+    lengths = [len(row.old) for row in rows]
+    for row, mine in zip(rows, selected.split(lengths), strict=True):
+        none = torch.zeros_like(mine)
+        r = (row.logprobs - row.old).exp()
+        plain = -row.advantages * r
+        if name == "clip_cov":
+            clipped = -row.advantages * r.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            result.append(RowLoss(torch.maximum(plain, clipped) * ~mine, mine, none))
+        else:
+            penalty = PPO_KL_COEF * (row.logprobs - row.old).abs() * mine
+            result.append(RowLoss(plain + penalty, none, none))
+    return result

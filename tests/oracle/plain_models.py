@@ -1,0 +1,158 @@
+"""Tiny models of transformers with random weights, which plain loops train, and how to load them.
+
+They share no code with mrlhf.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.models.features import YARN
+from tests.models.mixtures import as_in_files
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,  # odd: with tensor parallelism the last rank's shard is padded
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+}
+DEEP = ("olmo2", "qwen2-tied")
+MIXTURES = ("qwen2-moe", "qwen3-moe", "glm4-moe")
+MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
+
+
+# One operation after the other, as the formulas say.
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+def critic_of(model: str) -> str:
+    """The name of the critic, or reward model, that belongs to a policy.
+
+    transformers has no critics of GLM-4.5.
+    """
+    return "qwen3-moe-critic" if model == "glm4-moe" else f"{model}-critic"
+
+
+def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
+    """Write random models: `<model>`, `<model>-ref` not far from it, and its critic.
+
+    Those in `DEEP` have four layers, and the others `layers`.
+    """
+    generator = torch.Generator().manual_seed(4)
+    for name, config in _configs(layers).items():
+        config.num_labels = 1
+
+        policy = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
+        _randomise(policy, generator)
+        policy.save_pretrained(root / name)
+        for parameter in policy.parameters():
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+        policy.save_pretrained(root / f"{name}-ref")
+
+        if f"{name}-critic" != critic_of(name):
+            continue
+        critic = transformers.AutoModelForSequenceClassification.from_config(config, **EAGER)
+        _randomise(critic, generator)
+        critic.save_pretrained(root / f"{name}-critic")
+
+
+def _configs(layers: int) -> dict[str, Any]:
+    """The configuration of each of `MODELS`."""
+    deep = {"num_hidden_layers": 4}
+    sizes = SIZES | {"num_hidden_layers": layers}
+    one_kv_head = SIZES | {"num_key_value_heads": 1}
+    dense = {
+        "llama": transformers.LlamaConfig(**sizes, tie_word_embeddings=False),
+        "llama-biases": transformers.LlamaConfig(
+            **sizes,
+            tie_word_embeddings=True,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters=YARN,
+        ),
+        "olmo2": transformers.Olmo2Config(
+            **(SIZES | deep), pad_token_id=None, tie_word_embeddings=False
+        ),
+        "phi3": transformers.Phi3Config(
+            **sizes, pad_token_id=None, partial_rotary_factor=0.5, tie_word_embeddings=False
+        ),
+        "qwen2-tied": transformers.Qwen2Config(**(one_kv_head | deep), tie_word_embeddings=True),
+        "qwen3": transformers.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=False),
+    }
+    return dense | _mixtures(sizes)
+
+
+def _mixtures(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Of the mixtures of experts; some layers of each are dense."""
+    return {
+        "qwen2-moe": transformers.Qwen2MoeConfig(
+            **sizes,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=24,
+            norm_topk_prob=True,
+            mlp_only_layers=[0],
+        ),
+        "qwen3-moe": transformers.Qwen3MoeConfig(
+            **sizes,
+            head_dim=8,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            norm_topk_prob=False,
+            mlp_only_layers=[1],
+            tie_word_embeddings=True,
+        ),
+        "glm4-moe": transformers.Glm4MoeConfig(
+            **sizes,
+            head_dim=8,
+            attention_bias=True,
+            use_qk_norm=True,
+            first_k_dense_replace=1,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            pad_token_id=None,
+            tie_word_embeddings=False,
+        ),
+    }
+
+
+def _randomise(model: Any, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.1 * noise if "norm" in name else 0.15 * noise
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+
+
+def load(path: Path) -> Any:
+    """The checkpoint at `path` as transformers' model; a critic is a sequence classifier."""
+    auto = transformers.AutoModelForCausalLM
+    if path.name.endswith("-critic"):
+        auto = transformers.AutoModelForSequenceClassification
+    return auto.from_pretrained(path, dtype=torch.float32, **EAGER).eval()
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """A copy of the model's weights, by their names in files."""
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            weights[name] = buffer.clone()
+    return as_in_files(weights, model.config.model_type)

@@ -1,0 +1,118 @@
+"""Fine-tuning and reward-model training as slow loops in one process, which ours have to equal.
+
+They use transformers and torch.optim.AdamW, compute one sequence at a time, and pack nothing. They
+share no code with mrlhf but the types of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrlhf.batch import Rollout
+from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.sft import SftExample
+from tests.oracle.plain_models import load, weights_of
+from tests.oracle.plain_optimizer import LR, Outcome, differentiate, make_optimizer
+from tests.oracle.plain_ppo import Case
+from tests.oracle.plain_routers import Routers
+
+# The rows of each optimizer step; the rows of the last step's metrics are those of the last list.
+SFT_STEPS = ((0, 3, 5, 6, 7), (7, 1, 2, 4, 0, 3))
+PAIR_STEPS = ((0, 1, 2, 3), (3, 1, 2, 0))
+# Fewer than some layouts have data-parallel ranks.
+HELD_OUT = 2
+
+
+def sft_examples(rollout: Rollout) -> list[SftExample]:
+    """A prompt and a response to be learned from each row of the rollout."""
+    sequences = rollout.sequences()
+    examples = []
+    for row in range(len(sequences)):
+        token_ids = sequences[row].tolist()
+        prompt = rollout.prompt_lengths[row]
+        examples.append(SftExample(token_ids, [int(i >= prompt) for i in range(len(token_ids))]))
+    return examples
+
+
+def preference_pairs(rollout: Rollout) -> PreferencePairs:
+    """Every two rows of the rollout, the first of which is the better one."""
+    sequences = rollout.sequences()
+    ids = [sequences[row].tolist() for row in range(len(sequences))]
+    return PreferencePairs(ids[0::2], ids[1::2], [1] * len(ids[0::2]), dropped=0)
+
+
+def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcome:
+    """One optimizer step for each of `SFT_STEPS`, and a validation on the first rows."""
+    policy = load(model)
+
+    def losses(example: SftExample) -> Tensor:
+        """Of each token of the response."""
+        tokens = torch.tensor(example.token_ids)
+        log_p = policy(tokens[None]).logits[0, :-1].log_softmax(dim=-1)
+        of_tokens = -log_p.gather(1, tokens[1:, None])[:, 0]
+        return of_tokens[torch.tensor(example.loss_mask[1:], dtype=torch.bool)]
+
+    def step(rows: Sequence[int]) -> tuple[Tensor, dict[str, float]]:
+        loss = torch.cat([losses(examples[row]) for row in rows]).mean()
+        return loss, {"sft/loss": loss.item()}
+
+    metrics = _train("sft", policy, SFT_STEPS, step, case)
+    with torch.no_grad():
+        held_out = torch.cat([losses(example) for example in examples[:HELD_OUT]])
+    return Outcome(metrics | {"val/loss": held_out.mean().item()}, weights_of(policy))
+
+
+def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outcome:
+    """One optimizer step for each of `PAIR_STEPS`, and a validation on the first pairs."""
+    judge = load(model)
+
+    def score(token_ids: list[int]) -> Tensor:
+        """Of the last token."""
+        return judge.score(judge.model(torch.tensor([token_ids]))[0])[0, -1, 0]
+
+    def margins(rows: Sequence[int]) -> Tensor:
+        return torch.stack(
+            [score(pairs.chosen_ids[row]) - score(pairs.rejected_ids[row]) for row in rows]
+        )
+
+    def step(rows: Sequence[int]) -> tuple[Tensor, dict[str, float]]:
+        margin = margins(rows)
+        loss = (1 + (-margin).exp()).log().mean()
+        return loss, {
+            "rm/loss": loss.item(),
+            "rm/accuracy": (margin > 0).float().mean().item(),
+            "rm/margin": margin.mean().item(),
+        }
+
+    metrics = _train("rm", judge, PAIR_STEPS, step, case)
+    with torch.no_grad():
+        margin = margins(range(HELD_OUT))
+    metrics["val/accuracy"] = (margin > 0).float().mean().item()
+    metrics["val/loss"] = (1 + (-margin).exp()).log().mean().item()
+    return Outcome(metrics, weights_of(judge))
+
+
+def _train(
+    name: str,
+    model: Any,
+    steps: Sequence[Sequence[int]],
+    step: Callable[[Sequence[int]], tuple[Tensor, dict[str, float]]],
+    case: Case,
+) -> dict[str, float]:
+    """Take the steps in order; returns the metrics of the last one."""
+    optimizer = make_optimizer(model)
+    routers = Routers(model, case.router_losses)
+    metrics: dict[str, float] = {}
+    for rows in steps:
+        routers.begin()
+        loss, metrics = step(rows)
+        norm = differentiate(optimizer, model, loss + routers.losses(), case.clip_grad)
+        optimizer.step()
+        of_step = {"grad_norm": norm, **routers.metrics()}
+        metrics |= {f"{name}/{key}": value for key, value in of_step.items()}
+    return metrics | {f"{name}/optimizer_steps": 1, f"{name}/skipped_steps": 0, f"{name}/lr": LR}

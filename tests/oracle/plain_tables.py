@@ -1,0 +1,102 @@
+"""What transformers says of each token of a rollout, one sequence at a time and unpadded.
+
+It shares no code with mrlhf but the batch types; the formulas are written out again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrlhf.batch import Rollout
+from tests.oracle.plain_models import critic_of, load
+from tests.padding import pad_responses
+
+TEMPERATURE = 0.7
+
+
+def all_tables(model: Path, rollout: Rollout) -> dict[str, Tensor]:
+    """Everything below of a policy, its reference and its critic, as `save_models` wrote them."""
+    policy = load(model)
+    reference = load(Path(f"{model}-ref"))
+    logprobs, entropies = evaluate(policy, rollout)
+    return {
+        "logprobs": logprobs,
+        "entropy": entropies,
+        "full_kl": full_kl(policy, reference, rollout),
+        "sum_of_squares": sum_of_squares(policy, rollout),
+        "ref_logprobs": evaluate(reference, rollout)[0],
+        "values": token_values(load(model.parent / critic_of(model.name)), rollout),
+    }
+
+
+@torch.no_grad()
+def evaluate(model: Any, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the response tokens, [batch, response_len], 0 after the end."""
+    logprobs = []
+    entropies = []
+    for row in range(len(rollout)):
+        log_p = distribution(model, rollout, row)
+        logprobs.append(drawn(log_p, rollout, row))
+        entropies.append(entropy(log_p))
+    return _padded(logprobs), _padded(entropies)
+
+
+@torch.no_grad()
+def sum_of_squares(model: Any, rollout: Rollout) -> Tensor:
+    """Sums of the vocabulary's squared probabilities, [batch, response_len], 0 after the end."""
+    rows = [distribution(model, rollout, row) for row in range(len(rollout))]
+    return _padded([log_p.exp().square().sum(dim=-1) for log_p in rows])
+
+
+@torch.no_grad()
+def token_values(critic: Any, rollout: Rollout) -> Tensor:
+    """Values before the response tokens, [batch, response_len], 0 after the end."""
+    return _padded([values(critic, rollout, row) for row in range(len(rollout))])
+
+
+@torch.no_grad()
+def full_kl(model: Any, reference: Any, rollout: Rollout) -> Tensor:
+    """KL of the two over the vocabulary, [batch, response_len], 0 after the end."""
+    kls = []
+    for row in range(len(rollout)):
+        log_p = distribution(model, rollout, row)
+        log_q = distribution(reference, rollout, row)
+        kls.append(kl_between(log_p, log_q))
+    return _padded(kls)
+
+
+def distribution(model: Any, rollout: Rollout, row: int) -> Tensor:
+    """Log-probs of the whole vocabulary at each token of a response, [response_len, vocab]."""
+    sequence = rollout.sequences()[row]
+    first = rollout.prompt_lengths[row] - 1
+    return (model(sequence[None]).logits[0, first:-1] / TEMPERATURE).log_softmax(dim=-1)
+
+
+def drawn(log_p: Tensor, rollout: Rollout, row: int) -> Tensor:
+    """Of the response's own tokens, [response_len]."""
+    return log_p.gather(1, rollout.response_ids[row, : len(log_p), None].long())[:, 0]
+
+
+def values(critic: Any, rollout: Rollout, row: int) -> Tensor:
+    """What the critic says before each token of a response, [response_len]."""
+    sequence = rollout.sequences()[row]
+    first = rollout.prompt_lengths[row] - 1
+    return critic.score(critic.model(sequence[None])[0])[0, first:-1, 0]
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    """Of each distribution, [response_len]."""
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def kl_between(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL of each distribution p to q, [response_len]."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    return pad_responses([row.tolist() for row in rows], torch.float32)[0]

@@ -1,0 +1,104 @@
+"""What a configuration is refused for, and what is none: each row of `refusals.txt` is one case.
+
+A row is a line of changed keys. The lines below it, indented, hold the words that the message must
+hold: keys, values and numbers; a row without words must pass. The message is one line. A line in
+brackets names the kind of training and the number of ranks of the rows that follow.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, load_config
+from mrlhf.errors import ConfigError
+from mrlhf.preflight import check
+
+TABLE = Path(__file__).with_name("refusals.txt")
+SUPERVISED = [
+    "model={path: none, tp: 2, micro_batch_tokens: 256}",
+    "data={train_files: a.jsonl, max_length: 128, batch_size: 16}",
+    "trainer.output_dir=out",
+]
+# What is changed: it fits, and no number stands twice where a message could confuse them.
+BASES: dict[str, tuple[type, list[str]]] = {
+    "PPOConfig": (
+        PPOConfig,
+        [
+            "actor={path: none, tp: 2, pp: 2, ppo_mini_batch_size: 16, micro_batch_tokens: 512}",
+            "critic={tp: 2, micro_batch_tokens: 512}",
+            "reward.terms=[{name: gsm8k}]",
+            "rollout={n: 2, tp: 2}",
+            "data={train_files: a.jsonl, train_batch_size: 64}",
+            "data.max_prompt_length=40",
+            "data.max_response_length=60",
+            "trainer={output_dir: out, total_steps: 10}",
+        ],
+    ),
+    "SFTConfig": (SFTConfig, SUPERVISED),
+    "DPOConfig": (DPOConfig, SUPERVISED),
+    "RewardModelConfig": (RewardModelConfig, SUPERVISED),
+}
+
+Case = tuple[str, int, str, str]
+"""Kind of training, ranks, changes, words."""
+
+
+def read_cases(text: str) -> list[Case]:
+    """The rows of a table."""
+    cases: list[Case] = []
+    for line in text.splitlines():
+        heading = re.fullmatch(r"\[(\w+), (\d+) ranks\]", line)
+        if heading is not None:
+            kind = heading[1]
+            ranks = int(heading[2])
+        elif line.startswith(" "):
+            *_, changes, words = cases.pop()
+            cases.append((kind, ranks, changes, words + line))
+        elif line and not line.startswith("#"):
+            cases.append((kind, ranks, line, ""))
+    return cases
+
+
+CASES = read_cases(TABLE.read_text(encoding="utf-8"))
+
+
+def said_of(kind: str, ranks: int, changes: str) -> str:
+    """What is said of the base with these changes; nothing if it passes."""
+    root, base = BASES[kind]
+    given = [] if changes == "(none)" else changes.split("; ")
+    try:
+        check(load_config(root, None, [*base, *given]), ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "changes", "words"), CASES, ids=[f"{case[0]}: {case[2]}" for case in CASES]
+)
+def test_it_is_refused_with_these_words_or_passes(
+    kind: str, ranks: int, changes: str, words: str
+) -> None:
+    said = said_of(kind, ranks, changes)
+    assert bool(said) == bool(words), said or "this passes"
+    assert "\n" not in said
+    for word in words.split():
+        assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", said), f"no {word} in: {said}"
+
+
+def test_no_case_is_there_twice() -> None:
+    rows = [case[:3] for case in CASES]
+    assert not [row for row in set(rows) if rows.count(row) > 1]
+
+
+def test_several_mistakes_are_all_told() -> None:
+    said = said_of("PPOConfig", 6, "rollout.top_p=0.5; rollout.tp=3; trainer.test_freq=1")
+    assert [line.split()[0] for line in said.splitlines()] == [
+        "actor:",
+        "rollout.tp",
+        "rollout.top_k",
+        "trainer.test_freq",
+    ]
