@@ -1,0 +1,284 @@
+"""Triton kernels of a decoder layer's steps besides its matrix products.
+
+Each is a torch form of `operators` in one pass over memory. Arithmetic is float32, and a result is
+rounded where the torch form rounds it. This file knows pointers and sizes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_rms_norm(
+    hidden, delta, weight, out, scales, size, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """hidden += delta; out = weight * hidden / rms(hidden); one program a row of `size` numbers."""
+    row = tl.program_id(0).to(tl.int64) * size
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    dtype = out.dtype.element_ty
+
+    x = tl.load(hidden + row + columns, inside, 0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(delta + row + columns, inside, 0.0).to(tl.float32)
+        tl.store(hidden + row + columns, x.to(dtype), inside)
+        x = x.to(dtype).to(tl.float32)  # what was stored is what is normalised
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
+    if scales is not None:
+        tl.store(scales + tl.program_id(0), scale)
+    gain = tl.load(weight + columns, inside, 0.0).to(tl.float32)
+    normal = (x * scale).to(dtype).to(tl.float32)
+    tl.store(out + row + columns, (normal * gain).to(dtype), inside)
+
+
+@triton.jit
+def rms_norm_backward(
+    grad, x, weight, scales, grad_x, grad_weights, rows, size, EACH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Gradients of EACH rows a program; `grad_weights` [programs, size] are parts of a sum."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    gain = tl.load(weight + columns, inside, 0.0).to(tl.float32)
+    of_weight = tl.zeros([BLOCK], tl.float32)
+
+    for step in range(EACH):
+        row = program.to(tl.int64) * EACH + step
+        here = columns < tl.where(row < rows, size, 0)
+        place = row * size + columns
+        above = tl.load(grad + place, here, 0.0).to(tl.float32)
+        scale = tl.load(scales + tl.minimum(row, rows - 1))
+        normal = tl.load(x + place, here, 0.0).to(tl.float32) * scale
+        of_weight += above * normal
+        scaled = above * gain
+        below = scale * (scaled - normal * (tl.sum(scaled * normal, 0) / size))
+        tl.store(grad_x + place, below.to(grad_x.dtype.element_ty), here)
+    tl.store(grad_weights + program.to(tl.int64) * size + columns, of_weight, inside)
+
+
+@triton.jit
+def gated(gate_up, out, size, BLOCK: tl.constexpr):
+    """out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size]; a program a part of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    dtype = out.dtype.element_ty
+
+    gate = tl.load(gate_up + row * 2 * size + columns, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + columns, inside, 0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * size + columns, (active * up).to(dtype), inside)
+
+
+@triton.jit
+def gated_backward(grad, gate_up, grad_gate_up, size, BLOCK: tl.constexpr):
+    """The gradient of `gated`, laid out as `gate_up`."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    dtype = grad_gate_up.dtype.element_ty
+    first = row * 2 * size + columns
+
+    above = tl.load(grad + row * size + columns, inside, 0.0).to(tl.float32)
+    gate = tl.load(gate_up + first, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + first + size, inside, 0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    of_gate = above * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(grad_gate_up + first, of_gate.to(dtype), inside)
+    tl.store(grad_gate_up + first + size, (above * gate * sigmoid).to(dtype), inside)
+
+
+@triton.jit
+def _rotated(x, other, cosine, sine, half, lanes):
+    """Numbers `lanes` of a head after rotation; `other` are those of the other half."""
+    turned = tl.where(lanes < half, x * cosine - other * sine, x * cosine + other * sine)
+    return tl.where(lanes < 2 * half, turned, x)
+
+
+@triton.jit
+def rotate(
+    x, cosines, sines, out, heads, dim, half, token_stride, head_stride, sign, BLOCK: tl.constexpr
+):
+    """Rotate each head of x [tokens, heads, dim]; `sign` -1 rotates back. A program a head."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < dim
+    turns = lanes < 2 * half
+    source = x + token * token_stride + head * head_stride
+    partner = tl.where(lanes < half, lanes + half, lanes - half)
+
+    own = tl.load(source + lanes, inside, 0.0).to(tl.float32)
+    other = tl.load(source + partner, turns, 0.0).to(tl.float32)
+    cosine = tl.load(cosines + token * half + lanes % half, turns, 1.0)
+    sine = tl.load(sines + token * half + lanes % half, turns, 0.0) * sign
+    turned = _rotated(own, other, cosine, sine, half, lanes)
+    tl.store(out + (token * heads + head) * dim + lanes, turned.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def rotate_store(
+    qkv, q_norm, k_norm, cosines, sines, positions, places, q, keys, values,
+    kv_heads, dim, half, eps,
+    GROUP: tl.constexpr, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotation of one head of q or k, or a copy of v; k and v go to the cache.
+
+    qkv is [tokens, kv_heads, GROUP + 2, dim], and a program computes one of its rows of `dim`.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1) // (GROUP + 2)
+    member = tl.program_id(1) % (GROUP + 2)
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < dim
+    turns = lanes < 2 * half
+    dtype = q.dtype.element_ty
+
+    source = qkv + ((token * kv_heads + kv_head) * (GROUP + 2) + member) * dim
+    cached = (tl.load(places + token) * kv_heads + kv_head) * dim + lanes
+    own = tl.load(source + lanes, inside, 0.0).to(tl.float32)
+    if member == GROUP + 1:
+        tl.store(values + cached, own.to(dtype), inside)
+    else:
+        partner = tl.where(lanes < half, lanes + half, lanes - half)
+        other = tl.load(source + partner, turns, 0.0).to(tl.float32)
+        if NORMS:
+            norm = q_norm if member < GROUP else k_norm
+            scale = 1.0 / tl.sqrt(tl.sum(own * own, 0) / dim + eps)
+            gain = tl.load(norm + lanes, inside, 0.0).to(tl.float32)
+            other_gain = tl.load(norm + partner, turns, 0.0).to(tl.float32)
+            own = ((own * scale).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
+            other = ((other * scale).to(dtype).to(tl.float32) * other_gain).to(dtype).to(tl.float32)
+
+        position = tl.load(positions + token)
+        cosine = tl.load(cosines + position * half + lanes % half, turns, 1.0)
+        sine = tl.load(sines + position * half + lanes % half, turns, 0.0)
+        turned = _rotated(own, other, cosine, sine, half, lanes).to(dtype)
+        if member == GROUP:
+            tl.store(keys + cached, turned, inside)
+        else:
+            place = ((token * kv_heads + kv_head) * GROUP + member) * dim
+            tl.store(q + place + lanes, turned, inside)
+
+
+@triton.jit
+def _sequence_of(block, query_starts, sequences, QUERIES: tl.constexpr):
+    """The sequence that holds query block `block`, where each may begin a block of its own."""
+    low = 0
+    high = sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) // QUERIES + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def paged_attention(
+    q, keys, values, tables, query_starts, lengths, out, sums, tops,
+    sequences, kv_heads, dim, table_stride, scale, window,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Causal attention of QUERIES tokens x GROUP query heads to one KV head's keys in pages.
+
+    The heads of a group share one reading of the keys. With several SPLITS a program sees one part
+    of the keys, and `out` [SPLITS, tokens, heads, dim] is float32 and not yet divided by `sums`.
+    """
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if QUERIES == 1:
+        sequence = block
+        first = block
+    else:
+        sequence = _sequence_of(block, query_starts, sequences, QUERIES)
+        begin = tl.load(query_starts + sequence)
+        first = begin + (block - begin // QUERIES - sequence) * QUERIES
+    end = tl.load(query_starts + sequence + 1)
+    if first >= end:
+        return
+
+    rows = tl.arange(0, ROWS)
+    lanes = tl.arange(0, DIM)
+    tokens = first + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    real = (rows < QUERIES * GROUP) & (tokens < end)
+    length = tl.load(lengths + sequence)
+    positions = length - end + tokens  # of each row in its sequence
+
+    places = ((tokens.to(tl.int64) * kv_heads * GROUP + heads) * dim)[:, None] + lanes[None, :]
+    wanted = real[:, None] & (lanes < dim)[None, :]
+    queries = tl.load(q + places, wanted, 0.0)
+
+    # The keys that any of these rows sees, and of these the part of this split.
+    stop = tl.minimum(length, length - end + first + QUERIES)
+    start = 0
+    if window > 0:
+        start = tl.maximum(0, length - end + first - window + 1) // KEYS * KEYS
+    part = tl.cdiv(tl.cdiv(stop - start, KEYS), SPLITS) * KEYS
+    start += split * part
+    stop = tl.minimum(stop, start + part)
+
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    context = tl.zeros([ROWS, DIM], tl.float32)
+    for base in range(start, stop, KEYS):
+        seen = base + tl.arange(0, KEYS)
+        page = tl.load(tables + sequence.to(tl.int64) * table_stride + seen // PAGE, seen < stop, 0)
+        cached = ((page.to(tl.int64) * PAGE + seen % PAGE) * kv_heads + kv_head) * dim
+        stored = (seen < stop)[:, None] & (lanes < dim)[None, :]
+        key = tl.load(keys + cached[:, None] + lanes[None, :], stored, 0.0)
+        value = tl.load(values + cached[:, None] + lanes[None, :], stored, 0.0)
+
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        visible = (seen[None, :] <= positions[:, None]) & (seen < stop)[None, :]
+        if window > 0:
+            visible = visible & (seen[None, :] > positions[:, None] - window)
+        scores = tl.where(visible, scores, -float("inf"))
+
+        higher = tl.maximum(top, tl.max(scores, 1))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp(scores - safe[:, None])
+        shrunk = tl.exp(top - safe)
+        total = total * shrunk + tl.sum(weights, 1)
+        context = context * shrunk[:, None]
+        context += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        top = higher
+
+    if SPLITS == 1:
+        # A row that sees nothing is padding, and gets zeros.
+        context = context / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + places, context.to(out.dtype.element_ty), wanted)
+    else:
+        size = tl.load(query_starts + sequences).to(tl.int64) * kv_heads * GROUP
+        row = split * size + tokens.to(tl.int64) * kv_heads * GROUP + heads
+        tl.store(sums + row, total, real)
+        tl.store(tops + row, top, real)
+        tl.store(out + split * size * dim + places, context, wanted)
+
+
+@triton.jit
+def join_splits(
+    parts, sums, tops, out, rows, dim, SPLITS: tl.constexpr, DIM: tl.constexpr
+):
+    """out [rows, dim] from the splits of `paged_attention`; one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, DIM)
+    inside = lanes < dim
+
+    top = tl.load(tops + row)
+    for split in range(1, SPLITS):
+        top = tl.maximum(top, tl.load(tops + split * rows + row))
+    total = 0.0
+    context = tl.zeros([DIM], tl.float32)
+    for split in range(SPLITS):
+        place = split * rows + row
+        weight = tl.exp(tl.load(tops + place) - top)
+        total += weight * tl.load(sums + place)
+        context += weight * tl.load(parts + place * dim + lanes, inside, 0.0)
+    tl.store(out + row * dim + lanes, (context / total).to(out.dtype.element_ty), inside)

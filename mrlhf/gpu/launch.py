@@ -1,0 +1,226 @@
+"""Launches of the Triton kernels on tensors of a GPU, contiguous if nothing else is said.
+
+Importing this file needs Triton, which torch's builds for CUDA bring. It knows shapes, no model.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from mrlhf.gpu import kernels
+
+_KEYS = 64  # keys that a program of attention reads at a time
+_LEAST_PART = 256  # keys of a sequence below which splitting them costs more than it brings
+_LEAST_ROWS = 16  # of a matrix product on tensor cores
+ROWS_EACH = 32  # rows of one program in the backward pass of a norm
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Add `delta` to `hidden` [rows, size] in place, and return the sum's RMSNorm."""
+    out = torch.empty_like(hidden)
+    _norm(hidden, delta, weight, out, None, eps)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the RMSNorm of x [rows, size], and the factor of each row, float32 [rows]."""
+    out = torch.empty_like(x)
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    _norm(x, None, weight, out, scales, eps)
+    return out, scales
+
+
+def _norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, scales: Tensor | None, eps: float
+) -> None:
+    rows, size = x.shape
+    if rows:
+        block = triton.next_power_of_2(size)
+        kernels.add_rms_norm[(rows,)](
+            x, delta, weight, out, scales, size, eps,
+            ADDS=delta is not None, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [rows, size] and of the weight, float32 [size]."""
+    rows, size = x.shape
+    grad_x = torch.empty_like(x)
+    programs = triton.cdiv(rows, ROWS_EACH)
+    parts = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(size)
+        kernels.rms_norm_backward[(programs,)](
+            grad, x, weight, scales, grad_x, parts, rows, size,
+            EACH=ROWS_EACH, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return grad_x, parts.sum(dim=0)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up [rows, size] of gate_up [rows, 2 * size]."""
+    rows, both = gate_up.shape
+    out = gate_up.new_empty(rows, both // 2)
+    if rows:
+        kernels.gated[_gated_grid(rows, both // 2)](gate_up, out, both // 2, BLOCK=_GATED_BLOCK)
+    return out
+
+
+def gated_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Return the gradient of gate_up [rows, 2 * size] for that of silu(gate) * up."""
+    rows, size = grad.shape
+    below = torch.empty_like(gate_up)
+    if rows:
+        kernels.gated_backward[_gated_grid(rows, size)](
+            grad, gate_up, below, size, BLOCK=_GATED_BLOCK
+        )
+    return below
+
+
+_GATED_BLOCK = 1024
+
+
+def _gated_grid(rows: int, size: int) -> tuple[int, int]:
+    return rows, triton.cdiv(size, _GATED_BLOCK)
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+    """Rotate x [tokens, heads, dim], whose last dimension is dense, or turn it back.
+
+    Args:
+        cosines: float32 [tokens, rotary_dim / 2].
+        sines: as `cosines`.
+        back: whether to rotate the other way, which is the gradient's.
+    """
+    tokens, heads, dim = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if tokens:
+        kernels.rotate[(tokens, heads)](
+            x, cosines, sines, out, heads, dim, cosines.shape[1], x.stride(0), x.stride(1),
+            -1.0 if back else 1.0, BLOCK=triton.next_power_of_2(dim), num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def rotate_store(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor,
+    places: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Write rotated k and plain v into the cache, and return rotated q [tokens, heads, dim].
+
+    Args:
+        qkv: [tokens, kv_heads, heads per KV head + 2, dim].
+        q_norm: weight of the norm of each head of q, [dim], if there is one.
+        k_norm: as `q_norm`, of k.
+        eps: of these norms.
+        cosines: float32 [positions, rotary_dim / 2].
+        sines: as `cosines`.
+        positions: int64 [tokens].
+        places: place of each token in the cache, int64 [tokens].
+        keys: [blocks, block_size, kv_heads, dim].
+        values: as `keys`.
+    """
+    tokens, kv_heads, members, dim = qkv.shape
+    group = members - 2
+    q = qkv.new_empty(tokens, kv_heads * group, dim)
+    if tokens:
+        kernels.rotate_store[(tokens, kv_heads * members)](
+            qkv, q_norm, k_norm, cosines, sines, positions, places, q, keys, values,
+            kv_heads, dim, cosines.shape[1], eps,
+            GROUP=group, NORMS=q_norm is not None, BLOCK=triton.next_power_of_2(dim), num_warps=1,
+        )  # fmt: skip
+    return q
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    most_queries: int,
+    longest: int,
+    window: int,
+    scale: float,
+    splits: int = 0,
+) -> Tensor:
+    """Return causal attention of the last tokens of each sequence to its pages, shaped as q.
+
+    Args:
+        q: [tokens, heads, dim], sequence after sequence.
+        keys: [blocks, block_size, kv_heads, dim].
+        values: as `keys`.
+        tables: blocks of each sequence, int32 [sequences, blocks], dense in its rows.
+        query_starts: int32 [sequences + 1].
+        lengths: tokens of each sequence in the cache, int32 [sequences].
+        most_queries: the most tokens of a sequence in q; if it is 1, each sequence has one.
+        longest: no sequence is longer.
+        window: how many tokens a token sees, itself included; 0 for all.
+        scale: factor of q @ k.
+        splits: into how many parts the keys of a sequence are cut; 0 chooses.
+    """
+    tokens, heads, dim = q.shape
+    sequences = len(lengths)
+    page, kv_heads = keys.shape[1:3]
+    group = heads // kv_heads
+    if most_queries == 1:
+        queries = 1
+        blocks = sequences
+        splits = splits or count_splits(sequences * kv_heads, longest, q.device)
+    else:
+        queries = max(2, 64 // group)
+        blocks = tokens // queries + sequences
+        splits = 1
+
+    out = torch.empty_like(q)
+    parts = out
+    sums = tops = None
+    if splits > 1:
+        parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+        sums, tops = torch.empty(2, splits, tokens, heads, dtype=torch.float32, device=q.device)
+    rows = triton.next_power_of_2(max(_LEAST_ROWS, queries * group))
+    lanes = triton.next_power_of_2(max(_LEAST_ROWS, dim))
+
+    kernels.paged_attention[(blocks, kv_heads, splits)](
+        q, keys, values, tables, query_starts, lengths, parts, sums, tops,
+        sequences, kv_heads, dim, tables.stride(0), scale, window,
+        GROUP=group, PAGE=page, SPLITS=splits, QUERIES=queries, ROWS=rows, KEYS=_KEYS, DIM=lanes,
+        num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        kernels.join_splits[(tokens * heads,)](
+            parts, sums, tops, out, tokens * heads, dim, SPLITS=splits, DIM=lanes, num_warps=1
+        )
+    return out
+
+
+def count_splits(programs: int, longest: int, device: torch.device) -> int:
+    """Into how many parts, a power of two, keys are cut so that all multiprocessors have work."""
+    most = max(1, longest // _LEAST_PART)
+    wanted = max(1, min(most, 2 * _multiprocessors(device) // programs))
+    return 1 << (wanted.bit_length() - 1)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _warps(block: int) -> int:
+    """Warps of a program that holds a row of `block` numbers."""
+    return min(16, max(1, block // 512))

@@ -1,0 +1,194 @@
+"""The Triton kernels, in Triton's interpreter on a host, against their torch forms.
+
+The interpreter does not round to bfloat16 as a GPU does, so 16-bit numbers are float16 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrlhf.inference.native import operators
+from mrlhf.inference.native.operators import Layer, StepInputs
+from mrlhf.models.attention import attend_gathered
+from mrlhf.models.ops import rotate, torch_gated, torch_rms_norm
+from mrlhf.parallel.masks import Paged
+
+EPS = 1e-6
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 4e-3}
+both_dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[ModuleType]:
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # read where the kernels are defined
+        from mrlhf.gpu import launch
+
+        yield launch
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    tolerance = TOLERANCES[wanted.dtype]
+    torch.testing.assert_close(found.to(wanted.dtype), wanted, atol=tolerance, rtol=tolerance)
+
+
+@both_dtypes
+def test_the_norm_of_a_sum(launch: ModuleType, dtype: torch.dtype) -> None:
+    hidden, delta = torch.randn(2, 5, 96).to(dtype)
+    weight = torch.randn(96).to(dtype)
+    total = hidden + delta
+
+    close(launch.add_rms_norm(hidden, delta, weight, EPS), torch_rms_norm(total, weight, EPS))
+    assert torch.equal(hidden, total)
+    close(launch.add_rms_norm(hidden, None, weight, EPS), torch_rms_norm(total, weight, EPS))
+
+
+@both_dtypes
+def test_a_norm_and_its_gradients(launch: ModuleType, dtype: torch.dtype) -> None:
+    rows = 2 * launch.ROWS_EACH - 3  # of two programs, the second not full
+    x = torch.randn(rows, 20).to(dtype)
+    grad = torch.randn_like(x)
+    weight = torch.randn(20).to(dtype)
+
+    out, scales = launch.rms_norm(x, weight, EPS)
+    grad_x, grad_weight = launch.rms_norm_backward(grad, x, weight, scales)
+
+    exact = [part.float().requires_grad_() for part in (x, weight)]
+    wanted = torch_rms_norm(exact[0], exact[1], EPS)
+    wanted_x, wanted_weight = torch.autograd.grad(wanted, exact, grad.float())
+    close(out, wanted.to(dtype))
+    close(grad_x, wanted_x.to(dtype))
+    torch.testing.assert_close(grad_weight, wanted_weight, atol=1e-2, rtol=1e-3)
+
+
+@both_dtypes
+def test_the_gated_activation(launch: ModuleType, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(3, 2 * 1030).to(dtype)  # of two programs a row
+    grad = torch.randn(3, 1030).to(dtype)
+    exact = gate_up.float().requires_grad_()
+    wanted = torch_gated(exact)
+
+    close(launch.gated(gate_up), wanted.to(dtype))
+    wanted_grad = torch.autograd.grad(wanted, exact, grad.float())[0]
+    close(launch.gated_backward(grad, gate_up), wanted_grad.to(dtype))
+
+
+@both_dtypes
+def test_rotation_and_back(launch: ModuleType, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 4, 12).to(dtype)[:, 1:]  # heads of a wider tensor
+    angles = torch.randn(5, 4)  # 8 of 12 dimensions turn
+    cosines, sines = angles.cos(), angles.sin()
+
+    turned = launch.rotate(x, cosines, sines, False)
+    close(turned, rotate(x, cosines[:, None], sines[:, None]))
+    close(launch.rotate(turned, cosines, sines, True), x)
+
+
+class Case(NamedTuple):
+    """A pass over three sequences."""
+
+    kv_heads: int
+    group: int
+    dim: int
+    page: int
+    counts: list[int]  # tokens of each in this pass
+    lengths: list[int]  # of each after it
+    window: int | None
+
+
+CASES = {
+    "decode": Case(2, 3, 12, 4, [1, 1, 1], [5, 17, 150], None),
+    "decode in a window": Case(2, 2, 16, 8, [1, 1, 1], [5, 17, 150], 7),
+    "prompts in chunks": Case(1, 3, 12, 4, [5, 1, 40], [9, 5, 70], None),
+    "prompts in a window": Case(1, 4, 16, 8, [5, 1, 18], [20, 5, 30], 6),
+}
+
+
+def step(case: Case) -> StepInputs:
+    counts = torch.tensor(case.counts)
+    width = -(-max(case.lengths) // case.page)
+    tables = torch.randperm(3 * width).view(3, width).int()
+    edges = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    sequences = torch.repeat_interleave(torch.arange(3), counts)
+    spans = zip(case.lengths, case.counts, strict=True)
+    positions = torch.cat([torch.arange(length - count, length) for length, count in spans])
+    blocks = tables[sequences, positions // case.page].long()
+
+    lengths = torch.tensor(case.lengths).int()
+    return StepInputs(
+        tokens=torch.zeros(len(positions), dtype=torch.int64),
+        positions=positions,
+        cache_places=blocks * case.page + positions % case.page,
+        mask=Paged(edges, lengths, tables, max(case.counts), max(case.lengths)),
+        last=edges[1:].long() - 1,
+    )
+
+
+def cache(case: Case, dtype: torch.dtype) -> Layer:
+    blocks = 3 * -(-max(case.lengths) // case.page)
+    keys, values = torch.randn(2, blocks, case.page, case.kv_heads, case.dim).to(dtype)
+    return keys, values
+
+
+@both_dtypes
+@pytest.mark.parametrize("normed", [True, False])
+def test_rotated_keys_are_stored(
+    launch: ModuleType, dtype: torch.dtype, normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["decode"]
+    inputs = step(case)
+    qkv = torch.randn(3, case.kv_heads, case.group + 2, case.dim).to(dtype)
+    norms = (torch.randn(case.dim).to(dtype), torch.randn(case.dim).to(dtype)) if normed else None
+    angles = torch.randn(max(case.lengths), case.dim // 2 - 1)
+    tables = (angles.cos(), angles.sin())
+
+    wanted = cache(case, dtype)
+    found = tuple(part.clone() for part in wanted)
+    monkeypatch.setattr(operators.kernels, "find_for", lambda *tensors: None)
+    wanted_q = operators.rotate_store(qkv, norms, EPS, tables, inputs, wanted)
+    q = launch.rotate_store(
+        qkv, *(norms or (None, None)), EPS, *tables, inputs.positions, inputs.cache_places, *found
+    )
+
+    close(q.view_as(wanted_q), wanted_q)
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs)
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", CASES)
+def test_attention_to_pages(launch: ModuleType, dtype: torch.dtype, name: str) -> None:
+    case = CASES[name]
+    mask = step(case).mask
+    keys, values = cache(case, dtype)
+    q = torch.randn(sum(case.counts), case.kv_heads, case.group, case.dim).to(dtype)
+    wanted = attend_gathered(q, keys, values, mask, 0.3, case.window)
+
+    for splits in (1, 4) if mask.most_queries == 1 else (1,):
+        found = launch.paged_attention(
+            q.flatten(1, 2), keys, values, mask.block_tables, mask.query_edges, mask.lengths,
+            mask.most_queries, mask.most_keys, case.window or 0, 0.3, splits,
+        )  # fmt: skip
+        close(found.flatten(1), wanted)
+
+
+def test_few_sequences_are_split_over_the_processors(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    device = torch.device("cpu")
+    assert launch.count_splits(8, 8192, device) == 32  # 8 programs for 132 processors
+    assert launch.count_splits(8, 1000, device) == 2  # no part below 256 keys
+    assert launch.count_splits(512, 8192, device) == 1
