@@ -33,25 +33,15 @@ EXPERT_REPLICA_AXES: tuple[Axis, ...] = ("edp",)
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSizes:
-    """The sizes that a role asks for; data parallelism takes the remaining ranks.
-
-    Attributes:
-        tp: tensor-parallel size.
-        cp: context-parallel size.
-        pp: pipeline-parallel size.
-        ep: expert-parallel size.
-        etp: tensor-parallel size of an expert; None for tp without expert parallelism, else for 1.
-        vpp: virtual stages of each pipeline rank, which take no ranks of their own.
-        pp_layers: layers of each virtual stage; None: as many as `Stages` gives them.
-    """
+    """The sizes that a role asks for; data parallelism takes the remaining ranks."""
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     ep: int = 1
-    etp: int | None = None
-    vpp: int = 1
-    pp_layers: tuple[int, ...] | None = None
+    etp: int | None = None  # of an expert; None for tp without expert parallelism, else for 1
+    vpp: int = 1  # virtual stages of each pipeline rank, which take no ranks of their own
+    pp_layers: tuple[int, ...] | None = None  # layers of each virtual stage; see `Stages`
 
     @classmethod
     def of(cls, section: RoleSection) -> AxisSizes:
@@ -163,22 +153,16 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of the parallel axes of one role, as in `AxisSizes`.
-
-    Attributes:
-        dp: data-parallel size; tp x cp x pp x dp is the world size.
-        ep: the number of ranks that the experts of a layer are shared out over.
-        etp: tensor-parallel size of an expert.
-    """
+    """Sizes of the parallel axes of one role, as in `AxisSizes`."""
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     vpp: int = 1
     pp_layers: tuple[int, ...] | None = None
-    dp: int = 1
-    ep: int = 1
-    etp: int = 1
+    dp: int = 1  # data-parallel size; tp x cp x pp x dp is the world size
+    ep: int = 1  # the number of ranks that the experts of a layer are shared out over
+    etp: int = 1  # tensor-parallel size of an expert
 
     def __post_init__(self) -> None:
         """Refuse experts that do not divide the ranks of a stage."""

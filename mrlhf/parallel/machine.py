@@ -181,16 +181,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class OpenTable:
-    """A table that ranks are filling.
-
-    Attributes:
-        entries: zero where nobody has written. A rank writes its own entries and reads no others.
-        is_shared: whether the ranks of the machine have one table together.
-    """
+    """A table that ranks are filling."""
 
     machine: Machine
-    entries: Tensor
-    is_shared: bool
+    entries: Tensor  # zero where nobody has written; a rank writes its own and reads no others
+    is_shared: bool  # whether the ranks of the machine have one table together
 
     def complete(self) -> Tensor:
         """The table with the entries of all ranks of all machines; every rank calls it once.
@@ -225,19 +220,12 @@ def _class_of_ours(error: MrlhfError) -> type[MrlhfError]:
 
 @dataclass(frozen=True)
 class _AnonymousFile:
-    """A file in memory that is in no file system; its maker sends this description to other ranks.
+    """A file in memory that is in no file system, as its maker describes it to other ranks."""
 
-    Attributes:
-        process: process id of the maker.
-        descriptor: the maker's file descriptor; None if there is no file.
-        link: the target of the descriptor's link in /proc, which no other file in the world has.
-        problem: the reason why there is no file.
-    """
-
-    process: int
-    descriptor: int | None
-    link: str
-    problem: str
+    process: int  # process id of the maker
+    descriptor: int | None  # the maker's file descriptor; None if there is no file
+    link: str  # the target of the descriptor's link in /proc, which no other file in the world has
+    problem: str  # the reason why there is no file
 
     @staticmethod
     def make(nbytes: int) -> _AnonymousFile:

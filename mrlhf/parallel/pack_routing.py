@@ -93,22 +93,14 @@ class PassRouting:
 
 @dataclass(frozen=True)
 class PackRouting:
-    """The routing of one pack in a pass; see `PassRouting`.
-
-    Attributes:
-        whole: the pass.
-        replayed: the experts that its tokens replay, or None.
-        compared: the experts that choices are compared with, or None.
-        kept: int64 [tokens], the place of each token in the record that is kept, -1 for none; or
-            None.
-        is_selected: bool [tokens].
-    """
+    """The routing of one pack in a pass; see `PassRouting`."""
 
     whole: PassRouting
-    replayed: _TokenExperts | None
-    compared: _TokenExperts | None
+    replayed: _TokenExperts | None  # the experts that its tokens replay, or None
+    compared: _TokenExperts | None  # the experts that choices are compared with, or None
+    # int64 [tokens], the place of each token in the record that is kept, -1 for none; or None.
     kept: Tensor | None
-    is_selected: Tensor
+    is_selected: Tensor  # bool [tokens]
 
     def note(self, mixture: int, chosen: Tensor, select: TokenSelector) -> None:
         """Compare and keep a router's own choice.
@@ -139,15 +131,10 @@ class PackRouting:
 
 @dataclass(frozen=True)
 class _TokenExperts:
-    """The recorded experts of the tokens of a pack; where the model is.
+    """The recorded experts of the tokens of a pack; where the model is."""
 
-    Attributes:
-        experts: [tokens, mixtures, per_token], in the record's dtype; 0 where there is no record.
-        is_there: bool [tokens], the tokens of which there is a record.
-    """
-
-    experts: Tensor
-    is_there: Tensor
+    experts: Tensor  # [tokens, mixtures, per_token], in the record's dtype; 0 without a record
+    is_there: Tensor  # bool [tokens], the tokens of which there is a record
 
     @staticmethod
     def of(

@@ -26,27 +26,16 @@ Select = Literal["response", "last"]
 
 @dataclass(frozen=True)
 class _Laid:
-    """The places of everything when all packs are laid end to end, over all ranks; int64.
+    """The places of everything when all packs are laid end to end, over all ranks; int64."""
 
-    Attributes:
-        rows: [rows], in the order of the packs.
-        rows_in: [packs], the number of rows of each pack.
-        pack_of: [rows], the pack of each row.
-        begins: [rows], the beginning of each row.
-        lengths: [rows], tokens of each row.
-        padded: [rows], tokens of each row with its own padding.
-        padding: [packs], tokens after the last row of each pack.
-        ends: [packs], the end of each pack, its padding included.
-    """
-
-    rows: Tensor
-    rows_in: Tensor
-    pack_of: Tensor
-    begins: Tensor
-    lengths: Tensor
-    padded: Tensor
-    padding: Tensor
-    ends: Tensor
+    rows: Tensor  # [rows], in the order of the packs
+    rows_in: Tensor  # [packs], the number of rows of each pack
+    pack_of: Tensor  # [rows], the pack of each row
+    begins: Tensor  # [rows], the beginning of each row
+    lengths: Tensor  # [rows], tokens of each row
+    padded: Tensor  # [rows], tokens of each row with its own padding
+    padding: Tensor  # [packs], tokens after the last row of each pack
+    ends: Tensor  # [packs], the end of each pack, its padding included
 
     @property
     def pack_begins(self) -> Tensor:
@@ -89,23 +78,14 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Selected:
-    """The selected positions of all packs, one pack after the other.
+    """The selected positions of all packs, one pack after the other."""
 
-    Attributes:
-        count_in: int64 [packs], the number of them on this rank in each pack.
-        columns: see `Pack`; of all packs.
-        counts: see `Pack`; of all packs.
-        positions: int32 [selected], counted from the beginning of their pack on this rank.
-        target_ids: int32 [selected].
-        width: see `Pack`.
-    """
-
-    count_in: Tensor
-    columns: Tensor
-    counts: Tensor
-    positions: Tensor
-    target_ids: Tensor
-    width: int
+    count_in: Tensor  # int64 [packs], the number of them on this rank in each pack
+    columns: Tensor  # see `Pack`; of all packs
+    counts: Tensor  # see `Pack`; of all packs
+    positions: Tensor  # int32 [selected], counted from the beginning of their pack on this rank
+    target_ids: Tensor  # int32 [selected]
+    width: int  # see `Pack`
 
 
 def make_packs(

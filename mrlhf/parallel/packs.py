@@ -26,36 +26,27 @@ class Pack:
     Every rank keeps its packs for the whole step, so a pack holds as little as it can, in int32;
     the properties are made anew each time, in int64. Tensors are where the model is, except
     `columns` and `counts`, which are on the host.
-
-    Attributes:
-        rows: rows of the batch that are in the pack, in order.
-        token_ids: int32 [tokens].
-        boundaries: int32 [sequences + 1], the beginning of each whole sequence with its padding,
-            and the end, over all ranks that share the sequences.
-        lengths: int32 [rows], tokens of each whole sequence without its padding.
-        longest: tokens of the longest whole sequence, with padding.
-        select: int32 [selected], the positions whose output is wanted.
-        target_ids: int32 [selected], the token that follows each of them in its sequence, on
-            whichever rank; 0 if the last tokens are selected.
-        columns: int64 [ranks, rows, held], the first column of each held segment's numbers in their
-            row of a table; of all ranks that share the sequences.
-        counts: int64 [ranks, rows, held], the number of selected positions of each held segment.
-        width: columns of a table that holds a number for each selected position; those of a row
-            stand in its first columns.
-        segments: those that this rank holds.
     """
 
-    rows: list[int]
-    token_ids: Tensor
+    rows: list[int]  # rows of the batch that are in the pack, in order
+    token_ids: Tensor  # int32 [tokens]
+    # int32 [sequences + 1], the beginning of each whole sequence with its padding, and the end,
+    # over all ranks that share the sequences.
     boundaries: Tensor
-    lengths: Tensor
-    longest: int
-    select: Tensor
+    lengths: Tensor  # int32 [rows], tokens of each whole sequence without its padding
+    longest: int  # tokens of the longest whole sequence, with padding
+    select: Tensor  # int32 [selected], the positions whose output is wanted
+    # int32 [selected], the token that follows each of them in its sequence, on whichever rank; 0 if
+    # the last tokens are selected.
     target_ids: Tensor
+    # int64 [ranks, rows, held], the first column of each held segment's numbers in their row of a
+    # table; of all ranks that share the sequences.
     columns: Tensor
-    counts: Tensor
+    counts: Tensor  # int64 [ranks, rows, held], selected positions of each held segment
+    # Columns of a table that holds a number for each selected position; those of a row stand in its
+    # first columns.
     width: int
-    segments: Segments
+    segments: Segments  # those that this rank holds
 
     @property
     def position_ids(self) -> Tensor:

@@ -29,17 +29,12 @@ class PhaseProgress:
 
 
 class Span(NamedTuple):
-    """One stay in a phase.
-
-    Attributes:
-        begin: seconds since 1970.
-        busy: CPU seconds that the threads of this process computed in it.
-    """
+    """One stay in a phase."""
 
     phase: str
-    begin: float
+    begin: float  # seconds since 1970
     seconds: float
-    busy: float
+    busy: float  # CPU seconds that the threads of this process computed in it
 
 
 class Phases:

@@ -37,17 +37,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Pickled:
-    """A value without its tensors.
+    """A value without its tensors."""
 
-    Attributes:
-        text: the value, pickled.
-        places: where each tensor lies.
-        nbytes: of the memory that holds them.
-    """
-
-    text: bytes
-    places: list[Place]
-    nbytes: int
+    text: bytes  # the value, pickled
+    places: list[Place]  # where each tensor lies
+    nbytes: int  # of the memory that holds them
 
 
 def pickle_value(value: object, known: Sequence[object]) -> tuple[Pickled, list[Tensor]]:

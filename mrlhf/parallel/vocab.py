@@ -36,15 +36,10 @@ _LEAST_CHUNK_TOKENS = 128
 
 
 class TokenRange(NamedTuple):
-    """Consecutive tokens whose loss is evaluated at once.
+    """Consecutive tokens whose loss is evaluated at once."""
 
-    Attributes:
-        tokens: their range among this rank's tokens.
-        rows: the range of the sequences that they belong to.
-    """
-
-    tokens: slice
-    rows: slice
+    tokens: slice  # their range among this rank's tokens
+    rows: slice  # the range of the sequences that they belong to
 
 
 Objective = Callable[[TokenRange, TokenNumbers], Tensor]
@@ -53,20 +48,14 @@ Objective = Callable[[TokenRange, TokenNumbers], Tensor]
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """This rank's shard of the projection onto the vocabulary.
+    """This rank's shard of the projection onto the vocabulary."""
 
-    Attributes:
-        weight: [vocab_shard, hidden]. Rank r of the group holds the rows from r * vocab_shard on.
-            Rows from `vocab_size` on are padding: they have probability and gradient 0.
-        group: the ranks that hold the shards; None if this rank holds all rows.
-        vocab_size: number of rows over all ranks, without padding.
-        scale: multiplies the products.
-    """
-
+    # [vocab_shard, hidden]. Rank r of the group holds the rows from r * vocab_shard on. Rows from
+    # `vocab_size` on are padding: they have probability and gradient 0.
     weight: Tensor
-    group: dist.ProcessGroup | None
-    vocab_size: int
-    scale: float
+    group: dist.ProcessGroup | None  # that holds the shards; None if this rank holds all rows
+    vocab_size: int  # number of rows over all ranks, without padding
+    scale: float  # multiplies the products
 
     @property
     def columns(self) -> Columns:
@@ -78,23 +67,15 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Some tokens, and the hidden states that their distributions are computed from.
+    """Some tokens, and the hidden states that their distributions are computed from."""
 
-    Attributes:
-        hidden: [tokens, hidden], equal on all ranks of the output layer's group.
-        targets: int64 [tokens], each in [0, vocab_size).
-        lengths: the number of tokens that each sequence has here, one sequence after the other.
-        ref_layer: the output layer of the reference, for the KL to it.
-        ref_hidden: [tokens, hidden], the hidden states of the reference.
-        most_lengths: the most tokens that each has on any of the ranks that hold parts of it; None
-            if this rank holds them whole.
-    """
-
-    hidden: Tensor
-    targets: Tensor
-    lengths: Sequence[int]
-    ref_layer: OutputLayer | None = None
-    ref_hidden: Tensor | None = None
+    hidden: Tensor  # [tokens, hidden], equal on all ranks of the output layer's group
+    targets: Tensor  # int64 [tokens], each in [0, vocab_size)
+    lengths: Sequence[int]  # tokens of each sequence here, one sequence after the other
+    ref_layer: OutputLayer | None = None  # the output layer of the reference, for the KL to it
+    ref_hidden: Tensor | None = None  # [tokens, hidden], the hidden states of the reference
+    # The most tokens that each has on any of the ranks that hold parts of it; None if this rank
+    # holds them whole.
     most_lengths: Sequence[int] | None = None
 
 
@@ -150,15 +131,10 @@ def token_loss(
 
 @dataclass(frozen=True)
 class _Span:
-    """Whole sequences, as far as they are here, whose logits are computed chunk by chunk.
+    """Whole sequences, as far as they are here, whose logits are computed chunk by chunk."""
 
-    Attributes:
-        rows: the range of the sequences.
-        chunks: their tokens, at least one chunk; it may be empty.
-    """
-
-    rows: slice
-    chunks: list[slice]
+    rows: slice  # the range of the sequences
+    chunks: list[slice]  # their tokens, at least one chunk; it may be empty
 
     @property
     def token_range(self) -> TokenRange:

@@ -26,17 +26,11 @@ _Shards = tuple[int, ...]
 
 
 class Demand(NamedTuple):
-    """A slice that is needed.
+    """A slice that is needed."""
 
-    Attributes:
-        holders: the source shards that have the slice, ascending.
-        receivers: the target shards that need it, ascending; their ranks may also be holders.
-        turn: the sender at which the deal starts, as a fraction of the number of senders.
-    """
-
-    holders: _Shards
-    receivers: _Shards
-    turn: float
+    holders: _Shards  # the source shards that have the slice, ascending
+    receivers: _Shards  # the target shards that need it, ascending; their ranks may also be holders
+    turn: float  # the sender at which the deal starts, as a fraction of the number of senders
 
 
 @dataclass(frozen=True)

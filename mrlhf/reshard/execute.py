@@ -41,33 +41,20 @@ class WeightHolder(Protocol):
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Settings of the transfer of weights.
+    """Settings of the transfer of weights."""
 
-    Attributes:
-        bucket_bytes: bound on the memory of a rank's buckets, sent and received, unless one row of
-            a tensor is larger.
-        verify: after each run, compare checksums of every slice as it is stored on both sides.
-    """
-
-    bucket_bytes: int
-    verify: bool = False
+    bucket_bytes: int  # bound on a rank's buckets, unless one row of a tensor is larger
+    verify: bool = False  # compare checksums of every slice on both sides after each run
 
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """The cost of one reshard on this rank.
+    """The cost of one reshard on this rank."""
 
-    Attributes:
-        bytes_moved: bytes received from other ranks.
-        bytes_had_to_move: bytes that this rank needed and did not hold.
-        peak_extra_bytes: bytes of the buckets.
-        seconds: from the first slice to the last, without verification.
-    """
-
-    bytes_moved: int
-    bytes_had_to_move: int
-    peak_extra_bytes: int
-    seconds: float
+    bytes_moved: int  # bytes received from other ranks
+    bytes_had_to_move: int  # bytes that this rank needed and did not hold
+    peak_extra_bytes: int  # bytes of the buckets
+    seconds: float  # from the first slice to the last, without verification
 
 
 class Resharder:

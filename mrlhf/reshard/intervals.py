@@ -18,18 +18,14 @@ from mrlhf.weights.shard import Key, Piece
 
 
 class Interval(NamedTuple):
-    """Rows `start` to `stop` (exclusive) of a tensor, all of which the same shards hold.
-
-    Attributes:
-        turn: of all numbers that exactly these shards hold, the fraction that comes before this
-            interval, from 0 to below 1; 0 if one rank alone holds it.
-        held: the piece of each shard that holds it, by shard, ascending.
-    """
+    """Rows `start` to `stop` (exclusive) of a tensor, all of which the same shards hold."""
 
     start: int
     stop: int
+    # Of all numbers that exactly these shards hold, the fraction that comes before this interval,
+    # from 0 to below 1; 0 if one rank alone holds it.
     turn: float
-    held: dict[int, Piece]
+    held: dict[int, Piece]  # the piece of each shard that holds it, by shard, ascending
 
     @property
     def elements(self) -> int:

@@ -39,26 +39,15 @@ class Alias:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What one rank does.
-
-    Attributes:
-        rank: the global rank.
-        receives: slices that come from other ranks.
-        sends: slices that other ranks receive from this one, by their rank.
-        copies: slices that are copied within the rank.
-        aliases: parameters that share storage.
-        itemsize: bytes of a number.
-        bytes_minimum: bytes that the rank needs and does not hold, counted from the layouts and not
-            from `receives`.
-    """
+    """What one rank does."""
 
     rank: int
-    receives: tuple[Move, ...]
-    sends: tuple[Move, ...]
-    copies: tuple[Move, ...]
-    aliases: tuple[Alias, ...]
-    itemsize: int
-    bytes_minimum: int
+    receives: tuple[Move, ...]  # slices that come from other ranks
+    sends: tuple[Move, ...]  # slices that other ranks receive from this one, by their rank
+    copies: tuple[Move, ...]  # slices that are copied within the rank
+    aliases: tuple[Alias, ...]  # parameters that share storage
+    itemsize: int  # bytes of a number
+    bytes_minimum: int  # needed and not held, by the layouts and not by `receives`
 
     @property
     def bytes_received(self) -> int:

@@ -28,22 +28,15 @@ PiecesOfTensors = Callable[[int, Set[str]], Sequence[Piece]]
 
 @dataclass(frozen=True)
 class Side:
-    """The shards, replicas and pieces of one side.
+    """The shards, replicas and pieces of one side."""
 
-    Attributes:
-        shards: the number of different shards; they are numbered from 0.
-        replicas: the numbers of the replicas that take part; every shard has each of them.
-        place_of: (shard, number of the replica) of a global rank; None if the rank has no piece.
-        rank_at: the global rank with this shard and this number of the replica.
-        pieces: the pieces of a shard, parameter by parameter.
-        list_some: the pieces of some named tensors, and maybe more, if that is faster than all.
-    """
-
-    shards: int
-    replicas: range
+    shards: int  # the number of different shards; they are numbered from 0
+    replicas: range  # the numbers of the replicas that take part; every shard has each of them
+    # (shard, number of the replica) of a global rank; None if the rank has no piece.
     place_of: Callable[[int], tuple[int, int] | None]
-    rank_at: Callable[[int, int], int]
-    pieces: PiecesOfRank
+    rank_at: Callable[[int, int], int]  # the global rank of (shard, number of the replica)
+    pieces: PiecesOfRank  # the pieces of a shard, parameter by parameter
+    # The pieces of some named tensors, and maybe more, if that is faster than all.
     list_some: PiecesOfTensors | None = None
 
     def pieces_of(self, shard: int, tensors: Set[str]) -> list[Piece]:

@@ -66,8 +66,7 @@ class MiniBatchResult:
 
     role: str  # prefix of the names of the metrics
     tally: Tally  # this rank's part of the metrics
-    # `PackResult.kept` of each of this rank's packs; empty before the last stage
-    kept: list[Tensor | None]
+    kept: list[Tensor | None]  # `PackResult.kept` of each pack; empty before the last stage
     step: OptimizerStep | None  # the outcome of the optimizer step; None if `stop` prevented it
     load: ExpertLoad | None = None  # of the experts; None for a dense model
 

@@ -56,8 +56,7 @@ class OptimizedRange:
 
     start: int  # the first element of the flat parameter that is held
     main: Tensor  # float32 main weights of the elements that are held
-    # Adam's running means of the same elements, by name; empty before the first step
-    moments: dict[str, Tensor]
+    moments: dict[str, Tensor]  # Adam's running means by name; empty before the first step
 
 
 class ShardedOptimizer:
