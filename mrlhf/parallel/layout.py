@@ -145,11 +145,6 @@ class Coordinates:
     ep: int
     edp: int
 
-    def along(self, axis: Axis) -> int:
-        """The position on `axis`."""
-        position: int = getattr(self, axis)
-        return position
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
@@ -178,16 +173,7 @@ class ParallelLayout:
         problem = sizes.problem(role, world_size)
         if problem is not None:
             raise ConfigError(problem)
-        return cls(
-            tp=sizes.tp,
-            cp=sizes.cp,
-            pp=sizes.pp,
-            vpp=sizes.vpp,
-            pp_layers=sizes.pp_layers,
-            dp=sizes.dp(world_size),
-            ep=sizes.ep,
-            etp=sizes.expert_tp,
-        )
+        return cls(**{**vars(sizes), "dp": sizes.dp(world_size), "etp": sizes.expert_tp})
 
     @property
     def stages(self) -> Stages:
@@ -238,14 +224,9 @@ class ParallelLayout:
         """(number of the group, position in it) of global rank `rank` in `groups(*axes)`."""
         grid = _grid_of(axes)
         positions = self._positions(rank, grid)
-        number = 0
-        position = 0
-        for axis in reversed(grid):
-            if axis in axes:
-                position = position * self.size(axis) + positions[axis]
-            else:
-                number = number * self.size(axis) + positions[axis]
-        return number, position
+        others = [axis for axis in grid if axis not in axes]
+        own = [axis for axis in grid if axis in axes]
+        return self._rank(positions, others), self._rank(positions, own)
 
     def rank_in(self, number: int, position: int, *axes: Axis) -> int:
         """The global rank at `position` of group `number` in `groups(*axes)`."""
@@ -279,6 +260,7 @@ class ParallelLayout:
         return positions
 
     def _rank(self, positions: Mapping[str, int], grid: Sequence[Axis]) -> int:
+        """The number of the rank in a grid of these axes, the first one fastest."""
         rank = 0
         for axis in reversed(grid):
             rank = rank * self.size(axis) + positions[axis]

@@ -37,14 +37,7 @@ class Balance:
     micro_batches: float  # of a data-parallel rank in a mini-batch; the mean
 
     def metrics(self, role: str, layout: ParallelLayout) -> dict[str, float]:
-        """How evenly the work of a model is shared out, and what its pipeline should lose.
-
-        Returns:
-            `train/imbalance/<role>`: the work of the most loaded data-parallel rank over the mean,
-            in operations. With several pipeline stages also `train/bubble/<role>`: the time in
-            which a stage stands idle over the time in which it computes, if all micro-batches and
-            all virtual stages cost the same; `perf/bubble/<role>` is measured.
-        """
+        """`train/imbalance/<role>`, and with several pipeline stages `train/bubble/<role>`."""
         metrics = {f"train/imbalance/{role}": self.imbalance}
         if layout.pp > 1:
             bubble = pipeline_order.bubble(self.micro_batches, layout.pp, layout.vpp)
@@ -114,8 +107,7 @@ def cut_mini_batches(
     Args:
         lengths: tokens of each sequence, which take memory.
         costs: the work for each sequence, which takes time; in any unit.
-        mini_batch_rows: rows of a mini-batch; the last mini-batch may be smaller.
-        dp: data-parallel ranks.
+        mini_batch_rows: the last mini-batch may be smaller.
         budget: most tokens of a micro-batch.
         together: number of consecutive rows that must stay in one micro-batch, such as 2 for the
             two sides of a preference pair.

@@ -119,12 +119,10 @@ class PackedSequences(PackedSeqParams):
         return numbers.where(self.position_ids < ends[numbers], len(self.lengths))
 
     def rotation(self, frequencies: Tensor, scale: float) -> Rotation:
-        """The angles by which a layer rotates the tokens.
+        """The angles by which a layer rotates the tokens; `scale` multiplies cosines and sines.
 
-        Args:
-            frequencies: radians by which a step of one position rotates. Layers that rotate alike
-                pass the same tensor, and get the result of the first of them.
-            scale: cosines and sines are multiplied by it.
+        `frequencies` are the radians by which a step of one position rotates. Layers that rotate
+        alike pass the same tensor, and get the result of the first of them.
         """
         if id(frequencies) not in self._rotations:
             device = self.position_ids.device

@@ -66,10 +66,9 @@ class _Held:
         self.begins = (laid.begins // segments.size)[:, None] + self.sizes * numbers
 
     def within(self, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """The positions from `first` up to `end`, [rows], that each segment holds.
+        """The first position from `first` up to `end`, [rows], in each segment, and their number.
 
-        Returns:
-            The first of them and their number, [rows, held].
+        Both are [rows, held].
         """
         low = torch.maximum(self.positions, first[:, None])
         high = torch.minimum(self.positions + self.sizes, end[:, None])
@@ -99,14 +98,12 @@ def make_packs(
     """Lay sequences end to end, and move the packs to `device`.
 
     Args:
-        sequences: of the whole batch.
-        packs: the rows of each pack. One without rows is all padding: other ranks have more packs.
+        packs: the rows of each. One without rows is all padding: other ranks have more packs.
         select: "response": for each response token the position before it (where its log-prob and
             value come from), in tables as wide as `sequences.width`; "last": each sequence's last
             token, in tables of one column.
         multiple: each pack's token count on this rank is padded to a multiple of this, as a last
             sequence of zeros.
-        device: the model's device.
         segments: those that this rank holds. Each sequence is padded with zeros, so that its
             segments are equally long.
     """

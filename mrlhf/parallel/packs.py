@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.parallel.segments import Segments
@@ -122,13 +123,8 @@ def lay_flat(
 ) -> list[dict[str, Any]]:
     """The entries of a batch's tables, [batch, width], at the selected positions of each pack.
 
-    Args:
-        tables: on the host, by name; or None.
-        packs: their rows are those of the tables.
-        whole_rows: whether each rank gets the numbers of whole rows, and not only its own.
-
-    Returns:
-        For each pack the numbers of each table, [selected], where the model is; None for None.
+    The tables are on the host, the entries, [selected], where the model is. A table that is None
+    gives None. With `whole_rows` each rank gets the numbers of whole rows, and not only its own.
     """
     if not packs:
         return []
@@ -156,3 +152,24 @@ def lay_in_rows(flat: Tensor, counts: Tensor, width: int) -> Tensor:
     rows = len(counts)
     places = Parts(torch.arange(rows) * width, counts).places.to(flat.device)
     return flat.new_zeros(rows * width).index_copy(0, places, flat).view(rows, width)
+
+
+def gather_rows(
+    numbers: Tensor, pack: Pack, group: dist.ProcessGroup, rows: slice = slice(None)
+) -> Tensor:
+    """The numbers of all selected positions of whole rows, [channels, selected], row by row.
+
+    For losses that need all numbers of a sequence at once: every rank of the group, which shares
+    the sequences, evaluates the loss on the same numbers, and gradients reach its own alone.
+    `numbers`, [channels, selected], are this rank's of `rows`, counted from the pack's first.
+    """
+    if pack.segments.size == 1:
+        return numbers
+    places = pack.places_among(rows).to(numbers.device)
+    total = int(pack.row_counts[rows].sum())
+    whole = numbers.new_zeros((len(numbers), total))
+    with torch.no_grad():
+        whole.index_copy_(1, places, numbers)
+        # Each number is on one rank; the others add zeros.
+        dist.all_reduce(whole, group=group)
+    return whole.index_copy(1, places, numbers)

@@ -53,12 +53,10 @@ class Phases:
         stops: AgreedStop | None = None,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        """Begin in the phase "start".
+        """Begin in the phase "start"; nobody asks the ranks to stop if `stops` is None.
 
-        Args:
-            stops: where the ranks may be asked to stop; None: nobody asks them.
-            synchronize: waits for the device, if given: an accelerator is still working when the
-                call that started the work returns.
+        `synchronize` waits for the device: an accelerator is still working when the call that
+        started the work returns.
         """
         self.stops = stops or AgreedStop(dist.HashStore(), rank=0, world_size=1)
         self.name = "start"

@@ -101,15 +101,10 @@ def token_loss(
     The gradient in the hidden states is that through this rank's columns; the caller sums over the
     ranks of the group.
 
-    Args:
-        layer: projects the hidden states.
-        tokens: those that the loss is about.
-        wanted: the numbers that the objective reads.
-        objective: the loss of some of the tokens; equal on all ranks of the group.
-        by_token: whether the loss is a sum over tokens. If not, it is a sum over sequences: the
-            objective gets all tokens of a sequence that are here, and the logits of a sequence that
-            is longer than a chunk are computed twice. Ranks that hold parts of the same sequences
-            call the objective together.
+    The objective reads the numbers that are `wanted`, and is equal on all ranks of the group. With
+    `by_token` it is a sum over tokens. If not, it is a sum over sequences: it gets all tokens of a
+    sequence that are here, and the logits of a sequence that is longer than a chunk are computed
+    twice. Ranks that hold parts of the same sequences call it together.
     """
     hidden = tokens.hidden
     weight = layer.weight
