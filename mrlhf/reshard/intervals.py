@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mrlhf.errors import WeightError
-from mrlhf.reshard.moves import numbers_in_row
+from mrlhf.reshard.moves import Move, numbers_in_row, viewable_parts
 from mrlhf.reshard.sides import Side
 from mrlhf.weights.shard import Key, Piece
 
@@ -32,6 +32,11 @@ class Interval(NamedTuple):
         """The count of numbers in the interval; 0 if nobody holds it."""
         piece = next(iter(self.held.values()), None)
         return 0 if piece is None else (self.stop - self.start) * numbers_in_row(piece)
+
+    def moves(self, rank: int, shard: int, receiver: int, needed: Piece) -> Iterator[Move]:
+        """The moves of the interval from `rank`, which has `shard`, to a piece of `receiver`."""
+        held = self.held[shard]
+        return viewable_parts(Move(rank, receiver, held, needed, self.start, self.stop))
 
 
 class _Tensor(NamedTuple):
