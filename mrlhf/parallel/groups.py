@@ -90,10 +90,7 @@ class GroupFactory:
 
     All ranks of the job take part in creating a group, so every rank must call the methods of its
     factory in the same order and with the same layouts. Roles with equal layouts get the same
-    groups.
-
-    Attributes:
-        machine: the ranks of this machine, which share memory.
+    groups. `machine` are the ranks of this machine, which share memory.
     """
 
     def __init__(self, timeout_s: float, machine: str | None = None) -> None:
@@ -158,18 +155,13 @@ class GroupFactory:
 
     def engine_groups(self, layout: EngineLayout) -> EngineGroups:
         """This rank's groups in the inference engine."""
-        replica, tp_rank = layout.place(self._rank)
-        tp = self._own_group(layout.replicas)
-        same_tp_rank = [[ranks[place] for ranks in layout.replicas] for place in range(layout.tp)]
-        replicas = self._own_group(same_tp_rank)
-        exchange = self._own_group(layout.exchanges)
+        same_tp_rank = [list(ranks) for ranks in zip(*layout.replicas, strict=True)]
         return EngineGroups(
             layout,
-            replica,
-            tp_rank,
-            tp=tp,
-            replicas=replicas,
-            exchange=exchange,
+            *layout.place(self._rank),
+            tp=self._own_group(layout.replicas),
+            replicas=self._own_group(same_tp_rank),
+            exchange=self._own_group(layout.exchanges),
             machine=self.machine,
         )
 

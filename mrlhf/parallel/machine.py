@@ -88,9 +88,8 @@ class Machine:
         The tensors in the result are shared, so nobody may write to them. Everything else is
         copied, so it should be small.
 
-        Args:
-            compute: takes part in no collective. It must give the same on every machine.
-            shared: objects that each rank has. The result may refer to them without a copy.
+        `compute` takes part in no collective, and gives the same on every machine. `shared` are
+        objects that each rank has, to which the result may refer without a copy.
 
         Raises:
             Exception: the error that `compute` raised, on every rank.

@@ -23,9 +23,8 @@ TokenSelector = Callable[[Tensor], Tensor]
 class PassRouting:
     """The experts that one pass over packs replays and records.
 
-    Attributes:
-        differing: int64, how often a router of this rank chose another set of experts than
-            `compared` has: pairs of a selected token and a mixture.
+    `differing`, int64, counts how often a router of this rank chose another set of experts than
+    `compared` has: pairs of a selected token and a mixture.
     """
 
     def __init__(

@@ -49,19 +49,15 @@ class _Laid:
 
 
 class _Held:
-    """The segments of each row that one rank holds; int64.
-
-    Attributes:
-        sizes: [rows, 1], tokens of a segment, with padding.
-        positions: [rows, held], the position of each segment's first token in its sequence.
-        begins: [rows, held], the beginning of each segment, if the packs of this rank are laid end
-            to end.
-    """
+    """The segments of each row that one rank holds; int64."""
 
     def __init__(self, laid: _Laid, segments: Segments) -> None:
         held = torch.tensor(segments.held, dtype=torch.int64)
+        # [rows, 1], tokens of a segment, with padding.
         self.sizes = (laid.padded // segments.count)[:, None]
+        # [rows, held], the position of each segment's first token in its sequence.
         self.positions = self.sizes * held
+        # [rows, held], the beginning of each segment, if this rank's packs are laid end to end.
         numbers = torch.arange(len(held))
         self.begins = (laid.begins // segments.size)[:, None] + self.sizes * numbers
 

@@ -38,15 +38,7 @@ class Span(NamedTuple):
 
 
 class Phases:
-    """The phases of one rank. The main thread enters them; any thread may read the attributes.
-
-    Attributes:
-        stops: agrees with the other ranks on where to stop.
-        name: of the innermost phase.
-        entered: how many phases have begun or ended so far.
-        progress: None where it is not known.
-        spans: each stay in a phase since `take_spans`, in the order in which they ended.
-    """
+    """The phases of one rank. The main thread enters them; any thread may read the attributes."""
 
     def __init__(
         self,
@@ -59,10 +51,10 @@ class Phases:
         started the work returns.
         """
         self.stops = stops or AgreedStop(dist.HashStore(), rank=0, world_size=1)
-        self.name = "start"
-        self.entered = 0
-        self.progress: PhaseProgress | None = None
-        self.spans: list[Span] = []
+        self.name = "start"  # of the innermost phase
+        self.entered = 0  # how many phases have begun or ended so far
+        self.progress: PhaseProgress | None = None  # None where it is not known
+        self.spans: list[Span] = []  # since `take_spans`, in the order in which they ended
         self._synchronize = synchronize
         self._since = time.monotonic()
 

@@ -12,7 +12,7 @@ each sequence, all of them cut between the same sequences. This file knows no lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -111,7 +111,8 @@ def token_loss(
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     with torch.no_grad():
         projection = _Projection(layer, tokens, wanted)
-        gradients = _Gradients(torch.empty_like(hidden), weight)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         spans = projection.spans
         if by_token:
             spans = [_Span(span.rows, [chunk]) for span in spans for chunk in span.chunks]
@@ -120,8 +121,15 @@ def token_loss(
             numbers, normalisers = projection.measure(span.chunks)
             part_loss, grad_numbers = _differentiate(objective, span.token_range, numbers)
             loss += part_loss
-            projection.differentiate(span.chunks, numbers, grad_numbers, normalisers, gradients)
-    return _KnownGradients.apply(loss, hidden, weight, gradients.hidden, gradients.weight)
+            for rows, grad_logits in projection.grad_logits(
+                span.chunks, numbers, grad_numbers, normalisers
+            ):
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad_logits.t(), hidden[rows])
+                else:
+                    grad_weight.add_(grad_logits.t() @ hidden[rows])
+    return _KnownGradients.apply(loss, hidden, weight, grad_hidden, grad_weight)
 
 
 @dataclass(frozen=True)
@@ -138,11 +146,7 @@ class _Span:
 
 
 class _Projection:
-    """Computes the logits of some tokens, chunk by chunk, in one buffer for each model.
-
-    Attributes:
-        spans: the tokens in order, as `_spans` cuts them.
-    """
+    """Computes the logits of some tokens, chunk by chunk, in one buffer for each model."""
 
     def __init__(self, layer: OutputLayer, tokens: Tokens, wanted: NumbersToCompute) -> None:
         assert wanted.kl == (tokens.ref_layer is not None) == (tokens.ref_hidden is not None)
@@ -181,15 +185,14 @@ class _Projection:
             sums.add(rows.start - first, logits, tokens.targets[rows], ref_logits)
         return sums.combine(self._layer.group)
 
-    def differentiate(
+    def grad_logits(
         self,
         chunks: Sequence[slice],
         numbers: TokenNumbers,
         grad_numbers: TokenNumbers,
         normalisers: Normalisers,
-        gradients: _Gradients,
-    ) -> None:
-        """Add the gradients of the tokens of the chunks that were measured last.
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The tokens of each of the chunks measured last, and the gradient in their logits.
 
         `grad_numbers` is the gradient of the loss in each of their `numbers`.
         """
@@ -209,7 +212,7 @@ class _Projection:
 
             # The gradient has been written over the logits.
             self._held = None
-            gradients.add(rows, logits, self._tokens.hidden[rows], self._layer.weight)
+            yield rows, logits
 
     def _project(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """The logits of these tokens, and the reference's; the next call overwrites them."""
@@ -232,11 +235,7 @@ def _spans(lengths: Sequence[int], most_lengths: Sequence[int], most_rows: int) 
     A span is one chunk of whole sequences, of at most `most_rows` tokens, or one longer sequence in
     as few chunks as possible, of nearly equal size.
 
-    Args:
-        lengths: the number of tokens that each sequence has here.
-        most_lengths: the most that it has on any rank that cuts the same sequences. The spans
-            depend on this alone, so that these ranks cut alike.
-        most_rows: tokens of a chunk.
+    Ranks that cut the same sequences have the same `most_lengths`, on which alone the spans depend.
     """
     edges = [0]  # the first sequence of each span
     filled = 0
@@ -257,27 +256,6 @@ def _spans(lengths: Sequence[int], most_lengths: Sequence[int], most_rows: int) 
         spans.append(_Span(slice(first, last), chunks))
         begin = end
     return spans
-
-
-class _Gradients:
-    """The gradients in the hidden states and in the weight.
-
-    Attributes:
-        hidden: [tokens, hidden], in the dtype of the hidden states.
-        weight: float32 [vocab_shard, hidden].
-    """
-
-    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
-        self.hidden = hidden
-        self.weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-
-    def add(self, rows: slice, grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Add the gradient of the logits of the tokens `rows`."""
-        torch.mm(grad_logits, weight, out=self.hidden[rows])
-        if weight.dtype == torch.float32:
-            self.weight.addmm_(grad_logits.t(), hidden)
-        else:
-            self.weight.add_(grad_logits.t() @ hidden)
 
 
 def _differentiate(

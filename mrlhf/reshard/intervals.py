@@ -50,11 +50,7 @@ _HELD_NOWHERE = _Tensor([], [])
 
 
 class HeldIntervals:
-    """The intervals of all tensors of one side.
-
-    Attributes:
-        shared: the names of the tensors with an interval that several ranks hold.
-    """
+    """The intervals of all tensors of one side."""
 
     def __init__(self, side: Side) -> None:
         slices: dict[tuple[str, int], list[tuple[int, Piece]]] = {}
@@ -62,7 +58,7 @@ class HeldIntervals:
             for piece in side.pieces(shard):
                 slices.setdefault((piece.name, piece.dim), []).append((shard, piece))
         self._tensors = {tensor: _cut(held) for tensor, held in slices.items()}
-        self.shared: set[str] = set()
+        self.shared: set[str] = set()  # tensors with an interval that several ranks hold
         self._take_turns(len(side.replicas))
 
     def within(self, piece: Piece) -> Iterator[Interval]:
