@@ -71,18 +71,6 @@ class _Held:
         return low, (high - low).clamp(min=0)
 
 
-@dataclass(frozen=True)
-class _Selected:
-    """The selected positions of all packs, one pack after the other."""
-
-    count_in: Tensor  # int64 [packs], the number of them on this rank in each pack
-    columns: Tensor  # see `Pack`; of all packs
-    counts: Tensor  # see `Pack`; of all packs
-    positions: Tensor  # int32 [selected], counted from the beginning of their pack on this rank
-    target_ids: Tensor  # int32 [selected]
-    width: int  # see `Pack`
-
-
 def make_packs(
     sequences: Sequences,
     packs: Sequence[list[int]],
@@ -107,29 +95,24 @@ def make_packs(
         return []
     laid = _lay(sequences, packs, segments, multiple)
     token_ids = _token_ids(sequences, laid, segments)
-    selected = _select(sequences, laid, segments, select)
 
     edges_in, boundaries = _boundaries(laid)
     longest = torch.zeros_like(laid.rows_in).scatter_reduce(0, laid.pack_of, laid.padded, "amax")
     longest = torch.maximum(longest, laid.padding)
 
     tokens_in = (laid.tokens_in // segments.size).tolist()
-    count_in = selected.count_in.tolist()
-    rows_in = laid.rows_in.tolist()
-    columns: dict[str, Sequence[Any]] = {
+    fields_of: dict[str, Sequence[Any]] = {
         "rows": packs,
         "token_ids": token_ids.to(device).split(tokens_in),
         "boundaries": boundaries.to(device).split(edges_in.tolist()),
-        "lengths": laid.lengths.int().to(device).split(rows_in),
+        "lengths": laid.lengths.int().to(device).split(laid.rows_in.tolist()),
         "longest": longest.tolist(),
-        "select": selected.positions.to(device).split(count_in),
-        "target_ids": selected.target_ids.to(device).split(count_in),
-        "columns": selected.columns.split(rows_in, dim=1),
-        "counts": selected.counts.split(rows_in, dim=1),
+        **_selected(sequences, laid, segments, select, device),
     }
+    width = sequences.width if select == "response" else 1
     return [
-        Pack(**dict(zip(columns, fields, strict=True)), width=selected.width, segments=segments)
-        for fields in zip(*columns.values(), strict=True)
+        Pack(**dict(zip(fields_of, fields, strict=True)), width=width, segments=segments)
+        for fields in zip(*fields_of.values(), strict=True)
     ]
 
 
@@ -189,14 +172,16 @@ def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor]:
     return edges_in, boundaries.to(torch.int32)
 
 
-def _select(sequences: Sequences, laid: _Laid, segments: Segments, select: Select) -> _Selected:
+def _selected(
+    sequences: Sequences, laid: _Laid, segments: Segments, select: Select, device: torch.device
+) -> dict[str, Sequence[Tensor]]:
+    """The fields of each pack about its selected positions."""
     if select == "response":
         first = sequences.prompt_lengths[laid.rows] - 1
-        width = sequences.width
+        end = laid.lengths - 1
     else:
         first = laid.lengths - 1
-        width = 1
-    end = laid.lengths - 1 if select == "response" else laid.lengths
+        end = laid.lengths
 
     columns = []
     counts = []
@@ -210,12 +195,17 @@ def _select(sequences: Sequences, laid: _Laid, segments: Segments, select: Selec
     pack_begins = (laid.pack_begins // segments.size)[laid.pack_of]
     begins = held.begins - pack_begins[:, None] + low - held.positions
     positions = Parts(begins.flatten(), count.flatten()).places
-    count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.pack_of, count.sum(dim=1))
 
     target_ids = torch.zeros(len(positions), dtype=torch.int32)
     if select == "response":
         next_begins = sequences.begins[laid.rows][:, None] + low + 1
         target_ids = Parts(next_begins.flatten(), count.flatten()).of(sequences.token_ids)
-    return _Selected(
-        count_in, torch.stack(columns), torch.stack(counts), positions.int(), target_ids, width
-    )
+
+    count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.pack_of, count.sum(dim=1)).tolist()
+    rows_in = laid.rows_in.tolist()
+    return {
+        "select": positions.int().to(device).split(count_in),
+        "target_ids": target_ids.to(device).split(count_in),
+        "columns": torch.stack(columns).split(rows_in, dim=1),
+        "counts": torch.stack(counts).split(rows_in, dim=1),
+    }
