@@ -1,7 +1,6 @@
 // Causal attention of packed sequences on a host, forward and backward, with rotation on the way.
 //
-// compiled_attention.py calls this file on tensors. Queries, keys and values are read where the
-// projection wrote them, and gradients are written in the same places. There may be more keys than
+// Queries, keys and values are read where the projection wrote them. There may be more keys than
 // queries: the queries are the last tokens of their sequence. Sequences do not see each
 // other: what a token gets depends on its own sequence alone, whatever else the pack holds and
 // however many threads there are. All sums are float32 whatever the storage type is.
@@ -14,32 +13,22 @@
 
 #include "numbers.h"
 
-#ifdef __AVX512F__
-#define LANES 16
-#endif
-#include "lanes.h"
+namespace packed {
 
-namespace {
+using Lanes = Vectors<kWidest>::Lanes;
 
+constexpr int64_t kLanes = kWidest;
 constexpr int64_t kRows = 6;      // rows of a tile, which stays in registers
 constexpr int64_t kQueries = 48;  // queries that are computed together
 constexpr int64_t kKeys = 96;     // keys that are computed together
 
-typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
-
 // As numbers.h has it for one number, which is at most 0 here; -inf gives 0.
+using ::exponential;
 inline Lanes exponential(Lanes y) {
     const Lanes x = y < -87.0f ? Lanes{} - 87.0f : y;
     const Lanes n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // to the nearest integer
-    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Lanes p = Lanes{} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const Lanes scale = (Lanes)((__builtin_convertvector(n, Integers) + 127) << 23);
+    const Lanes p = exponential_of_rest(x, n);
+    const Lanes scale = (Lanes)((__builtin_convertvector(n, Vectors<kWidest>::Integers) + 127) << 23);
     return y < -87.0f ? Lanes{} : p * scale;
 }
 
@@ -58,11 +47,11 @@ inline void tile(float* c, int64_t c_row, Matrix a, const float* b, int64_t b_ro
                  bool add) {
     Lanes sums[kRows][kWide];
     for (int r = 0; r < kRows; ++r)
-        for (int w = 0; w < kWide; ++w) sums[r][w] = add ? load(c + r * c_row + w * kLanes) : Lanes{};
+        for (int w = 0; w < kWide; ++w) sums[r][w] = add ? load<kLanes>(c + r * c_row + w * kLanes) : Lanes{};
     for (int64_t k = low; k < high; ++k) {
         Lanes row[kWide];
 #pragma GCC unroll 2
-        for (int w = 0; w < kWide; ++w) row[w] = load(b + k * b_row + w * kLanes);
+        for (int w = 0; w < kWide; ++w) row[w] = load<kLanes>(b + k * b_row + w * kLanes);
         const float* column = a.data + k * a.column;
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r)
@@ -70,7 +59,7 @@ inline void tile(float* c, int64_t c_row, Matrix a, const float* b, int64_t b_ro
             for (int w = 0; w < kWide; ++w) sums[r][w] += column[r * a.row] * row[w];
     }
     for (int r = 0; r < kRows; ++r)
-        for (int w = 0; w < kWide; ++w) save(c + r * c_row + w * kLanes, sums[r][w]);
+        for (int w = 0; w < kWide; ++w) save<kLanes>(c + r * c_row + w * kLanes, sums[r][w]);
 }
 
 // The same for `columns` columns, rounded up to whole vectors.
@@ -212,7 +201,7 @@ inline void soften(float* score, Seen seen, float* output, float* highest, float
 
     Lanes tops = Lanes{} - INFINITY;
     for (int64_t j = vectors.low; j < vectors.high; j += kLanes) {
-        const Lanes some = load(score + j);
+        const Lanes some = load<kLanes>(score + j);
         tops = some > tops ? some : tops;
     }
     float top = *highest;
@@ -220,8 +209,8 @@ inline void soften(float* score, Seen seen, float* output, float* highest, float
 
     Lanes sums{};
     for (int64_t j = vectors.low; j < vectors.high; j += kLanes) {
-        const Lanes weights = exponential(load(score + j) - top);
-        save(score + j, weights);
+        const Lanes weights = exponential(load<kLanes>(score + j) - top);
+        save<kLanes>(score + j, weights);
         sums += weights;
     }
     float sum = 0.0f;
@@ -285,9 +274,9 @@ inline void differentiate(float* score, float* slope, Seen seen, float logsum, f
     std::fill(score + vectors.low, score + seen.low, -INFINITY);
     std::fill(score + seen.high, score + vectors.high, -INFINITY);
     for (int64_t j = vectors.low; j < vectors.high; j += kLanes) {
-        const Lanes weights = exponential(load(score + j) - logsum);
-        save(score + j, weights);
-        save(slope + j, weights * (load(slope + j) - share));
+        const Lanes weights = exponential(load<kLanes>(score + j) - logsum);
+        save<kLanes>(score + j, weights);
+        save<kLanes>(slope + j, weights * (load<kLanes>(slope + j) - share));
     }
 
     std::fill(score, score + vectors.low, 0.0f);
@@ -404,8 +393,11 @@ void for_each(int64_t sequences, int64_t kv_heads, int64_t threads, const Run& r
 
 template <typename T>
 void attend(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
-            const Edges& edges, T* out, float* logsums, int64_t sequences, const Shape& shape, float scale,
+            const int32_t* query_edges, const int32_t* key_edges, T* out, float* logsums, int64_t sequences,
+            int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary, int64_t window, float scale,
             int threads) {
+    const Edges edges = {query_edges, key_edges};
+    const Shape shape = {kv_heads, per_kv_head, dim, rotary, window};
     const int64_t heads = shape.kv_heads * shape.per_kv_head;
     const int64_t out_strides[3] = {heads * shape.dim, shape.per_kv_head * shape.dim, shape.dim};
     const Rotation rotation = {cos, sin};
@@ -420,10 +412,13 @@ void attend(const T* q, const T* k, const T* v, const int64_t* strides, const fl
 }
 
 template <typename T>
-void attend_back(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
-                 const Edges& edges, const T* out, const T* out_gradient, const float* logsums, T* q_gradient,
-                 T* k_gradient, T* v_gradient, const int64_t* gradient_strides, int64_t sequences, const Shape& shape,
-                 float scale, int threads) {
+void attend_backward(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
+                     const int32_t* query_edges, const int32_t* key_edges, const T* out, const T* out_gradient,
+                     const float* logsums, T* q_gradient, T* k_gradient, T* v_gradient,
+                     const int64_t* gradient_strides, int64_t sequences, int64_t kv_heads, int64_t per_kv_head,
+                     int64_t dim, int64_t rotary, int64_t window, float scale, int threads) {
+    const Edges edges = {query_edges, key_edges};
+    const Shape shape = {kv_heads, per_kv_head, dim, rotary, window};
     const int64_t heads = shape.kv_heads * shape.per_kv_head, width = shape.width();
     const int64_t out_strides[3] = {heads * shape.dim, shape.per_kv_head * shape.dim, shape.dim};
     const Rotation rotation = {cos, sin};
@@ -450,30 +445,9 @@ void attend_back(const T* q, const T* k, const T* v, const int64_t* strides, con
     });
 }
 
-}  // namespace
+}  // namespace packed
 
-#define EXPORT(T, SUFFIX)                                                                                            \
-    extern "C" void attend_##SUFFIX(const void* q, const void* k, const void* v, const void* strides,                \
-                                    const void* cos, const void* sin, const void* query_edges,                       \
-                                    const void* key_edges, void* out, void* logsums, int64_t sequences,              \
-                                    int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary,              \
-                                    int64_t window, float scale, int threads) {                                      \
-        attend((const T*)q, (const T*)k, (const T*)v, (const int64_t*)strides, (const float*)cos, (const float*)sin, \
-               Edges{(const int32_t*)query_edges, (const int32_t*)key_edges}, (T*)out, (float*)logsums, sequences,   \
-               Shape{kv_heads, per_kv_head, dim, rotary, window}, scale, threads);                                   \
-    }                                                                                                                \
-    extern "C" void attend_back_##SUFFIX(                                                                            \
-        const void* q, const void* k, const void* v, const void* strides, const void* cos, const void* sin,          \
-        const void* query_edges, const void* key_edges, const void* out, const void* out_gradient,                   \
-        const void* logsums, void* q_gradient, void* k_gradient, void* v_gradient, const void* gradient_strides,     \
-        int64_t sequences, int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary, int64_t window,       \
-        float scale, int threads) {                                                                                  \
-        attend_back((const T*)q, (const T*)k, (const T*)v, (const int64_t*)strides, (const float*)cos,               \
-                    (const float*)sin, Edges{(const int32_t*)query_edges, (const int32_t*)key_edges}, (const T*)out, \
-                    (const T*)out_gradient, (const float*)logsums, (T*)q_gradient, (T*)k_gradient, (T*)v_gradient,   \
-                    (const int64_t*)gradient_strides, sequences,                                                     \
-                    Shape{kv_heads, per_kv_head, dim, rotary, window}, scale, threads);                              \
-    }
-
-EXPORT(float, float32)
-EXPORT(bfloat16, bfloat16)
+extern "C" {
+EXPORT(attend_packed, packed::attend)
+EXPORT(attend_packed_backward, packed::attend_backward)
+}

@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrlhf.parallel.key_exchange import KeyExchange, seen_places
+from mrlhf.parallel.masks import Packed
 from mrlhf.parallel.pack_routing import PackRouting, PassRouting
 from mrlhf.parallel.packs import Pack
 
@@ -95,16 +96,15 @@ class PackedSequences(PackedSeqParams):
         return packed
 
     @cached_property
-    def query_lengths(self) -> list[int]:
-        """Tokens of each sequence or segment; on a GPU the first call waits for the device."""
-        lengths: list[int] = self.cu_seqlens_q.diff().tolist()
-        return lengths
-
-    @cached_property
-    def key_lengths(self) -> list[int]:
-        """Tokens that each sequence or segment may see; see `query_lengths`."""
-        lengths: list[int] = self.cu_seqlens_kv.diff().tolist()
-        return lengths
+    def mask(self) -> Packed:
+        """The keys that each token sees."""
+        return Packed(
+            self.cu_seqlens_q,
+            self.cu_seqlens_kv,
+            self.max_seqlen_q,
+            self.max_seqlen_kv,
+            self.keys,
+        )
 
     @cached_property
     def owners(self) -> Tensor:

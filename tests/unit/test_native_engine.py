@@ -14,9 +14,9 @@ from mrlhf.inference.base import (
     generate,
     requests_for,
 )
-from mrlhf.inference.native import kernels
 from mrlhf.inference.native.sampler import sample_keys, uniforms
 from mrlhf.inference.native.sequences import Sequences
+from tests.compilers import without_compiler
 from tests.models.engines import (
     GREEDY,
     MODELS,
@@ -454,9 +454,9 @@ def test_a_response_does_not_depend_on_what_is_generated_beside_it(name):
             assert sample.logprobs == by_place[place].logprobs, "not to the last bit"
 
 
-def test_torch_operators_serve_where_nothing_can_be_compiled(monkeypatch):
+def test_torch_operators_serve_where_nothing_can_be_compiled():
     model = hf_model("mistral-window")
     whole = answer(make_engine(model), PROMPTS, UIDS, SAMPLED)
-    monkeypatch.setattr(kernels, "load", lambda dtype: None)
-    for limits in ({}, {"max_prefill_tokens": 5, "block_size": 3}):
-        assert_same(answer(make_engine(model, **limits), PROMPTS, UIDS, SAMPLED), whole)
+    with without_compiler():
+        for limits in ({}, {"max_prefill_tokens": 5, "block_size": 3}):
+            assert_same(answer(make_engine(model, **limits), PROMPTS, UIDS, SAMPLED), whole)
