@@ -35,24 +35,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that has been found to be whole.
-
-    Attributes:
-        path: its directory.
-        manifest: its contents.
-        state: everything but models and random numbers.
-    """
+    """A checkpoint that has been found to be whole."""
 
     path: Path
     manifest: Manifest
-    state: dict[str, Any]
+    state: dict[str, Any]  # everything but models and random numbers
 
     def load_models(self, models: Mapping[str, ModelEngine]) -> None:
-        """Fill the models, which have their optimizers; each rank reads what it needs.
-
-        Raises:
-            CheckpointError: the checkpoint holds other models.
-        """
+        """Fill the models, which have their optimizers; each rank reads what it needs."""
         missing = sorted(models.keys() - self.manifest.models.keys())
         if missing:
             stored = ", ".join(sorted(self.manifest.models)) or "no model"

@@ -13,18 +13,12 @@ from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
 
-__all__ = ["encode_prompt", "encode_response", "message_list", "prompt_of"]
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant"}
 
 
 def prompt_of(row: Row) -> Prompt:
-    """The row's prompt, a string or chat messages.
-
-    Raises:
-        DataError: it is neither, or there is nothing in it to answer.
-    """
+    """The row's prompt, a string or chat messages; DataError if there is nothing to answer."""
     prompt = row.require("prompt")
     if isinstance(prompt, list):
         return message_list(row, "prompt", prompt)
@@ -91,11 +85,7 @@ def encode_prompt(
 
 
 def encode_response(row: Row, text: str, tokenizer: Tokenizer) -> list[int]:
-    """Tokens of a response and eos; error messages name `row`, where it comes from.
-
-    Raises:
-        DataError: the tokenizer cannot encode the text.
-    """
+    """Tokens of a response and eos; error messages name `row`, where it comes from."""
     try:
         return tokenizer.encode_response(text)
     except DataError as error:

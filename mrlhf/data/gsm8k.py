@@ -16,8 +16,6 @@ from mrlhf.data.rows import Row, read_rows, write_rows
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.errors import DataError
 
-__all__ = ["final_answer", "format_prompt", "write_chat_gsm8k", "write_gsm8k"]
-
 DATA_SOURCE = "openai/gsm8k"
 SOURCES = (
     "openai/grade-school-math (jsonl) or the data set openai/gsm8k on the Hugging Face hub "
@@ -97,13 +95,7 @@ def write_chat_gsm8k(source: Path, out_dir: Path) -> dict[str, int]:
     """Write rl_train.jsonl and rl_test.jsonl with prompts as chat messages into `out_dir`.
 
     They are for a model that has a tokenizer and a chat template. The prompt asks for the number in
-    the words of verl's examples.
-
-    Returns:
-        Rows written, by file name.
-
-    Raises:
-        DataError: a file is missing or malformed.
+    the words of verl's examples. Returns the rows written, by file name.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     counts = {}

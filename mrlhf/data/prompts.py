@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,8 +18,6 @@ from mrlhf.data.reference_answers import AnswerRules, reference_answer
 from mrlhf.data.rows import Row, of_rows, read_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
-
-__all__ = ["Overlong", "PromptDataset"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ class _Entry:
 
 
 class PromptDataset:
-    """The prompts of one or several files, tokenised once.
+    """The prompts of one or several files, tokenised once; `dropped` rows were too long.
 
     A plain row is `{"prompt", "answer"}`, with `data_source` and `extra_info` optional. A row in
     verl's schema is `{"data_source", "prompt": [{"role", "content"}, ...],
@@ -48,9 +46,6 @@ class PromptDataset:
     `data_source`, the name of its file without the suffix is used.
 
     The uid of a prompt is the number of its row over all files, counted before rows are dropped.
-
-    Attributes:
-        dropped: number of rows left out because their prompts were too long.
     """
 
     def __init__(
@@ -68,7 +63,6 @@ class PromptDataset:
 
         Args:
             files: jsonl or parquet files.
-            tokenizer: encodes the prompts.
             max_prompt_length: the most tokens of a prompt.
             overlong: refuse a longer prompt, or drop it and count it.
             chat: put plain string prompts through the chat template too.
@@ -112,11 +106,7 @@ class PromptDataset:
         return self.batch([index])
 
     def with_uids(self, uids: Sequence[int]) -> Prompts:
-        """The prompts with these uids, in that order.
-
-        Raises:
-            DataError: there is no such prompt.
-        """
+        """The prompts with these uids, in that order; DataError if there is no such prompt."""
         indices = {entry.uid: index for index, entry in enumerate(self._entries)}
         unknown = sorted(set(uids) - indices.keys())
         if unknown:
@@ -128,22 +118,15 @@ class PromptDataset:
 
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices`, in that order."""
-        entries = [self._entries[i] for i in indices]
-        return Prompts(
-            token_ids=[entry.token_ids for entry in entries],
-            uid=[entry.uid for entry in entries],
-            text=[entry.text for entry in entries],
-            data_source=[entry.data_source for entry in entries],
-            ground_truth=[entry.ground_truth for entry in entries],
-            extra_info=[entry.extra_info for entry in entries],
-        )
+        entries = [self._entries[index] for index in indices]
+        columns = {
+            column.name: [getattr(entry, column.name) for entry in entries]
+            for column in fields(_Entry)
+        }
+        return Prompts(**columns)
 
     def _check_answers(self, rows: Sequence[Row], rules: AnswerRules) -> None:
-        """Warn of answers with which a rule gives every response 0.
-
-        Raises:
-            DataError: all of them are of that kind.
-        """
+        """Warn of answers with which a rule gives every response 0; DataError if all are such."""
         for rule, can_be_right in rules.items():
             hopeless = [entry for entry in self._entries if not can_be_right(entry.ground_truth)]
             if not hopeless:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,17 +35,12 @@ from mrlhf.weights.stored import ExpectedTensors, FileTensor, OpenFiles, match, 
 
 @dataclass(frozen=True)
 class FileOptions:
-    """How the files of a checkpoint are written.
+    """How the files of a checkpoint are written."""
 
-    Attributes:
-        max_shard_bytes: largest file, in bytes of tensors; a larger tensor has a file of its own.
-        metadata: more header entries of each file, beside `format: pt`.
-        dtype: dtype in the files; None: that of the parameters.
-    """
-
-    max_shard_bytes: int = 5 * 10**9
+    max_shard_bytes: int = 5 * 10**9  # of tensors; a larger tensor has a file of its own
+    # More header entries of each file, beside `format: pt`.
     metadata: Mapping[str, str] = field(default_factory=dict)
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # in the files; None: that of the parameters
 
 
 def read_weights(path: str | Path, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
@@ -101,21 +95,16 @@ def write_weights(
         shapes: full shape of every tensor of the model, in the order in which files are filled.
         group: the model-parallel ranks of one data-parallel replica. The ranks of other replicas do
             not call this.
-        options: how files are written.
 
     Raises:
         WeightError: the ranks do not hold the whole model, or a rank could not write, on all of
             them.
     """
     directory = Path(path)
-    rank = dist.get_rank()
-    ranks = dist.get_process_group_ranks(group)
-
     model = _survey(slots, shapes, group, options.dtype)
     sizes = {name: tensor.nbytes for name, tensor in model.items()}
     contents = split_files(sizes, options.max_shard_bytes)
-    files = file_names(len(contents))
-    metadata = {"format": "pt", **options.metadata}
+    files = dict(zip(file_names(len(contents)), contents, strict=True))
 
     error = None
     try:
@@ -124,28 +113,36 @@ def write_weights(
         error = f"cannot make {directory}: {failure}"
 
     connect(group, slots[0].parameter.device)
+    ranks = dist.get_process_group_ranks(group)
+    metadata = {"format": "pt", **options.metadata}
     for first in range(0, len(files), len(ranks)):
         # In the last turn some ranks may have no file to write.
-        turn = contents[first : first + len(ranks)]
-        writers = dict(zip(ranks, turn, strict=False))
+        own = dict(zip(ranks, list(files.items())[first:], strict=False))
+        writers = {rank: names for rank, (_, names) in own.items()}
         tensors = _collect(writers, model, slots, group)
-        if rank in writers and error is None:
-            file = directory / files[first + ranks.index(rank)]
-            try:
-                save_file(tensors, temporary(file), metadata=metadata)
-                open_to_readers(temporary(file))
-                flush(temporary(file))
-            except Exception as failure:  # other ranks wait to be told
-                error = f"cannot write {file}: {failure}"
+        if dist.get_rank() in own and error is None:
+            file, _ = own[dist.get_rank()]
+            error = _write(tensors, directory / file, metadata)
         del tensors
 
     _raise_together(error, group)  # all files are complete
-    if rank == ranks[0]:
+    if dist.get_rank() == ranks[0]:
         try:
-            publish(directory, dict(zip(files, contents, strict=True)), sum(sizes.values()))
+            publish(directory, files, sum(sizes.values()))
         except OSError as failure:
             error = f"cannot write {directory}: {failure}"
     _raise_together(error, group)
+
+
+def _write(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> str | None:
+    """Write a file under its temporary name; returns the error, if any, to tell other ranks."""
+    try:
+        save_file(tensors, temporary(file), metadata=metadata)
+        open_to_readers(temporary(file))
+        flush(temporary(file))
+    except Exception as failure:
+        return f"cannot write {file}: {failure}"
+    return None
 
 
 def _raise_together(error: str | None, group: dist.ProcessGroup) -> None:
@@ -157,17 +154,11 @@ def _raise_together(error: str | None, group: dist.ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class _SharedTensor:
-    """A named tensor of the model, whose slices the ranks hold.
-
-    Attributes:
-        shape: full shape.
-        dtype: dtype in the file.
-        holders: the global ranks that hold each slice. The slices are in order and cover the
-            tensor.
-    """
+    """A named tensor of the model, whose slices the ranks hold."""
 
     shape: Shape
-    dtype: torch.dtype
+    dtype: torch.dtype  # in the file
+    # The global ranks that hold each slice. The slices are in order and cover the tensor.
     holders: dict[Key, list[int]]
 
     @property
@@ -264,20 +255,14 @@ def _collect(
     return whole
 
 
-class _Transfer(NamedTuple):
-    """The slice `key` goes from rank `source` to rank `writer`, which may be the same."""
-
-    writer: int
-    source: int
-    key: Key
-
-
 def _transfers(
     writers: Mapping[int, list[str]], model: Mapping[str, _SharedTensor], number: int
-) -> Iterator[_Transfer]:
-    """The transfers of each writer's tensor number `number`."""
+) -> Iterator[tuple[int, int, Key]]:
+    """The transfers of each writer's tensor number `number`: writer, source, slice.
+
+    The source may be the writer itself.
+    """
     for writer, names in writers.items():
         if number < len(names):
             for key, holders in model[names[number]].holders.items():
-                source = writer if writer in holders else holders[0]
-                yield _Transfer(writer, source, key)
+                yield writer, (writer if writer in holders else holders[0]), key

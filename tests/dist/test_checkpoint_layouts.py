@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.checkpoint.manifest import Manifest, read_manifest
-from mrlhf.checkpoint.model_slices import SliceReader
 from mrlhf.checkpoint.restorer import open_checkpoint
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.checkpoint.slice_reader import SliceReader
 from mrlhf.errors import CheckpointError
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.roles.actor import Actor
@@ -186,10 +186,10 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
     manifest: Manifest = read_manifest(directory)
     model = manifest.models["actor"]
     tensors = {}
-    with SliceReader(directory, manifest) as reader:
-        for name, stored in model.tensors.items():
-            for kind in model.kinds:
-                tensors[f"{kind} {name}"] = reader.read("actor", kind, whole(name, stored.shape))
+    reader = SliceReader(directory, manifest)
+    for name, stored in model.tensors.items():
+        for kind in model.kinds:
+            tensors[f"{kind} {name}"] = reader.read("actor", kind, whole(name, stored.shape))
     return tensors
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.checkpoint.manifest import read_manifest
-from mrlhf.checkpoint.model_slices import SliceReader
 from mrlhf.checkpoint.restorer import open_checkpoint
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.checkpoint.slice_reader import SliceReader
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import Device
 from mrlhf.metrics import Tally
@@ -164,10 +164,10 @@ def _tensors(directory: Path) -> dict[str, Any]:
     model = manifest.models["actor"]
     assert model.optimizer_steps == 1 and len(model.kinds) == 3
     tensors = {}
-    with SliceReader(directory, manifest) as reader:
-        for name, stored in model.tensors.items():
-            for kind in model.kinds:
-                tensors[f"{kind} {name}"] = reader.read("actor", kind, whole(name, stored.shape))
+    reader = SliceReader(directory, manifest)
+    for name, stored in model.tensors.items():
+        for kind in model.kinds:
+            tensors[f"{kind} {name}"] = reader.read("actor", kind, whole(name, stored.shape))
     return tensors
 
 
