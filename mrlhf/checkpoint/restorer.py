@@ -27,7 +27,7 @@ from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.random_state import restore_random_state
 from mrlhf.checkpoint.state_tree import read_state
 from mrlhf.errors import CheckpointError
-from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.collectives import raise_together
 from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
@@ -97,9 +97,7 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
     except CheckpointError as failure:
         error = str(failure)
 
-    for other in all_gather_objects(error, world):
-        if other is not None:
-            raise CheckpointError(other)
+    raise_together(error, CheckpointError, world)
     assert manifest is not None
     if not manifest.has_hash and dist.get_rank(world) == 0:
         logger.warning(

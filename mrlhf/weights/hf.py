@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mrlhf.errors import WeightError
-from mrlhf.parallel.collectives import all_gather_objects, connect, exchange
+from mrlhf.parallel.collectives import all_gather_objects, connect, exchange, raise_together
 from mrlhf.weights.files import (
     file_names,
     flush,
@@ -125,13 +125,13 @@ def write_weights(
             error = _write(tensors, directory / file, metadata)
         del tensors
 
-    _raise_together(error, group)  # all files are complete
+    raise_together(error, WeightError, group)  # all files are complete
     if dist.get_rank() == ranks[0]:
         try:
             publish(directory, files, sum(sizes.values()))
         except OSError as failure:
             error = f"cannot write {directory}: {failure}"
-    _raise_together(error, group)
+    raise_together(error, WeightError, group)
 
 
 def _write(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> str | None:
@@ -143,13 +143,6 @@ def _write(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> 
     except Exception as failure:
         return f"cannot write {file}: {failure}"
     return None
-
-
-def _raise_together(error: str | None, group: dist.ProcessGroup) -> None:
-    """Raise a WeightError on every rank of the group if one of them has an error."""
-    for other in all_gather_objects(error, group):
-        if other is not None:
-            raise WeightError(other)
 
 
 @dataclass(frozen=True)

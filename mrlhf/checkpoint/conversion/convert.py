@@ -132,20 +132,8 @@ def convert(
     source = _open(found, source_options)
     hidden = target_path.parent / f".{target_path.name}.converting"
     try:
-        nbytes = sum(form.nbytes for form in _in_dtype(source, options.dtype).tensors.values())
-        progress = start("converting", nbytes)
         _make_empty(hidden)
-        tracked = TrackedSource(source, options.dtype, progress)
-        if options.format == "huggingface":
-            notes = write_hugging_face(tracked, hidden, options.max_file_bytes)
-        else:
-            notes = write_megatron(tracked, hidden, options.megatron, options.max_file_bytes)
-        if tracked.unread:
-            raise CheckpointError(f"{sorted(tracked.unread)[0]} has no place in {options.format}")
-
-        if verify:
-            compare(_in_dtype(source, options.dtype), hidden, start("verifying", nbytes))
-            notes = [*notes, f"verified: all {len(tracked.tensors)} tensors are equal bit by bit"]
+        nbytes, notes = _write(source, hidden, options, verify, start)
         _publish(hidden, target_path)
     except OSError as error:
         raise CheckpointError(f"{target_path} was not written: {error}") from error
@@ -159,11 +147,31 @@ def convert(
         path=found.path,
         kind=source.description.kind,
         step=source.description.step,
-        tensors=len(tracked.tensors),
+        tensors=len(source.tensors),
         nbytes=nbytes,
         left_out=source.description.left_out,
         notes=[*origin, *notes],
     )
+
+
+def _write(
+    source: ModelSource, directory: Path, options: TargetOptions, verify: bool, start: Start
+) -> tuple[int, list[str]]:
+    """Write the model into an empty directory, and verify it; returns its bytes and notes."""
+    expected = TrackedSource(source, options.dtype, lambda nbytes: None)
+    nbytes = sum(form.nbytes for form in expected.tensors.values())
+    tracked = TrackedSource(source, options.dtype, start("converting", nbytes))
+    if options.format == "huggingface":
+        notes = write_hugging_face(tracked, directory, options.max_file_bytes)
+    else:
+        notes = write_megatron(tracked, directory, options.megatron, options.max_file_bytes)
+    if tracked.unread:
+        raise CheckpointError(f"{sorted(tracked.unread)[0]} has no place in {options.format}")
+
+    if verify:
+        compare(expected, directory, start("verifying", nbytes))
+        notes.append(f"verified: all {len(tracked.tensors)} tensors are equal bit by bit")
+    return nbytes, notes
 
 
 def compare(expected: ModelSource, directory: Path, progress: Progress) -> None:
@@ -181,10 +189,6 @@ def compare(expected: ModelSource, directory: Path, progress: Progress) -> None:
         if not same or not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
             raise CheckpointError(f"{name} differs between the source and the result")
         progress(form.nbytes)
-
-
-def _in_dtype(source: ModelSource, dtype: torch.dtype | None) -> ModelSource:
-    return TrackedSource(source, dtype, lambda nbytes: None)
 
 
 def _check_target(source: Path, found: Found, target: Path, overwrite: bool) -> None:
