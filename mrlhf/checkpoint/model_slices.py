@@ -95,10 +95,8 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
 def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: str) -> None:
     """Fill a model, its main weights and its moments from a checkpoint of any layout.
 
-    The engine has its optimizer; `role` is the model's name in the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint's tensors are not the model's.
+    The engine has its optimizer; `role` is the model's name in the checkpoint. A CheckpointError
+    says that the checkpoint's tensors are not the model's.
     """
     assert engine.optimizer is not None, "a frozen model is not loaded"
     model = manifest.models[role]

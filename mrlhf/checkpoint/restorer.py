@@ -82,8 +82,7 @@ def newest_checkpoint(
 def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
     """Check every byte of the checkpoint in directory `path`, and read it; every rank calls it.
 
-    Raises:
-        CheckpointError: it is not whole or damaged, on every rank; the message names the file.
+    If it is not whole or damaged, every rank raises a CheckpointError that names the file.
     """
     manifest = None
     state: dict[str, Any] = {}

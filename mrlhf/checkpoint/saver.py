@@ -120,11 +120,8 @@ class Saver:
     def save(self, contents: Contents) -> Path | None:
         """Save a checkpoint, or begin to; a save that is under way is finished first.
 
-        Returns:
-            The checkpoint; None if it is still being written.
-
-        Raises:
-            CheckpointError: a rank could not write, on every rank. What was written is deleted.
+        Returns the checkpoint; None if it is still being written. If a rank could not write, every
+        rank raises a CheckpointError, and what was written is deleted.
         """
         self.finish(wait=True)
         name = checkpoint_name(contents.step, contents.unfinished_step)
@@ -155,13 +152,8 @@ class Saver:
     def finish(self, wait: bool) -> Path | None:
         """Complete the checkpoint that is being written, if every rank has written its files.
 
-        With `wait`, wait until they have.
-
-        Returns:
-            The checkpoint, if one was completed.
-
-        Raises:
-            CheckpointError: a rank could not write, on every rank.
+        With `wait`, wait until they have. Returns the checkpoint, if one was completed; errors are
+        those of `save`.
         """
         pending = self._pending
         if pending is None:

@@ -41,10 +41,8 @@ def put_together(
 ) -> Tensor:
     """The elements of `box`, out of stored boxes of the same tensor; `where` is for messages.
 
-    Each stored box comes with a function that reads the given part of it.
-
-    Raises:
-        CheckpointError: the stored boxes overlap, or do not cover the box.
+    Each stored box comes with a function that reads the given part of it. A CheckpointError says
+    that they overlap, or do not cover the box.
     """
     result: Tensor | None = None
     filled = 0

@@ -92,8 +92,7 @@ def sample_problems(
 ) -> list[Problem]:
     """Draw `count` distinct problems whose prompts are not in `exclude`; see `ArithmeticTask`.
 
-    Raises:
-        DataError: there are fewer such problems, or an operation is unknown.
+    A DataError says that there are fewer such problems, or that an operation is unknown.
     """
     unknown = sorted(set(operations) - set(OPERATIONS))
     if unknown or not operations:
@@ -147,19 +146,15 @@ def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
 
 
 def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
-    """Write the data files of the task and tokenizer/ into `out_dir`.
+    """Write the data files of the task and tokenizer/ into `out_dir`; returns rows by file name.
 
     These are sft.jsonl, train.jsonl, preferences.jsonl, validation.jsonl and held_out.jsonl.
     preferences.jsonl has a right and a wrong answer to each prompt of train.jsonl. sft.jsonl and
     train.jsonl may share prompts; neither shares any with validation.jsonl or held_out.jsonl, nor
     do these two. sft.jsonl alone has wrong answers in place of right ones.
 
-    Returns:
-        Rows written, by file name.
-
     Raises:
-        DataError: a number is below 1, there are fewer problems than asked for, an operation is
-            unknown, or the wrong fraction is not in [0, 1].
+        DataError: the task is refused by `check` or `sample_problems`.
     """
     task.check()
     rng = random.Random(task.seed)

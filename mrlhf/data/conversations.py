@@ -35,9 +35,8 @@ def prompt_of(row: Row) -> Prompt:
 def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
     """The messages that a response follows, each with a string as its content.
 
-    Raises:
-        DataError: one of them has no role or no text, all texts are empty, or the last message is
-            the assistant's.
+    A DataError says that one of them has no role or no text, that all texts are empty, or that the
+    last message is the assistant's.
     """
     if not messages:
         raise DataError(f"{row.where}: {column!r} is an empty list; give at least one message")
@@ -66,9 +65,8 @@ def encode_prompt(
 ) -> tuple[str, list[int]]:
     """Text and tokens of `prompt`; error messages name `row`, where it comes from.
 
-    Raises:
-        DataError: there is no token, a message has a role that neither we nor the chat template
-            know, or the template fails.
+    A DataError says that there is no token, that a message has a role that neither we nor the chat
+    template know, or that the template fails.
     """
     try:
         if not isinstance(prompt, str) and tokenizer.has_chat_template:

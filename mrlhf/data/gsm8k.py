@@ -47,7 +47,7 @@ def final_answer(row: Row) -> str:
 
 
 def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, int]:
-    """Write the training files and a tokenizer into `out_dir`.
+    """Write the training files and a tokenizer into `out_dir`; returns rows by file name.
 
     - sft.jsonl: the prompt and the worked solution of each training problem.
     - rl_train.jsonl, rl_test.jsonl: the prompt and the final number of each problem.
@@ -59,11 +59,7 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
       evaluate a policy that was trained against such a reward model.
     - tokenizer/: trained on the training problems only.
 
-    Returns:
-        Rows written, by file name.
-
-    Raises:
-        DataError: a file is missing or malformed.
+    A DataError says that a file is missing or malformed.
     """
     train = _read_split(source, "train")
     test = _read_split(source, "test")

@@ -140,10 +140,7 @@ def split_by_prompt(
     """Split rows into training and held-out ones, all rows of a prompt on the same side.
 
     The fraction is of the distinct prompts, rounded. The choice depends on the seed and the
-    prompts, not on the order of the rows.
-
-    Raises:
-        DataError: the fraction is outside [0, 1), or leaves nothing to train on.
+    prompts, not on the order of the rows. A DataError says that it leaves nothing to train on.
     """
     if not 0.0 <= held_out_fraction < 1.0:
         raise DataError(f"data.held_out_fraction {held_out_fraction} is not in [0, 1)")
@@ -164,11 +161,7 @@ def split_by_prompt(
 
 
 def _parts(row: Row) -> tuple[Prompt, str, str]:
-    """The prompt, the chosen and the rejected response of a row.
-
-    Raises:
-        DataError: a part is missing or malformed, or the responses are not of the same form.
-    """
+    """The prompt, the chosen and the rejected response of a row; DataError if malformed."""
     chosen = row.require("chosen")
     rejected = row.require("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):

@@ -45,7 +45,6 @@ def train_sentencepiece(
     has the same tokens alone as after its prompt. pad, bos, eos and unk are tokens 0, 1, 2 and 3.
 
     Args:
-        texts: the corpus.
         out_dir: gets tokenizer.model, tokenizer.json and tokenizer_config.json, which
             `load_tokenizer` and `transformers.AutoTokenizer` read. It is returned.
         vocab_size: the most tokens to make, special ones included; a small corpus may yield fewer.

@@ -44,12 +44,9 @@ class FileOptions:
 
 
 def read_weights(path: str | Path, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
-    """Fill `slots` from the safetensors in directory `path`.
+    """Fill `slots` from the safetensors in directory `path`, in each parameter's dtype and device.
 
-    The numbers are converted to each parameter's dtype and device.
-
-    Returns:
-        The tensors that the directory may lack, and lacks; their slots stay as they are.
+    Returns the tensors that the directory may lack, and lacks; their slots stay as they are.
 
     Raises:
         WeightError: there are no safetensors, or they are damaged, not those of the model or not

@@ -65,10 +65,8 @@ class Rule(NamedTuple):
     def blocks(self, shapes: Mapping[str, Shape], tp_size: int) -> tuple[int, tuple[int, ...]]:
         """The number of periods on each of `tp_size` ranks, and each tensor's rows in a period.
 
-        `dim` is not None. Vocabulary rows need not divide: the block is rounded up.
-
-        Raises:
-            WeightError: a fused parameter does not divide over the ranks.
+        `dim` is not None. Vocabulary rows need not divide: the block is rounded up. A WeightError
+        says that a fused parameter does not divide over the ranks.
         """
         intervals = [self.interval(number, shapes) for number in range(len(self.names))]
         sizes = [stop - start for start, stop in intervals]
@@ -191,12 +189,8 @@ def pieces_of(
     """The pieces that tensor-parallel rank `tp_rank` of `tp_size` holds in `parameter`.
 
     For a parameter of an expert these are the rank and size of expert tensor parallelism.
-
     Vocabulary rows need not divide: each rank has ceil(vocab / tp_size) rows, and the padding rows
-    of the last rank belong to no piece.
-
-    Raises:
-        WeightError: a fused parameter does not divide over the ranks.
+    of the last rank belong to no piece. A WeightError says that a fused parameter does not divide.
     """
     if rule.dim is None:
         (name,) = rule.names

@@ -71,12 +71,9 @@ class Finding:
 
 
 def identify(path: Path, step: int | None = None, role: str | None = None) -> Found:
-    """Identify the directory by the files in it.
+    """Identify the directory by the files in it; CheckpointError if it is of no known format.
 
     `step` and `role` choose in the output directory of a run, as in `choose`.
-
-    Raises:
-        CheckpointError: it is no known format, or does not hold what is wanted.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
@@ -118,11 +115,8 @@ def identify(path: Path, step: int | None = None, role: str | None = None) -> Fo
 def examine(path: Path, every_byte: bool = False) -> Finding:
     """Find the directory's format, model, layout and step, and whether it is whole.
 
-    Args:
-        every_byte: read every tensor, or compare every file with its hash, and not sizes alone.
-
-    Raises:
-        CheckpointError: it is no known format.
+    With `every_byte`, read every tensor, or compare every file with its hash, and not sizes alone.
+    A CheckpointError says that it is of no known format.
     """
     found = identify(path)
     finding = Finding(problems=list(found.passed_over))

@@ -66,13 +66,9 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
 
 
 def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
-    """The arguments of Megatron-LM that describe the model.
+    """The arguments of Megatron-LM that describe the model; CheckpointError if none do.
 
     The number of embedding rows is rounded up to a multiple of `vocab_divisible_by`.
-
-    Raises:
-        CheckpointError: Megatron-LM has no arguments for the model's rotary embedding, or for
-            another feature of it.
     """
     feature = _beyond_megatron(spec)
     if feature is not None:
@@ -181,10 +177,9 @@ def config_of(
 ) -> dict[str, Any]:
     """The `config.json` of the model that Megatron-LM's arguments describe.
 
-    The family may lack a key for one of the arguments; `differences` then reports it.
-
-    `vocab_size` counts the rows of the embedding without padding. If `model_type` is None, it is
-    the first family that has the model's features.
+    The family may lack a key for one of the arguments; `differences` then reports it. `vocab_size`
+    counts the rows of the embedding without padding. If `model_type` is None, it is the first
+    family that has the model's features.
 
     Raises:
         CheckpointError: an argument is missing, or no family can express one of them.

@@ -142,10 +142,8 @@ def family_of_mixtures(arguments: Mapping[str, Any]) -> str:
 def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The keys of a `config.json` for the mixtures, in addition to those of a dense model.
 
-    They lack features for which the family has no key.
-
-    Raises:
-        CheckpointError: the checkpoint has no experts, or the family always has more.
+    They lack features for which the family has no key. A CheckpointError says that the checkpoint
+    has no experts, or that the family always has more.
     """
     stated = stated_experts(arguments)
     if stated["num_experts"] is None:

@@ -83,13 +83,10 @@ def whole_model(spec: ModelSpec) -> Chunk:
 
 
 def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> StoredAt:
-    """The place where Megatron-LM's writer puts a parameter of a layer.
+    """The place where Megatron-LM's writer puts a layer's parameter or module, by its name there.
 
-    It stacks layers only if all are alike, and experts always.
-
-    Args:
-        name: name of the parameter or module, without the layer's.
-        fused_norms: whether norms have the names of TransformerEngine's fused layers.
+    It stacks layers only if all are alike, and experts always. With `fused_norms`, norms have the
+    names of TransformerEngine's fused layers.
     """
     expert = _OUR_EXPERT.fullmatch(name)
     if expert is not None:
@@ -140,11 +137,9 @@ def split_names(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
 
 
 def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) -> dict[str, Home]:
-    """Find the home of every named tensor of the model.
+    """Find the home of every named tensor of the model in the checkpoint `where`.
 
-    Args:
-        stored: the checkpoint's weights, under its own names.
-        where: the checkpoint's name, for messages.
+    `stored` are the checkpoint's weights, under its own names.
 
     Raises:
         CheckpointError: the checkpoint has a weight that the model does not know, or of another
@@ -217,8 +212,7 @@ def _homes_in(
 def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StoredAt, int | None]]:
     """The parameters that a tensor of the checkpoint holds.
 
-    Yields:
-        The parameter's name, its place in the tensor, and which half of it the tensor is, if any.
+    For each, its name, its place in the tensor, and which half of it the tensor is, if any.
     """
     half = _HALVES.get(key[-2:])
     base = key if half is None else key[:-2]

@@ -49,8 +49,7 @@ _CONVERTED = ("args", "iteration", "checkpoint_version", "content_metadata")
 def find_folder(path: Path) -> Path | None:
     """The folder of the newest iteration in `path`, which may itself be one; None if none.
 
-    Raises:
-        CheckpointError: the file that names the newest one is wrong.
+    A CheckpointError says that the file that names the newest one is wrong.
     """
     tracker = path / TRACKER_FILE
     if tracker.is_file():

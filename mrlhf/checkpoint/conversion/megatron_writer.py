@@ -46,10 +46,7 @@ def write_megatron(
 ) -> list[str]:
     """Write weights as a `release` that Megatron-LM loads, into the empty `directory`.
 
-    Returns notes for the user.
-
-    Raises:
-        CheckpointError: Megatron-LM cannot express the model, or the file system refuses.
+    Returns notes for the user. A CheckpointError says that Megatron-LM cannot express the model.
     """
     spec = source.spec
     if spec.head != "lm":

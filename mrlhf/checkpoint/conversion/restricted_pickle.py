@@ -60,8 +60,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 def read_pickle(file: Path, allowed: Mapping[Name, Any]) -> tuple[Any, set[str]]:
     """The object in a pickle file or a file of `torch.save`, without tensors; and refused names.
 
-    Raises:
-        CheckpointError: the file is missing, damaged, or of a torch older than 1.6.
+    A CheckpointError says that the file is missing, damaged, or of a torch older than 1.6.
     """
     try:
         content = file.read_bytes()

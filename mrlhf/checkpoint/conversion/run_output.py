@@ -35,12 +35,8 @@ class Choice:
 def choose(directory: Path, step: int | None, role: str | None) -> Choice | None:
     """Choose a model in the output directory of a run; None if it is no such directory.
 
-    Args:
-        step: step of the checkpoint; None for the newest state of the run.
-        role: name of the model; None for the policy.
-
-    Raises:
-        CheckpointError: it does not hold what is wanted; the message says what it holds.
+    Without `step`, it is the newest state of the run; without `role`, its policy. A CheckpointError
+    says what the directory holds in place of what is wanted.
     """
     newest_first = checkpoints_in(directory / CHECKPOINTS) or checkpoints_in(directory)
     is_finished = (directory / SUMMARY).is_file()
