@@ -48,7 +48,9 @@ def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
     # Many templates would write a list of parts as Python writes a list.
     checked: list[Message] = []
     for message in messages:
-        checked.append({**message, "content": _text_of(message["content"])})
+        content = message["content"]
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        checked.append({**message, "content": text})
 
     if not any(message["content"] for message in checked):
         raise DataError(f"{row.where}: all messages of {column!r} are empty; remove the row")
@@ -112,10 +114,6 @@ def _is_text(part: Any) -> bool:
     return (
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )
-
-
-def _text_of(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _check_roles(messages: Sequence[Message], tokenizer: Tokenizer) -> None:

@@ -156,11 +156,6 @@ class _SharedTensor:
         """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def slice_shape(self, key: Key) -> Shape:
-        """Shape of the slice `key`."""
-        _, dim, start, stop = key
-        return (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
-
 
 def _survey(
     slots: Sequence[Slot],
@@ -226,22 +221,23 @@ def _collect(
     for number in range(max(len(names) for names in writers.values())):
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
-        arrivals: list[tuple[Key, Tensor]] = []
+        arrivals: list[tuple[Tensor, Tensor]] = []
         for writer, source, key in _transfers(writers, model, number):
-            tensor = model[key[0]]
+            name, dim, start, stop = key
             if rank == source:
-                values = held[key].load().to(tensor.dtype).contiguous()
+                values = held[key].load().to(model[name].dtype).contiguous()
                 if rank != writer:
                     sends.append((writer, values))
-            elif rank == writer:
-                values = torch.empty(tensor.slice_shape(key), dtype=tensor.dtype, device=device)
-                receives.append((source, values))
             if rank == writer:
-                arrivals.append((key, values))
+                place = whole[name].narrow(dim, start, stop - start)
+                if rank != source:
+                    values = torch.empty(place.shape, dtype=place.dtype, device=device)
+                    receives.append((source, values))
+                arrivals.append((place, values))
 
         exchange(sends, receives, group)
-        for (name, dim, start, stop), values in arrivals:
-            whole[name].narrow(dim, start, stop - start).copy_(values)
+        for place, values in arrivals:
+            place.copy_(values)
     return whole
 
 

@@ -151,9 +151,8 @@ class TorchDistReader:
 
 
 def _box(name: str, chunk: Any) -> Box:
-    starts = tuple(chunk.offsets)
-    stops = tuple(start + size for start, size in zip(starts, chunk.sizes, strict=True))
-    return Box(name, starts, stops)
+    ends = zip(chunk.offsets, chunk.sizes, strict=True)
+    return Box(name, tuple(chunk.offsets), tuple(start + size for start, size in ends))
 
 
 def check_format(directory: Path) -> None:
