@@ -153,15 +153,13 @@ def _inspect(directory: Path, every_byte: bool) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    max_file_bytes = (options.max_shard_mb or _FILE_MB) * 10**6
     target = TargetOptions(
         format=options.to,
         dtype=None if options.dtype is None else _DTYPES[options.dtype],
-        max_file_bytes=max_file_bytes,
+        max_file_bytes=(options.max_shard_mb or _FILE_MB) * 10**6,
         megatron=MegatronOptions(
             vocab_divisible_by=options.vocab_divisible_by or MegatronOptions.vocab_divisible_by,
             fused_norms=options.norm_names != "own",
-            max_file_bytes=max_file_bytes,
         ),
         overwrite=options.overwrite,
     )
