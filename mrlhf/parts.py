@@ -13,15 +13,10 @@ from torch import Tensor
 
 
 class Parts(NamedTuple):
-    """Parts of a flat tensor, one part after the other.
+    """Parts of a flat tensor, one part after the other."""
 
-    Attributes:
-        begins: int64 [parts], where each part begins.
-        counts: int64 [parts], how many numbers each part has.
-    """
-
-    begins: Tensor
-    counts: Tensor
+    begins: Tensor  # int64 [parts], where each part begins
+    counts: Tensor  # int64 [parts], how many numbers each part has
 
     @property
     def places(self) -> Tensor:

@@ -48,25 +48,17 @@ class Count:
 
 @dataclass(frozen=True)
 class Picture:
-    """The contents of the view.
-
-    Attributes:
-        seconds_left: until the last step is complete; None if that is not known.
-        phase_seconds: time since the phase began.
-        progress: within the phase; None if that is not known.
-        alarms: the alarms that are on, one line each.
-        sample_title: empty if there is no sample.
-    """
+    """The contents of the view."""
 
     title: str
     steps: Count | None
-    seconds_left: float | None
+    seconds_left: float | None  # until the last step is complete; None if that is not known
     phase: str
-    phase_seconds: float
-    progress: Count | None
+    phase_seconds: float  # time since the phase began
+    progress: Count | None  # within the phase; None if that is not known
     curves: Sequence[Curve]
-    alarms: Sequence[str]
-    sample_title: str
+    alarms: Sequence[str]  # the alarms that are on, one line each
+    sample_title: str  # empty if there is no sample
     sample: str
 
 

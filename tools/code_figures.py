@@ -22,19 +22,12 @@ TRACED_FOLDER = "mrlhf"
 
 @dataclass(frozen=True)
 class Function:
-    """One function or method.
+    """One function or method."""
 
-    Attributes:
-        name: where it stands, such as "Actor.update.run".
-        lines: from its `def` to its end.
-        body_lines: from the statement after the docstring to the end, without nested functions.
-        blank_lines: how many of `body_lines` are blank.
-    """
-
-    name: str
-    lines: int
-    body_lines: int
-    blank_lines: int
+    name: str  # where it stands, such as "Actor.update.run"
+    lines: int  # from its `def` to its end
+    body_lines: int  # from the statement after the docstring to the end, without nested functions
+    blank_lines: int  # how many of `body_lines` are blank
 
 
 @dataclass(frozen=True)
@@ -58,25 +51,15 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is measured of some files.
+    """What is measured of some files."""
 
-    Attributes:
-        files: how many.
-        lines: of all files together.
-        largest_file: path and lines, or None without a file.
-        largest_function: "path: name" and lines, or None without a function.
-        long_bodies: functions with a body of `LONG_BODY` or more lines.
-        unbroken_bodies: how many of `long_bodies` have not one blank line.
-        wide_lines: lines of more than `MAX_COLUMNS` columns.
-    """
-
-    files: int
-    lines: int
-    largest_file: tuple[str, int] | None
-    largest_function: tuple[str, int] | None
-    long_bodies: int
-    unbroken_bodies: int
-    wide_lines: int
+    files: int  # how many
+    lines: int  # of all files together
+    largest_file: tuple[str, int] | None  # path and lines, or None without a file
+    largest_function: tuple[str, int] | None  # "path: name" and lines, or None without a function
+    long_bodies: int  # functions with a body of `LONG_BODY` or more lines
+    unbroken_bodies: int  # how many of `long_bodies` have not one blank line
+    wide_lines: int  # lines of more than `MAX_COLUMNS` columns
 
 
 def read_checkout(directory: Path) -> list[SourceFile]:

@@ -23,27 +23,19 @@ _NOT_COMPARED = ("trainer.output_dir", "trainer.overwrite", "trainer.resume")
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of a run's directory.
-
-    Attributes:
-        records: a row of metrics for each step.
-        config: the configuration by dotted keys; empty if there is none.
-        summary: empty if the run has not ended.
-        alarms: the failures that the run has seen in its metrics, in order.
-        processes: the description of each rank, by rank.
-        phases: for each recorded step the spans of each rank: phase, seconds after the step's
-            first, seconds, busy seconds.
-        dumps: the files of rollouts, by step.
-    """
+    """The contents of a run's directory."""
 
     directory: Path
-    records: Sequence[Mapping[str, Any]]
-    config: Mapping[str, Any]
-    summary: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]  # a row of metrics for each step
+    config: Mapping[str, Any]  # the configuration by dotted keys; empty if there is none
+    summary: Mapping[str, Any]  # empty if the run has not ended
+    # The failures that the run has seen in its metrics, in order.
     alarms: Sequence[Mapping[str, Any]]
-    processes: Mapping[int, Mapping[str, Any]]
+    processes: Mapping[int, Mapping[str, Any]]  # the description of each rank, by rank
+    # For each recorded step the spans of each rank: phase, seconds after the step's first, seconds,
+    # busy seconds.
     phases: Mapping[int, Mapping[int, Sequence[Sequence[Any]]]]
-    dumps: Mapping[int, Path]
+    dumps: Mapping[int, Path]  # the files of rollouts, by step
 
     @property
     def name(self) -> str:

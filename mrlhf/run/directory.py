@@ -40,36 +40,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpeningOptions:
-    """The keys, starters and inputs that decide what becomes of an earlier run.
+    """The keys, starters and inputs that decide what becomes of an earlier run."""
 
-    Attributes:
-        resume: `trainer.resume`.
-        overwrite: `trainer.overwrite`.
-        names: names of what started this run: a scheduler's job, a launcher's run.
-        again: those of `names` that have started it before.
-        inputs: files and directories that the run reads; they are not deleted.
-    """
-
-    resume: str
-    overwrite: bool
-    names: Collection[str]
-    again: Collection[str]
-    inputs: Collection[Path]
+    resume: str  # `trainer.resume`
+    overwrite: bool  # `trainer.overwrite`
+    names: Collection[str]  # names of what started this run: a scheduler's job, a launcher's run
+    again: Collection[str]  # those of `names` that have started it before
+    inputs: Collection[Path]  # files and directories that the run reads; they are not deleted
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The parts of a run that a directory holds.
+    """The parts of a run that a directory holds."""
 
-    Attributes:
-        rows: whether there are metrics.
-        finished: whether there is a summary, which is written last.
-        newest: name of the newest checkpoint; None if there is none.
-    """
-
-    rows: bool
-    finished: bool
-    newest: str | None
+    rows: bool  # whether there are metrics
+    finished: bool  # whether there is a summary, which is written last
+    newest: str | None  # name of the newest checkpoint; None if there is none
 
     @property
     def is_run(self) -> bool:
@@ -79,31 +65,23 @@ class Contents:
 
 @dataclass(frozen=True)
 class _RunRecord:
-    """The record in `run.json` of how a run began.
+    """The record in `run.json` of how a run began."""
 
-    Attributes:
-        started_by: names of what has started it last.
-        begun_from: the absolute path in `trainer.resume` when the run began from a checkpoint of
-            another run; else None.
-    """
-
-    started_by: tuple[str, ...]
+    started_by: tuple[str, ...]  # names of what has started it last
+    # The absolute path in `trainer.resume` when the run began from a checkpoint of another run;
+    # else None.
     begun_from: str | None
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A plan for the output directory.
+    """A plan for the output directory."""
 
-    Attributes:
-        resume_from: a checkpoint, or a folder of checkpoints whose newest whole one is meant; None
-            to start from the beginning.
-        change: sets aside or deletes what lies in the way.
-    """
-
+    # A checkpoint, or a folder of checkpoints whose newest whole one is meant; None to start from
+    # the beginning.
     resume_from: Path | None
     begun_from: str | None = None
-    change: Callable[[], None] = lambda: None
+    change: Callable[[], None] = lambda: None  # sets aside or deletes what lies in the way
 
 
 def plan_opening(directory: Path, options: OpeningOptions) -> Opening:

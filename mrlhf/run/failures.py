@@ -46,22 +46,16 @@ class FailureReported(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why the job fails.
+    """The reason why the job fails."""
 
-    Attributes:
-        rank: the rank that reports it.
-        code: the exit code of every rank.
-        moment: when it failed, in seconds since 1970.
-        is_cause: whether the message gives the cause, and not only that another rank is gone.
-        trace: a traceback, on lines of its own, that the user sees after the message; the summary
-            leaves it out.
-    """
-
-    rank: int
-    code: int
+    rank: int  # the rank that reports it
+    code: int  # the exit code of every rank
     text: str
-    moment: float
+    moment: float  # when it failed, in seconds since 1970
+    # Whether the message gives the cause, and not only that another rank is gone.
     is_cause: bool = True
+    # A traceback, on lines of its own, that the user sees after the message; the summary leaves it
+    # out.
     trace: str = ""
 
     @property

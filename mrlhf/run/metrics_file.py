@@ -19,15 +19,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The point from which a resumed run continues.
+    """The point from which a resumed run continues."""
 
-    Attributes:
-        step: the last step that the checkpoint holds in full.
-        row: the metrics of that step; empty if nothing has been measured in it yet, as before the
-            validation that comes before the first step.
-    """
-
-    step: int
+    step: int  # the last step that the checkpoint holds in full
+    # The metrics of that step; empty if nothing has been measured in it yet, as before the
+    # validation that comes before the first step.
     row: Mapping[str, float]
 
 

@@ -65,21 +65,16 @@ class DryRunReport(Protocol):
 
 @dataclass(frozen=True)
 class Program(Generic[ConfigT]):
-    """One launcher.
+    """One launcher."""
 
-    Attributes:
-        root: the class of the configuration that it reads.
-        check: refuses a configuration that cannot run on this number of ranks, before anything is
-            built; returns a description of the run.
-        dry_run: checks for a number of ranks that need not exist (None: the fewest that fit).
-        train: runs the job; every rank calls it.
-        inputs: key and path of each file or directory that the run reads.
-    """
-
-    root: type[ConfigT]
+    root: type[ConfigT]  # the class of the configuration that it reads
+    # Refuses a configuration that cannot run on this number of ranks, before anything is built;
+    # returns a description of the run.
     check: Callable[[ConfigT, int], str]
+    # Checks for a number of ranks that need not exist (None: the fewest that fit).
     dry_run: Callable[[ConfigT, int | None], DryRunReport]
-    train: Callable[[ConfigT], None]
+    train: Callable[[ConfigT], None]  # runs the job; every rank calls it
+    # Key and path of each file or directory that the run reads.
     inputs: Callable[[ConfigT], Sequence[tuple[str, str]]] = lambda config: ()
 
 

@@ -61,35 +61,29 @@ from mrlhf.terminal import LinesAboveView
 
 @dataclass(frozen=True)
 class Run:
-    """This process's part in the job.
-
-    Attributes:
-        factory: creates the process groups, in the same order on every rank.
-        resume_from: a checkpoint to continue from, or a folder of checkpoints, of which the newest
-            whole one is meant; None for a new run.
-        lock: keeps other jobs out of `output_dir`; the main rank holds it.
-        changes: what the main rank does in `output_dir` when the run begins, in this order.
-        watcher: None in a program that nobody may interrupt.
-        failures: where the ranks agree on why the job fails; None if each one reports for itself.
-        timeline: where this rank writes down its phases; None: nowhere.
-        deadline: when this job stops by itself; the main rank's counts.
-        monitor: shows the board to people and programs; None on other ranks than the main one, and
-            in a program that nobody watches.
-    """
+    """This process's part in the job."""
 
     device: Device
     rank: int
     world_size: int
-    factory: GroupFactory
+    factory: GroupFactory  # creates the process groups, in the same order on every rank
     output_dir: Path
+    # A checkpoint to continue from, or a folder of checkpoints, of which the newest whole one is
+    # meant; None for a new run.
     resume_from: Path | None = None
+    # Keeps other jobs out of `output_dir`; the main rank holds it.
     lock: DirectoryLock | None = None
+    # What the main rank does in `output_dir` when the run begins, in this order.
     changes: list[Callable[[], None]] = field(default_factory=list)
-    watcher: Watcher | None = None
+    watcher: Watcher | None = None  # None in a program that nobody may interrupt
+    # Where the ranks agree on why the job fails; None if each one reports for itself.
     failures: Failures | None = None
-    timeline: Timeline | None = None
+    timeline: Timeline | None = None  # where this rank writes down its phases; None: nowhere
+    # When this job stops by itself; the main rank's counts.
     deadline: Deadline = field(default_factory=Deadline)
     board: Board = field(default_factory=Board)
+    # Shows the board to people and programs; None on other ranks than the main one, and in a
+    # program that nobody watches.
     monitor: Monitor | None = None
 
     @property
@@ -236,16 +230,12 @@ def _reported(failures: Failures, error: Exception, rank: int) -> FailureReporte
 
 @dataclass(frozen=True)
 class JobContext:
-    """A process that has joined the job, and the means to run and to fail in it.
-
-    Attributes:
-        began: when it started, in seconds since 1970.
-    """
+    """A process that has joined the job, and the means to run and to fail in it."""
 
     device: Device
     job: Job
     failures: Failures
-    began: float
+    began: float  # when it started, in seconds since 1970
     deadline: Deadline
 
 

@@ -39,14 +39,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Measured:
-    """Says when a run has measured all its metrics, so that an unknown name is known to be wrong.
-
-    Attributes:
-        from_step: the first step that trains everything.
-    """
+    """Says when a run has measured all its metrics, so that an unknown name is known to be wrong."""
 
     has_validation: bool
-    from_step: int = 1
+    from_step: int = 1  # the first step that trains everything
 
     def is_validated(self, names: AbstractSet[str]) -> bool:
         """Whether a validation is among the metrics so far, or the run has none."""

@@ -22,21 +22,15 @@ _END_AFTER = 5  # steps without the sign
 
 @dataclass(frozen=True)
 class Alarm:
-    """A failure that has begun; a line of `alarms.jsonl`. The fields are those of its rule.
+    """A failure that has begun; a line of `alarms.jsonl`. The fields are those of its rule."""
 
-    Attributes:
-        step: the training step at which it was seen first.
-        message: the sign with its numbers.
-        link: the page that says more about it.
-    """
-
-    step: int
+    step: int  # the training step at which it was seen first
     name: str
     severity: Severity
-    message: str
+    message: str  # the sign with its numbers
     cause: str
     key: str
-    link: str
+    link: str  # the page that says more about it
 
     @property
     def line(self) -> str:

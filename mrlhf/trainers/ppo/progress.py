@@ -22,27 +22,21 @@ from mrlhf.rollout.scoring import Scores
 
 @dataclass
 class StepProgress:
-    """The results of a training step so far; the same on every rank.
+    """The results of a training step so far; the same on every rank."""
 
-    Attributes:
-        number: of the step, from 1.
-        before: the trainer's state when the step began.
-        experience: made of `collected`. Once it is set, the models may change.
-        critic: the progress of the critic's update.
-        actor: the progress of the actor's update.
-        updated: the roles whose update is complete.
-        entropy: of the distribution of each token, float32 [batch, response_len], kept only if it
-            is to be written down; it is lost if the step is interrupted.
-    """
-
-    number: int
-    before: Mapping[str, Any]
+    number: int  # of the step, from 1
+    before: Mapping[str, Any]  # the trainer's state when the step began
     metrics: dict[str, float] = field(default_factory=dict)
     collected: Collected | None = None
+    # Made of `collected`. Once it is set, the models may change.
     experience: Experience | None = None
+    # The progress of the critic's update.
     critic: UpdateProgress = field(default_factory=UpdateProgress)
+    # The progress of the actor's update.
     actor: UpdateProgress = field(default_factory=UpdateProgress)
-    updated: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)  # the roles whose update is complete
+    # Of the distribution of each token, float32 [batch, response_len], kept only if it is to be
+    # written down; it is lost if the step is interrupted.
     entropy: Tensor | None = None
 
     def end_update(self, role: str, metrics: Mapping[str, float]) -> None:

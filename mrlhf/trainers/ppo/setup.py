@@ -39,37 +39,25 @@ from mrlhf.training.engine import ModelEngine
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a PPO run on this rank.
-
-    Attributes:
-        sampling: how the responses of training are sampled.
-        generation_config: the text of the actor's `generation_config.json`, if it has one.
-        held_out: prompts by split, "val" and "test"; a split that the run does not have is missing.
-        sampler: the order of the training prompts.
-        steps: training steps of the run.
-        critic: None if the advantage estimator needs no values.
-        reference: None if no KL is asked for.
-        shaper: makes the scores that train from the scores of a batch.
-        kl_controller: moves the coefficient of the KL in the reward.
-        samples_per_mini_batch: samples (prompts x n) of one optimizer step, by role.
-    """
+    """The parts of a PPO run on this rank."""
 
     tokenizer: Tokenizer
-    sampling: SamplingParams
-    generation_config: str | None
+    sampling: SamplingParams  # how the responses of training are sampled
+    generation_config: str | None  # the text of the actor's `generation_config.json`, if it has one
+    # Prompts by split, "val" and "test"; a split that the run does not have is missing.
     held_out: Mapping[str, Prompts]
     prompts: PromptDataset
-    sampler: StatefulSampler
-    steps: int
+    sampler: StatefulSampler  # the order of the training prompts
+    steps: int  # training steps of the run
     actor: Actor
-    critic: Critic | None
-    reference: Reference | None
+    critic: Critic | None  # None if the advantage estimator needs no values
+    reference: Reference | None  # None if no KL is asked for
     generator: Generator
     scorer: Scorer
-    shaper: RewardShaper
+    shaper: RewardShaper  # makes the scores that train from the scores of a batch
     collector: Collector
-    kl_controller: KlController
-    samples_per_mini_batch: dict[str, int]
+    kl_controller: KlController  # moves the coefficient of the KL in the reward
+    samples_per_mini_batch: dict[str, int]  # samples (prompts x n) of one optimizer step, by role
 
     def trained(self) -> dict[str, ModelEngine]:
         """The models that are trained, by role."""
