@@ -23,7 +23,7 @@ from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.errors import MrlhfError
 from mrlhf.printable import show
-from mrlhf.terminal import ByteBars
+from mrlhf.run.terminal import ByteBars
 from mrlhf.version import add_version_option
 
 _FILE_MB = 5000

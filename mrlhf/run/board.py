@@ -11,9 +11,16 @@ from typing import Literal
 
 from mrlhf.parallel.phases import Phases
 from mrlhf.run.alarms.watch import Alarm
-from mrlhf.terminal import Curve
 
 State = Literal["starting", "training", "finished", "interrupted", "failed"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric: its name in words, and its latest values, at least one, the present one last."""
+
+    label: str
+    values: Sequence[float]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from mrlhf.run.failures import (
 )
 from mrlhf.run.leaving import end_with_launcher, leave
 from mrlhf.run.same_start import describe_start, require_same_start
-from mrlhf.run.view import console_of_log
+from mrlhf.run.terminal import console_of_log
 
 logger = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)

@@ -17,11 +17,10 @@ from mrlhf.config.roots import AnyConfig
 from mrlhf.log import HELD_OUT, MetricsWriter, Progress, read_metrics
 from mrlhf.metrics.table import COLUMNS
 from mrlhf.run.alarms.watch import AlarmsFile, Watch
-from mrlhf.run.board import Board
+from mrlhf.run.board import Board, Curve
 from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
 from mrlhf.run.monitor import Monitor
 from mrlhf.run.startup import Run
-from mrlhf.terminal import Curve
 from mrlhf.trackers import Tracked, TrackedRun, Trackers, finite
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,6 @@ from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.phases import Phases, seconds_by_phase
 from mrlhf.run.board import Board
-from mrlhf.run.deadline import Deadline
 from mrlhf.run.directory import (
     Opening,
     OpeningOptions,
@@ -51,12 +50,9 @@ from mrlhf.run.failures import FAILED, FailureReported, Failures, explain, log_f
 from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
 from mrlhf.run.lock import DirectoryLock
-from mrlhf.run.monitor import Monitor
-from mrlhf.run.status import StatusFile
-from mrlhf.run.timeline import Timeline
-from mrlhf.run.view import View, console_of_log, is_drawn
-from mrlhf.run.watcher import Watcher
-from mrlhf.terminal import LinesAboveView
+from mrlhf.run.monitor import Monitor, Timeline
+from mrlhf.run.terminal import LinesAboveView, TerminalView, console_of_log, is_drawn
+from mrlhf.run.watcher import Deadline, Watcher
 
 
 @dataclass(frozen=True)
@@ -276,8 +272,9 @@ def _begin(
     board = Board(phases)
     monitor = None
     if job.rank == 0:
-        monitor = Monitor(board, View(board, directory) if is_drawn(trainer.console) else None)
-        changes.append(partial(monitor.write_to, StatusFile(directory, job.world_size)))
+        view = TerminalView(str(directory)) if is_drawn(trainer.console) else None
+        monitor = Monitor(board, directory, job.world_size, view)
+        changes.append(monitor.begin)
     if is_drawn(trainer.console):
         # The view, which is built by now and writes to the terminal itself, stands below them.
         sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from mrlhf.errors import HangError
 from mrlhf.job import connect, is_store_of_launcher
 from mrlhf.parallel.phases import Phases
-from mrlhf.run.deadline import Deadline
 from mrlhf.run.failures import STOP_SIGNALS, Failures
 from mrlhf.run.hangs import HangReports, describe
 from mrlhf.run.leaving import ENDED_BY_SIGTERM, leave
@@ -32,6 +31,8 @@ logger = logging.getLogger(__name__)
 HELD_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED_TWICE = 130
 
+_TIME_TO_SAVE_S = 120.0
+_TIME_TO_STOP_S = 60.0
 _POLL_S = 0.5
 _POLL_SOON_S = 0.02
 _ANSWER_S = 15.0  # a rank whose watcher is silent for so long is not there any more
@@ -39,6 +40,35 @@ _END_S = 15.0  # the launcher ends a rank sooner, once another one has failed
 _RECONNECT_S = 3.0
 _SAY_S = 5.0  # a rank that fails has said why by then
 _STALL = 0.95  # of the time-out of a collective; then all ranks still answer
+
+
+def time_to_save(longest_s: float) -> float:
+    """Seconds before a job's end at which a save must begin; `longest_s`: the longest so far."""
+    # Two saves: the last one may have to wait for another that is still being written.
+    return max(_TIME_TO_SAVE_S, _TIME_TO_STOP_S + 2 * longest_s)
+
+
+class Deadline:
+    """When to stop: at a moment, or early enough before the end of the job for the last save.
+
+    All times are those of the monotonic clock.
+    """
+
+    def __init__(self, stop_at: float | None = None, end: float | None = None) -> None:
+        """Stop at `stop_at`; if that is None, in time before `end`, the end of the job."""
+        self._stop_at = stop_at
+        self._end = end
+        self._longest_save_s = 0.0
+
+    def saved(self, seconds: float) -> None:
+        """Note that a save has taken `seconds`."""
+        self._longest_save_s = max(self._longest_save_s, seconds)
+
+    def is_reached(self, now: float) -> bool:
+        """Whether it is time to stop."""
+        if self._stop_at is not None:
+            return now >= self._stop_at
+        return self._end is not None and now >= self._end - time_to_save(self._longest_save_s)
 
 
 class Watcher:

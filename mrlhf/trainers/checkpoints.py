@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Measured:
-    """Says when a run has measured all its metrics, so that an unknown name is known to be wrong."""
+    """When a run has measured all its metrics, so that an unknown name is known to be wrong."""
 
     has_validation: bool
     from_step: int = 1  # the first step that trains everything

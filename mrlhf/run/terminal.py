@@ -1,25 +1,28 @@
-"""Draws on a terminal: the view of a run below the log lines, and bars for long file tasks.
+"""Draws on a terminal: the board of a run below the log lines, and bars for long file tasks.
 
-This file does not know what a run or a metric is.
+It knows phases by name, and no metrics.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mrlhf.log import Console
+from mrlhf.parallel.phases import PhaseProgress
 from mrlhf.printable import printable
+from mrlhf.run.board import Board, Curve
 
 _CLEAR_BELOW = "\r\x1b[J"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -27,45 +30,39 @@ _TREND_POINTS = 24
 _BAR_WIDTH = 24
 _MOST_ALARMS = 4
 _SAMPLE_LINES = 6
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One metric: its name in words, and its latest values, at least one, the present one last."""
-
-    label: str
-    values: Sequence[float]
-
-
-@dataclass(frozen=True)
-class Count:
-    """Progress in steps or in a phase: `done` out of `of`, and the unit in the plural."""
-
-    done: int
-    of: int
-    unit: str
-
-
-@dataclass(frozen=True)
-class Picture:
-    """The contents of the view."""
-
-    title: str
-    steps: Count | None
-    seconds_left: float | None  # until the last step is complete; None if that is not known
-    phase: str
-    phase_seconds: float  # time since the phase began
-    progress: Count | None  # within the phase; None if that is not known
-    curves: Sequence[Curve]
-    alarms: Sequence[str]  # the alarms that are on, one line each
-    sample_title: str  # empty if there is no sample
-    sample: str
+_PHASES = MappingProxyType(
+    {
+        "reshard": "handing over weights",
+        "gen": "generating",
+        "reward": "scoring",
+        "old_log_prob": "evaluating the policy",
+        "ref": "evaluating the reference",
+        "values": "evaluating the critic",
+        "adv": "computing advantages",
+        "update_critic": "updating the critic",
+        "update_actor": "updating the policy",
+        "step": "training",
+        "testing": "validating",
+        "save_checkpoint": "saving a checkpoint",
+        "export": "writing the model",
+    }
+)
 
 
 def is_terminal(stream: TextIO) -> bool:
     """Whether a view can be drawn on the stream."""
-    console = Console(file=stream)
+    console = RichConsole(file=stream)
     return stream.isatty() and console.is_terminal and not console.is_dumb_terminal
+
+
+def is_drawn(console: Console) -> bool:
+    """Whether `trainer.console` asks for a view, and standard error can show one."""
+    return console in ("auto", "view") and is_terminal(sys.stderr)
+
+
+def console_of_log(console: Console) -> Console:
+    """The setting for the log: quiet if a view is to stand alone."""
+    return "quiet" if console == "view" and is_drawn(console) else console
 
 
 class LinesAboveView:
@@ -95,14 +92,15 @@ class LinesAboveView:
 class TerminalView:
     """The lowest lines of a terminal; log lines scroll by above them, see `LinesAboveView`."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, title: str, stream: TextIO | None = None) -> None:
         """Draw nothing yet; `stream` is a terminal, standard error by default."""
-        self._console = Console(file=sys.stderr if stream is None else stream)
+        self._title = title
+        self._console = RichConsole(file=sys.stderr if stream is None else stream)
 
-    def draw(self, picture: Picture) -> None:
-        """Replace the picture on the terminal."""
+    def draw(self, board: Board) -> None:
+        """Replace what the terminal shows of the board."""
         with self._console.capture() as drawn:
-            self._console.print(render(picture))
+            self._console.print(render(board, self._title))
         lines = drawn.get().splitlines()[: max(self._console.height - 1, 1)]
         back = f"\x1b[{len(lines) - 1}A\r" if len(lines) > 1 else "\r"
         self._write("\n".join(lines) + back)
@@ -125,7 +123,7 @@ class ByteBars:
         self._progress = Progress(
             *columns,
             TimeRemainingColumn(),
-            console=Console(file=sys.stderr),
+            console=RichConsole(file=sys.stderr),
             disable=not sys.stderr.isatty(),
         )
 
@@ -147,19 +145,20 @@ class ByteBars:
         self._progress.stop()
 
 
-def render(picture: Picture) -> RenderableType:
-    """The picture, as rich draws it."""
-    parts: list[RenderableType] = [_progress(picture)]
-    if picture.curves:
-        parts.append(_curves(picture.curves))
-    for line in picture.alarms[-_MOST_ALARMS:]:
-        parts.append(Text(printable(line), style="bold red", overflow="ellipsis", no_wrap=True))
+def render(board: Board, title: str) -> RenderableType:
+    """The board, as rich draws it."""
+    parts: list[RenderableType] = [_progress(board)]
+    if board.curves:
+        parts.append(_curves(board.curves))
+    for alarm in board.alarms[-_MOST_ALARMS:]:
+        line = printable(f"{alarm.name}: {alarm.message}")
+        parts.append(Text(line, style="bold red", overflow="ellipsis", no_wrap=True))
 
-    if picture.sample_title:
-        lines = picture.sample.splitlines()[:_SAMPLE_LINES]
+    if board.sample is not None:
+        lines = board.sample.text.splitlines()[:_SAMPLE_LINES]
         text = Text(printable("\n".join(lines)), overflow="ellipsis", no_wrap=True)
-        parts.append(Panel(text, title=Text(printable(picture.sample_title)), title_align="left"))
-    return Panel(Group(*parts), title=Text(printable(picture.title)), title_align="left")
+        parts.append(Panel(text, title=Text(printable(board.sample.title)), title_align="left"))
+    return Panel(Group(*parts), title=Text(printable(title)), title_align="left")
 
 
 def trend(values: Sequence[float]) -> str:
@@ -180,24 +179,24 @@ def arrow(values: Sequence[float]) -> str:
     return "↑" if values[-1] > values[-2] else "↓"
 
 
-def _progress(picture: Picture) -> Table:
+def _progress(board: Board) -> Table:
     """The lines with the training steps and the present phase."""
     table = Table.grid(padding=(0, 1))
     for _ in range(4):
         table.add_column(no_wrap=True)
 
-    if picture.steps is not None:
+    if board.steps is not None:
+        steps = PhaseProgress(board.step, board.steps, "steps")
         left = ""
-        if picture.seconds_left is not None:
-            left = f"{timedelta(seconds=round(picture.seconds_left))} left"
-        table.add_row(Text("training"), _bar(picture.steps), Text(_words(picture.steps)), left)
+        if board.seconds_left is not None:
+            left = f"{timedelta(seconds=round(board.seconds_left))} left"
+        table.add_row(Text("training"), *_bar(steps), left)
 
-    seconds = f"{picture.phase_seconds:.0f} s"
-    if picture.progress is None:
-        table.add_row(Text(picture.phase), "", "", seconds)
-    else:
-        progress = picture.progress
-        table.add_row(Text(picture.phase), _bar(progress), Text(_words(progress)), seconds)
+    phases = board.phases
+    progress = phases.progress
+    bar = ("", "") if progress is None else _bar(progress)
+    name = Text(_PHASES.get(phases.name, phases.name))
+    table.add_row(name, *bar, f"{phases.seconds:.0f} s")
     return table
 
 
@@ -213,9 +212,7 @@ def _curves(curves: Sequence[Curve]) -> Table:
     return table
 
 
-def _bar(count: Count) -> ProgressBar:
-    return ProgressBar(total=max(count.of, 1), completed=count.done, width=_BAR_WIDTH)
-
-
-def _words(count: Count) -> str:
-    return f"{count.done}/{count.of} {count.unit}"
+def _bar(count: PhaseProgress) -> tuple[ProgressBar, Text]:
+    """A bar, and the same in words."""
+    bar = ProgressBar(total=max(count.of, 1), completed=count.done, width=_BAR_WIDTH)
+    return bar, Text(f"{count.done}/{count.of} {count.unit}")
