@@ -7,17 +7,20 @@ not know the loss; its task does.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence, Sized
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
+from mrlhf.batch import Sequences
 from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PreferenceConfig, SFTConfig
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
 from mrlhf.preflight import PreferenceInputs, SFTInputs
 from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
@@ -25,26 +28,47 @@ from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run
-from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
-from mrlhf.training.engine import ModelEngine
+from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
+from mrlhf.training.engine import Loss, ModelEngine
 
 
-class SupervisedTask(Protocol):
+class SupervisedTask(ABC):
     """The rows to learn from and the loss on them."""
+
+    name: str  # of the task's metrics: <name>/loss
+
+    def __init__(self, train: Sized, held_out: Sized | None) -> None:
+        """Take the training rows and the validation rows, which may be empty or missing."""
+        self._train: Any = train
+        self._held_out: Any = held_out or None
 
     @property
     def has_held_out(self) -> bool:
         """Whether there are held-out rows to validate on."""
+        return self._held_out is not None
 
     def __len__(self) -> int:
-        """Number of training rows."""
+        return len(self._train)
 
     def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step of the model on these rows; returns its metrics."""
+        sequences, cut, loss = self._loss_on(engine, rows)
+        result = engine.train_mini_batch(cut.packs, loss, self.name)
+        metrics = engine.end_update(self.name, engine.metrics_of([result]))
+        metrics |= cut.balance.metrics(self.name, engine.groups.layout)
+        return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
 
+    @abstractmethod
+    def _loss_on(
+        self, engine: ModelEngine, rows: Sequence[int]
+    ) -> tuple[Sequences, BatchCut, Loss]:
+        """These rows, their packs, and the loss on the model's output for one of the packs."""
+
+    @abstractmethod
     def validate(self, engine: ModelEngine) -> dict[str, float]:
         """Metrics on the held-out rows; empty if there are no such rows."""
 
+    @abstractmethod
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The few numbers by which the run is judged, from the last step's metrics."""
 
@@ -102,8 +126,8 @@ class SupervisedTrainer:
             config,
             {"model": self._engine},
             self._steps,
-            self._export,
-            Measured(task.has_held_out),
+            partial(export_checkpoint, self._exported),
+            task.has_held_out,
         )
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -182,10 +206,6 @@ class SupervisedTrainer:
     def _save_last(self) -> None:
         """Save a checkpoint of the last step, unless there is one."""
         self._checkpoints.save_at_end(self._completed, self._metrics, self._state())
-
-    def _export(self, directory: Path) -> None:
-        """Write the model as a Hugging Face checkpoint."""
-        export_checkpoint(self._exported, directory)
 
     def _with_saved_rows(
         self, error: TrainingError, step: int, rows: Sequence[int]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import closing_report, ppo_achievements
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run, start
-from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
+from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.trainers.ppo.progress import StepProgress, fixed_settings
 from mrlhf.trainers.ppo.setup import Parts, assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
@@ -53,15 +54,21 @@ class PPORun:
         self._run = run
         self._parts = parts
         self._config = config
-        self._section = config.trainer
         self._trainer = PPOTrainer(config, run, parts)
+        self._exported = ExportedModel(
+            parts.actor.engine,
+            parts.tokenizer,
+            config.trainer.max_shard_size_mb,
+            parts.generation_config,
+        )
         self._checkpoints = Checkpoints(
             run,
             config,
             parts.trained(),
             parts.steps,
-            self._export,
-            Measured("val" in parts.held_out, config.trainer.critic_warmup),
+            partial(export_checkpoint, self._exported),
+            "val" in parts.held_out,
+            config.trainer.critic_warmup,
         )
 
         self._completed = 0
@@ -87,7 +94,7 @@ class PPORun:
 
         directory = self._run.output_dir / "actor"
         with self._run.phases.enter("export"):
-            export_result(self._exported(), directory, parts.steps, self._save_last)
+            export_result(self._exported, directory, parts.steps, self._save_last)
         parts.scorer.close()
         if self._run.is_main_rank:
             self._run.require_directory(directory)
@@ -178,16 +185,3 @@ class PPORun:
         """Save a checkpoint of the last step, unless there is one."""
         state = self._parts.state_dict()
         self._checkpoints.save_at_end(self._completed, self._last_metrics, state)
-
-    def _export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face checkpoint."""
-        export_checkpoint(self._exported(), directory)
-
-    def _exported(self) -> ExportedModel:
-        parts = self._parts
-        return ExportedModel(
-            parts.actor.engine,
-            parts.tokenizer,
-            self._section.max_shard_size_mb,
-            parts.generation_config,
-        )
