@@ -35,9 +35,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import get_args_parser, run
 
 from mrlhf.printable import printable
-from mrlhf.run.failures import BAD_INPUT, FAILED, STOP_SIGNALS
+from mrlhf.run.failures import BAD_INPUT, FAILED, QUEUE_AGAIN, STOP_SIGNALS
 from mrlhf.run.leaving import end_on_signals
-from mrlhf.run.program import QUEUE_AGAIN
 from mrlhf.run.watcher import HELD_SIGNALS
 from mrlhf.version import add_version_option
 

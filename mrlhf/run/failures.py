@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 BAD_INPUT = 2
 FAILED = 1
+QUEUE_AGAIN = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _POLL_S = 0.02
