@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from mrlhf.checkpoint.manifest import (
@@ -270,22 +271,21 @@ def _read_record(directory: Path) -> _RunRecord:
 
 def _set_aside_rows(directory: Path) -> None:
     """Rename the rows and curves of a run that left no checkpoint."""
-    number = 1
-    while any(directory.glob(f"*.before_{number}*")):
-        number += 1
-
-    kept = directory / f"metrics.before_{number}.jsonl"
-    with suppress(FileNotFoundError):
-        (directory / TENSORBOARD).rename(directory / f"{TENSORBOARD}.before_{number}")
-    with suppress(FileNotFoundError):
-        (directory / ALARMS).rename(directory / f"alarms.before_{number}.jsonl")
-    with suppress(FileNotFoundError):
-        (directory / METRICS).rename(kept)
+    number = next(n for n in count(1) if not any(directory.glob(f"*.before_{n}*")))
+    kept = f"metrics.before_{number}.jsonl"
+    aside = {
+        TENSORBOARD: f"{TENSORBOARD}.before_{number}",
+        ALARMS: f"alarms.before_{number}.jsonl",
+        METRICS: kept,
+    }
+    for name, other in aside.items():
+        with suppress(FileNotFoundError):
+            (directory / name).rename(directory / other)
     logger.warning(
         "%s holds a run that ended before its first checkpoint: it begins anew, and its metrics "
         "are kept in %s",
         directory,
-        kept.name,
+        kept,
     )
 
 
@@ -297,10 +297,8 @@ def _set_aside_checkpoints_after(named: Path) -> None:
     newest_first = checkpoints_in(named.parent)
     newer = newest_first[: newest_first.index(named)] if named in newest_first else []
     for path in newer:
-        number = 1
-        while (kept := path.with_name(f"before_{number}.{path.name}")).exists():
-            number += 1
-        path.rename(kept)
+        names = (path.with_name(f"before_{number}.{path.name}") for number in count(1))
+        kept = path.rename(next(name for name in names if not name.exists()))
         logger.warning(
             "going back to %s: the later %s is kept as %s", named.name, path.name, kept.name
         )
@@ -344,9 +342,7 @@ def _keep_earlier_config(directory: Path, config: Root) -> None:
     if earlier == dump_yaml(config):
         return
 
-    number = 1
-    while (kept := directory / f"config.{number}.yaml").exists():
-        number += 1
-    path.rename(kept)
+    names = (directory / f"config.{number}.yaml" for number in count(1))
+    kept = path.rename(next(name for name in names if not name.exists()))
     changed = ", ".join(changed_keys(earlier, config))
     logger.warning("the configuration has changed: %s; the earlier is %s", changed, kept.name)

@@ -16,7 +16,7 @@ from mrlhf.checkpoint.output_files import ALARMS, METRICS
 from mrlhf.config.roots import AnyConfig
 from mrlhf.log import HELD_OUT, MetricsWriter, Progress, read_metrics
 from mrlhf.metrics.table import COLUMNS
-from mrlhf.run.alarms.watch import AlarmsFile, Watch
+from mrlhf.run.alarms.watch import Watch, write_alarms
 from mrlhf.run.board import Board, Curve
 from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
 from mrlhf.run.monitor import Monitor
@@ -66,7 +66,7 @@ class Reporter:
         if resumed is not None:
             rewind_metrics(output_dir / METRICS, resumed)
         self._writer = MetricsWriter(output_dir)
-        self._alarms = AlarmsFile(output_dir / ALARMS)
+        self._alarms_file = output_dir / ALARMS
         self._trackers = _open_trackers(config, output_dir, resumed)
 
         first_step = 0
@@ -83,9 +83,10 @@ class Reporter:
         self._writer.write(step, metrics)
         self._progress.update(step, metrics)
         if step:
-            for alarm in self._watch.look(step, metrics):
+            raised = self._watch.look(step, metrics)
+            for alarm in raised:
                 logger.warning("%s", alarm.line)
-                self._alarms.write(alarm)
+            write_alarms(self._alarms_file, raised)
 
         board = self._board
         self._add_to_curves(metrics)
@@ -120,7 +121,7 @@ class Reporter:
         """Take the metrics of the earlier steps, as if the run had never been interrupted."""
         for record in records:
             self._add_to_curves({name: value for name, value in record.items() if name != "step"})
-        self._alarms.replace(self._watch.replay(records))
+        write_alarms(self._alarms_file, self._watch.replay(records), replace=True)
         self._board.alarms = self._watch.on
         self._board.metrics = resumed.row
         # The trackers' last step is written again, since the process may have ended before that.

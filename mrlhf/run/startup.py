@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,6 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.phases import Phases, seconds_by_phase
 from mrlhf.run.board import Board
 from mrlhf.run.directory import (
-    Opening,
     OpeningOptions,
     describe_opening,
     inputs_in,
@@ -248,24 +247,8 @@ def _begin(
     seed_everything(seed)
 
     directory = Path(trainer.output_dir)
-    lock = None
     changes: list[Callable[[], None]] = []
-    outcome: list[Path | MrlhfError | None] = [None]
-    if job.rank == 0:
-        lock = DirectoryLock(directory, read_launch_history().job, partial(leave, FAILED))
-        options = _opening_options(config, trainer)
-        opening = _take(directory, lock, options)
-        if isinstance(opening, Opening):
-            outcome = [opening.resume_from]
-            changes.append(partial(open_directory, directory, config, options, opening))
-            changes.append(lock.remove_earlier)
-        else:
-            outcome = [opening]
-
-    dist.broadcast_object_list(outcome, src=0)
-    resume_from = outcome[0]
-    if isinstance(resume_from, MrlhfError):
-        raise resume_from
+    lock, resume_from = _take(config, trainer, job.rank, changes)
 
     stops = AgreedStop(dist.PrefixStore("stop", job.store), job.rank, job.world_size)
     phases = Phases(stops, context.device.synchronize)
@@ -278,6 +261,14 @@ def _begin(
     if is_drawn(trainer.console):
         # The view, which is built by now and writes to the terminal itself, stands below them.
         sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))
+
+    def end_failed(text: str) -> None:
+        """Show that the run has failed; if it has not begun, leave no trace of it."""
+        if monitor is not None:
+            monitor.end("failed", text)
+        if lock is not None and changes:
+            lock.withdraw()
+
     watcher = Watcher(
         job.store,
         job.rank,
@@ -287,11 +278,12 @@ def _begin(
         phases,
         context.deadline,
         context.failures,
-        None if monitor is None else partial(_end_failed, monitor, lock, changes),
+        end_failed,
     )
     watcher.start()
     if monitor is not None:
         monitor.start()
+    process = {**context.device.describe(), "ranks": job.world_size, "began": context.began}
     return Run(
         device=context.device,
         rank=job.rank,
@@ -303,26 +295,11 @@ def _begin(
         changes=changes,
         watcher=watcher,
         failures=context.failures,
-        timeline=_timeline(directory, trainer.timeline_freq, context),
+        timeline=Timeline(directory, job.rank, trainer.timeline_freq, process),
         deadline=context.deadline,
         board=board,
         monitor=monitor,
     )
-
-
-def _end_failed(
-    monitor: Monitor, lock: DirectoryLock | None, changes: Collection[object], text: str
-) -> None:
-    """Show that the run has failed; if it has not begun, leave no trace of it."""
-    monitor.end("failed", text)
-    if lock is not None and changes:
-        lock.withdraw()
-
-
-def _timeline(directory: Path, every: int, context: JobContext) -> Timeline:
-    """This rank's timeline, with a description of the process."""
-    process = {**context.device.describe(), "ranks": context.job.world_size, "began": context.began}
-    return Timeline(directory, context.job.rank, every, process)
 
 
 def _deadline(save_by_minutes: float | None) -> Deadline:
@@ -350,17 +327,34 @@ def _opening_options(config: Root, trainer: TrainerSection) -> OpeningOptions:
     )
 
 
-def _take(directory: Path, lock: DirectoryLock, options: OpeningOptions) -> Opening | MrlhfError:
-    """Lock the output directory and plan what to do with it; returns the plan or the error."""
-    try:
-        lock.acquire()
-        return plan_opening(directory, options)
-    except MrlhfError as error:
-        lock.withdraw()
-        return error
-    except OSError as error:
-        lock.withdraw()
-        return _unusable(directory, error)
+def _take(
+    config: Root, trainer: TrainerSection, rank: int, changes: list[Callable[[], None]]
+) -> tuple[DirectoryLock | None, Path | None]:
+    """Lock the output directory on the main rank, and plan what to do with it; every rank calls it.
+
+    The plan goes into `changes`. Returns the lock and the checkpoint to continue from.
+    """
+    directory = Path(trainer.output_dir)
+    lock = None
+    outcome: list[Path | Exception | None] = [None]
+    if rank == 0:
+        lock = DirectoryLock(directory, read_launch_history().job, partial(leave, FAILED))
+        options = _opening_options(config, trainer)
+        try:
+            lock.acquire()
+            opening = plan_opening(directory, options)
+            outcome = [opening.resume_from]
+            changes.append(partial(open_directory, directory, config, options, opening))
+            changes.append(lock.remove_earlier)
+        except (MrlhfError, OSError) as error:
+            lock.withdraw()
+            outcome = [error if isinstance(error, MrlhfError) else _unusable(directory, error)]
+
+    dist.broadcast_object_list(outcome, src=0)
+    resume_from = outcome[0]
+    if isinstance(resume_from, Exception):
+        raise resume_from
+    return lock, resume_from
 
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:

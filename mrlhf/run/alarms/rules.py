@@ -137,7 +137,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "slow_rank",
         "warning",
-        signs.slow_rank,
+        signs.slow_replica,
         "the machine or device of this rank is slower or shared; look at it first",
         "rollout.max_num_seqs",
     ),
@@ -145,7 +145,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             "slow_update",
             "warning",
-            partial(signs.slow_update, role=role),
+            partial(signs.slow_replica, role=role),
             "a machine or device of this replica is slower or shared; look at it first",
             f"{section}.micro_batch_tokens",
         )
