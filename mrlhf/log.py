@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from mrlhf.errors import ConfigError, DataError
@@ -136,17 +135,6 @@ class MetricsWriter:
             self._is_failing = True
         else:
             self._is_failing = False
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def metrics_line(step: int, metrics: Mapping[str, float]) -> str:

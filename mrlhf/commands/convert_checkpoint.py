@@ -163,7 +163,7 @@ def _convert(options: argparse.Namespace) -> int:
 
     with ByteBars() as bars:
         report = convert(
-            options.source, options.out, source, target, verify=options.verify, start=bars.start
+            options.source, options.out, source, target, verify=options.verify, start=bars.begin
         )
 
     of_step = "" if report.step is None else f", of step {report.step}"

@@ -55,10 +55,7 @@ class FailFastAgent(LocalElasticAgent):
     def __init__(self, *args: Any, stop_s: float, signals: set[int], **kwargs: Any) -> None:
         """Start nothing yet.
 
-        Args:
-            args: for torchrun's agent, as `kwargs`.
-            stop_s: seconds that the workers have to end after a signal.
-            signals: the agent adds the numbers of the signals that come.
+        The workers have `stop_s` seconds to end after a signal, whose number goes into `signals`.
         """
         super().__init__(*args, **kwargs)
         self._stop_s = stop_s

@@ -111,13 +111,9 @@ class Failures:
     def report(self, own: Failure, say: Callable[[str], object]) -> Failure:
         """Report why this rank fails, unless another rank does; call it in the main thread.
 
-        It returns the failure that ends the job, when one rank has reported, and the others know or
-        are gone. From then on signals that ask for a stop are ignored, since the process ends
-        anyway.
-
-        Args:
-            own: the failure of this rank.
-            say: shows a message to the user.
+        It returns the failure that ends the job, when one rank has reported with `say`, and the
+        others know or are gone. From then on signals that ask for a stop are ignored, since the
+        process ends anyway.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)

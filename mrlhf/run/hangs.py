@@ -58,13 +58,7 @@ class HangReports:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, directory: Path, phases: Phases
     ) -> None:
-        """Begin without a question.
-
-        Args:
-            store: shared by all ranks, and used by nothing else.
-            directory: where a directory for each report is made.
-            phases: the phases of this rank.
-        """
+        """Begin without a question; `store` is shared by all ranks, and used by nothing else."""
         self._store = store
         self._rank = rank
         self._world_size = world_size

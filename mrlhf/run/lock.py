@@ -71,13 +71,8 @@ class DirectoryLock:
     ) -> None:
         """Prepare the lock; nothing is written yet.
 
-        Args:
-            directory: the output directory; `acquire` creates it if it is missing.
-            job: the scheduler's name of this job.
-            on_lost: called in a thread of the lock, with a message, if another job has taken the
-                directory; it must end the process.
-            interval_s: seconds between two touches of the lock's file. A holder on another machine
-                counts as dead after six missing ones.
+        If another job has taken the directory, `on_lost` is called in a thread of the lock, with a
+        message; it must end the process. `job` and `interval_s` are those of `Owner`.
         """
         self._directory = directory
         self._folder = directory / _FOLDER

@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from mrlhf.checkpoint.output_files import ALARMS, METRICS
 from mrlhf.config.roots import AnyConfig
@@ -100,17 +99,6 @@ class Reporter:
         board.seconds_left = self._progress.seconds_left(step)
         if self._monitor is not None:
             self._monitor.write()
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close files and trackers."""

@@ -155,11 +155,9 @@ class Run:
     def require_directory(self, model: Path) -> None:
         """Make sure that the run's files are still there; the main rank calls it.
 
-        Args:
-            model: where the trained model is, for the message.
-
         Raises:
-            CheckpointError: the output directory or the metrics file was deleted during the run.
+            CheckpointError: the output directory or the metrics file was deleted during the run;
+                the trained model is in `model`.
         """
         try:
             if self.lock is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -115,34 +115,22 @@ class TerminalView:
         self._console.file.flush()
 
 
-class ByteBars:
+class ByteBars(Progress):
     """A bar for each task that reads or writes bytes; nothing if standard error is no terminal."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        self._progress = Progress(
+        super().__init__(
             *columns,
             TimeRemainingColumn(),
             console=RichConsole(file=sys.stderr),
             disable=not sys.stderr.isatty(),
         )
 
-    def start(self, task: str, nbytes: int) -> Callable[[int], None]:
+    def begin(self, task: str, nbytes: int) -> Callable[[int], None]:
         """Begin a task of `nbytes` bytes; call the result with each number of bytes done."""
-        number = self._progress.add_task(task, total=nbytes)
-        return lambda done: self._progress.advance(number, done)
-
-    def __enter__(self) -> ByteBars:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
+        number = self.add_task(task, total=nbytes)
+        return lambda done: self.advance(number, done)
 
 
 def render(board: Board, title: str) -> RenderableType:

@@ -72,12 +72,7 @@ class Deadline:
 
 
 class Watcher:
-    """Watches over one rank, from `start` to `close`.
-
-    Attributes:
-        phases: the phases of this rank. Others read them in a report of a hang, and the ranks agree
-            there to stop after a signal or at the time limit.
-    """
+    """Watches over one rank, from `start` to `close`."""
 
     def __init__(
         self,
@@ -95,13 +90,12 @@ class Watcher:
 
         Args:
             store: shared by all ranks; its connection is used by this object's thread alone.
-            output_dir: reports of hangs go to `hangs` in it.
             timeout_s: seconds after which a collective gives up.
-            phases: those of this rank; its `stops` may have the same store.
-            deadline: when to stop; None: never. Rank 0 alone looks at the clock.
-            failures: where another rank reports that the job fails; this one then ends.
-            on_failure: called with the message before this rank ends because of another one's
-                failure.
+            phases: those of this rank; the ranks agree there to stop after a signal or at the time
+                limit. Its `stops` may have the same store.
+            deadline: rank 0 alone looks at the clock.
+            failures: where another rank reports that the job fails; this one then ends, after a
+                call of `on_failure` with the message.
         """
         self.phases = phases
         self._hangs = HangReports(

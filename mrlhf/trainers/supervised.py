@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Sized
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -138,7 +139,7 @@ class SupervisedTrainer:
         Raises:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
-        with Reporter.of(self._run, self._config, self._steps, self._resumed) as reporter:
+        with closing(Reporter.of(self._run, self._config, self._steps, self._resumed)) as reporter:
             while self._completed < self._steps:
                 self._one_step(self._completed + 1, reporter)
             self._checkpoints.finish()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import closing
 
 import pytest
 
@@ -19,7 +20,7 @@ def report(directory, steps, resumed=None, trackers=(), offset=0.0):
             "trainer": {"output_dir": str(directory), "trackers": list(trackers)},
         }
     )
-    with Reporter(config, 10, resumed) as reporter:
+    with closing(Reporter(config, 10, resumed)) as reporter:
         for step in steps:
             reporter.report(step, row(step, offset))
 
@@ -116,6 +117,6 @@ def test_progress_counts_from_the_checkpoint(tmp_path, caplog):
 def test_another_rank_touches_no_file(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps({"step": 9}) + "\n")
-    with NoReporter() as reporter:
+    with closing(NoReporter()) as reporter:
         reporter.report(3, row(3))
     assert json.loads(file.read_text()) == {"step": 9}

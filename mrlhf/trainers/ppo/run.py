@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class PPORun:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
         parts = self._parts
-        with Reporter.of(self._run, self._config, parts.steps, self._resumed) as reporter:
+        with closing(Reporter.of(self._run, self._config, parts.steps, self._resumed)) as reporter:
             try:
                 self._train(reporter)
             except Interrupted:
