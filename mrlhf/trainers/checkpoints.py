@@ -28,6 +28,8 @@ from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig
 from mrlhf.errors import CheckpointError
+from mrlhf.run.export import ExportedModel, export_result
+from mrlhf.run.report import closing_report
 from mrlhf.run.startup import Run
 from mrlhf.trainers.best_export import BestExport, of_rank_0
 from mrlhf.training.engine import ModelEngine
@@ -134,10 +136,6 @@ class Checkpoints:
         self._names |= metrics.keys()
         self._best_export.after_step(0, metrics)
 
-    def summary(self) -> dict[str, Any]:
-        """For summary.json: the best step, if its model was exported, and the run's seconds."""
-        return {**self._best_export.summary(), "seconds": round(time.monotonic() - self._began, 1)}
-
     def after_step(
         self, step: int, metrics: Mapping[str, float], state: Callable[[], Mapping[str, Any]]
     ) -> dict[str, float]:
@@ -190,6 +188,32 @@ class Checkpoints:
         self._saver.save(replace(contents, exports={}))  # there may be little time
         self._saver.finish(wait=True)
         self._delete_old()
+
+    def end_run(
+        self,
+        model: ExportedModel,
+        metrics: Mapping[str, float],
+        state: Callable[[], Mapping[str, Any]],
+        achievements: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Export the trained model, and report; `achievements` begin the summary.
+
+        If the export fails, a checkpoint of the last step is saved with `metrics` and `state`.
+        """
+        directory = self._run.output_dir / next(iter(self._models))
+        last = self._last_step
+        with self._run.phases.enter("export"):
+            export_result(model, directory, last, lambda: self.save_at_end(last, metrics, state()))
+        if self._run.is_main_rank:
+            self._run.require_directory(directory)
+            summary = {
+                **achievements(),
+                "steps": last,
+                **self._best_export.summary(),
+                "seconds": round(time.monotonic() - self._began, 1),
+                "checkpoint": str(directory),
+            }
+            closing_report(self._run.output_dir, summary)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete, or could not be written."""

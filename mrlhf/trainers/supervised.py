@@ -24,9 +24,8 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
 from mrlhf.preflight import PreferenceInputs, SFTInputs
-from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
+from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
@@ -148,7 +147,9 @@ class SupervisedTrainer:
         if self._task.has_held_out and not any(name.startswith("val/") for name in metrics):
             # An earlier start had reached the last step, and that step had no validation.
             metrics |= self._task.validate(self._engine)
-        self._finish(metrics)
+        self._checkpoints.end_run(
+            self._exported, self._metrics, self._state, lambda: self._task.summary(metrics)
+        )
 
     def _one_step(self, number: int, reporter: Reporter) -> None:
         """Do training step `number`, or the rest of it: train, validate, save, report."""
@@ -204,10 +205,6 @@ class SupervisedTrainer:
         self._metrics = checkpoint.manifest.metrics
         self._resumed = ResumePoint(self._completed, self._metrics)
 
-    def _save_last(self) -> None:
-        """Save a checkpoint of the last step, unless there is one."""
-        self._checkpoints.save_at_end(self._completed, self._metrics, self._state())
-
     def _with_saved_rows(
         self, error: TrainingError, step: int, rows: Sequence[int]
     ) -> TrainingError:
@@ -219,17 +216,3 @@ class SupervisedTrainer:
         return TrainingError(
             f"training step {step}: {error}; the numbers of the batch's rows are in {path}"
         )
-
-    def _finish(self, metrics: Mapping[str, float]) -> None:
-        directory = self._run.output_dir / "model"
-        with self._run.phases.enter("export"):
-            export_result(self._exported, directory, self._steps, self._save_last)
-        if self._run.is_main_rank:
-            self._run.require_directory(directory)
-            summary = {
-                **self._task.summary(metrics),
-                "steps": self._steps,
-                **self._checkpoints.summary(),
-                "checkpoint": str(directory),
-            }
-            closing_report(self._run.output_dir, summary)

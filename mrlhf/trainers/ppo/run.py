@@ -16,9 +16,9 @@ from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import CheckpointError, Interrupted
 from mrlhf.preflight import read_ppo_inputs
-from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
+from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.report import closing_report, ppo_achievements
+from mrlhf.run.report import ppo_achievements
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
@@ -93,19 +93,13 @@ class PPORun:
                 self._save_interrupted()
                 raise
 
-        directory = self._run.output_dir / "actor"
-        with self._run.phases.enter("export"):
-            export_result(self._exported, directory, parts.steps, self._save_last)
         parts.scorer.close()
-        if self._run.is_main_rank:
-            self._run.require_directory(directory)
-            summary = {
-                **ppo_achievements(self._run.output_dir),
-                "steps": parts.steps,
-                **self._checkpoints.summary(),
-                "checkpoint": str(directory),
-            }
-            closing_report(self._run.output_dir, summary)
+        self._checkpoints.end_run(
+            self._exported,
+            self._last_metrics,
+            parts.state_dict,
+            lambda: ppo_achievements(self._run.output_dir),
+        )
 
     def _train(self, reporter: Reporter) -> None:
         """Run the remaining steps, and the validation before the first one."""
@@ -181,8 +175,3 @@ class PPORun:
             unfinished = True
 
         self._checkpoints.save_at_end(self._completed, self._last_metrics, state, unfinished)
-
-    def _save_last(self) -> None:
-        """Save a checkpoint of the last step, unless there is one."""
-        state = self._parts.state_dict()
-        self._checkpoints.save_at_end(self._completed, self._last_metrics, state)
