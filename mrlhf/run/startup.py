@@ -251,14 +251,9 @@ def _begin(
     stops = AgreedStop(dist.PrefixStore("stop", job.store), job.rank, job.world_size)
     phases = Phases(stops, context.device.synchronize)
     board = Board(phases)
-    monitor = None
-    if job.rank == 0:
-        view = TerminalView(str(directory)) if is_drawn(trainer.console) else None
-        monitor = Monitor(board, directory, job.world_size, view)
+    monitor = _monitor(board, directory, job, trainer)
+    if monitor is not None:
         changes.append(monitor.begin)
-    if is_drawn(trainer.console):
-        # The view, which is built by now and writes to the terminal itself, stands below them.
-        sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))
 
     def end_failed(text: str) -> None:
         """Show that the run has failed; if it has not begun, leave no trace of it."""
@@ -298,6 +293,19 @@ def _begin(
         board=board,
         monitor=monitor,
     )
+
+
+def _monitor(board: Board, directory: Path, job: Job, trainer: TrainerSection) -> Monitor | None:
+    """What shows the board, on the main rank; the lines of all ranks then stand above a view."""
+    monitor = None
+    drawn = is_drawn(trainer.console)
+    if job.rank == 0:
+        view = TerminalView(str(directory)) if drawn else None
+        monitor = Monitor(board, directory, job.world_size, view)
+    if drawn:
+        # The view, which is built by now, writes to the terminal itself.
+        sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))
+    return monitor
 
 
 def _deadline(save_by_minutes: float | None) -> Deadline:
