@@ -22,7 +22,8 @@ from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, par
 from mrlhf.config.arguments import DryRun
 from mrlhf.config.roots import AnyConfig
 from mrlhf.errors import ConfigError, HangError, Interrupted, MrlhfError
-from mrlhf.job import (
+from mrlhf.log import configure_logging, quiet_transformers
+from mrlhf.parallel.job import (
     STORE_S,
     Launch,
     connect_before_start,
@@ -30,7 +31,6 @@ from mrlhf.job import (
     read_place,
     speaks_without_place,
 )
-from mrlhf.log import configure_logging, quiet_transformers
 from mrlhf.printable import STANDARD_OUTPUT, show
 from mrlhf.run.failures import (
     BAD_INPUT,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrlhf.batch import Parts
 from mrlhf.parallel.segments import Segments
-from mrlhf.parts import Parts
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from mrlhf.errors import ConfigError, DataError, HangError, MethodError, MrlhfError, UserTraceback
-from mrlhf.job import STORE_S, Launch, connect_before_start, write_error_file
+from mrlhf.parallel.job import STORE_S, Launch, connect_before_start, write_error_file
 from mrlhf.run.hangs import is_time_out
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from mrlhf.checkpoint.output_files import ALARMS, METRICS
 from mrlhf.config.roots import AnyConfig
 from mrlhf.log import HELD_OUT, MetricsWriter, Progress, read_metrics
 from mrlhf.metrics.table import COLUMNS
+from mrlhf.metrics.trackers import Tracked, TrackedRun, Trackers, finite
 from mrlhf.run.alarms.watch import Watch, write_alarms
 from mrlhf.run.board import Board, Curve
 from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
 from mrlhf.run.monitor import Monitor
 from mrlhf.run.startup import Run
-from mrlhf.trackers import Tracked, TrackedRun, Trackers, finite
 
 logger = logging.getLogger(__name__)
 

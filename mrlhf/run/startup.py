@@ -23,7 +23,10 @@ from mrlhf.config.sections import RoleSection
 from mrlhf.config.trainer import DistributedSection, TrainerSection
 from mrlhf.device import Device, pick_device, seed_everything
 from mrlhf.errors import CheckpointError, ConfigError, Interrupted, MrlhfError
-from mrlhf.job import (
+from mrlhf.log import configure_logging
+from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.parallel.groups import GroupFactory, RoleGroups
+from mrlhf.parallel.job import (
     STORE_S,
     Job,
     connect_before_start,
@@ -32,9 +35,6 @@ from mrlhf.job import (
     read_launch,
     read_launch_history,
 )
-from mrlhf.log import configure_logging
-from mrlhf.parallel.agreed_stop import AgreedStop
-from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.phases import Phases, seconds_by_phase
 from mrlhf.run.board import Board

@@ -19,7 +19,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from mrlhf.errors import HangError
-from mrlhf.job import connect, is_store_of_launcher
+from mrlhf.parallel.job import connect, is_store_of_launcher
 from mrlhf.parallel.phases import Phases
 from mrlhf.run.failures import STOP_SIGNALS, Failures
 from mrlhf.run.hangs import HangReports, describe

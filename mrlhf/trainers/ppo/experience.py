@@ -16,7 +16,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.correction import RolloutCorrectionSection
-from mrlhf.methods import find_method
+from mrlhf.config.methods import find_method
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
