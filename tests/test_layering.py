@@ -34,7 +34,7 @@ DOORS = {
     "sentencepiece": {"data"},
     "pyarrow": {"data"},
     "rich": {"run"},
-    "matplotlib": {"log"},
+    "matplotlib": {"run"},
     "safetensors": {"weights", "checkpoint"},
     "transformers": {"data", "models"},
     "tensorboard": {"metrics"},

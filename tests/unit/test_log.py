@@ -16,7 +16,6 @@ from mrlhf.log import (
     MetricsWriter,
     Progress,
     configure_logging,
-    plot_curves,
     quiet_transformers,
     read_metrics,
 )
@@ -186,30 +185,3 @@ def test_progress_is_log_lines(monkeypatch, caplog):
         "step 10/12, 0:00:00 left",
         "step 12/12, 0:00:00 left",
     ]
-
-
-def test_curves_are_drawn_with_gaps_and_a_missing_metric_is_named(tmp_path):
-    pytest.importorskip("matplotlib")
-    with closing(MetricsWriter(tmp_path)) as writer:
-        for step in range(1, 6):
-            writer.write(
-                step, {"critic/score/mean": 0.1 * step, "actor/ppo_kl": float("nan"), "val": 1.0}
-            )
-
-    source = tmp_path / "metrics.jsonl"
-    png = tmp_path / "plots" / "curves.png"
-    plot_curves(source, png, ["critic/score/mean", "actor/ppo_kl", "val", "step"])
-    header = png.read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    width = int.from_bytes(header[16:20], "big")
-    height = int.from_bytes(header[20:24], "big")
-    assert (width, height) == (3 * 540, 2 * 384)  # four panels: three beside each other, two rows
-
-    with pytest.raises(DataError, match="did you mean 'critic/score/mean'"):
-        plot_curves(source, png, ["critic/scores/mean"])
-
-
-def test_matplotlib_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
-        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "x.png", ["a"])

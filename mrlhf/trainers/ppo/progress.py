@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,23 @@ from mrlhf.parallel.machine import Machine
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.scoring import Scores
+
+# The keys that must not change in the middle of a step.
+_FIXED = (
+    "seed",
+    "data.train_batch_size",
+    "data.gen_batch_size",
+    "data.max_response_length",
+    "actor.ppo_mini_batch_size",
+    "critic.ppo_mini_batch_size",
+    "actor.router_replay",
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.top_k",
+    "rollout.top_p",
+    "rollout.stop",
+    "rollout.stop_token_ids",
+)
 
 
 @dataclass
@@ -99,15 +117,4 @@ class StepProgress:
 
 def fixed_settings(config: PPOConfig) -> dict[str, Any]:
     """The keys that must not change in the middle of a step, with their values."""
-    settings: dict[str, Any] = {
-        "seed": config.seed,
-        "data.train_batch_size": config.data.train_batch_size,
-        "data.gen_batch_size": config.data.gen_batch_size,
-        "data.max_response_length": config.data.max_response_length,
-        "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
-        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
-        "actor.router_replay": config.actor.router_replay,
-    }
-    for key in ("n", "temperature", "top_k", "top_p", "stop", "stop_token_ids"):
-        settings[f"rollout.{key}"] = getattr(config.rollout, key)
-    return settings
+    return {key: attrgetter(key)(config) for key in _FIXED}
