@@ -16,14 +16,6 @@ State = Literal["starting", "training", "finished", "interrupted", "failed"]
 
 
 @dataclass(frozen=True)
-class Curve:
-    """One metric: its name in words, and its latest values, at least one, the present one last."""
-
-    label: str
-    values: Sequence[float]
-
-
-@dataclass(frozen=True)
 class ShownSample:
     """A response that people are shown: prompt, response and score in words."""
 
@@ -48,7 +40,8 @@ class Board:
     steps: int | None = None  # training steps of the whole run; None while that is not known
     seconds_left: float | None = None  # estimated time until the last step is complete
     metrics: Mapping[str, float] = field(default_factory=dict)  # those of the last complete step
-    curves: Sequence[Curve] = ()  # the metrics that people are shown, over the latest steps
+    # The metrics that people are shown, by label, over the latest steps; at least one value each.
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     alarms: Sequence[Alarm] = ()  # those that are on
     sample: ShownSample | None = None  # the latest one
     new_samples: list[ShownSample] = field(default_factory=list)  # those since the last report

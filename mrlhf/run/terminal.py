@@ -6,7 +6,7 @@ It knows phases by name, and no metrics.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -22,7 +22,7 @@ from rich.text import Text
 from mrlhf.log import Console
 from mrlhf.parallel.phases import PhaseProgress
 from mrlhf.printable import printable
-from mrlhf.run.board import Board, Curve
+from mrlhf.run.board import Board
 
 _CLEAR_BELOW = "\r\x1b[J"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -188,15 +188,14 @@ def _progress(board: Board) -> Table:
     return table
 
 
-def _curves(curves: Sequence[Curve]) -> Table:
+def _curves(curves: Mapping[str, Sequence[float]]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="cyan")
-    for curve in curves:
-        value = f"{curve.values[-1]:.4g}"
-        table.add_row(Text(curve.label), value, arrow(curve.values), trend(curve.values))
+    for label, values in curves.items():
+        table.add_row(Text(label), f"{values[-1]:.4g}", arrow(values), trend(values))
     return table
 
 

@@ -25,8 +25,7 @@ from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
 from mrlhf.preflight import PreferenceInputs, SFTInputs
 from mrlhf.run.export import ExportedModel, export_checkpoint
-from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.reporter import Reporter
+from mrlhf.run.reporter import Reporter, ResumePoint
 from mrlhf.run.startup import Run
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.training.engine import Loss, ModelEngine

@@ -8,8 +8,7 @@ import pytest
 
 from mrlhf.config.roots import SFTConfig
 from mrlhf.log import read_metrics
-from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
-from mrlhf.run.reporter import NoReporter, Reporter
+from mrlhf.run.reporter import NoReporter, Reporter, ResumePoint, rewind_metrics
 
 
 def report(directory, steps, resumed=None, trackers=(), offset=0.0):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mrlhf.parallel.phases import Phases
 from mrlhf.run.alarms.watch import Alarm
-from mrlhf.run.board import Board, Curve, ShownSample
+from mrlhf.run.board import Board, ShownSample
 from mrlhf.run.terminal import LinesAboveView, TerminalView, arrow, is_terminal, render, trend
 
 ALARM = Alarm(3, "truncation", "warning", "40% are cut off", "long", "data.x", "docs")
@@ -31,7 +31,7 @@ def board():
         step=12,
         steps=50,
         seconds_left=61.6,
-        curves=[Curve("reward", [0.0, 0.25, 1.0]), Curve("length", [4.0, 3.5])],
+        curves={"reward": [0.0, 0.25, 1.0], "length": [4.0, 3.5]},
         alarms=[ALARM],
         sample=ShownSample("training", "training step 12", "  prompt '1+1='\n  [bold]2[/bold]"),
     )
@@ -69,7 +69,7 @@ def test_no_line_is_wider_than_the_terminal(width):
         step=1,
         steps=2,
         seconds_left=5.0,
-        curves=[Curve("reward", [1.0] * 99)],
+        curves={"reward": [1.0] * 99},
         alarms=[replace(ALARM, message="alarm " * 40)] * 9,
         sample=ShownSample("training", "sample", "text " * 99 + "\nx" * 99),
     )
