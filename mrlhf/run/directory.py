@@ -281,6 +281,7 @@ def _set_aside_rows(directory: Path) -> None:
     for name, other in aside.items():
         with suppress(FileNotFoundError):
             (directory / name).rename(directory / other)
+
     logger.warning(
         "%s holds a run that ended before its first checkpoint: it begins anew, and its metrics "
         "are kept in %s",

@@ -49,6 +49,7 @@ class Monitor:
             "ranks": world_size,
         }
         self._view = view
+
         self._has_begun = False
         self._written = 0.0
         self._shown: tuple[object, ...] = ()
@@ -73,6 +74,7 @@ class Monitor:
         """Write the status now. A failure is logged once, and the run continues."""
         if not self._has_begun:
             return
+
         with self._writing:
             self._shown = self._place()
             self._written = time.monotonic()
