@@ -33,12 +33,19 @@ ALARM = {
 
 @dataclass(frozen=True)
 class RunSize:
-    """How large a made-up run is."""
+    """How large a made-up run is.
 
-    steps: int  # of the run, all of them with a rollout
-    samples: int  # of each rollout, two of each prompt
-    tokens: int  # of the longest response
-    ranks: int  # of the job
+    Attributes:
+        steps: of the run, all of them with a rollout.
+        samples: of each rollout, two of each prompt.
+        tokens: of the longest response.
+        ranks: of the job.
+    """
+
+    steps: int
+    samples: int
+    tokens: int
+    ranks: int
 
 
 def write_run(
