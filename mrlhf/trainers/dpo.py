@@ -75,7 +75,7 @@ class ScoredPairs:
         )
 
 
-class PreferenceOptimization(SupervisedTask):
+class PreferenceOptimization(SupervisedTask[ScoredPairs]):
     """Learns to prefer the chosen response of each pair by more than the reference does."""
 
     name = "dpo"

@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from mrlhf.batch import Sequences
 from mrlhf.config.roots import RewardModelConfig
+from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.microbatch import BatchCut
@@ -38,8 +39,8 @@ def train_reward_model(config: RewardModelConfig) -> None:
         trainer.fit()
 
 
-class PreferenceLearning(SupervisedTask):
-    """Learns to score the chosen response of each of `PreferencePairs` above the rejected one."""
+class PreferenceLearning(SupervisedTask[PreferencePairs]):
+    """Learns to score the chosen response of each pair above the rejected one."""
 
     name = "rm"
 

@@ -37,8 +37,8 @@ def train_sft(config: SFTConfig) -> None:
         trainer.fit()
 
 
-class FineTuning(SupervisedTask):
-    """Learns the responses of prompt-response rows, which are of `SftExample`."""
+class FineTuning(SupervisedTask[Sequence[SftExample]]):
+    """Learns the responses of prompt-response rows."""
 
     name = "sft"
 

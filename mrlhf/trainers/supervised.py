@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -30,16 +30,18 @@ from mrlhf.run.startup import Run
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.training.engine import Loss, ModelEngine
 
+RowsT = TypeVar("RowsT", bound=Sized)
 
-class SupervisedTask(ABC):
+
+class SupervisedTask(ABC, Generic[RowsT]):
     """The rows to learn from and the loss on them."""
 
     name: str  # of the task's metrics: <name>/loss
 
-    def __init__(self, train: Sized, held_out: Sized | None) -> None:
+    def __init__(self, train: RowsT, held_out: RowsT | None) -> None:
         """Take the training rows and the validation rows, which may be empty or missing."""
-        self._train: Any = train
-        self._held_out: Any = held_out or None
+        self._train = train
+        self._held_out = held_out or None
 
     @property
     def has_held_out(self) -> bool:
@@ -81,7 +83,7 @@ class SupervisedTrainer:
         inputs: SFTInputs | PreferenceInputs,
         run: Run,
         spec: ModelSpec,
-        task: SupervisedTask,
+        task: SupervisedTask[Any],
     ) -> None:
         """Build the model with its optimizer, and go on from a checkpoint if there is one.
 
