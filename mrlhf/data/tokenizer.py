@@ -20,9 +20,9 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mrlhf.data.hub_files import read_object, refuse_pointer
 from mrlhf.data.subword import MODEL_FILE, check_sentencepiece, convert_sentencepiece
 from mrlhf.errors import DataError
-from mrlhf.hub_files import read_object, refuse_pointer
 
 logger = logging.getLogger(__name__)
 

@@ -53,10 +53,8 @@ def export_result(
     into the machine's directory for temporary files, so that it is not lost.
 
     Args:
-        directory: where the files go, in the output directory.
-        step: the run's last step.
-        save: makes sure that there is a checkpoint of the last step; it raises a CheckpointError on
-            every rank if there cannot be one.
+        save: makes sure that there is a checkpoint of the last step, which is `step`; it raises a
+            CheckpointError on every rank if there cannot be one.
 
     Raises:
         CheckpointError: it could not be written there, on every rank; the message says where the
@@ -104,9 +102,8 @@ def _is_saved(save: Callable[[], None]) -> bool:
 def export_checkpoint(model: ExportedModel, directory: Path) -> None:
     """Write a model as a complete Hugging Face checkpoint; every rank calls it.
 
-    Args:
-        directory: where the files go, possibly a link; an earlier checkpoint in it is replaced when
-            the new one is complete, and other files stay.
+    An earlier checkpoint in `directory`, which may be a link, is replaced when the new one is
+    complete, and other files stay.
 
     Raises:
         CheckpointError: there is no room, or a rank could not write, on every rank.

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mrlhf.data.hub_files import refuse_pointer
 from mrlhf.errors import WeightError
-from mrlhf.hub_files import refuse_pointer
 from mrlhf.weights.shard import Shape
 
 SINGLE = "model.safetensors"
