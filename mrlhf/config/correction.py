@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from mrlhf.config.fields import Section, known_name
 from mrlhf.config.reads import read_if
@@ -188,46 +188,31 @@ class RolloutCorrectionSection(Section):
     The metrics of the difference are reported in any case.
     """
 
-    preset: Annotated[CorrectionPreset | None, known_name(get_args(CorrectionPreset))] = Field(
-        None,
-        description="a named setting of all the keys below; a key beside it wins, a key of an "
-        "earlier file does not; after reading it is null and the keys hold its values",
-    )
-    rollout_is: WeightLevel | None = Field(
-        None,
-        description="importance weights: one of each token, or one of each response for all its "
-        "tokens; null: none",
-    )
+    preset: Annotated[CorrectionPreset | None, known_name(get_args(CorrectionPreset))] = None
+    """a named setting of all the keys below; a key beside it wins, a key of an earlier file does
+    not; after reading it is null and the keys hold its values"""
+    rollout_is: WeightLevel | None = None
+    """importance weights: one of each token, or one of each response for all its tokens; null:
+    none"""
     rollout_is_threshold: Annotated[
         float | str, BeforeValidator(_weight_threshold), _IF_WEIGHTED
-    ] = Field(
-        2.0,
-        description="a number: larger weights are lowered to it; lower_upper: weights outside "
-        "become 0 (IcePop)",
-    )
-    rollout_is_batch_normalize: Annotated[bool, _IF_WEIGHTED] = Field(
-        False, description="divide the weights by their mean"
-    )
-    rollout_rs: Annotated[str | None, BeforeValidator(_statistics)] = Field(
-        None,
-        description="statistics that reject: comma-joined {token, seq_sum, seq_mean}_{k1, k2, "
-        "k3}, seq_max_{k2, k3}; null: nothing is rejected",
-    )
+    ] = 2.0
+    """a number: larger weights are lowered to it; lower_upper: weights outside become 0 (IcePop)"""
+    rollout_is_batch_normalize: Annotated[bool, _IF_WEIGHTED] = False
+    """divide the weights by their mean"""
+    rollout_rs: Annotated[str | None, BeforeValidator(_statistics)] = None
+    """statistics that reject: comma-joined {token, seq_sum, seq_mean}_{k1, k2, k3}, seq_max_{k2,
+    k3}; null: nothing is rejected"""
     rollout_rs_threshold: Annotated[
         float | str | None, BeforeValidator(_rejection_threshold), _IF_REJECTED
-    ] = Field(
-        None,
-        description="one threshold for all of rollout_rs, or one each, comma-joined; k1: "
-        "lower_upper, or upper alone (lower = 1/upper); k2, k3: upper",
-    )
-    bypass_mode: bool = Field(
-        False, description="use the engine's log-probs as the old ones; saves a forward pass"
-    )
-    loss_type: BypassLoss = Field(
-        "ppo_clip",
-        description="with bypass_mode; ppo_clip: the loss of actor.policy_loss; reinforce: "
-        "REINFORCE with the weights",
-    )
+    ] = None
+    """one threshold for all of rollout_rs, or one each, comma-joined; k1: lower_upper, or upper
+    alone (lower = 1/upper); k2, k3: upper"""
+    bypass_mode: bool = False
+    """use the engine's log-probs as the old ones; saves a forward pass"""
+    loss_type: BypassLoss = "ppo_clip"
+    """with bypass_mode; ppo_clip: the loss of actor.policy_loss; reinforce: REINFORCE with the
+    weights"""
 
     @classmethod
     def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:

@@ -87,9 +87,18 @@ FunctionReference = Annotated[
 
 
 class Section(BaseModel):
-    """A frozen section of keys; unknown keys, inexact types, inf and nan are refused."""
+    """A frozen section of keys; unknown keys, inexact types, inf and nan are refused.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    The text below a key is its meaning in --help, in the page of all keys and in the schemas.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
     @classmethod
     def subsections(cls) -> dict[str, type[Section]]:

@@ -271,7 +271,7 @@ def _line(root_class: type[Root], name: str, item: Mapping[str, Any]) -> str:
     if item["type"] == "extra_forbidden":
         return unknown_key(root_class, name)
     if item["type"] == "missing":
-        doc = nodes(root_class)[starred(name)].field.description
+        doc = nodes(root_class)[starred(name)].doc
         return f"missing key '{name}' ({doc}); set it in the file or as {name}=..."
     if item["type"] in ("model_type", "model_attributes_type"):
         message = "should be a section with keys of its own"

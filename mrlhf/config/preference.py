@@ -17,21 +17,15 @@ from mrlhf.rl.names import PairLossName
 class DPOSection(Section):
     """The loss on preference pairs."""
 
-    loss_type: PairLossName = Field(
-        "sigmoid",
-        description="sigmoid: DPO, and conservative DPO with label_smoothing; ipo: IPO, with "
-        "log-ratios averaged over the tokens of a response",
-    )
-    beta: Positive = Field(
-        0.1,
-        description="how strongly the policy is held to the reference; sigmoid: factor of the "
-        "log-ratios; ipo: they are drawn 1 / (2 beta) nats a token apart",
-    )
+    loss_type: PairLossName = "sigmoid"
+    """sigmoid: DPO, and conservative DPO with label_smoothing; ipo: IPO, with log-ratios averaged
+    over the tokens of a response"""
+    beta: Positive = 0.1
+    """how strongly the policy is held to the reference; sigmoid: factor of the log-ratios; ipo:
+    they are drawn 1 / (2 beta) nats a token apart"""
     label_smoothing: Annotated[
         float,
         Field(ge=0, lt=0.5),
         read_if("loss_type", lambda name: name != "ipo", "is ipo", "use sigmoid"),
-    ] = Field(
-        0.0,
-        description="sigmoid: fraction of the pairs that are taken to be the wrong way round",
-    )
+    ] = 0.0
+    """sigmoid: fraction of the pairs that are taken to be the wrong way round"""

@@ -19,10 +19,10 @@ from mrlhf.user_code import is_reference
 class RewardTermSection(Section):
     """One part of the reward."""
 
-    name: RewardName | FunctionReference = Field(
-        description="a rule, reward_model, or path/to/file.py:function: your own"
-    )
-    weight: Number = Field(1.0, description="factor of this term in the sum")
+    name: RewardName | FunctionReference
+    """a rule, reward_model, or path/to/file.py:function: your own"""
+    weight: Number = 1.0
+    """factor of this term in the sum"""
 
     @model_validator(mode="before")
     @classmethod
@@ -48,13 +48,9 @@ _IF_OWN = read_if("terms", _has_function, "holds no function of your own", "name
 class RewardSection(Section):
     """The score of a response: the weighted sum of its terms."""
 
-    terms: Annotated[list[RewardTermSection], Field(min_length=1)] = Field(
-        description="list of {name, weight}"
-    )
-    timeout_s: Annotated[Seconds, _IF_OWN] = Field(
-        60.0, description="longest time that one call of a user's function may take, seconds"
-    )
-    memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, _IF_OWN] = Field(
-        16384,
-        description="most private memory of each process of a user's function, MB; null: no limit",
-    )
+    terms: Annotated[list[RewardTermSection], Field(min_length=1)]
+    """list of {name, weight}"""
+    timeout_s: Annotated[Seconds, _IF_OWN] = 60.0
+    """longest time that one call of a user's function may take, seconds"""
+    memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, _IF_OWN] = 16384
+    """most private memory of each process of a user's function, MB; null: no limit"""

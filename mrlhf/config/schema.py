@@ -42,7 +42,7 @@ def keys(root_class: type[Root]) -> list[Key]:
             is_section=node.is_section,
             type=_type_in_words(node.field.annotation),
             default=root_class.inherited.get(node.name, _default_in_words(node)),
-            doc=node.field.description or "",
+            doc=node.doc,
         )
         for node in nodes(root_class).values()
     ]

@@ -45,6 +45,11 @@ class Node:
         return self.is_section and self.field.annotation is not self.section
 
     @property
+    def doc(self) -> str:
+        """Its meaning, with the unit, on one line."""
+        return " ".join((self.field.description or "").split())
+
+    @property
     def default(self) -> Any:
         """Its default; pydantic's mark for "undefined" if it is required."""
         return self.field.get_default(call_default_factory=True, validated_data={})
