@@ -18,8 +18,8 @@ from mrlhf.config.fields import (
     Positive,
     Section,
     known_name,
+    known_or_own,
 )
-from mrlhf.config.path_text import expand_name
 from mrlhf.config.presets import PresetName
 from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, by_estimator, read_if
 from mrlhf.rl.names import (
@@ -100,7 +100,9 @@ class AlgorithmSection(Section):
     """a method by its name, which begins anew: keys of the method in earlier files do not count,
     those beside it win; defaults: no method's keys; after reading it is null and the keys hold its
     values"""
-    adv_estimator: AdvantageEstimator | FunctionReference = "gae"
+    adv_estimator: Annotated[
+        AdvantageEstimator | FunctionReference, known_or_own(get_args(AdvantageEstimator))
+    ] = "gae"
     """advantage estimator; only gae needs a critic; path/to/file.py:function: your own"""
     use_critic: Annotated[bool, by_estimator()] = False
     """train a critic and give its values to an estimator of your own"""
@@ -156,8 +158,3 @@ class AlgorithmSection(Section):
             raise ValueError(
                 f"{name} is replaced by its keys where `load_config` reads it; use that"
             )
-
-    @field_validator("adv_estimator", mode="before")
-    @classmethod
-    def _is_estimator_or_function(cls, name: object) -> str:
-        return expand_name(name, get_args(AdvantageEstimator))

@@ -75,18 +75,6 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     }
 )
 
-
-NO_CORRECTION: Mapping[str, object] = MappingProxyType(
-    {
-        "rollout_is": None,
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": False,
-        "rollout_rs": None,
-        "rollout_rs_threshold": None,
-        "bypass_mode": False,
-        "loss_type": "ppo_clip",
-    }
-)
 _NUMBERS_OF = {
     "rollout_is": ("rollout_is_threshold", "rollout_is_batch_normalize"),
     "rollout_rs": ("rollout_rs_threshold",),
@@ -222,10 +210,11 @@ class RolloutCorrectionSection(Section):
         """
         if not isinstance(raw.get("preset"), str) or raw["preset"] not in PRESETS:
             return raw
-        full = {**NO_CORRECTION, **PRESETS[raw["preset"]], **raw, "preset": None}
+        defaults = {name: field.default for name, field in cls.model_fields.items()}
+        full = {**defaults, **PRESETS[raw["preset"]], **raw, "preset": None}
         for switch, numbers in _NUMBERS_OF.items():
             if full[switch] is None:
-                full |= {number: raw.get(number, NO_CORRECTION[number]) for number in numbers}
+                full |= {number: raw.get(number, defaults[number]) for number in numbers}
         return full
 
     @model_validator(mode="before")

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from mrlhf.config.fields import MOST, FunctionReference, Number, Seconds, Section
-from mrlhf.config.path_text import expand_name
+from mrlhf.config.fields import MOST, FunctionReference, Number, Seconds, Section, known_or_own
 from mrlhf.config.reads import read_if
 from mrlhf.rl.names import RewardName
 from mrlhf.user_code import is_reference
@@ -19,7 +18,7 @@ from mrlhf.user_code import is_reference
 class RewardTermSection(Section):
     """One part of the reward."""
 
-    name: RewardName | FunctionReference
+    name: Annotated[RewardName | FunctionReference, known_or_own(get_args(RewardName))]
     """a rule, reward_model, or path/to/file.py:function: your own"""
     weight: Number = 1.0
     """factor of this term in the sum"""
@@ -30,11 +29,6 @@ class RewardTermSection(Section):
         if isinstance(raw, str):
             raise ValueError(f"should be a section with keys of its own: {{name: {raw}}}")
         return raw
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _is_rule_or_function(cls, name: object) -> str:
-        return expand_name(name, get_args(RewardName))
 
 
 def _has_function(terms: list[RewardTermSection]) -> bool:

@@ -7,7 +7,6 @@ key means; `preflight` checks the conditions between keys.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, model_validator
@@ -20,12 +19,12 @@ from mrlhf.config.data import (
     SupervisedDataSection,
 )
 from mrlhf.config.fields import Section, Seed
-from mrlhf.config.preference import DPOSection
 from mrlhf.config.reward import RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
     CriticSection,
+    DPOSection,
     OptimSection,
     ReferenceSection,
     RewardModelSection,
@@ -39,15 +38,12 @@ from mrlhf.rl.names import estimator_traits
 
 
 class Root(Section):
-    """A whole configuration file.
+    """A whole configuration file."""
 
-    Attributes:
-        inherited: keys that, left out or null, take the value of another key.
-        unless_given: inherited keys that do so only if none of these other keys is given.
-    """
-
-    inherited: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    # The keys that, left out or null, take the value of another key.
+    inherited: ClassVar[Mapping[str, str]] = {}
+    # Of these, the keys that do so only if none of the others is given.
+    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @property
     def unbuilt(self) -> frozenset[str]:
@@ -113,21 +109,17 @@ _WITH_SIZES_OF_REFERENCE = {
 class PPOConfig(Root):
     """The configuration of launch/train_ppo.py."""
 
-    inherited: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "critic.path": "actor.path",
-            "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
-            "critic.ppo_epochs": "actor.ppo_epochs",
-            **_of_reference("actor"),
-            "data.tokenizer": "actor.path",
-            "data.gen_batch_size": "data.train_batch_size",
-            "actor.loss_scale_factor": "data.max_response_length",
-            "critic.loss_scale_factor": "data.max_response_length",
-        }
-    )
-    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        _WITH_SIZES_OF_REFERENCE
-    )
+    inherited: ClassVar[Mapping[str, str]] = {
+        "critic.path": "actor.path",
+        "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+        "critic.ppo_epochs": "actor.ppo_epochs",
+        **_of_reference("actor"),
+        "data.tokenizer": "actor.path",
+        "data.gen_batch_size": "data.train_batch_size",
+        "actor.loss_scale_factor": "data.max_response_length",
+        "critic.loss_scale_factor": "data.max_response_length",
+    }
+    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = _WITH_SIZES_OF_REFERENCE
 
     seed: Seed = 1
     """seed of the data order, of sampling and of fresh weights"""
@@ -220,7 +212,7 @@ class TrainedModelSection(RouterSection, RoleSection):
 class SupervisedConfig(Root):
     """What the trainings on rows of a file share: fine-tuning, and those on preference pairs."""
 
-    inherited: ClassVar[Mapping[str, str]] = MappingProxyType({"data.tokenizer": "model.path"})
+    inherited: ClassVar[Mapping[str, str]] = {"data.tokenizer": "model.path"}
 
     seed: Seed = 1
     """seed of the data order and of fresh weights"""
@@ -264,15 +256,11 @@ class RewardModelConfig(PreferenceConfig):
 class DPOConfig(PreferenceConfig):
     """The configuration of launch/train_dpo.py."""
 
-    inherited: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            **SupervisedConfig.inherited,
-            **_of_reference("model"),
-        }
-    )
-    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        _WITH_SIZES_OF_REFERENCE
-    )
+    inherited: ClassVar[Mapping[str, str]] = {
+        **SupervisedConfig.inherited,
+        **_of_reference("model"),
+    }
+    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = _WITH_SIZES_OF_REFERENCE
 
     dpo: DPOSection
     """the loss on preference pairs"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from mrlhf.config.fields import (
     Count,
@@ -23,10 +23,17 @@ from mrlhf.config.fields import (
     Ranks,
     Section,
     UpToOne,
+    known_or_own,
 )
-from mrlhf.config.path_text import expand_name
 from mrlhf.config.reads import LOSS_MODE, NotRead, Place, ReadIf, by_loss, read_if
-from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RouterReplay, policy_loss_traits
+from mrlhf.rl.names import (
+    KlKind,
+    LossAggMode,
+    LossMode,
+    PairLossName,
+    RouterReplay,
+    policy_loss_traits,
+)
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
@@ -64,6 +71,7 @@ def _not_normalised(place: Place) -> NotRead | None:
 
 _UNLESS_BOTH_BOUNDS = ReadIf(_beside_bounds)
 _IF_NORMALISED = ReadIf(_not_normalised)
+_Divisor = Annotated[float, Field(ge=1e-6, le=2**24)]
 
 
 class OptimSection(Section):
@@ -179,7 +187,7 @@ class RouterSection(Section):
 class PolicyLossSection(Section):
     """The loss that trains the policy; a key that it does not read is refused."""
 
-    loss_mode: LossMode | FunctionReference = "vanilla"
+    loss_mode: Annotated[LossMode | FunctionReference, known_or_own(get_args(LossMode))] = "vanilla"
     """name of the policy loss; vanilla: PPO's clipped ratio with dual clip;
     path/to/file.py:function: your own"""
     clip_cov_ratio: Annotated[Fraction, by_loss("clip_cov", own=False)] = 0.0002
@@ -192,11 +200,6 @@ class PolicyLossSection(Section):
     """kl_cov: fraction of the tokens that get a KL penalty"""
     ppo_kl_coef: Annotated[NotNegative, by_loss("kl_cov")] = 0.1
     """kl_cov: weight of that KL penalty"""
-
-    @field_validator("loss_mode", mode="before")
-    @classmethod
-    def _is_loss_or_function(cls, name: object) -> str:
-        return expand_name(name, get_args(LossMode))
 
     @model_validator(mode="after")
     def _covariance_bounds_are_in_order(self) -> PolicyLossSection:
@@ -251,9 +254,7 @@ class ActorSection(RouterSection, RoleSection):
     loss_agg_mode: LossAggMode | None = None
     """how the losses of the tokens become one number; null: seq-mean-token-mean for gspo, sapo and
     geo_mean, else token-mean"""
-    loss_scale_factor: Annotated[
-        Annotated[float, Field(ge=1e-6, le=2**24)] | None, _IF_NORMALISED
-    ] = None
+    loss_scale_factor: Annotated[_Divisor | None, _IF_NORMALISED] = None
     """divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"""
     router_replay: RouterReplay = "none"
     """mixture of experts: the experts to which the passes over the policy send tokens; none: those
@@ -296,9 +297,7 @@ class CriticSection(RouterSection, RoleSection):
     """clip distance: a value counts as moved by at most this from the old value"""
     loss_agg_mode: LossAggMode = "token-mean"
     """how the losses of the tokens become one number"""
-    loss_scale_factor: Annotated[
-        Annotated[float, Field(ge=1e-6, le=2**24)] | None, _IF_NORMALISED
-    ] = None
+    loss_scale_factor: Annotated[_Divisor | None, _IF_NORMALISED] = None
     """divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"""
 
     @property
@@ -313,3 +312,20 @@ class ReferenceSection(RoleSection):
 
 class RewardModelSection(RoleSection):
     """A frozen sequence classifier with one output (score.weight) that scores whole responses."""
+
+
+class DPOSection(Section):
+    """The loss on preference pairs."""
+
+    loss_type: PairLossName = "sigmoid"
+    """sigmoid: DPO, and conservative DPO with label_smoothing; ipo: IPO, with log-ratios averaged
+    over the tokens of a response"""
+    beta: Positive = 0.1
+    """how strongly the policy is held to the reference; sigmoid: factor of the log-ratios; ipo:
+    they are drawn 1 / (2 beta) nats a token apart"""
+    label_smoothing: Annotated[
+        float,
+        Field(ge=0, lt=0.5),
+        read_if("loss_type", lambda name: name != "ipo", "is ipo", "use sigmoid"),
+    ] = 0.0
+    """sigmoid: fraction of the pairs that are taken to be the wrong way round"""

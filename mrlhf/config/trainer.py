@@ -13,6 +13,7 @@ from mrlhf.config.fields import (
     Count,
     CountOrZero,
     Minutes,
+    Name,
     PathText,
     Positive,
     Section,
@@ -66,9 +67,9 @@ class TrainerSection(Section):
     errors alone, as --quiet"""
     trackers: list[Tracker] = Field([])
     """what gets the metrics beside metrics.jsonl: tensorboard, wandb, trackio"""
-    project_name: Annotated[str, Field(pattern=r"\S"), _IF_TRACKED] = "mrlhf"
+    project_name: Annotated[Name, _IF_TRACKED] = "mrlhf"
     """project of the run in wandb and trackio"""
-    experiment_name: Annotated[Annotated[str, Field(pattern=r"\S")] | None, _IF_TRACKED] = None
+    experiment_name: Annotated[Name | None, _IF_TRACKED] = None
     """name of the run in wandb and trackio; null: that of output_dir"""
     max_shard_size_mb: Count = 5000
     """largest safetensors file of the exported model, MB"""
@@ -83,14 +84,14 @@ class TrainerSection(Section):
     """a step that ends so long after the last checkpoint saves one; null: none"""
     max_to_keep: Count | None = 2
     """newest checkpoints that are kept, beside the best one; null: all"""
-    keep_best: Annotated[str, Field(pattern=r"\S")] | None = None
+    keep_best: Name | None = None
     """metric by which the best checkpoint is kept as well, such as val/<data source>/acc@1; null:
     none"""
     keep_best_mode: Annotated[
         Literal["max", "min"], read_if("keep_best", _is_named, "is null", "name a metric there")
     ] = "max"
     """whether a high or a low value of keep_best is best"""
-    export_best: Annotated[str, Field(pattern=r"\S")] | None = None
+    export_best: Name | None = None
     """metric by which the best model is exported as well, beside the last one, such as val/<data
     source>/acc@1; null: the last one only"""
     export_best_mode: Annotated[

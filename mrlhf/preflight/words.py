@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrlhf.config.preference import DPOSection
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig
+from mrlhf.config.sections import DPOSection
 from mrlhf.device import device_kind
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes

@@ -6,7 +6,7 @@ What is refused is a row of `refusals.txt`.
 import pytest
 
 from mrlhf.config import DryRun, PPOConfig, RewardModelConfig, SFTConfig, parse_args
-from mrlhf.config.schema import keys
+from mrlhf.config.tree import nodes
 from mrlhf.errors import ConfigError
 from mrlhf.preflight import describe
 from tests.unit.configurations import ppo, supervised
@@ -106,7 +106,7 @@ def test_help_lists_every_key_with_its_doc(root, capsys):
         parse_args(root, ["--help"])
     assert caught.value.code == 0
     said = capsys.readouterr().out
-    for key in keys(root):
+    for key in nodes(root).values():
         assert key.name in said
         assert key.doc, f"{key.name} has no description"
         assert key.doc in said

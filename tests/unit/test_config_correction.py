@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from mrlhf.config import PPOConfig, dump_yaml, load_config
-from mrlhf.config.correction import NO_CORRECTION, CorrectionPreset, RolloutCorrectionSection
+from mrlhf.config.correction import CorrectionPreset, RolloutCorrectionSection
 
 ARGUMENTS = [
     "actor.path=m",
@@ -271,7 +271,3 @@ def test_a_preset_is_expanded_in_the_section_and_in_dumps(tmp_path):
 
     other = load_config(PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.preset=decoupled_k3_rs"])
     assert summary(other.algorithm.rollout_correction) == (*NO_WEIGHTS, K3, False, "ppo_clip")
-
-
-def test_what_a_preset_leaves_out_is_the_default():
-    assert RolloutCorrectionSection().model_dump() == {"preset": None, **NO_CORRECTION}
