@@ -3,7 +3,7 @@
 import pytest
 
 from mrlhf.preflight import describe
-from mrlhf.preflight.method_description import describe_method
+from mrlhf.preflight.words import describe_method
 from tests.unit.configurations import ppo
 
 CORRECTION = "algorithm__rollout_correction"
