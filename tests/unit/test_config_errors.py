@@ -23,59 +23,10 @@ def test_dots_in_the_keys_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "hint"),
-    [
-        ("critic.enable", "algorithm.adv_estimator decides whether there is a critic"),
-        ("actor_rollout_ref.actor.optim.muon_momentum", "the optimizer is AdamW"),
-        ("actor_rollout_ref.rollout.do_sample", "training always samples; validation is greedy"),
-        ("actor_rollout_ref.model.use_liger", ""),
-        ("distillation.enabled", ""),
-        ("reward.num_workers", "each rank scores its share of the responses"),
-        (
-            "actor_rollout_ref.ref.megatron.param_offload",
-            "there is no offload: weights, gradients and moments stay on the device; raise tp or "
-            "pp if they do not fit",
-        ),
-        (
-            "+actor_rollout_ref.actor.megatron.use_mbridge",
-            "Hugging Face weights are read and written without a bridge",
-        ),
-        ("model_engine", "models run on megatron-core, with tp, cp, pp, vpp, ep and etp alone"),
-    ],
-)
-def test_a_key_of_verl_without_counterpart_suggests_no_other(theirs, hint):
-    known = nodes(PPOConfig)
-    wanted = f"verl's '{theirs}' has no counterpart here" + (f": {hint}" if hint else "")
-    assert verl_names.verl_hint(theirs, known) == wanted
-
-
-@pytest.mark.parametrize(
     "ours", ["actor.optim.lrr", "rollout.stp", "data.train_file", "critic.tpp"]
 )
 def test_a_misspelt_key_of_ours_is_not_taken_for_one_of_verl(ours):
     assert verl_names.verl_hint(ours, nodes(PPOConfig)) is None
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        (
-            "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity",
-            "'actor.recompute' here; none, full, core_attn or mlp",
-        ),
-        ("data.truncation", "'data.overlong_prompts' here; nothing is truncated; what is too"),
-        ("data.filter_overlong_prompts", "'data.overlong_prompts' here; true there is drop here"),
-        (
-            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
-            "'actor.optim.lr_warmup_steps' here; it counts steps, not a share of the run",
-        ),
-        ("trainer.logger", "'trainer.trackers' here; the console is always on"),
-        ("actor_rollout_ref.actor.optim.betas", "'actor.optim.adam_beta1' here"),
-    ],
-)
-def test_a_key_of_verl_with_a_counterpart_says_what_else_changes(theirs, ours):
-    hint = verl_names.verl_hint(theirs, nodes(PPOConfig))
-    assert hint is not None and hint.startswith(f"verl's '{theirs}' is {ours}")
 
 
 def test_each_key_of_verl_leads_to_one_that_exists():
