@@ -11,7 +11,6 @@ they are the lines of the description, where "..." stands for any others.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +18,7 @@ from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, loa
 from mrlhf.config.roots import AnyConfig
 from mrlhf.errors import ConfigError
 from mrlhf.preflight import check, describe
+from tests.unit.config_files import read_cases
 
 SUPERVISED = [
     "model={path: none, tp: 2, micro_batch_tokens: 256}",
@@ -44,25 +44,6 @@ BASES: dict[str, tuple[type, list[str]]] = {
     "DPOConfig": (DPOConfig, SUPERVISED),
     "RewardModelConfig": (RewardModelConfig, SUPERVISED),
 }
-
-Case = tuple[str, int, str, list[str]]
-"""Kind of training, ranks, changes, lines below them."""
-
-
-def read_cases(name: str) -> list[Case]:
-    """The rows of a table."""
-    cases: list[Case] = []
-    for line in Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines():
-        heading = re.fullmatch(r"\[(\w+), (\d+) ranks\]", line)
-        if heading is not None:
-            kind = heading[1]
-            ranks = int(heading[2])
-        elif line.startswith(" "):
-            cases[-1][-1].append(line.removeprefix("    "))
-        elif line and not line.startswith("#"):
-            cases.append((kind, ranks, line, []))
-    return cases
-
 
 CASES = read_cases("refusals.txt")
 
