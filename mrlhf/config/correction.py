@@ -100,48 +100,37 @@ def _numbers(text: str) -> tuple[float | None, float]:
     return lower, upper
 
 
-def _as_texts(value: object) -> list[str]:
-    """The comma-joined parts of a threshold as texts; none if it is neither number nor text."""
+def _thresholds(value: object) -> list[tuple[float | None, float]]:
+    """The bounds in each comma-joined part of a number or a text; ValueError if one has none."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return []
-    return str(value).split(",")
-
-
-def _checked(value: object, parts: list[str], allowed: str) -> object:
-    """`value`, as a number if its text holds one number; ValueError if a part is no threshold."""
-    try:
-        bounds = [_numbers(part) for part in parts]
-    except ValueError:
-        bounds = []
-    if not bounds:
-        raise ValueError(f"should be {allowed}")
-
-    lower, upper = bounds[0]
-    is_one_number = len(bounds) == 1 and lower is None
-    return upper if is_one_number else value
+        raise ValueError
+    return [_numbers(part) for part in str(value).split(",")]
 
 
 def _weight_threshold(value: object) -> object:
-    """`value` if it is one threshold of weights that holds the ratio 1."""
+    """`value` if it is one threshold of weights that holds the ratio 1; a number as such."""
     allowed = "a number of at least 1, or lower_upper with 0 < lower <= 1 <= upper, such as 0.5_5.0"
-    parts = _as_texts(value)
-    checked = _checked(value, parts if len(parts) == 1 else [], allowed)
-
-    lower, upper = _numbers(parts[0])
+    try:
+        ((lower, upper),) = _thresholds(value)
+    except ValueError:
+        raise ValueError(f"should be {allowed}") from None
     if upper < 1 or (lower is not None and lower > 1):
         raise ValueError(f"{NOT_EVEN_ONE}; should be {allowed}")
-    return checked
+    return upper if lower is None else value
 
 
 def _rejection_threshold(value: object) -> object:
-    """`value` if it is one threshold of rejection, or several joined by commas."""
+    """`value` if it is one threshold of rejection, or several; one number as such."""
     if value is None:
         return None
-    allowed = (
-        "a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_2.0, or several of "
-        "these joined by commas"
-    )
-    return _checked(value, _as_texts(value), allowed)
+    try:
+        (lower, upper), *others = _thresholds(value)
+    except ValueError:
+        raise ValueError(
+            "should be a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_2.0, "
+            "or several of these joined by commas"
+        ) from None
+    return upper if lower is None and not others else value
 
 
 def _statistics(value: object) -> object:
@@ -229,7 +218,7 @@ class RolloutCorrectionSection(Section):
                 f"rollout_rs {self.rollout_rs} is given without rollout_rs_threshold; give one"
             )
 
-        self._read_criteria()
+        _ = self.criteria  # which refuses thresholds that do not fit
         return self
 
     def trained_loss(self, loss_mode: str) -> str:
@@ -252,14 +241,11 @@ class RolloutCorrectionSection(Section):
     @property
     def criteria(self) -> tuple[tuple[Statistic, float | None, float], ...]:
         """The criteria for keeping a token: statistic, lower bound (only of k1), upper bound."""
-        return self._read_criteria()
-
-    def _read_criteria(self) -> tuple[tuple[Statistic, float | None, float], ...]:
         if self.rollout_rs is None:
             return ()
 
         names = cast(list[Statistic], self.rollout_rs.split(","))
-        thresholds = _as_texts(self.rollout_rs_threshold)
+        thresholds = _thresholds(self.rollout_rs_threshold)
         if len(thresholds) not in (1, len(names)):
             raise ValueError(
                 f"rollout_rs_threshold {self.rollout_rs_threshold} holds {len(thresholds)} "
@@ -270,9 +256,8 @@ class RolloutCorrectionSection(Section):
             thresholds = thresholds * len(names)
 
         criteria = []
-        for name, threshold in zip(names, thresholds, strict=True):
-            lower, upper = _bounds_of(name, *_numbers(threshold))
-            criteria.append((name, lower, upper))
+        for name, bounds in zip(names, thresholds, strict=True):
+            criteria.append((name, *_bounds_of(name, *bounds)))
         return tuple(criteria)
 
 
