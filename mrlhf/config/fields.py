@@ -159,16 +159,6 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    @classmethod
-    def subsections(cls) -> dict[str, type[Section]]:
-        """The fields that are always sections, with their classes."""
-        sections = {}
-        for name, field in cls.model_fields.items():
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, Section):
-                sections[name] = kind
-        return sections
-
     def value_of(self, key: str) -> Any:
         """The value of `key`; a dot leads into a subsection."""
         return reduce(getattr, key.split("."), self)
@@ -180,7 +170,9 @@ class Section(BaseModel):
         if not isinstance(raw, Mapping):
             return raw
         filled = dict(raw)
-        for name in cls.subsections():
-            if filled.get(name) is None:
+        for name, field in cls.model_fields.items():
+            kind = field.annotation
+            is_section = isinstance(kind, type) and issubclass(kind, Section)
+            if is_section and filled.get(name) is None:
                 filled[name] = {}
         return filled

@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from mrlhf.config.fields import MOST, Count, CountOrZero, Ranks, Section, Texts, Tokens
 from mrlhf.config.reads import read_if
 
-UTILIZATION = 0.9  # default of rollout.gpu_memory_utilization
-
 _IF_DUMPED = read_if(
     "dump_freq", bool, "is 0", "set that to the steps between two rollouts that are written down"
 )
@@ -57,7 +55,7 @@ class RolloutSection(Section):
     kv_cache_mb: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """KV cache of one rank, MiB; null: up to half of the free memory on a CPU, what
     gpu_memory_utilization leaves on a GPU"""
-    gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1), _UNLESS_SIZED] = UTILIZATION
+    gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1), _UNLESS_SIZED] = 0.9
     """fraction of a GPU's memory for the engine's weights and KV cache, as in vLLM and verl; less
     if training leaves less: a tenth of the GPU stays free, or 1 - this"""
     enforce_eager: bool = False

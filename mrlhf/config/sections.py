@@ -38,7 +38,6 @@ from mrlhf.rl.names import (
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
-CLIP_RATIO = 0.2
 NORMALISED = "seq-mean-token-sum-norm"
 
 _IF_IT_DECAYS = read_if(
@@ -220,7 +219,7 @@ class ActorSection(RouterSection, RoleSection):
     """prompts in one optimizer step (x rollout.n = samples)"""
     ppo_epochs: Count = 1
     """passes over the batch in each training step"""
-    clip_ratio: Annotated[Positive, _BY_CLIPPING_LOSS, _UNLESS_BOTH_BOUNDS] = CLIP_RATIO
+    clip_ratio: Annotated[Positive, _BY_CLIPPING_LOSS, _UNLESS_BOTH_BOUNDS] = 0.2
     """clip distance: the probability ratio is clipped to 1 -/+ this; geo_mean: the log-ratio to -/+
     this; dppo_tv, dppo_kl: a token gets no gradient once its probability has moved by more"""
     clip_ratio_low: Annotated[Positive | None, _BY_CLIPPING_LOSS] = None

@@ -9,7 +9,7 @@ on the first step. This file knows no rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.unread import is_read
@@ -235,21 +235,26 @@ def _weight_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _component_problems(config: PPOConfig) -> Iterator[str]:
-    """Terms to compare that do not exist, and weights that do not fit them."""
-    algorithm = config.algorithm
+    """Terms to compare that do not exist or are named twice, and weights that do not fit them."""
     if not is_read(config, "algorithm.gdpo_reward_keys"):
         return
-
-    keys = algorithm.gdpo_reward_keys
-    if algorithm.gdpo_reward_weights is not None:
-        yield from _component_weight_problems(algorithm.gdpo_reward_weights, keys)
-    if keys is not None:
-        yield from _component_name_problems(keys, [term.name for term in config.reward.terms])
-
-
-def _component_name_problems(keys: Sequence[str], terms: Sequence[str]) -> Iterator[str]:
-    """Names of compared terms that are given twice, or that no rule reports."""
     key = "algorithm.gdpo_reward_keys"
+    keys = config.algorithm.gdpo_reward_keys
+    weights = config.algorithm.gdpo_reward_weights
+    terms = [term.name for term in config.reward.terms]
+
+    of_weights = "algorithm.gdpo_reward_weights"
+    if weights is not None and keys is None:
+        yield f"{of_weights} needs {key}, which says what is weighted; set both"
+    elif weights is not None and keys is not None and len(keys) != len(weights):
+        yield (
+            f"{of_weights} has {len(weights)} numbers for the {len(keys)} names in {key}; give one "
+            "for each"
+        )
+    if weights is not None and not any(weights):
+        yield f"{of_weights} is 0 for every term, so nothing could be learned; give another weight"
+
+    keys = keys or []
     for name in sorted({name for name in keys if keys.count(name) > 1}):
         yield f"{key} names {name} {keys.count(name)} times; name it once and add the weights"
     if any(":" in term for term in terms):
@@ -260,22 +265,6 @@ def _component_name_problems(keys: Sequence[str], terms: Sequence[str]) -> Itera
                 f"{key} names {name}, which no term of reward.terms reports (they are "
                 f"{', '.join(terms)}); name one of these, or add a function that returns {name}"
             )
-
-
-def _component_weight_problems(
-    weights: Sequence[float], keys: Sequence[str] | None
-) -> Iterator[str]:
-    """Weights of single terms that do not fit the terms."""
-    key = "algorithm.gdpo_reward_weights"
-    if keys is None:
-        yield f"{key} needs algorithm.gdpo_reward_keys, which says what is weighted; set both"
-    elif len(keys) != len(weights):
-        yield (
-            f"{key} has {len(weights)} numbers for the {len(keys)} names in "
-            "algorithm.gdpo_reward_keys; give one for each"
-        )
-    if not any(weights):
-        yield f"{key} is 0 for every term, so nothing could be learned; give another weight"
 
 
 def _correctness_problems(config: PPOConfig) -> Iterator[str]:

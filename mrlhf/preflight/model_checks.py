@@ -227,10 +227,19 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
             f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
             f"rollout.engine=native"
         )
-    elif problem is not None:
+        return
+    if problem is not None:
         yield problem
-    else:
-        yield from _cache_problems(config, spec)
+        return
+
+    megabytes = rollout.kv_cache_mb
+    needs = cache_needs(config, spec)
+    if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
+        yield (
+            f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one "
+            f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
+            f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"
+        )
 
 
 def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
@@ -246,16 +255,4 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
             f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's "
             f"max_position_embeddings {spec.max_positions} ({Path(role.path) / 'config.json'}); "
             "lower the data's maximum lengths"
-        )
-
-
-def _cache_problems(config: PPOConfig, spec: ModelSpec) -> Iterator[str]:
-    """A KV cache too small for one sequence."""
-    megabytes = config.rollout.kv_cache_mb
-    needs = cache_needs(config, spec)
-    if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
-        yield (
-            f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one "
-            f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
-            f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"
         )
