@@ -15,7 +15,7 @@ from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
-from mrlhf.parallel.whole_rows import gather_rows
+from mrlhf.parallel.packs import gather_rows
 from mrlhf.preflight import read_preference_inputs
 from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start

@@ -38,13 +38,9 @@ def variety(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Gate:
-    """Holds up a run in the scoring of its responses, at the step that a test chooses.
+    """Holds up a run in the scoring of its responses, at the step that a test chooses."""
 
-    Attributes:
-        folder: belongs to this gate.
-    """
-
-    folder: Path
+    folder: Path  # belongs to this gate
 
     @property
     def reward(self) -> str:
