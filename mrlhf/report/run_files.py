@@ -15,7 +15,7 @@ from typing import Any
 
 from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, TIMELINE
 from mrlhf.checkpoint.summary import read_summary
-from mrlhf.config.compare import read_leaves
+from mrlhf.config.load import read_leaves
 from mrlhf.errors import DataError
 from mrlhf.log import read_metrics
 

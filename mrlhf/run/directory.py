@@ -29,8 +29,7 @@ from mrlhf.checkpoint.manifest import (
 )
 from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, RUN_RECORD, TENSORBOARD, WRITTEN
 from mrlhf.checkpoint.summary import SUMMARY
-from mrlhf.config.compare import changed_keys
-from mrlhf.config.load import dump_yaml
+from mrlhf.config.load import changed_keys, dump_yaml
 from mrlhf.config.roots import Root
 from mrlhf.config.tree import flatten
 from mrlhf.errors import ConfigError

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Sequences
-from mrlhf.config.preference import DPOSection
 from mrlhf.config.roots import DPOConfig
+from mrlhf.config.sections import DPOSection
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.config.schema import keys
+from mrlhf.config.tree import nodes
 from mrlhf.run.alarms.history import History
 from mrlhf.run.alarms.rules import PAGE, RULES, Rule
 from mrlhf.run.alarms.watch import Watch, write_alarms
@@ -96,7 +96,7 @@ def test_recordings_keep_every_metric_that_a_rule_reads():
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name} {rule.key}")
 def test_key_and_section_of_the_page_exist(rule):
-    known = {key.name for root in (PPOConfig, SFTConfig, RewardModelConfig) for key in keys(root)}
+    known = {key for root in (PPOConfig, SFTConfig, RewardModelConfig) for key in nodes(root)}
     assert rule.key in known
     page, anchor = rule.link.split("#")
     headings = re.findall(r"^## (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)

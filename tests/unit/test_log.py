@@ -44,7 +44,7 @@ def test_rank_zero_informs_and_every_rank_warns(rank, informs, clean_logging, ca
     assert len(lines) == 1 + informs
     assert lines[-1].endswith(f"[rank {rank}] WARNING mrlhf.trainers.ppo.step: slow disk")
 
-    for about_files in ("mrlhf.data.rows", "mrlhf.preflight.shared_rows"):
+    for about_files in ("mrlhf.data.rows", "mrlhf.preflight.inputs"):
         logging.getLogger(about_files).warning("the same on every rank")
     assert len(capsys.readouterr().err.splitlines()) == (2 if rank == 0 else 0)
 
