@@ -16,10 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mrlhf.batch import Sequences
+from mrlhf.batch import Parts, Sequences
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.segments import WHOLE, Segments
-from mrlhf.parts import Parts
 
 Select = Literal["response", "last"]
 

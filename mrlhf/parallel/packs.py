@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrlhf.batch import Parts
 from mrlhf.parallel.segments import Segments
-from mrlhf.parts import Parts
 
 
 @dataclass(frozen=True)

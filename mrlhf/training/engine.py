@@ -20,7 +20,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mrlhf.batch import Sequences
+from mrlhf.batch import Parts, Sequences
 from mrlhf.config.sections import OptimSection, RoleSection, RouterSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
@@ -39,7 +39,6 @@ from mrlhf.parallel.packing import Select, make_packs
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.schedule import Pipeline
-from mrlhf.parts import Parts
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
