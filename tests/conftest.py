@@ -6,6 +6,7 @@ Examples of hypothesis are the same in every run, and a slow machine may take it
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("any machine")
+
+if shutil.which("nvidia-smi") is None:
+    # Triton reads this when it is first imported, which may be by megatron-core: its kernels are
+    # interpreted, since there is nothing to compile them for.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TABLE = read_table()
 
