@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from mrlhf.user_cache import cache_directory
+from mrlhf.host.user_cache import cache_directory
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mrlhf.config.preference import DPOSection
 from mrlhf.config.roots import TrainedModelSection
-from mrlhf.config.sections import OptimSection, ReferenceSection, RoleSection
+from mrlhf.config.sections import DPOSection, OptimSection, ReferenceSection, RoleSection
 from mrlhf.device import Device
 from mrlhf.models.families import load_spec
 from mrlhf.parallel import vocab
