@@ -171,15 +171,22 @@ def _of_row(name: str, row: Row, o: Numbers) -> RowLoss:
         loss = -mean_a * (held[kept].sum() / count).exp()
         return RowLoss(loss.expand(len(d)), (d != narrow) & (a > 0), (d != narrow) & (a < 0))
 
-    p = logp.exp().detach()
-    q = old.exp()
+    return _of_trust_region(name, row, o)
+
+
+def _of_trust_region(name: str, row: Row, o: Numbers) -> RowLoss:
+    """A token trains while its probability is in the region, or moves back to it."""
+    a = row.advantages
+    p = row.logprobs.exp().detach()
+    q = row.old.exp()
+    ratio = p / q
     if name == "dppo_tv":
         valid = torch.where(a > 0, p - q <= o.trust_high, q - p <= o.trust_low)
     else:
         assert name == "dppo_kl"
         kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
         valid = torch.where(a > 0, (kl <= o.trust_high) | (p <= q), (kl <= o.trust_low) | (p >= q))
-    losses = -a * ratio.detach().clamp(max=o.clip_c) * logp * valid
+    losses = -a * ratio.clamp(max=o.clip_c) * row.logprobs * valid
     return RowLoss(losses, ~valid, valid & (ratio > o.clip_c))
 
 
