@@ -72,15 +72,10 @@ def mismatch_metrics(
 
 
 class _Block(NamedTuple):
-    """The sums over some rows from which `mismatch_metrics` computes its numbers; float64.
+    """The sums over some rows from which `mismatch_metrics` computes its numbers; float64."""
 
-    Attributes:
-        of_tokens: [3], sums over tokens: of both estimates of KL, and of the squared ratio.
-        of_rows: [3, rows], of each row: its tokens, and the sums of both log-probabilities.
-    """
-
-    of_tokens: Tensor
-    of_rows: Tensor
+    of_tokens: Tensor  # [3], sums over tokens: of both estimates of KL, and of the squared ratio
+    of_rows: Tensor  # [3, rows], of each row: its tokens, and the sums of both log-probabilities
 
 
 def _block(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> _Block:

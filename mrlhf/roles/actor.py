@@ -29,42 +29,32 @@ from mrlhf.training.engine import ModelEngine
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of a forward pass over a rollout; float32 [batch, response_len].
+    """The result of a forward pass over a rollout; float32 [batch, response_len]."""
 
-    Attributes:
-        logprobs: log-probabilities of the response tokens, at the rollout temperature.
-        entropy: entropy of the distribution that each token was drawn from, nats.
-        full_kl: KL to the reference over the whole vocabulary, or None where the reference's states
-            were not given.
-        sum_of_squares: the sum of the squared probabilities of the vocabulary, or None where it was
-            not asked for.
-        experts: those that the routers chose, if the update replays them; else None.
-        disagreement: the share of pairs of response token and mixture for which the routers chose
-            other experts than the engine's; None if the engine has recorded none.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
+    logprobs: Tensor  # log-probabilities of the response tokens, at the rollout temperature
+    entropy: Tensor  # entropy of the distribution that each token was drawn from, nats
+    # KL to the reference over the whole vocabulary, or None where the reference's states were not
+    # given
     full_kl: Tensor | None
+    # the sum of the squared probabilities of the vocabulary, or None where it was not asked for
     sum_of_squares: Tensor | None = None
+    # those that the routers chose, if the update replays them; else None
     experts: ExpertRecord | None = None
+    # the share of pairs of response token and mixture for which the routers chose other experts
+    # than the engine's; None if the engine has recorded none
     disagreement: float | None = None
 
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """The results of one update of the policy.
+    """The results of one update of the policy."""
 
-    Attributes:
-        metrics: the `actor/` metrics.
-        logprobs: in bypass mode, float32 [batch, response_len], each token's log-probability when
-            it was first trained on; else None.
-        evaluated: bool [batch, response_len], the tokens drawn by the policy for which `logprobs`
-            holds a number; an update may end before the last row. None outside bypass mode.
-    """
-
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # the `actor/` metrics
+    # in bypass mode, float32 [batch, response_len], each token's log-probability when it was first
+    # trained on; else None
     logprobs: Tensor | None
+    # bool [batch, response_len], the tokens drawn by the policy for which `logprobs` holds a
+    # number; an update may end before the last row. None outside bypass mode.
     evaluated: Tensor | None
 
 

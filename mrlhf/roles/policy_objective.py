@@ -27,19 +27,13 @@ from mrlhf.training.engine import PackResult
 
 @dataclass(frozen=True)
 class PolicyMiniBatch:
-    """One mini-batch as this rank trains on it.
+    """One mini-batch as this rank trains on it."""
 
-    Attributes:
-        sequences: the number of sequences of the mini-batch over all ranks.
-        tokens: the number of their tokens that correction has kept.
-        right_tokens: the number of their drawn tokens in right responses.
-        packs: the numbers of each of this rank's packs, where the model is: of the tokens that this
-            rank holds, or of whole sequences where the loss needs these.
-    """
-
-    sequences: int
-    tokens: int
-    right_tokens: int
+    sequences: int  # the number of sequences of the mini-batch over all ranks
+    tokens: int  # the number of their tokens that correction has kept
+    right_tokens: int  # the number of their drawn tokens in right responses
+    # the numbers of each of this rank's packs, where the model is: of the tokens that this rank
+    # holds, or of whole sequences where the loss needs these
     packs: list[PolicyBatch]
 
     @staticmethod

@@ -30,13 +30,9 @@ have gradients; gives their loss, a scalar."""
 
 @dataclass(frozen=True)
 class ResponseLogprobs:
-    """Turns the hidden states of one language model into a number for each response.
+    """Turns the hidden states of one language model into a number for each response."""
 
-    Attributes:
-        engine: holds the model.
-    """
-
-    engine: ModelEngine
+    engine: ModelEngine  # holds the model
 
     def of_pairs(self, pairs: PreferencePairs) -> Tensor:
         """Run the model over both sides of all pairs, float64 [pairs, 2] on every rank's host."""

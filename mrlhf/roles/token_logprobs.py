@@ -19,28 +19,18 @@ from mrlhf.training.engine import ModelEngine
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """The reference's side of a KL over the whole vocabulary, for one pack.
+    """The reference's side of a KL over the whole vocabulary, for one pack."""
 
-    Attributes:
-        layer: the reference's output layer.
-        hidden: [selected, hidden], the reference's hidden states; on any device.
-    """
-
-    layer: OutputLayer
-    hidden: Tensor
+    layer: OutputLayer  # the reference's output layer
+    hidden: Tensor  # [selected, hidden], the reference's hidden states; on any device
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Turns the hidden states of one language model into numbers for each selected token.
+    """Turns the hidden states of one language model into numbers for each selected token."""
 
-    Attributes:
-        engine: holds the model.
-        temperature: divides the logits.
-    """
-
-    engine: ModelEngine
-    temperature: float
+    engine: ModelEngine  # holds the model
+    temperature: float  # divides the logits
 
     @property
     def layer(self) -> OutputLayer:

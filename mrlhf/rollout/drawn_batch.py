@@ -13,17 +13,12 @@ from mrlhf.rollout.scoring import Scores
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """Responses, and what it took to generate them; the same on every rank.
-
-    Attributes:
-        generated_tokens: tokens that the policy drew for the batch, in kept and dropped responses.
-        engine_metrics: the engine's metrics of each generation, one or more.
-        scores: None if they have not been scored yet.
-        metrics: the metrics of dynamic sampling; empty without it.
-    """
+    """Responses, and what it took to generate them; the same on every rank."""
 
     rollout: Rollout
+    # tokens that the policy drew for the batch, in kept and dropped responses
     generated_tokens: int
-    engine_metrics: list[dict[str, float]]
-    scores: Scores | None = None
+    engine_metrics: list[dict[str, float]]  # the engine's metrics of each generation, one or more
+    scores: Scores | None = None  # None if they have not been scored yet
+    # the metrics of dynamic sampling; empty without it
     metrics: dict[str, float] = field(default_factory=dict)

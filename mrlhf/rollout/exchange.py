@@ -27,36 +27,24 @@ _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class ReplicaSamples:
-    """The samples of one replica; all of its ranks have the same but for the recorded experts.
+    """The samples of one replica; all of its ranks have the same but for the recorded experts."""
 
-    Attributes:
-        rows: the row of each sample in the batch.
-        recorded: for how many tokens of each sample, prompt included, the experts are recorded.
-    """
-
-    rows: list[int]
+    rows: list[int]  # the row of each sample in the batch
     samples: list[Sample]
+    # for how many tokens of each sample, prompt included, the experts are recorded
     recorded: list[int]
     stats: EngineStats
 
 
 @dataclass(frozen=True)
 class SampleHeaders:
-    """Everything about some samples but their tokens; int64 [samples].
+    """Everything about some samples but their tokens; int64 [samples]."""
 
-    Attributes:
-        rows: the row of each sample in the batch.
-        lengths: its number of tokens.
-        stopped: 1 if a stop token or stop string ended it.
-        versions: the version of the weights that drew it.
-        recorded: for how many tokens of prompt and response the experts are recorded.
-    """
-
-    rows: Tensor
-    lengths: Tensor
-    stopped: Tensor
-    versions: Tensor
-    recorded: Tensor
+    rows: Tensor  # the row of each sample in the batch
+    lengths: Tensor  # its number of tokens
+    stopped: Tensor  # 1 if a stop token or stop string ended it
+    versions: Tensor  # the version of the weights that drew it
+    recorded: Tensor  # for how many tokens of prompt and response the experts are recorded
 
     @property
     def record_begins(self) -> Tensor:
@@ -98,21 +86,14 @@ class SampleHeaders:
 
 @dataclass(frozen=True)
 class DrawnSamples:
-    """The samples of all replicas for one batch.
+    """The samples of all replicas for one batch."""
 
-    Attributes:
-        stats: the statistics of each replica's engine.
-        headers: the samples that are there.
-        token_ids: int32 [batch, response_len], zero after the end.
-        logprobs: float32 [batch, response_len], zero after the end.
-        experts: uint8 or int16 [recorded tokens, mixtures, per_token], the experts of all tokens of
-            one row, then those of the next row.
-    """
-
-    stats: list[EngineStats]
-    headers: SampleHeaders
-    token_ids: Tensor
-    logprobs: Tensor
+    stats: list[EngineStats]  # the statistics of each replica's engine
+    headers: SampleHeaders  # the samples that are there
+    token_ids: Tensor  # int32 [batch, response_len], zero after the end
+    logprobs: Tensor  # float32 [batch, response_len], zero after the end
+    # uint8 or int16 [recorded tokens, mixtures, per_token], the experts of all tokens of one row,
+    # then those of the next row
     experts: Tensor
 
     @staticmethod

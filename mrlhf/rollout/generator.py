@@ -51,26 +51,21 @@ _NO_MEMORY = (
 
 @dataclass
 class Generator:
-    """The inference engine as the trainer sees it: one thing that spans all ranks.
+    """The inference engine as the trainer sees it: one thing that spans all ranks."""
 
-    Attributes:
-        engine: the replica that this rank is part of.
-        resharder: brings the policy's weights into the engine.
-        lengths: the lengths of the responses so far, by stream. They help to give each replica the
-            same amount of work.
-        phases: is told how many of this replica's samples are done; all ranks may stop before a
-            step of the engine.
-        drawn: the samples of the current training step, by the name of their batch.
-        experts: the policy's mixtures, if the engine can record the experts that they choose.
-    """
-
-    engine: InferenceEngine
+    engine: InferenceEngine  # the replica that this rank is part of
     groups: EngineGroups
-    resharder: Resharder
+    resharder: Resharder  # brings the policy's weights into the engine
     seed: int
+    # the lengths of the responses so far, by stream. They help to give each replica the same amount
+    # of work.
     lengths: dict[str, ResponseLengths] = field(default_factory=dict)
+    # is told how many of this replica's samples are done; all ranks may stop before a step of the
+    # engine
     phases: Phases = field(default_factory=Phases)
+    # the samples of the current training step, by the name of their batch
     drawn: dict[str, DrawnSamples] = field(default_factory=dict)
+    # the policy's mixtures, if the engine can record the experts that they choose
     experts: Experts | None = None
 
     @property

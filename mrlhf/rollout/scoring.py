@@ -32,19 +32,13 @@ _UNIT_ROWS = 4
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a rollout, on every rank.
+    """The scores of a rollout, on every rank."""
 
-    Attributes:
-        total: float32 [batch], the weighted sum of all terms.
-        terms: each term's own score and further numbers, by name; [batch], NaN where a response has
-            none.
-        answers: [batch], the answer of each response, from the term that tells right from wrong;
-            None where it finds none. The field is None if no term says so, or if the caller did not
-            want answers.
-    """
-
-    total: Tensor
+    total: Tensor  # float32 [batch], the weighted sum of all terms
+    # each term's own score and further numbers, by name; [batch], NaN where a response has none
     terms: dict[str, list[float]]
+    # [batch], the answer of each response, from the term that tells right from wrong; None where it
+    # finds none. The field is None if no term says so, or if the caller did not want answers.
     answers: list[str | None] | None = None
 
     @property
