@@ -15,9 +15,8 @@ from torch import Tensor
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics.table import row_of
-from mrlhf.rollout.drawn_batch import DrawnBatch
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
-from mrlhf.rollout.generator import SLOWEST, Generator
+from mrlhf.rollout.generator import SLOWEST, DrawnBatch, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer, Scores
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.algorithm import FilterGroupsSection
 from mrlhf.inference.base import SamplingParams
-from mrlhf.rollout.drawn_batch import DrawnBatch
-from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.generator import DrawnBatch, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scorer, Scores

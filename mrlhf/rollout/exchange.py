@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,7 @@ class ReplicaSamples:
     stats: EngineStats
 
 
-@dataclass(frozen=True)
-class SampleHeaders:
+class SampleHeaders(NamedTuple):
     """Everything about some samples but their tokens; int64 [samples]."""
 
     rows: Tensor  # the row of each sample in the batch
@@ -71,17 +70,7 @@ class SampleHeaders:
     @staticmethod
     def join(parts: Sequence[SampleHeaders]) -> SampleHeaders:
         """The headers of all parts, one part after the other."""
-        columns = zip(*[vars(part).values() for part in parts], strict=True)
-        return SampleHeaders(*(torch.cat(column) for column in columns))
-
-    def to_numbers(self) -> Tensor:
-        """All headers as one tensor, int64 [5 * samples]."""
-        return torch.cat(list(vars(self).values()))
-
-    @staticmethod
-    def from_numbers(numbers: Tensor) -> SampleHeaders:
-        """The inverse of `to_numbers`."""
-        return SampleHeaders(*numbers.view(len(fields(SampleHeaders)), -1).unbind())
+        return SampleHeaders(*map(torch.cat, zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -113,7 +102,7 @@ class DrawnSamples:
         is_there = torch.arange(self.token_ids.shape[1]) < headers.lengths[:, None]
         return {
             "stats": [list(astuple(stats)) for stats in self.stats],
-            **vars(headers),
+            **headers._asdict(),
             "tokens": self.token_ids[headers.rows][is_there],
             "logprobs": self.logprobs[headers.rows][is_there],
             "experts": self.experts,
@@ -122,7 +111,7 @@ class DrawnSamples:
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> DrawnSamples:
         """The inverse of `state_dict`."""
-        headers = SampleHeaders(**{item.name: state[item.name] for item in fields(SampleHeaders)})
+        headers = SampleHeaders(*(state[name] for name in SampleHeaders._fields))
         if not len(headers.rows):
             return DrawnSamples.none(len(state["stats"]))
 
@@ -159,10 +148,11 @@ def exchange_samples(
         experts: the mixtures of the model, if experts are recorded.
     """
     counts = torch.tensor(astuple(drawn.stats), dtype=torch.int64)
-    mine = torch.cat([counts, SampleHeaders.of(drawn).to_numbers()])
+    mine = torch.cat([counts, *SampleHeaders.of(drawn)])
     gathered = all_gather_ragged(mine, groups.replicas)
     every_stats = [EngineStats(*numbers[:_STATS].tolist()) for numbers in gathered]
-    parts = [SampleHeaders.from_numbers(numbers[_STATS:]) for numbers in gathered]
+    columns = len(SampleHeaders._fields)
+    parts = [SampleHeaders(*numbers[_STATS:].view(columns, -1)) for numbers in gathered]
 
     if earlier is None:
         earlier = DrawnSamples.none(len(gathered))
