@@ -12,16 +12,6 @@ from typing import Any, NamedTuple
 
 from mrlhf.errors import RewardError
 
-__all__ = [
-    "LARGEST_SCORE",
-    "RewardInput",
-    "RewardResult",
-    "Rule",
-    "Scored",
-    "check_score",
-    "split_score",
-]
-
 Rule = Callable[[str, str, Any, Mapping[str, Any]], float | Mapping[str, Any]]
 """f(data_source, solution_str, ground_truth, extra_info) -> score, or a mapping with "score".
 
