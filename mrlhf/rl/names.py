@@ -52,18 +52,9 @@ class EstimatorTraits:
 
 
 ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
-    "gae": EstimatorTraits(
-        whitened=True,
-        needs_values=True,
-    ),
-    "grpo": EstimatorTraits(
-        compares_answers=True,
-        compares_within_prompt=True,
-    ),
-    "grpo_passk": EstimatorTraits(
-        compares_answers=True,
-        compares_within_prompt=True,
-    ),
+    "gae": EstimatorTraits(whitened=True, needs_values=True),
+    "grpo": EstimatorTraits(compares_answers=True, compares_within_prompt=True),
+    "grpo_passk": EstimatorTraits(compares_answers=True, compares_within_prompt=True),
     "rloo": EstimatorTraits(compares_within_prompt=True),
     "opo": EstimatorTraits(compares_within_prompt=True),
     "gpg": EstimatorTraits(compares_within_prompt=True),
@@ -71,10 +62,7 @@ ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
     "reinforce_plus_plus_baseline": EstimatorTraits(whitened=True, compares_within_prompt=True),
     "remax": EstimatorTraits(needs_greedy_answer=True, sums_later_rewards=True),
     "gdpo": EstimatorTraits(
-        whitened=True,
-        compares_answers=True,
-        compares_within_prompt=True,
-        compares_terms=True,
+        whitened=True, compares_answers=True, compares_within_prompt=True, compares_terms=True
     ),
     "optimal_token_baseline": EstimatorTraits(
         sums_later_rewards=True, needs_squared_probabilities=True, compares_within_prompt=True

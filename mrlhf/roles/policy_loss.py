@@ -172,25 +172,17 @@ class PolicyLossSettings:
             return batch
 
         section = self.section.policy_loss
+        fraction = section.kl_cov_ratio
+        bounds = None
+        excluded = None
         if self.name == "clip_cov":
             inputs = PolicyLossInputs(logprobs, batch.old_logprobs, batch.advantages, batch.mask)
-            selected = select_by_covariance(
-                logprobs,
-                batch.advantages,
-                batch.mask,
-                fraction=section.clip_cov_ratio,
-                bounds=(section.clip_cov_lb, section.clip_cov_ub),
-                excluded=clip_cov_excluded(inputs, self.options),
-            )
-        else:
-            selected = select_by_covariance(
-                logprobs,
-                batch.advantages,
-                batch.mask,
-                fraction=section.kl_cov_ratio,
-                bounds=None,
-                excluded=None,
-            )
+            fraction = section.clip_cov_ratio
+            bounds = (section.clip_cov_lb, section.clip_cov_ub)
+            excluded = clip_cov_excluded(inputs, self.options)
+        selected = select_by_covariance(
+            logprobs, batch.advantages, batch.mask, fraction, bounds, excluded
+        )
         return replace(batch, selected=selected)
 
     def loss(self, batch: PolicyBatch, logprobs: Tensor) -> tuple[PolicyLoss, Tensor]:
