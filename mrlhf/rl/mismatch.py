@@ -14,13 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mrlhf.rl.correction import (
-    Corrected,
-    Correction,
-    Criterion,
-    normalisation_factor,
-    truncate,
-)
+from mrlhf.rl.correction import Corrected, Correction, Criterion, normalisation_factor, truncate
 from mrlhf.rl.kl import LOG_RATIO_LIMIT
 from mrlhf.rl.masking import local_moments, masked_mean, masked_sum, selected
 
@@ -131,10 +125,9 @@ def weight_metrics(
       beyond these bounds.
     - `batch_norm_factor`: the number by which the weights were divided; only with normalisation.
     """
-    if corrected.raw is None:
+    if corrected.raw is None or correction.level is None:
         return {}
 
-    assert correction.level is not None
     raw = corrected.raw.double()
     weights = truncate(raw, correction)
     mean = _mean(weights, mask)
@@ -170,8 +163,7 @@ def weight_metrics(
         flat = selected(raw, mask)
         metrics["oob_ratio"] = _share((flat < lower) | (flat > correction.upper))
     if correction.normalise:
-        factor = normalisation_factor(weights, mask, correction.level)
-        metrics["batch_norm_factor"] = float(factor)
+        metrics["batch_norm_factor"] = float(normalisation_factor(weights, mask, correction.level))
     return {f"rollout_is_{name}": number for name, number in metrics.items()}
 
 

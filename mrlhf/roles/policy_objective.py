@@ -65,13 +65,10 @@ class PolicyObjective:
     def __call__(
         self, batch: PolicyBatch, numbers: TokenNumbers, share: float
     ) -> tuple[Tensor, Tally]:
-        """The share of some tokens in the loss, and its tally.
+        """The part of some tokens in the loss, and its tally.
 
-        Args:
-            batch: the numbers of these tokens in the mini-batch.
-            numbers: those under the current policy, each of the batch's shape; None if not
-                computed.
-            share: the share of these tokens in the mini-batch.
+        `numbers` are those under the current policy, each of the batch's shape; `share` is the
+        share of these tokens in the mini-batch.
         """
         section = self._section
         logprobs = numbers.logprobs

@@ -52,14 +52,8 @@ class ResponseLogprobs:
         """A loss of the log-probabilities of whole responses, a scalar with gradients.
 
         All ranks that share the sequences evaluate the objective on the same numbers. Each has the
-        gradient through its own tokens.
-
-        Args:
-            hidden: [selected, hidden], at the pack's selected positions.
-            pack: holds the responses.
-            objective: the loss of some of the rows.
-            together: the number of consecutive rows that are never apart: the objective gets all of
-                them.
+        gradient through its own tokens, whose `hidden` is [selected, hidden]. The objective always
+        gets all of `together` consecutive rows.
         """
         units = len(pack.rows) // together
         counts = pack.rank_counts.view(pack.segments.size, units, together).sum(dim=2)

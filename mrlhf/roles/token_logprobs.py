@@ -42,15 +42,11 @@ class TokenLogprobs:
     def of_batch(
         self, packs: Sequence[Pack], shape: tuple[int, int], routing: PassRouting | None = None
     ) -> Tensor:
-        """Run the model, and take the log-probability of each target token of the whole batch.
-
-        Args:
-            packs: this rank's share of the batch.
-            shape: batch and width of the table.
-            routing: the experts that the pass replays and records.
+        """Run the model over `packs`, this rank's share of a batch with tables of this shape.
 
         Returns:
-            float32 [batch, width] on the host of every rank, 0 where no token is selected.
+            The log-probability of each target token, float32 [batch, width] on the host of every
+            rank, 0 where no token is selected.
         """
 
         def evaluate(hidden: Tensor, number: int) -> Tensor:

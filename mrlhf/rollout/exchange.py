@@ -141,11 +141,9 @@ def exchange_samples(
     Each replica writes its samples into tables that its machine shares. Only a few numbers a sample
     are gathered on every rank.
 
-    Args:
-        batch: rows of the batch, including those that have not been drawn.
-        drawn: the samples of this rank's replica.
-        earlier: the samples drawn before an interruption, the same on every rank.
-        experts: the mixtures of the model, if experts are recorded.
+    `batch` counts all rows, also those that have not been drawn. `drawn` are the samples of this
+    rank's replica; `earlier` those drawn before an interruption, the same on every rank. With
+    `experts`, the mixtures of the model, the recorded experts are exchanged too.
     """
     counts = torch.tensor(astuple(drawn.stats), dtype=torch.int64)
     mine = torch.cat([counts, *SampleHeaders.of(drawn)])
