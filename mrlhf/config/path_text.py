@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from mrlhf.user_code import check_name, is_reference
+from mrlhf.config.user_code import check_name, is_reference
 
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
 _VARIABLE = re.compile(r"\$(\w+|\{[^{}]*\})")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrlhf.user_code import is_reference
+from mrlhf.config.user_code import is_reference
 
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS_MODE = "actor.policy_loss.loss_mode"

@@ -12,8 +12,8 @@ from pydantic import Field, field_validator, model_validator
 from mrlhf.config.fields import MOST, FunctionReference, Number, Seconds, Section
 from mrlhf.config.path_text import expand_name
 from mrlhf.config.reads import read_if
+from mrlhf.config.user_code import is_reference
 from mrlhf.rl.names import RewardName
-from mrlhf.user_code import is_reference
 
 
 class RewardTermSection(Section):

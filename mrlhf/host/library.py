@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mrlhf.user_cache import cache_directory
+from mrlhf.host.user_cache import cache_directory
 
 logger = logging.getLogger(__name__)
 

@@ -22,17 +22,11 @@ from mrlhf.parallel.packs import Pack
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angles by which the tokens of a pack are rotated.
+    """The angles by which the tokens of a pack are rotated."""
 
-    Attributes:
-        cosines: float32 [positions, rotary_dim / 2], for each position of the longest sequence.
-        sines: of the same angles.
-        position_ids: int64 [tokens].
-    """
-
-    cosines: Tensor
-    sines: Tensor
-    position_ids: Tensor
+    cosines: Tensor  # float32 [positions, rotary_dim / 2], up to the longest sequence
+    sines: Tensor  # of the same angles
+    position_ids: Tensor  # int64 [tokens]
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
@@ -46,18 +40,15 @@ class PackedSequences(PackedSeqParams):
 
     `cu_seqlens_q` has the beginning of each sequence or segment, and `cu_seqlens_kv` that of the
     keys that it may see. The last query of each sees the last of its keys.
-
-    Attributes:
-        position_ids: int64 [tokens], from 0 in each sequence.
-        lengths: int32 [sequences], tokens of each whole sequence. Padding at its end does not
-            count; nor does a sequence of padding, which stands behind the others.
-        keys: brings the keys of whole sequences here; None where this rank has whole sequences.
-        routing: replays and records the experts of the tokens; None: the routers choose.
     """
 
-    position_ids: Tensor = field(kw_only=True)
+    position_ids: Tensor = field(kw_only=True)  # int64 [tokens], from 0 in each sequence
+    # int32 [sequences], tokens of each whole sequence. Padding at its end does not count; nor does
+    # a sequence of padding, which stands behind the others.
     lengths: Tensor = field(kw_only=True)
+    # Brings the keys of whole sequences here; None where this rank has whole sequences.
     keys: KeyExchange | None = field(kw_only=True, default=None)
+    # Replays and records the experts of the tokens; None: the routers choose.
     routing: PackRouting | None = field(kw_only=True, default=None)
     _rotations: dict[int, tuple[Tensor, Rotation]] = field(
         init=False, repr=False, default_factory=dict
@@ -128,12 +119,10 @@ class PackedSequences(PackedSeqParams):
         return numbers.where(self.position_ids < ends[numbers], len(self.lengths))
 
     def rotation(self, frequencies: Tensor, scale: float) -> Rotation:
-        """The angles by which a layer rotates the tokens.
+        """The angles by which a layer rotates the tokens; `scale` multiplies cosines and sines.
 
-        Args:
-            frequencies: radians by which a step of one position rotates. Layers that rotate alike
-                pass the same tensor, and get the result of the first of them.
-            scale: cosines and sines are multiplied by it.
+        `frequencies` are the radians by which a step of one position rotates. Layers that rotate
+        alike pass the same tensor, and get the result of the first of them.
         """
         if id(frequencies) not in self._rotations:
             device = self.position_ids.device

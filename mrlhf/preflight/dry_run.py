@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from mrlhf.config.methods import find_method
 from mrlhf.config.roots import AnyConfig, PPOConfig
+from mrlhf.config.user_code import is_reference
 from mrlhf.errors import ConfigError
 from mrlhf.inference.installed import require_engine
-from mrlhf.methods import find_method
+from mrlhf.metrics.trackers import check_trackers
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.inputs import check_inputs
@@ -28,8 +30,6 @@ from mrlhf.preflight.paths import (
 )
 from mrlhf.preflight.schedule_drawing import draw_schedules
 from mrlhf.preflight.words import count, describe, describe_cache
-from mrlhf.trackers import check_trackers
-from mrlhf.user_code import is_reference
 
 
 def smallest_world(config: AnyConfig) -> int:

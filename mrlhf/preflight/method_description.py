@@ -13,9 +13,9 @@ from mrlhf.config.reads import ESTIMATOR, LOSS_MODE, trained_loss
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.tree import in_yaml, nodes
 from mrlhf.config.unread import default_of, is_read
+from mrlhf.config.user_code import is_reference
 from mrlhf.rl.names import ESTIMATOR_TRAITS
 from mrlhf.roles.policy_loss import configured_bypass, needs_mini_batch_pass
-from mrlhf.user_code import is_reference
 
 _SAID = (ESTIMATOR, LOSS_MODE, "actor.loss_agg_mode", "rollout.n", "trainer.critic_warmup")
 _SAFETY = ("actor.entropy_coeff", "actor.target_kl_stop")

@@ -15,9 +15,9 @@ from typing import Literal
 
 from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, named_checkpoint
 from mrlhf.config.roots import AnyConfig, PPOConfig
+from mrlhf.config.user_code import is_reference
 from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.user_code import is_reference
 
 Kind = Literal["file", "directory", "file or directory"]
 TOKENIZER = "data.tokenizer"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mrlhf.batch import Experience
 from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.config.methods import find_method
 from mrlhf.config.sections import ActorSection
-from mrlhf.methods import find_method
 from mrlhf.parallel.packs import Pack, lay_flat
 from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
 from mrlhf.rl.losses import token_weights

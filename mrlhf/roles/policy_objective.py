@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mrlhf.metrics import Tally
-from mrlhf.parallel.packs import Pack, lay_in_rows
+from mrlhf.parallel.packs import Pack, gather_rows, lay_in_rows
 from mrlhf.parallel.vocab import TokenRange
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
-from mrlhf.parallel.whole_rows import gather_rows
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.masking import masked_sum

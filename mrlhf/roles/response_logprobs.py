@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mrlhf.data.preferences import PreferencePairs
-from mrlhf.parallel.packs import Pack, lay_in_rows
+from mrlhf.parallel.packs import Pack, gather_rows, lay_in_rows
 from mrlhf.parallel.vocab import TokenRange, Tokens, token_loss
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
-from mrlhf.parallel.whole_rows import gather_rows
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.training.engine import ModelEngine
 

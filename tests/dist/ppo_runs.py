@@ -101,16 +101,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a module's scenarios.
+    """The runs of a module's scenarios."""
 
-    Attributes:
-        root: holds the models, the user's reward functions, and `runs/<scenario>`.
-        scenarios: in the order in which they ran.
-        of_ranks: for each rank, by the scenario's name: its steps, or the error that ended it.
-    """
-
-    root: Path
-    scenarios: list[Scenario]
+    root: Path  # holds the models, the user's reward functions, and `runs/<scenario>`
+    scenarios: list[Scenario]  # in the order in which they ran
+    # For each rank, by the scenario's name: its steps, or the error that ended it.
     of_ranks: list[dict[str, list[Step] | str]]
 
     def steps(self, scenario: Scenario, rank: int = 0) -> list[Step]:

@@ -62,17 +62,11 @@ Patch = Callable[[pytest.MonkeyPatch, int], None]
 
 @dataclass(frozen=True)
 class Break:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        row: where it is put.
-        patch: puts it there.
-        seen: comparisons that must fail, among others.
-    """
-
-    row: Row
-    patch: Patch
-    seen: tuple[str, ...]
+    row: Row  # where it is put
+    patch: Patch  # puts it there
+    seen: tuple[str, ...]  # comparisons that must fail, among others
 
 
 def _lose_a_gradient(patch: pytest.MonkeyPatch, rank: int) -> None:

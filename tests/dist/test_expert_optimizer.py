@@ -70,17 +70,11 @@ def _gradient(name: Name, step: int, replica: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Held:
-    """A slice of a tensor that a rank holds.
+    """A slice of a tensor that a rank holds."""
 
-    Attributes:
-        name: of the tensor.
-        rows: of the tensor that are held.
-        replica: which of the slice's replicas this is.
-    """
-
-    name: Name
-    rows: slice
-    replica: int
+    name: Name  # of the tensor
+    rows: slice  # of the tensor that are held
+    replica: int  # which of the slice's replicas this is
 
 
 class HandMade(torch.nn.Module):
@@ -127,16 +121,11 @@ class HandMade(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank has after all steps: norms of the gradients, and slices of weights.
+    """What one rank has after all steps: norms of the gradients, and slices of weights."""
 
-    Attributes:
-        norms: of each step.
-        weights: the name, first row and values of each slice.
-        optimized: the name of each parameter, and how many of its elements the optimizer holds.
-    """
-
-    norms: list[float]
-    weights: list[tuple[Name, int, list]]
+    norms: list[float]  # of each step
+    weights: list[tuple[Name, int, list]]  # the name, first row and values of each slice
+    # The name of each parameter, and how many of its elements the optimizer holds.
     optimized: dict[str, int]
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+from mrlhf.config.methods import find_method
 from mrlhf.errors import ConfigError, MethodError, UserTraceback
-from mrlhf.methods import find_method
 from mrlhf.preflight import describe, dry_run
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
