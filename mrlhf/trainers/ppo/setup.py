@@ -19,7 +19,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.preflight import PPOInputs
 from mrlhf.preflight.vocabulary import Endings
-from mrlhf.rl.kl import KlController, make_kl_controller
+from mrlhf.rl.kl import KlController
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
@@ -133,7 +133,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         scorer=scorer,
         shaper=shaper,
         collector=collector,
-        kl_controller=make_kl_controller(
+        kl_controller=KlController(
             control.type, control.kl_coef, control.target_kl, control.horizon
         ),
         samples_per_mini_batch={
