@@ -105,6 +105,8 @@ setup(
             "mypy",
             "types-PyYAML",
             "pre-commit",
+            # interprets the kernels of mrlhf/gpu where there is no GPU
+            "triton; sys_platform == 'linux'",
         ],
     },
 )

@@ -35,7 +35,16 @@ def add_rms_norm(
 
 @triton.jit
 def rms_norm_backward(
-    grad, x, weight, scales, grad_x, grad_weights, rows, size, EACH: tl.constexpr, BLOCK: tl.constexpr
+    grad,
+    x,
+    weight,
+    scales,
+    grad_x,
+    grad_weights,
+    rows,
+    size,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Gradients of EACH rows a program; `grad_weights` [programs, size] are parts of a sum."""
     program = tl.program_id(0)
@@ -99,15 +108,16 @@ def _rotated(x, other, cosine, sine, half, lanes):
 
 @triton.jit
 def rotate(
-    x, cosines, sines, out, heads, dim, half, token_stride, head_stride, sign, BLOCK: tl.constexpr
-):
-    """Rotate each head of x [tokens, heads, dim]; `sign` -1 rotates back. A program a head."""
+    x, cosines, sines, out, group, dim, half, token_stride, outer_stride, inner_stride, sign,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rotate each head of x [tokens, heads / group, group, dim]; `sign` -1 rotates back."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < dim
     turns = lanes < 2 * half
-    source = x + token * token_stride + head * head_stride
+    source = x + token * token_stride + head // group * outer_stride + head % group * inner_stride
     partner = tl.where(lanes < half, lanes + half, lanes - half)
 
     own = tl.load(source + lanes, inside, 0.0).to(tl.float32)
@@ -115,7 +125,8 @@ def rotate(
     cosine = tl.load(cosines + token * half + lanes % half, turns, 1.0)
     sine = tl.load(sines + token * half + lanes % half, turns, 0.0) * sign
     turned = _rotated(own, other, cosine, sine, half, lanes)
-    tl.store(out + (token * heads + head) * dim + lanes, turned.to(out.dtype.element_ty), inside)
+    place = (token * tl.num_programs(1) + head) * dim
+    tl.store(out + place + lanes, turned.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -263,9 +274,7 @@ def paged_attention(
 
 
 @triton.jit
-def join_splits(
-    parts, sums, tops, out, rows, dim, SPLITS: tl.constexpr, DIM: tl.constexpr
-):
+def join_splits(parts, sums, tops, out, rows, dim, SPLITS: tl.constexpr, DIM: tl.constexpr):
     """out [rows, dim] from the splits of `paged_attention`; one program a row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, DIM)

@@ -91,18 +91,21 @@ def _gated_grid(rows: int, size: int) -> tuple[int, int]:
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
-    """Rotate x [tokens, heads, dim], whose last dimension is dense, or turn it back.
+    """Rotate x [tokens, heads, dim] or [tokens, heads, group, dim], or turn it back.
 
     Args:
+        x: its last dimension is dense.
         cosines: float32 [tokens, rotary_dim / 2].
         sines: as `cosines`.
         back: whether to rotate the other way, which is the gradient's.
     """
-    tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dim() == 3:
+        x = x[:, :, None]
+    tokens, outer, group, dim = x.shape
     if tokens:
-        kernels.rotate[(tokens, heads)](
-            x, cosines, sines, out, heads, dim, cosines.shape[1], x.stride(0), x.stride(1),
+        kernels.rotate[(tokens, outer * group)](
+            x, cosines, sines, out, group, dim, cosines.shape[1], *x.stride()[:3],
             -1.0 if back else 1.0, BLOCK=triton.next_power_of_2(dim), num_warps=1,
         )  # fmt: skip
     return out

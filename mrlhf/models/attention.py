@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrlhf.gpu.library import operator, serves
 from mrlhf.models import host_attention
 from mrlhf.models.ops import rotate
 from mrlhf.parallel.masks import Mask, Packed, Paged
@@ -87,8 +88,7 @@ def rotated(query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tens
     """Return query and key, shaped as in `attend`, after rotation."""
     if rotation is None:
         return query, key
-    cosines, sines = (table.unsqueeze(1) for table in rotation.by_token)
-    return rotate(query, cosines.unsqueeze(1), sines.unsqueeze(1)), rotate(key, cosines, sines)
+    return rotate(query, *rotation.by_token), rotate(key, *rotation.by_token)
 
 
 def attend_varlen(
@@ -175,6 +175,34 @@ def attend_gathered(
     return context.flatten(1)
 
 
+def attend_pages(
+    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None
+) -> Tensor:
+    """Attend to the blocks of each sequence by a kernel of ours on a GPU."""
+    output: Tensor = _paged_attention(
+        query.flatten(1, 2), key, value, mask.block_tables, mask.query_edges, mask.lengths,
+        mask.most_queries, mask.most_keys, window or 0, scale,
+    )  # fmt: skip
+    return output.flatten(1)
+
+
+def _attend_gathered_flat(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, query_edges: Tensor, lengths: Tensor,
+    most_queries: int, most_keys: int, window: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """`attend_gathered` with the arguments of `mrlhf.gpu.launch.paged_attention`."""
+    mask = Paged(query_edges, lengths, tables, most_queries, most_keys)
+    query = q.unflatten(1, (keys.shape[2], -1))
+    return attend_gathered(query, keys, values, mask, scale, window or None).view(q.shape)
+
+
+_paged_attention = operator(
+    "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor query_edges, "
+    "Tensor lengths, int most_queries, int most_keys, int window, float scale) -> Tensor",
+    _attend_gathered_flat,
+)
+
+
 def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """Return which keys queries see, from the positions of both, [..., queries, 1] and [keys]."""
     seen = keys <= queries
@@ -236,6 +264,7 @@ _BACKENDS = (
     _Backend(host_attention.attend_packed, Packed, host_attention.serves, does_all=True),
     _Backend(host_attention.attend_paged, Paged, host_attention.serves),
     _Backend(attend_varlen, Packed, _has_varlen),
+    _Backend(attend_pages, Paged, serves),
     _Backend(attend_varlen, Paged, _has_paged_varlen),
     _Backend(attend_one_by_one, Packed, _serves_all),
     _Backend(attend_gathered, Paged, _serves_all),

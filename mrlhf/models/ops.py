@@ -1,7 +1,8 @@
 """The steps of a layer that training and engine share: RMSNorm, the gated activation, rotation.
 
-The first two are compiled on a CPU with a compiler, and torch's elsewhere. They are differentiable
-and agree to rounding. This file knows rows of numbers, and no model.
+Each has a torch form. On a CPU with a compiler the first two are compiled, and on a GPU with Triton
+all are kernels of ours. They are differentiable and agree to rounding. This file knows rows of
+numbers, and no model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mrlhf.gpu.library import operator, serves
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for
 
@@ -24,15 +26,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     the dtype of `x` before it is multiplied.
     """
     host = kernels.find_for(x, weight)
-    if host is None:
-        return torch_rms_norm(x, weight, eps)
-    return _HostNorm.apply(host, x, weight, eps)
+    if host is not None:
+        return _HostNorm.apply(host, x, weight, eps)
+    return _GpuNorm.apply(x, weight, eps) if serves(x, weight) else torch_rms_norm(x, weight, eps)
 
 
 def gated(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up, [..., ffn]; gate_up [..., 2 * ffn] has the gate columns first."""
     host = kernels.find_for(gate_up)
-    return torch_gated(gate_up) if host is None else _HostGated.apply(host, gate_up)
+    if host is not None:
+        return _HostGated.apply(host, gate_up)
+    return _GpuGated.apply(gate_up) if serves(gate_up) else torch_gated(gate_up)
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,11 +51,19 @@ def torch_gated(gate_up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the first dimensions of heads x [..., heads, head_dim]; the others stay.
+    """Rotate the first dimensions of heads x [tokens, heads..., head_dim]; the others stay.
 
-    `cosines` and `sines` are float32 [..., 1, rotary_dim / 2]. The products are float32, and the
+    `cosines` and `sines` are float32 [tokens, rotary_dim / 2]. The products are float32, and the
     result has the dtype of `x`.
     """
+    if serves(x):
+        return _GpuRotation.apply(x, cosines, sines)
+    return torch_rotate(x, cosines, sines)
+
+
+def torch_rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """`rotate` on torch's operators."""
+    cosines, sines = (table.view(len(x), *[1] * (x.dim() - 2), -1) for table in (cosines, sines))
     half = cosines.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     turned_first = first * cosines - second * sines
@@ -109,3 +121,90 @@ class _HostGated(torch.autograd.Function):
         sizes = (grad.numel() // size, size, threads_for(gate_up.numel()))
         context.host.gated_backward(grad, gate_up, grad_gate_up, *sizes)
         return None, grad_gate_up
+
+
+def _norm_with_scales(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch_rms_norm(x, weight, eps), torch.rsqrt(x.float().square().mean(dim=-1) + eps)
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    normal = x.float() * scales[:, None]
+    scaled = grad.float() * weight.float()
+    along = (scaled * normal).mean(dim=-1, keepdim=True)
+    grad_x = scales[:, None] * (scaled - normal * along)
+    return grad_x.to(x.dtype), (grad.float() * normal).sum(dim=0)
+
+
+def _gated_backward_form(grad: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    grad = grad.float()
+    sigmoid = gate.sigmoid()
+    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([grad_gate, grad * gate * sigmoid], dim=-1).to(gate_up.dtype)
+
+
+def _rotate_or_back(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+    return torch_rotate(x, cosines, -sines if back else sines)
+
+
+_rms_norm = operator(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _norm_with_scales
+)
+_rms_norm_backward = operator(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales) -> (Tensor, Tensor)",
+    _norm_backward,
+)
+_gated = operator("gated(Tensor gate_up) -> Tensor", torch_gated)
+_gated_backward = operator(
+    "gated_backward(Tensor grad, Tensor gate_up) -> Tensor", _gated_backward_form
+)
+_rotate = operator(
+    "rotate(Tensor x, Tensor cosines, Tensor sines, bool back) -> Tensor", _rotate_or_back
+)
+
+
+class _GpuNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.contiguous().view(-1, x.shape[-1])
+        out, scales = _rms_norm(rows, weight, eps)
+        context.save_for_backward(rows, weight, scales)
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight, scales = context.saved_tensors
+        grad_rows, grad_weight = _rms_norm_backward(
+            grad.contiguous().view(rows.shape), rows, weight, scales
+        )
+        return grad_rows.view(grad.shape), grad_weight.to(weight.dtype), None
+
+
+class _GpuGated(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, gate_up: Tensor) -> Tensor:
+        rows = gate_up.contiguous().view(-1, gate_up.shape[-1])
+        context.save_for_backward(rows)
+        return _gated(rows).view(*gate_up.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        (rows,) = context.saved_tensors
+        below = _gated_backward(grad.contiguous().view(len(rows), -1), rows)
+        return below.view(*grad.shape[:-1], -1)
+
+
+class _GpuRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        context.save_for_backward(cosines, sines)
+        return _rotate(x, cosines, sines, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _rotate(grad, *context.saved_tensors, True), None, None

@@ -16,7 +16,7 @@ from torch import Tensor
 from mrlhf.inference.native import operators
 from mrlhf.inference.native.operators import Layer, StepInputs
 from mrlhf.models.attention import attend_gathered
-from mrlhf.models.ops import rotate, torch_gated, torch_rms_norm
+from mrlhf.models.ops import torch_gated, torch_rms_norm, torch_rotate
 from mrlhf.parallel.masks import Paged
 
 EPS = 1e-6
@@ -87,12 +87,12 @@ def test_the_gated_activation(launch: ModuleType, dtype: torch.dtype) -> None:
 
 @both_dtypes
 def test_rotation_and_back(launch: ModuleType, dtype: torch.dtype) -> None:
-    x = torch.randn(5, 4, 12).to(dtype)[:, 1:]  # heads of a wider tensor
+    x = torch.randn(5, 2, 4, 12).to(dtype)[:, :, 1:]  # heads of a wider tensor
     angles = torch.randn(5, 4)  # 8 of 12 dimensions turn
     cosines, sines = angles.cos(), angles.sin()
 
     turned = launch.rotate(x, cosines, sines, False)
-    close(turned, rotate(x, cosines[:, None], sines[:, None]))
+    close(turned, torch_rotate(x, cosines, sines))
     close(launch.rotate(turned, cosines, sines, True), x)
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrlhf.gpu.library import operator, serves
 from mrlhf.host import kernels
 from mrlhf.host.kernels import threads_for
-from mrlhf.models.ops import rotate, torch_rms_norm
+from mrlhf.models.ops import torch_rms_norm, torch_rotate
 from mrlhf.parallel.masks import Paged
 
 Layer = tuple[Tensor, Tensor]
@@ -50,9 +51,23 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor | None, eps: f
         host.rms_norm(hidden, delta, weight, out, None, *sizes)
         return out
 
+    if weight is not None and serves(hidden, weight):
+        return _add_rms_norm(hidden, delta, weight, eps)
+    return _add_norm_by_torch(hidden, delta, weight, eps)
+
+
+def _add_norm_by_torch(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float
+) -> Tensor:
     if delta is not None:
         hidden += delta
     return hidden if weight is None else torch_rms_norm(hidden, weight, eps)
+
+
+_add_rms_norm = operator(
+    "add_rms_norm(Tensor(a!) hidden, Tensor? delta, Tensor weight, float eps) -> Tensor",
+    _add_norm_by_torch,
+)
 
 
 def rotate_store(
@@ -84,11 +99,31 @@ def rotate_store(
         )  # fmt: skip
         return q
 
-    q, k, v = qkv.split([rows - 2, 1, 1], dim=2)
-    if norms is not None:
-        q = torch_rms_norm(q, norms[0], eps)
-        k = torch_rms_norm(k, norms[1], eps)
-    of_tokens = [table[inputs.positions][:, None, None] for table in tables]
-    keys.flatten(0, 1).index_copy_(0, inputs.cache_places, rotate(k, *of_tokens)[:, :, 0])
-    values.flatten(0, 1).index_copy_(0, inputs.cache_places, v[:, :, 0])
-    return rotate(q, *of_tokens)
+    q_norm, k_norm = norms or (None, None)
+    places = (inputs.positions, inputs.cache_places)
+    compute = _rotate_store if serves(qkv) else _rotate_store_by_torch
+    q = compute(qkv, q_norm, k_norm, eps, cosines, sines, *places, keys, values)
+    return q.view(tokens, kv_heads, rows - 2, dim)
+
+
+def _rotate_store_by_torch(
+    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    cosines: Tensor, sines: Tensor, positions: Tensor, places: Tensor,
+    keys: Tensor, values: Tensor,
+) -> Tensor:  # fmt: skip
+    """`mrlhf.gpu.launch.rotate_store` on torch's operators."""
+    q, k, v = qkv.split([qkv.shape[2] - 2, 1, 1], dim=2)
+    if q_norm is not None and k_norm is not None:
+        q = torch_rms_norm(q, q_norm, eps)
+        k = torch_rms_norm(k, k_norm, eps)
+    of_tokens = cosines[positions], sines[positions]
+    keys.flatten(0, 1).index_copy_(0, places, torch_rotate(k, *of_tokens)[:, :, 0])
+    values.flatten(0, 1).index_copy_(0, places, v[:, :, 0])
+    return torch_rotate(q, *of_tokens).flatten(1, 2)
+
+
+_rotate_store = operator(
+    "rotate_store(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cosines, "
+    "Tensor sines, Tensor positions, Tensor places, Tensor(a!) keys, Tensor(b!) values) -> Tensor",
+    _rotate_store_by_torch,
+)
