@@ -58,9 +58,13 @@ def communicate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if DEVICE.capturing is not None:
         DEVICE.capturing.add(run_again, [], [])
     known = {id(x.inner): x for x in ours}
-    results = [
-        (known.get(id(x)) or on_device(x)) if isinstance(x, torch.Tensor) else x for x in outs
-    ]
+
+    def result_of(out: Any) -> Any:
+        if not isinstance(out, torch.Tensor):
+            return out
+        return known[id(out)] if id(out) in known else on_device(out)
+
+    results = [result_of(out) for out in outs]
     return tree_unflatten(results, out_spec)
 
 

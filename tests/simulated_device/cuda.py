@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import types
 from typing import Any
 
 import torch
 import torch._dynamo.trace_rules
+import torch.utils._device
 
 from tests.simulated_device import collectives, operators
 from tests.simulated_device.graphs import SimulatedGraph, capture
@@ -165,6 +165,7 @@ def _install_host() -> None:
     """Pinned memory, and what reads tensors without an operator."""
     tensor = torch.Tensor
     real_tensor = torch.tensor
+    torch.utils._device._device_constructors()  # keeps a set of functions, torch.tensor among them
 
     def pin_memory(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
         return self if is_pinned(self) else DEVICE.host.pin(self.clone())
@@ -185,15 +186,20 @@ def _install_host() -> None:
 
     def tensor_of(data: Any, *arguments: Any, **options: Any) -> torch.Tensor:
         # torch asks each tensor of a list for its number in C++, where nothing sees it.
-        if isinstance(data, list | tuple) and any(isinstance(x, SimulatedTensor) for x in data):
-            data = [x.item() if isinstance(x, SimulatedTensor) else x for x in data]
-        return real_tensor(data, *arguments, **options)
+        return real_tensor(_numbers(data), *arguments, **options)
 
     tensor.pin_memory = pin_memory  # type: ignore[method-assign]
     tensor.is_pinned = is_pinned  # type: ignore[method-assign]
     tensor.numpy = checked("numpy")  # type: ignore[method-assign]
     tensor.tolist = checked("tolist")  # type: ignore[method-assign]
     torch.tensor = tensor_of
+
+
+def _numbers(data: Any) -> Any:
+    """Lists of any depth, whose tensors of the device become numbers."""
+    if isinstance(data, list | tuple):
+        return [_numbers(item) for item in data]
+    return data.item() if isinstance(data, SimulatedTensor) and data.dim() == 0 else data
 
 
 def _install_modules() -> None:
@@ -211,15 +217,6 @@ def _install_modules() -> None:
         return result
 
     torch.nn.Module._apply = keep_marks  # type: ignore[method-assign]
-
-    # Modes belong to a thread, and other threads use the device as well.
-    run = threading.Thread.run
-
-    def run_on_device(self: threading.Thread) -> None:
-        with DeviceMode():
-            run(self)
-
-    threading.Thread.run = run_on_device  # type: ignore[method-assign]
 
 
 def _not_compiled(function: Any = None, **options: Any) -> Any:

@@ -187,15 +187,16 @@ class DeviceMode(TorchDispatchMode):
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on the numbers, after what a GPU would refuse or count."""
+    device = kwargs.get("device") if kwargs else None
+    target = None if device is None else torch.device(device).type
+    is_collective = func.namespace in ("c10d", "_c10d_functional")
+    if target != "cuda" and not is_collective and not _has_ours(args) and not _has_ours(kwargs):
+        return _on_host(func, args, kwargs)
+    if is_collective:
+        return COLLECTIVES[0](func, args, kwargs)
+
     flat, spec = tree_flatten((args, kwargs))
     ours = [x for x in flat if isinstance(x, SimulatedTensor)]
-    device = kwargs.get("device")
-    target = None if device is None else torch.device(device).type
-    if func.namespace in ("c10d", "_c10d_functional"):
-        return COLLECTIVES[0](func, args, kwargs)
-    if not ours and target != "cuda":
-        return _on_host(func, args, kwargs, flat)
-
     emulated = EMULATED.get(func)
     if emulated is not None:
         return emulated(func, args, kwargs)
@@ -214,11 +215,22 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _on_host(func: Any, args: Any, kwargs: dict[str, Any], flat: list[Any]) -> Any:
+def _has_ours(arguments: Any) -> bool:
+    """Whether there is a tensor of the device among arguments, lists of tensors included."""
+    values = arguments.values() if isinstance(arguments, dict) else arguments
+    for value in values:
+        if isinstance(value, SimulatedTensor):
+            return True
+        if isinstance(value, list | tuple) and any(isinstance(x, SimulatedTensor) for x in value):
+            return True
+    return False
+
+
+def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operator of the host alone: it must not touch memory that a copy still uses."""
     if not DEVICE.host.is_quiet:
         written = _written_arguments(func, args)
-        for value in flat:
+        for value in tree_flatten((args, kwargs))[0]:
             if isinstance(value, torch.Tensor):
                 DEVICE.host.check(value, any(value is target for target in written))
     if kwargs.get("pin_memory"):
