@@ -56,6 +56,18 @@ def all_figures() -> Figures:
     return {**training(), **decoding()}
 
 
+def lines() -> dict[str, Counts]:
+    """What each line costs in passes over two packs with one layer, and in a decode step."""
+    _join()
+    passes = _passes(1, FEW_PACKS)
+    engine = _engine(1)
+    steps = {
+        f"decode, {name}": _decode_step(engine, SamplingParams(max_tokens=6, seed=1, **sampling))
+        for name, sampling in SAMPLINGS.items()
+    }
+    return {**passes._asdict(), **steps}
+
+
 def training() -> Figures:
     """Of log-probabilities and of the actor's update, in bfloat16, with GQA and tied embeddings."""
     _join()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-import torch
+import torch.distributed as dist
 
 from tests.faults import settings
-from tests.simulated_device.counts import Counts
+from tests.simulated_device.counts import Counts, Line, place
 from tests.simulated_device.orders import Collective
 from tests.simulated_device.state import DEVICE
 
@@ -30,6 +30,7 @@ class Outcome:
         peaks: bytes of memory by phase.
         collectives: in their order.
         decoded: calls of attention in decode, by whether query heads are packed.
+        store: calls of the job's store by the main thread, by phase and line.
     """
 
     code: int
@@ -37,6 +38,7 @@ class Outcome:
     peaks: dict[str, int]
     collectives: list[Collective]
     decoded: dict[str, int]
+    store: dict[Line, int]
 
 
 class _LeftError(BaseException):
@@ -55,21 +57,52 @@ def run(program: str, arguments: list[str]) -> Outcome:
 
     launchers = {"ppo": train.ppo, "sft": train.sft, "rm": train.reward_model, "dpo": train.dpo}
     real_enter = Phases.enter
+    phases = ["start"]
 
     @contextmanager
     def enter(self: Phases, name: str) -> Iterator[None]:
+        phases.append(name)
         with real_enter(self, name), DEVICE.phase(name):
             yield
+        phases.pop()
 
     with (
         mock.patch.object(Phases, "enter", enter),
         mock.patch.object(sys, "argv", [f"launch/train_{program}.py", *arguments]),
+        _counted_store(phases) as store,
         _caught_exit() as exits,
     ):
         exits.code = launchers[program]()
     return Outcome(
-        exits.code, DEVICE.by_phase, DEVICE.memory.phase_peaks, DEVICE.collectives, DEVICE.decoded
+        exits.code,
+        DEVICE.by_phase,
+        DEVICE.memory.phase_peaks,
+        DEVICE.collectives,
+        DEVICE.decoded,
+        store,
     )
+
+
+@contextmanager
+def _counted_store(phases: list[str]) -> Iterator[Counter[Line]]:
+    """Count what the main thread asks the job's store, under the innermost phase."""
+    found: Counter[Line] = Counter()
+    main = threading.current_thread()
+
+    def counted(name: str) -> Any:
+        real = getattr(dist.Store, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if threading.current_thread() is main:
+                found[(phases[-1], f"{name} at {place()}")] += 1
+            return real(*arguments, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("set", "get", "check", "wait", "add", "multi_get", "multi_set"):
+            stack.enter_context(mock.patch.object(dist.Store, name, counted(name)))
+        yield found
 
 
 @dataclass
@@ -96,16 +129,3 @@ def _caught_exit() -> Iterator[_Exit]:
 
     with mock.patch.object(os, "_exit", leave), suppress(_LeftError):
         yield found
-
-
-def bytes_of(path: str) -> Any:
-    """The state dict of an exported model, for comparisons."""
-    from safetensors.torch import load_file
-
-    files = sorted(Path(path).glob("*.safetensors"))
-    return {name: tensor.tolist() for file in files for name, tensor in load_file(file).items()}
-
-
-def has_gpu() -> bool:
-    """Whether torch sees the device."""
-    return torch.cuda.is_available()

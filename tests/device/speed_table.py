@@ -2,12 +2,14 @@
 
     python -m tests.device.speed_table
 
-measures on the simulated device and writes the table. Each figure of the page is the upper bound
+measures on the simulated device and writes the table; with `--lines` it prints the lines of code
+that cost most, and writes nothing. Each figure of the page is the upper bound
 of `test_budgets.py`, so a change that lowers one writes the table anew.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.simulated_device.client import devices
 
 PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 BODY = "tests.device.measures:all_figures"
+LINES = "tests.device.measures:lines"
 _BEGIN = "<!-- counted: python -m tests.device.speed_table -->"
 _END = "<!-- end of what is counted -->"
 _ROW = re.compile(r"^\| (.+?) \| ([0-9.]+) \|$", re.MULTILINE)
@@ -38,8 +41,16 @@ def write(figures: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Measure, and write the table."""
+    """Measure, and write the table or print lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lines", action="store_true", help="print the lines that cost most")
+    arguments = parser.parse_args()
     with devices() as server:
+        if arguments.lines:
+            (found,) = server.run(LINES)
+            for name, counts in found.items():
+                print(f"## {name}\n{counts.describe(most=20)}")
+            return
         (figures,) = server.run(BODY)
     write(figures)
 
