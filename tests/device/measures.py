@@ -127,7 +127,8 @@ def _join() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
 
 
-def _spec(layers: int) -> ModelSpec:
+def model_spec(layers: int) -> ModelSpec:
+    """A Qwen3 with GQA and tied embeddings."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -153,7 +154,7 @@ def _passes(layers: int, packs: int) -> Passes:
     )
     layout = ParallelLayout.for_world("actor", 1, AxisSizes(tp=1, pp=1))
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
-    engine = ModelEngine(section, _spec(layers), groups, pick_device("auto", local_rank=0))
+    engine = ModelEngine(section, model_spec(layers), groups, pick_device("auto", local_rank=0))
     engine.initialise(seed=1)
     engine.attach_optimizer(section.optim, total_updates=100)
     actor = Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
@@ -201,7 +202,7 @@ def _experience() -> Experience:
 
 
 def _engine(layers: int) -> NativeEngine:
-    spec = _spec(layers)
+    spec = model_spec(layers)
     limits = EngineLimits(
         max_num_seqs=8, max_length=600, max_prefill_tokens=64, cache_bytes=1 << 24
     )

@@ -32,15 +32,23 @@ class Case:
     @property
     def name(self) -> str:
         """For pytest."""
-        return " ".join([self.program, str(self.ranks), *self.keys])
+        return " ".join([self.program, str(self.ranks), *self.keys]).replace("ROOT/", "")
 
 
 QUICK = Case("ppo", 2, ("actor.tp=2", "actor.dtype=bfloat16", "critic.dtype=bfloat16"))
+MIXTURE = (
+    "actor.path=ROOT/qwen2-moe",
+    "reference.path=ROOT/qwen2-moe-ref",
+    "critic.path=ROOT/qwen2-moe-critic",
+    "actor.tp=1",
+)
 CASES = [
     Case("ppo", 1, ("actor.tp=1", "actor.dtype=float32", "critic.dtype=float32")),
     Case("ppo", 2, ("actor.tp=1", "actor.recompute=full", "trainer.async_save=true")),
     Case("ppo", 2, ("actor.tp=2", "rollout.tp=1", "rollout.enforce_eager=true")),
     Case("ppo", 4, ("actor.tp=2", "actor.pp=2", "critic.cp=2", "rollout.verify_reshard=true")),
+    Case("ppo", 2, (*MIXTURE, "actor.ep=2", "actor.pp=2", "critic.dtype=float32")),
+    Case("ppo", 1, (*MIXTURE, "actor.router_replay=rollout")),
     Case("sft", 1),
     Case("sft", 2),
     Case("rm", 2),
@@ -57,7 +65,8 @@ def inputs(device: Devices, make_once: Callable[[str, Any], Path]) -> Path:
 
 
 def _run(case: Case, device: Devices, inputs: Path, out: Path) -> list[Any]:
-    arguments = ["--config", str(inputs / f"{case.program}.yaml"), *case.keys]
+    keys = [key.replace("ROOT", str(inputs)) for key in case.keys]
+    arguments = ["--config", str(inputs / f"{case.program}.yaml"), *keys]
     arguments += [f"trainer.output_dir={out}", f"trainer.total_steps={STEPS}"]
     outcomes = device.run(f"{BODIES}:run", case.program, arguments, world_size=case.ranks)
     assert [outcome.code for outcome in outcomes] == [0] * case.ranks
