@@ -94,7 +94,7 @@ def _counted_store(phases: list[str]) -> Iterator[Counter[Line]]:
 
         def call(*arguments: Any, **options: Any) -> Any:
             if threading.current_thread() is main:
-                found[(phases[-1], f"{name} at {place()}")] += 1
+                found[(phases[-1], f"{name} at {place(beside=__file__)}")] += 1
             return real(*arguments, **options)
 
         return call

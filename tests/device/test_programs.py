@@ -84,6 +84,8 @@ def test_ppo_on_two_devices(device: Devices, inputs: Path, tmp_path: Path) -> No
         assert phases["update_actor"].launched > 0
         assert outcome.peaks["update_actor"] > 0
         assert any(row.where == "device" for row in outcome.collectives)
+        # The thread that trains asks the store before the first step alone; others watch it.
+        assert {phase for phase, _ in outcome.store} <= {"start"}
 
 
 @pytest.mark.full

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.simulated_device.client import Devices
-
-pytestmark = pytest.mark.full
 
 
 def test_samples_are_those_of_the_host(device: Devices) -> None:

@@ -102,12 +102,13 @@ def _sums(counter: Counter[Line]) -> Counter[str]:
     return sums
 
 
-def place() -> str:
-    """The innermost line that belongs neither to torch nor to the simulated device."""
+def place(beside: str = "") -> str:
+    """The innermost line that belongs neither to torch, the simulated device nor `beside`."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and _OWN not in file and not file.startswith("<"):
+        is_ours = file not in ("", beside) and _OWN not in file and not file.startswith("<")
+        if is_ours and "/torch/" not in file:
             return f"{_short(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

@@ -6,6 +6,7 @@ and each gets one line as an answer; `client.py` writes them. It does not know w
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -68,9 +69,9 @@ def _run(request: dict[str, Any]) -> list[str]:
             rank = children.pop(child)
             if status != 0:
                 late = min(late, time.monotonic() + _ENDS_S)
-                file = out / f"{rank}.txt"
-                said = file.read_text() if file.exists() else f"status {status}"
-                failures.append(f"rank {rank}: {said}")
+                said = [out / f"{rank}.{kind}" for kind in ("txt", "crash")]
+                texts = [file.read_text() for file in said if file.exists()]
+                failures.append("\n".join([f"rank {rank}: status {status}", *texts]))
         elif time.monotonic() > late:
             for child in children:
                 os.kill(child, 9)
@@ -84,6 +85,7 @@ def _run(request: dict[str, Any]) -> list[str]:
 
 def _rank(rank: int, world_size: int, port: int, request: dict[str, Any], out: Path) -> None:
     code = 1
+    faulthandler.enable((out / f"{rank}.crash").open("w"))
     try:
         os.environ.update(request["environment"])
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
