@@ -3,7 +3,8 @@
     PYTHONPATH=. python benchmarks/gpu.py --json runs/gpu.json      (or make bench-gpu)
 
 The models have the shapes of Qwen2.5 0.5B and 1.5B with random weights. It needs torch,
-transformers, megatron-core and pydantic alone. Without a GPU nothing is measured, unless `--size
+transformers, megatron-core and pydantic alone. Each row is written as soon as it is measured, and a
+measure that fails leaves a row that says why. Without a GPU nothing is measured, unless `--size
 tiny` tries the program itself on a CPU.
 """
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +67,40 @@ def main() -> None:
     device = pick_device("auto", local_rank=0)
     backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for size in sizes:
         for measure in (train, decode):
-            try:
-                measured = measure(size, device)
-            except torch.OutOfMemoryError:
-                measured = [{"what": measure.__name__, "size": size, "outcome": "out of memory"}]
-            print(*measured, sep="\n", flush=True)
-            rows += measured
+            for row in _rows_or_reason(measure, size, device):
+                print(row, flush=True)
+                rows.append(row)
+                if arguments.json is not None:
+                    record(arguments.json, "benchmarks", rows)
             gc.collect()
             if device.kind == "cuda":
                 torch.cuda.empty_cache()
 
-    if arguments.json is not None:
-        record(arguments.json, "benchmarks", rows)
     dist.destroy_process_group()
+    sys.exit(any(row.get("outcome", "").startswith("failed") for row in rows))
 
 
-def train(size: str, device: Device) -> list[dict[str, Any]]:
+def _rows_or_reason(
+    measure: Callable[[str, Device], Iterator[dict[str, Any]]], size: str, device: Device
+) -> Iterator[dict[str, Any]]:
+    """The rows of a measure as it finds them; if it fails, a last row says why.
+
+    So a failure costs neither the rows before it nor the measures after it.
+    """
+    about = {"what": measure.__name__, "size": size}
+    try:
+        yield from measure(size, device)
+    except torch.OutOfMemoryError:
+        yield {**about, "outcome": "out of memory"}
+    except Exception as error:
+        traceback.print_exc()
+        yield {**about, "outcome": f"failed: {type(error).__name__}: {error}"}
+
+
+def train(size: str, device: Device) -> Iterator[dict[str, Any]]:
     """The actor's update, and its evaluation, over one batch."""
     spec, _ = _model(size)
     section = ActorSection(
@@ -106,8 +124,6 @@ def train(size: str, device: Device) -> list[dict[str, Any]]:
     logprobs, evaluation = _peak(lambda: actor.evaluate(rollout, cut).logprobs, device)
     experience = _experience(rollout, logprobs)
     _, peak = _peak(lambda: actor.update(experience, cut), device)
-    evaluating = _seconds(lambda: actor.evaluate(rollout, cut), device)
-    updating = _seconds(lambda: actor.update(experience, cut), device)
 
     rows = zip(rollout.prompt_lengths, rollout.response_lengths, strict=True)
     sequences = [(prompt + response, response) for prompt, response in rows]
@@ -115,30 +131,32 @@ def train(size: str, device: Device) -> list[dict[str, Any]]:
     flops = training_flops(spec, sequences)
     peak_tflops = device.peak_tflops(torch.bfloat16)
     peak_flops = None if peak_tflops is None else peak_tflops * 1e12
-    return [
-        {
-            "what": "update",
-            "size": size,
-            "tokens": tokens,
-            "seconds": updating,
-            "tokens_per_s": tokens / updating,
-            "mfu": None if peak_flops is None else flops / updating / peak_flops,
-            "peak_bytes": peak,
-        },
-        {
-            "what": "log-probabilities",
-            "size": size,
-            "tokens": tokens,
-            "seconds": evaluating,
-            "tokens_per_s": tokens / evaluating,
-            "mfu": None if peak_flops is None else flops / 3 / evaluating / peak_flops,
-            "bytes_above_the_model": evaluation - held,
-            "bytes_of_whole_logits": 2 * spec.vocab_size * max(len(p.select) for p in cut.packs),
-        },
-    ]
+
+    updating = _seconds(lambda: actor.update(experience, cut), device)
+    yield {
+        "what": "update",
+        "size": size,
+        "tokens": tokens,
+        "seconds": updating,
+        "tokens_per_s": tokens / updating,
+        "mfu": None if peak_flops is None else flops / updating / peak_flops,
+        "peak_bytes": peak,
+    }
+
+    evaluating = _seconds(lambda: actor.evaluate(rollout, cut), device)
+    yield {
+        "what": "log-probabilities",
+        "size": size,
+        "tokens": tokens,
+        "seconds": evaluating,
+        "tokens_per_s": tokens / evaluating,
+        "mfu": None if peak_flops is None else flops / 3 / evaluating / peak_flops,
+        "bytes_above_the_model": evaluation - held,
+        "bytes_of_whole_logits": 2 * spec.vocab_size * max(len(p.select) for p in cut.packs),
+    }
 
 
-def decode(size: str, device: Device) -> list[dict[str, Any]]:
+def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
     """Tokens that the native engine decodes, against what reading the weights and cache allows."""
     spec, config = _model(size)
     _, (_, prompt_length, response_length) = SHAPES[size]
@@ -154,8 +172,7 @@ def decode(size: str, device: Device) -> list[dict[str, Any]]:
     initialise(slots, family.tensor_shapes(spec), 1, 0.02, family.scalar_head)
     engine.commit(1)
 
-    bandwidth = read_bandwidth(device.torch_device)
-    rows = []
+    bandwidth = read_bandwidth(device.torch_device, time.perf_counter)
     for count in DECODED_AT_ONCE:
         prompts = _tokens(count, prompt_length, spec.vocab_size).tolist()
         first, whole = (
@@ -165,20 +182,17 @@ def decode(size: str, device: Device) -> list[dict[str, Any]]:
         _, all_read = work(config, prompt_length, [response_length] * count, itemsize=2)
         _, first_read = work(config, prompt_length, [1] * count, itemsize=2)
         possible = (all_read - first_read) / bandwidth
-        rows.append(
-            {
-                "what": "decode",
-                "size": size,
-                "sequences": count,
-                "prompt_tokens": prompt_length,
-                "response_tokens": response_length,
-                "tokens_per_s": decoded / (whole - first),
-                "memory_limit_tokens_per_s": decoded / possible,
-                "share_of_memory_limit": possible / (whole - first),
-                "read_bytes_per_s": bandwidth,
-            }
-        )
-    return rows
+        yield {
+            "what": "decode",
+            "size": size,
+            "sequences": count,
+            "prompt_tokens": prompt_length,
+            "response_tokens": response_length,
+            "tokens_per_s": decoded / (whole - first),
+            "memory_limit_tokens_per_s": decoded / possible,
+            "share_of_memory_limit": possible / (whole - first),
+            "read_bytes_per_s": bandwidth,
+        }
 
 
 def _model(size: str) -> tuple[ModelSpec, Qwen2Config]:

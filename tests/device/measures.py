@@ -1,0 +1,232 @@
+"""Counts what a layer, a micro-batch and a decode step cost, on the simulated device.
+
+Models of one and two layers, with few and many packs, tell apart what each layer of each pack
+costs, what each pack costs beside its layers, and what is done once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config
+
+from mrlhf.batch import Experience, Prompts
+from mrlhf.config.sections import ActorOptimSection, ActorSection
+from mrlhf.device import pick_device
+from mrlhf.inference.base import EngineLimits, SamplingParams, requests_for
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.models.families import FAMILIES
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.policy_loss import PolicyLossSettings
+from mrlhf.training.engine import ModelEngine
+from mrlhf.weights.init import initialise
+from tests.rollouts import make_rollout
+from tests.simulated_device.counts import Counts
+from tests.simulated_device.operators import UNPACKED
+from tests.simulated_device.state import DEVICE
+
+VOCABULARY = 1000
+SEQUENCES = 8
+LENGTH = 32  # of prompt and response together
+FEW_PACKS = 2
+MANY_PACKS = 4
+SAMPLINGS = {
+    "temperature 1": {"temperature": 1.0},
+    "top-k and top-p": {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+    "greedy": {"temperature": 0.0},
+}
+
+Figures = dict[str, float]
+
+
+class Passes(NamedTuple):
+    """What an evaluation and an update did."""
+
+    forward: Counts
+    update: Counts
+
+
+def all_figures() -> Figures:
+    """Every figure by the name that it has in the table."""
+    return {**training(), **decoding()}
+
+
+def lines() -> dict[str, Counts]:
+    """What each line costs in passes over two packs with one layer, and in a decode step."""
+    _join()
+    passes = _passes(1, FEW_PACKS)
+    engine = _engine(1)
+    steps = {
+        f"decode, {name}": _decode_step(engine, SamplingParams(max_tokens=6, seed=1, **sampling))
+        for name, sampling in SAMPLINGS.items()
+    }
+    return {**passes._asdict(), **steps}
+
+
+def training() -> Figures:
+    """Of log-probabilities and of the actor's update, in bfloat16, with GQA and tied embeddings."""
+    _join()
+    found = {
+        (layers, packs): _passes(layers, packs)
+        for layers in (1, 2)
+        for packs in (FEW_PACKS, MANY_PACKS)
+    }
+    figures = {}
+    for name in Passes._fields:
+        few, many = (
+            {layers: getattr(found[layers, packs], name) for layers in (1, 2)}
+            for packs in (FEW_PACKS, MANY_PACKS)
+        )
+        more = MANY_PACKS - FEW_PACKS
+        both = (many[2].launched - many[1].launched) - (few[2].launched - few[1].launched)
+        a_layer = both / more
+        once = few[1].launched - FEW_PACKS * (many[1].launched - few[1].launched) / more
+        figures[f"{name}: kernels a layer and micro-batch"] = a_layer
+        figures[f"{name}: kernels a micro-batch outside layers"] = (
+            many[1].launched - few[1].launched
+        ) / more - a_layer
+        figures[f"{name}: kernels once, with one layer"] = once
+        figures[f"{name}: waits a micro-batch"] = (
+            many[2].waits.total() - few[2].waits.total()
+        ) / more
+        unpinned = many[2].unpinned - few[2].unpinned
+        figures[f"{name}: unpinned copies a micro-batch"] = unpinned / more
+        figures[f"{name}: waits of {FEW_PACKS} micro-batches in all"] = few[2].stops
+    return figures
+
+
+def decoding() -> Figures:
+    """Of a decode step in bfloat16, with CUDA graphs, by how tokens are drawn."""
+    figures: Figures = {}
+    in_graph = []
+    for layers in (1, 2):
+        engine = _engine(layers)
+        for name, sampling in SAMPLINGS.items():
+            step = _decode_step(engine, SamplingParams(max_tokens=6, seed=1, **sampling))
+            assert step.replays == 1, "the step was not replayed from a graph"
+            figures[f"decode, {name}: kernels outside the graph"] = step.launched
+            figures[f"decode, {name}: waits a step"] = step.stops
+            figures[f"decode, {name}: unpinned copies a step"] = step.unpinned
+        in_graph.append(step.replayed)
+    figures["decode: kernels a layer in the graph"] = in_graph[1] - in_graph[0]
+    figures["decode: kernels in the graph outside layers"] = 2 * in_graph[0] - in_graph[1]
+    figures["decode: query heads of a group read its keys apart (1: yes)"] = float(
+        DEVICE.decoded[UNPACKED] > 0
+    )
+    return figures
+
+
+def _join() -> None:
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+
+
+def model_spec(layers: int) -> ModelSpec:
+    """A Qwen3 with GQA and tied embeddings."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    return FAMILIES["qwen3"].read_config(config.to_dict(), "lm")
+
+
+def _passes(layers: int, packs: int) -> Passes:
+    section = ActorSection(
+        path="random",
+        dtype="bfloat16",
+        micro_batch_tokens=SEQUENCES * LENGTH // packs,
+        ppo_epochs=1,
+        loss_scale_factor=1.0,
+        optim=ActorOptimSection(lr=1e-6),
+    )
+    layout = ParallelLayout.for_world("actor", 1, AxisSizes(tp=1, pp=1))
+    groups = GroupFactory(timeout_s=600.0).role_groups(layout)
+    engine = ModelEngine(section, model_spec(layers), groups, pick_device("auto", local_rank=0))
+    engine.initialise(seed=1)
+    engine.attach_optimizer(section.optim, total_updates=100)
+    actor = Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
+
+    experience = _experience()
+    rollout = experience.rollout
+    cut = engine.cut(rollout.sequences(), "response")
+    assert len(cut.packs) == packs, f"{len(cut.packs)} packs"
+    actor.evaluate(rollout, cut)
+    actor.update(experience, cut)  # what is made at first is made
+    with DEVICE.counted() as forward:
+        actor.evaluate(rollout, cut)
+    with DEVICE.counted() as update:
+        actor.update(experience, cut)
+    return Passes(forward, update)
+
+
+def _experience() -> Experience:
+    half = LENGTH // 2
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
+    prompts = Prompts(
+        token_ids=ids[:, :half].tolist(),
+        uid=list(range(SEQUENCES)),
+        text=[""] * SEQUENCES,
+        data_source=[""] * SEQUENCES,
+        ground_truth=[""] * SEQUENCES,
+        extra_info=[{} for _ in range(SEQUENCES)],
+    )
+    mask = torch.ones(SEQUENCES, half, dtype=torch.bool)
+    logprobs = torch.full(mask.shape, -7.0)
+    zeros = torch.zeros(mask.shape)
+    rollout = make_rollout(prompts, [0] * SEQUENCES, ids[:, half:], mask, logprobs, mask[:, 0])
+    return Experience(
+        rollout=rollout,
+        scores=torch.zeros(SEQUENCES),
+        loss_mask=mask,
+        old_logprobs=logprobs,
+        ref_logprobs=None,
+        token_rewards=zeros,
+        values=None,
+        advantages=torch.randn(mask.shape, generator=generator),
+        returns=zeros,
+    )
+
+
+def _engine(layers: int) -> NativeEngine:
+    spec = model_spec(layers)
+    limits = EngineLimits(
+        max_num_seqs=8, max_length=600, max_prefill_tokens=64, cache_bytes=1 << 24
+    )
+    engine = NativeEngine(spec, None, DEVICE.device, torch.bfloat16, limits)
+    family = FAMILIES[spec.family]
+    slots = engine.weight_slots()
+    initialise(slots, family.tensor_shapes(spec), 1, 0.02, family.scalar_head)
+    engine.commit(1)
+    return engine
+
+
+def _decode_step(engine: NativeEngine, sampling: SamplingParams) -> Counts:
+    """The last step but one, which decodes all prompts and whose graph exists."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = (3, 300, 5, 17)
+    prompts = [
+        torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
+    for _ in range(2):
+        steps = []
+        engine.submit(requests_for(prompts, list(range(len(prompts))), sampling, None))
+        while engine.in_flight:
+            with DEVICE.counted() as counts:
+                engine.step()
+            steps.append(counts)
+            engine.collect()
+    return steps[-2]
