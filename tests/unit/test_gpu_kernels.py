@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrlhf.gpu.examples import EXAMPLES, largest_gap
 from mrlhf.inference.native import operators
 from mrlhf.inference.native.operators import Layer, StepInputs
 from mrlhf.models.attention import attend_gathered
@@ -37,6 +38,18 @@ def launch() -> Iterator[ModuleType]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str) -> None:
+    kernel = getattr(launch, name)
+    assert largest_gap(kernel, getattr(torch.ops.mrlhf, name), name, torch.randn) < 1e-5
+
+    def broken(*arguments: object) -> object:
+        results = kernel(*arguments)
+        return tuple(1.1 * part for part in results) if isinstance(results, tuple) else results / 2
+
+    assert largest_gap(broken, kernel, name, torch.randn) > 0.05
 
 
 def close(found: Tensor, wanted: Tensor) -> None:

@@ -1,0 +1,102 @@
+"""A small call of each operator, on which its kernel is compared with its torch form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Numbers = Callable[..., Tensor]
+"""Random numbers of the given shape, on the device and of the dtype that is tried."""
+
+_PAGE = 16
+_GROUP = 2  # query heads for each of two KV heads
+_DIM = 32
+_LENGTHS = (40, 3)  # of two sequences
+_WIDTH = 3  # blocks of the longer one
+
+
+def _rms_norm(numbers: Numbers) -> tuple[Any, ...]:
+    return numbers(5, 96), numbers(96), 1e-6
+
+
+def _rms_norm_backward(numbers: Numbers) -> tuple[Any, ...]:
+    return numbers(40, 96), numbers(40, 96), numbers(96), numbers(40).float().abs()
+
+
+def _add_rms_norm(numbers: Numbers) -> tuple[Any, ...]:
+    return numbers(5, 96), numbers(5, 96), numbers(96), 1e-6
+
+
+def _gated(numbers: Numbers) -> tuple[Any, ...]:
+    return (numbers(3, 2 * 1030),)
+
+
+def _gated_backward(numbers: Numbers) -> tuple[Any, ...]:
+    return numbers(3, 1030), numbers(3, 2 * 1030)
+
+
+def _angles(numbers: Numbers, rows: int) -> tuple[Tensor, Tensor]:
+    angles = numbers(rows, _DIM // 2 - 4).float()  # the last 8 dimensions are not rotated
+    return angles.cos(), angles.sin()
+
+
+def _rotate(numbers: Numbers) -> tuple[Any, ...]:
+    return numbers(5, 2, _GROUP + 2, _DIM)[:, :, :-2], *_angles(numbers, 5), True
+
+
+def _rotate_store(numbers: Numbers) -> tuple[Any, ...]:
+    tables = _angles(numbers, max(_LENGTHS))
+    device = tables[0].device
+    positions = torch.tensor([length - 1 for length in _LENGTHS], device=device)
+    places = torch.tensor([5, 70], device=device)
+    cache = [numbers(2 * _WIDTH, _PAGE, 2, _DIM) for _ in range(2)]
+    norms = numbers(_DIM), numbers(_DIM)
+    return numbers(2, 2, _GROUP + 2, _DIM), *norms, 1e-6, *tables, positions, places, *cache
+
+
+def _paged_attention(numbers: Numbers) -> tuple[Any, ...]:
+    keys, values = (numbers(2 * _WIDTH, _PAGE, 2, _DIM) for _ in range(2))
+    tables = torch.arange(2 * _WIDTH, dtype=torch.int32, device=keys.device).view(2, _WIDTH)
+    edges = torch.tensor([0, 4, 5], dtype=torch.int32, device=keys.device)
+    lengths = torch.tensor(_LENGTHS, dtype=torch.int32, device=keys.device)
+    q = numbers(5, 2 * _GROUP, _DIM)
+    return q, keys, values, tables, edges, lengths, 4, max(_LENGTHS), 7, 0.3
+
+
+EXAMPLES: dict[str, Callable[[Numbers], tuple[Any, ...]]] = {
+    "rms_norm": _rms_norm,
+    "rms_norm_backward": _rms_norm_backward,
+    "add_rms_norm": _add_rms_norm,
+    "gated": _gated,
+    "gated_backward": _gated_backward,
+    "rotate": _rotate,
+    "rotate_store": _rotate_store,
+    "paged_attention": _paged_attention,
+}
+
+
+def largest_gap(
+    kernel: Callable[..., Any], form: Callable[..., Any], name: str, numbers: Numbers
+) -> float:
+    """Call both on copies of the example; what they return and write may differ by rounding.
+
+    Returns:
+        The largest difference of two numbers, over the largest of all numbers.
+    """
+    arguments = EXAMPLES[name](numbers)
+    found, wanted = (_tensors_after(function, arguments) for function in (kernel, form))
+    gaps = []
+    for mine, theirs in zip(found, wanted, strict=True):
+        gap = (mine.double() - theirs.double()).abs().max() / theirs.double().abs().max()
+        gaps.append(float(gap))
+    return max(gaps)
+
+
+def _tensors_after(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
+    copies = [part.clone() if isinstance(part, Tensor) else part for part in arguments]
+    returned = function(*copies)
+    results = [returned] if isinstance(returned, Tensor) else list(returned)
+    return results + [part for part in copies if isinstance(part, Tensor)]
