@@ -42,7 +42,7 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.phases import Phases, seconds_by_phase
-from mrlhf.rl.kl import FixedKlController
+from mrlhf.rl.kl import KlController
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.policy_objective import PolicyMiniBatch
@@ -195,7 +195,7 @@ def _work(factory: GroupFactory, models: Any, phases: Phases) -> Any:
         samples_per_mini_batch={"actor": rows, "critic": rows},
         losses=PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction),
         shaper=RewardShaper(config.algorithm, RESPONSE_TOKENS),
-        kl_controller=FixedKlController(0.01),
+        kl_controller=KlController("fixed", 0.01, 0.0, 0.0),
     )
     return SimpleNamespace(
         config=config,

@@ -41,8 +41,8 @@ from checkpoint_signal import interrupt_run
 from model_sizes import SIZES
 
 from mrlhf.device import pick_device
-from mrlhf.job import init_distributed
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.job import init_distributed
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 
 LAYOUTS = {1: ((1, 1),), 2: ((2, 1), (1, 1))}

@@ -58,23 +58,15 @@ def state_of(engine: ModelEngine) -> list[Tensor]:
 
 @dataclass
 class Case:
-    """One row of the table, in one rank.
+    """One row of the table, in one rank."""
 
-    Attributes:
-        engine: the model.
-        root: an empty directory.
-        saver: writes at once.
-        background: writes in a thread.
-        copies: what `torch.save` writes: the rank's state, each tensor in memory of its own.
-        nbytes: the bytes of `copies`.
-    """
-
-    engine: ModelEngine
-    root: Path
-    saver: Saver
-    background: Saver
+    engine: ModelEngine  # the model
+    root: Path  # an empty directory
+    saver: Saver  # writes at once
+    background: Saver  # writes in a thread
+    # what `torch.save` writes: the rank's state, each tensor in memory of its own
     copies: list[Tensor]
-    nbytes: int
+    nbytes: int  # the bytes of `copies`
 
     @staticmethod
     def of(engine: ModelEngine, root: Path) -> Case:

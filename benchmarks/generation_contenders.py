@@ -36,31 +36,19 @@ _HOPELESS = 3.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What a contender is built for.
+    """What a contender is built for."""
 
-    Attributes:
-        directory: holds config.json and safetensors.
-        device: "cpu" or "cuda".
-        dtype: dtype of weights, activations and cache.
-        max_num_seqs: sequences decoded at once.
-        max_length: tokens of the longest prompt and response together.
-    """
-
-    directory: Path
-    device: torch.device
-    dtype: torch.dtype
-    max_num_seqs: int
-    max_length: int
+    directory: Path  # holds config.json and safetensors
+    device: torch.device  # "cpu" or "cuda"
+    dtype: torch.dtype  # dtype of weights, activations and cache
+    max_num_seqs: int  # sequences decoded at once
+    max_length: int  # tokens of the longest prompt and response together
 
 
 class Contender(Protocol):
-    """An engine that holds the weights.
+    """An engine that holds the weights."""
 
-    Attributes:
-        note: what a reader of the figures should know of it; "" for nothing.
-    """
-
-    note: str
+    note: str  # what a reader of the figures should know of it; "" for nothing
 
     def prepare(self) -> None:
         """Forget what was computed for earlier calls; its time is not measured."""

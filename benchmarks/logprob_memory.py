@@ -33,17 +33,11 @@ SHORT = 64  # tokens of a short sequence
 
 
 class _Measured(NamedTuple):
-    """What the runs of a form took.
+    """What the runs of a form took."""
 
-    Attributes:
-        peak: bytes above those before the runs.
-        gradient: bytes of the weight's gradient, a part of the peak.
-        seconds: of one run, the median.
-    """
-
-    peak: int
-    gradient: int
-    seconds: float
+    peak: int  # bytes above those before the runs
+    gradient: int  # bytes of the weight's gradient, a part of the peak
+    seconds: float  # of one run, the median
 
 
 def _sum_of_logprobs(part: slice, numbers: TokenNumbers) -> Tensor:

@@ -15,21 +15,13 @@ PROMPT = 32  # tokens of each prompt
 
 @dataclass(frozen=True)
 class Case:
-    """The work of one update, the same on every layout.
+    """The work of one update, the same on every layout."""
 
-    Attributes:
-        hidden: size of the hidden states; both models have as many weights for a token.
-        sequences: of the batch, which is one mini-batch.
-        length: tokens of each sequence.
-        micro_batch_tokens: of each rank.
-        layers: of both models.
-    """
-
-    hidden: int = 192
-    sequences: int = 16
-    length: int = 128
-    micro_batch_tokens: int = 256
-    layers: int = 8
+    hidden: int = 192  # size of the hidden states; both models have as many weights for a token
+    sequences: int = 16  # of the batch, which is one mini-batch
+    length: int = 128  # tokens of each sequence
+    micro_batch_tokens: int = 256  # of each rank
+    layers: int = 8  # of both models
 
 
 QUICK = Case(hidden=32, sequences=4, length=48, micro_batch_tokens=96, layers=4)
@@ -37,17 +29,11 @@ QUICK = Case(hidden=32, sequences=4, length=48, micro_batch_tokens=96, layers=4)
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout.
+    """One layout."""
 
-    Attributes:
-        model: "dense" or "mixture".
-        axes: the axes that take all ranks, in words.
-        keys: of the model's section.
-    """
-
-    model: str
-    axes: str
-    keys: dict[str, Any]
+    model: str  # "dense" or "mixture"
+    axes: str  # the axes that take all ranks, in words
+    keys: dict[str, Any]  # of the model's section
 
 
 def layouts(ranks: int, case: Case) -> list[Layout]:

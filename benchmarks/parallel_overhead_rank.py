@@ -19,9 +19,9 @@ from mrlhf.config.roots import TrainedModelSection
 from mrlhf.config.sections import OptimSection
 from mrlhf.data.sft import SftExample
 from mrlhf.device import Device, pick_device
-from mrlhf.job import init_distributed
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.job import init_distributed
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.trainers.sft import FineTuning
 from mrlhf.training.engine import ModelEngine

@@ -33,19 +33,12 @@ ALARM = {
 
 @dataclass(frozen=True)
 class RunSize:
-    """How large a made-up run is.
+    """How large a made-up run is."""
 
-    Attributes:
-        steps: of the run, all of them with a rollout.
-        samples: of each rollout, two of each prompt.
-        tokens: of the longest response.
-        ranks: of the job.
-    """
-
-    steps: int
-    samples: int
-    tokens: int
-    ranks: int
+    steps: int  # of the run, all of them with a rollout
+    samples: int  # of each rollout, two of each prompt
+    tokens: int  # of the longest response
+    ranks: int  # of the job
 
 
 def write_run(

@@ -38,13 +38,13 @@ from model_sizes import SIZES, model_config
 from reshard_contenders import Case, Contender, Engine, make_contenders, new_model
 
 from mrlhf.device import Device, pick_device
-from mrlhf.job import init_distributed
 from mrlhf.models.build import slots_of
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
+from mrlhf.parallel.job import init_distributed
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.reshard.plan import Planner

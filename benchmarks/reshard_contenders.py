@@ -36,41 +36,25 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Case:
-    """What every contender is built for, on this rank.
+    """What every contender is built for, on this rank."""
 
-    Attributes:
-        spec: the model.
-        device: the device of this rank.
-        dtype: dtype of the weights on both sides.
-        rank: global rank of this process.
-        groups: the process groups of the training layout.
-        engines: the layout of the engine.
-        module: the training model.
-        source: where the training weights are stored.
-        planner: plans our way from the training layout to the engine's.
-    """
-
-    spec: ModelSpec
-    device: Device
-    dtype: torch.dtype
-    rank: int
-    groups: RoleGroups
-    engines: EngineLayout
-    module: Any
-    source: list[Slot]
-    planner: Planner
+    spec: ModelSpec  # the model
+    device: Device  # the device of this rank
+    dtype: torch.dtype  # dtype of the weights on both sides
+    rank: int  # global rank of this process
+    groups: RoleGroups  # the process groups of the training layout
+    engines: EngineLayout  # the layout of the engine
+    module: Any  # the training model
+    source: list[Slot]  # where the training weights are stored
+    planner: Planner  # plans our way from the training layout to the engine's
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to bring the weights into an engine.
+    """One way to bring the weights into an engine."""
 
-    Attributes:
-        run: brings all weights in once.
-        engine: what it fills; None if its result is not compared with that of others.
-    """
-
-    run: Callable[[], Any]
+    run: Callable[[], Any]  # brings all weights in once
+    # what it fills; None if its result is not compared with that of others
     engine: Engine | None = None
 
 

@@ -18,25 +18,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Start:
-    """How a team is started.
+    """How a team is started."""
 
-    Attributes:
-        title: who it is, in words.
-        command: the program of each rank.
-        ranks: processes.
-        threads: of each rank.
-        cores: of the machine, to which all its threads are held; its ranks share them.
-        python_path: where its Python looks for packages first.
-        variables: more environment variables.
-    """
-
-    title: str
-    command: Sequence[str]
-    ranks: int
-    threads: int
-    cores: int
-    python_path: str
-    variables: Mapping[str, str] = field(default_factory=dict)
+    title: str  # who it is, in words
+    command: Sequence[str]  # the program of each rank
+    ranks: int  # processes
+    threads: int  # of each rank
+    cores: int  # of the machine, to which all its threads are held; its ranks share them
+    python_path: str  # where its Python looks for packages first
+    variables: Mapping[str, str] = field(default_factory=dict)  # more environment variables
 
 
 class Team:

@@ -38,21 +38,13 @@ LAMBDA = 0.95
 
 @dataclass(frozen=True)
 class Case:
-    """One step of PPO.
+    """One step of PPO."""
 
-    Attributes:
-        size: the model's name in `model_sizes`.
-        dtype: of the models, "float32" or "bfloat16".
-        lengths: "equal" or "spread".
-        prompts: token ids of each prompt.
-        response_lengths: tokens of the response to each prompt, its end included.
-    """
-
-    size: str
-    dtype: str
-    lengths: str
-    prompts: list[list[int]]
-    response_lengths: list[int]
+    size: str  # the model's name in `model_sizes`
+    dtype: str  # of the models, "float32" or "bfloat16"
+    lengths: str  # "equal" or "spread"
+    prompts: list[list[int]]  # token ids of each prompt
+    response_lengths: list[int]  # tokens of the response to each prompt, its end included
 
     @property
     def prompt_lengths(self) -> list[int]:

@@ -23,25 +23,15 @@ TRL = "trl==1.8.0"
 
 @dataclass(frozen=True)
 class Contender:
-    """Who takes part.
+    """Who takes part."""
 
-    Attributes:
-        name: "ours", "before" (ours, from another checkout), "plain" or "trl".
-        layout: of ours, a key of `LAYOUTS`.
-        threads: of each rank.
-        cores: of the machine, to which all its threads are held; its ranks share them.
-        python: the interpreter.
-        tree: the checkout that it imports.
-        settings: more keys of the configuration of ours.
-    """
-
-    name: str
-    layout: str
-    threads: int
-    cores: int
-    python: str = sys.executable
-    tree: Path = HERE.parent
-    settings: Sequence[str] = field(default_factory=tuple)
+    name: str  # "ours", "before" (ours, from another checkout), "plain" or "trl"
+    layout: str  # of ours, a key of `LAYOUTS`
+    threads: int  # of each rank
+    cores: int  # of the machine, to which all its threads are held; its ranks share them
+    python: str = sys.executable  # the interpreter
+    tree: Path = HERE.parent  # the checkout that it imports
+    settings: Sequence[str] = field(default_factory=tuple)  # more keys of the configuration of ours
 
     @property
     def ranks(self) -> int:

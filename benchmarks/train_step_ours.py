@@ -29,8 +29,8 @@ from train_step_turns import Stopwatch, Turns
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.device import pick_device
 from mrlhf.inference.base import Request
-from mrlhf.job import init_distributed
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.job import init_distributed
 from mrlhf.preflight import read_ppo_inputs
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.setup import assemble

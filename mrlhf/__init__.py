@@ -12,7 +12,7 @@ if is_launcher():
     end_on_signals()
 
 from mrlhf.device import set_variables_of_torch
-from mrlhf.stand_ins import install_cpu_stand_ins
+from mrlhf.host.stand_ins import install_cpu_stand_ins
 from mrlhf.version import __version__ as __version__
 
 set_variables_of_torch()

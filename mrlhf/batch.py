@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from mrlhf.parts import Parts
 
 NO_VERSION = -1  # of a token that no policy drew
 _ROWS_AT_ONCE = 256
@@ -25,21 +23,13 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Sequences:
-    """Token sequences in one flat tensor; each is a prompt and a response.
+    """Token sequences in one flat tensor; each is a prompt and a response."""
 
-    Attributes:
-        token_ids: int32 [tokens].
-        begins: int64 [rows], where each sequence begins.
-        lengths: int64 [rows], tokens of each sequence, >= 1.
-        prompt_lengths: int64 [rows], tokens of each sequence's prompt, >= 1.
-        width: columns of a table that holds a number for each response token.
-    """
-
-    token_ids: Tensor
-    begins: Tensor
-    lengths: Tensor
-    prompt_lengths: Tensor
-    width: int
+    token_ids: Tensor  # int32 [tokens]
+    begins: Tensor  # int64 [rows], where each sequence begins
+    lengths: Tensor  # int64 [rows], tokens of each sequence, >= 1
+    prompt_lengths: Tensor  # int64 [rows], tokens of each sequence's prompt, >= 1
+    width: int  # columns of a table that holds a number for each response token
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -68,22 +58,54 @@ def flat_ids(rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.int32))
 
 
+class Parts(NamedTuple):
+    """Parts of a flat tensor, one part after the other."""
+
+    begins: Tensor  # int64 [parts], where each part begins
+    counts: Tensor  # int64 [parts], how many numbers each part has
+
+    @property
+    def places(self) -> Tensor:
+        """The indices of the numbers of all parts, int64."""
+        shifts = self.begins - (self.counts.cumsum(0) - self.counts)
+        places = np.repeat(shifts.numpy(), self.counts.numpy())
+        places += np.arange(len(places))
+        return torch.from_numpy(places)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """A copy of the numbers of all parts."""
+        # NumPy repeats numbers and takes slices several times as fast as torch does.
+        numbers = flat.numpy()
+        ends = (self.begins + self.counts).tolist()
+        slices = [numbers[begin:end] for begin, end in zip(self.begins.tolist(), ends, strict=True)]
+        return torch.from_numpy(np.concatenate([numbers[:0], *slices]))
+
+    def put(self, flat: Tensor, numbers: Tensor) -> None:
+        """Write `numbers` [..., numbers of all parts] into the parts of `flat` [..., size]."""
+        target = flat.numpy()
+        source = numbers.numpy()
+        done = 0
+        for begin, count in zip(self.begins.tolist(), self.counts.tolist(), strict=True):
+            target[..., begin : begin + count] = source[..., done : done + count]
+            done += count
+
+    @staticmethod
+    def join(several: list[Parts]) -> Parts:
+        """All parts of `several` (at least one), one after the other."""
+        return Parts(*(torch.cat(column) for column in zip(*several, strict=True)))
+
+
 @dataclass(frozen=True)
 class ExpertRecord:
     """The experts that tokens were sent to, in every mixture of a model.
 
     Only the first tokens of a sequence have a record. The last token of a response never has one:
     no engine computes it, and nothing depends on its experts.
-
-    Attributes:
-        chosen: uint8 or int16 [positions, mixtures, per_token], the numbers of the experts.
-        begins: int64 [rows], where the positions of each sequence begin.
-        counts: int64 [rows], tokens of each sequence that have a record.
     """
 
-    chosen: Tensor
-    begins: Tensor
-    counts: Tensor
+    chosen: Tensor  # uint8 or int16 [positions, mixtures, per_token], the numbers of the experts
+    begins: Tensor  # int64 [rows], where the positions of each sequence begin
+    counts: Tensor  # int64 [rows], tokens of each sequence that have a record
 
     def of_rows(self, rows: Sequence[int] | range) -> ExpertRecord:
         """The records of the sequences `rows`, in that order, in the same memory."""
@@ -100,25 +122,19 @@ class ExpertRecord:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Tokenised prompts; every list has one entry for each prompt.
+    """Tokenised prompts; every list has one entry for each prompt."""
 
-    Attributes:
-        token_ids: the prompt's tokens with the chat template applied, at least one.
-        uid: stable number of the prompt in its data set; sampling depends on it and not on the
-            order of the batch.
-        data_source: name of the data set; it decides which rules score the prompt and which
-            validation metrics it counts in.
-        ground_truth: the reference answer, as text if a rule compares with it; None if there is
-            none.
-        extra_info: the rest of the prompt's row, for users' reward functions.
-    """
-
-    token_ids: list[list[int]]
+    token_ids: list[list[int]]  # the prompt's tokens with the chat template applied, at least one
+    # Stable number of the prompt in its data set; sampling depends on it and not on the order of
+    # the batch.
     uid: list[int]
     text: list[str]
+    # Name of the data set; it decides which rules score the prompt and which validation metrics it
+    # counts in.
     data_source: list[str]
+    # The reference answer, as text if a rule compares with it; None if there is none.
     ground_truth: list[Any]
-    extra_info: list[dict[str, Any]]
+    extra_info: list[dict[str, Any]]  # the rest of the prompt's row, for users' reward functions
 
     def __post_init__(self) -> None:
         sizes = {len(column) for column in self._columns()}
@@ -158,32 +174,25 @@ class Rollout:
 
     A response may hold tokens that the policy did not draw, such as a tool's answer. The models
     read them, but they do not train.
-
-    Attributes:
-        prompts: one row a sample.
-        sample_index: number of the row among the n samples of its prompt.
-        response_ids: int32 [batch, response_len], zero after the end.
-        response_mask: bool [batch, response_len], True for each token of the response, its stop
-            token included.
-        loss_mask: bool [batch, response_len], the tokens of `response_mask` that the policy drew;
-            only these train.
-        rollout_logprobs: float32 [batch, response_len], log-probabilities at the sampling
-            temperature, from the engine; 0 where `loss_mask` is False.
-        versions: int32 [batch, response_len], version of the policy that drew each token;
-            `NO_VERSION` where `loss_mask` is False.
-        stopped: bool [batch], True if a stop token ended the response, False if the length limit
-            did.
-        experts: the engine's experts for each row's prompt and response; None if not recorded.
     """
 
-    prompts: Prompts
-    sample_index: list[int]
-    response_ids: Tensor
+    prompts: Prompts  # one row a sample
+    sample_index: list[int]  # number of the row among the n samples of its prompt
+    response_ids: Tensor  # int32 [batch, response_len], zero after the end
+    # bool [batch, response_len], True for each token of the response, its stop token included
     response_mask: Tensor
+    # bool [batch, response_len], the tokens of `response_mask` that the policy drew; only these
+    # train
     loss_mask: Tensor
+    # float32 [batch, response_len], log-probabilities at the sampling temperature, from the engine;
+    # 0 where `loss_mask` is False
     rollout_logprobs: Tensor
+    # int32 [batch, response_len], version of the policy that drew each token; `NO_VERSION` where
+    # `loss_mask` is False
     versions: Tensor
+    # bool [batch], True if a stop token ended the response, False if the length limit did
     stopped: Tensor
+    # The engine's experts for each row's prompt and response; None if not recorded.
     experts: ExpertRecord | None = None
 
     def __post_init__(self) -> None:
@@ -311,39 +320,31 @@ class Experience:
     """A rollout with everything that the updates need.
 
     Tensors are float32 [batch, response_len] unless another type or shape is given.
-
-    Attributes:
-        scores: [batch], the reward of each whole response before any shaping or KL.
-        loss_mask: bool, the tokens whose loss counts: the rollout's `loss_mask` without the tokens
-            that rollout correction rejected before the update. (In bypass mode correction is made
-            on every mini-batch of the update, and nothing is rejected here.)
-        old_logprobs: log-probabilities in the denominator of the probability ratio, fixed for the
-            whole step: those under the policy before this step's updates, or, in bypass mode, those
-            of the engine.
-        ref_logprobs: log-probabilities under the frozen reference, or None if no KL is used.
-        token_rewards: shaped scores placed on tokens, with the KL subtracted.
-        values: the critic's predictions before this step's updates, or None without a critic.
-        advantages: advantages for the policy loss, whitened over the whole batch if the estimator
-            asks for it.
-        returns: regression targets for the critic.
-        weights: factors of each token's policy loss that correct for the engine's policy, or None.
-        positive: bool [batch], True for right responses, or None if no reward term tells right from
-            wrong.
-        experts: the policy's choices in the pass that gave `old_logprobs`; None if the update does
-            not replay them.
     """
 
     rollout: Rollout
-    scores: Tensor
+    scores: Tensor  # [batch], the reward of each whole response before any shaping or KL
+    # bool, the tokens whose loss counts: the rollout's `loss_mask` without the tokens that rollout
+    # correction rejected before the update. (In bypass mode correction is made on every mini-batch
+    # of the update, and nothing is rejected here.)
     loss_mask: Tensor
+    # Log-probabilities in the denominator of the probability ratio, fixed for the whole step: those
+    # under the policy before this step's updates, or, in bypass mode, those of the engine.
     old_logprobs: Tensor
+    # Log-probabilities under the frozen reference, or None if no KL is used.
     ref_logprobs: Tensor | None
-    token_rewards: Tensor
+    token_rewards: Tensor  # shaped scores placed on tokens, with the KL subtracted
+    # The critic's predictions before this step's updates, or None without a critic.
     values: Tensor | None
+    # Advantages for the policy loss, whitened over the whole batch if the estimator asks for it.
     advantages: Tensor
-    returns: Tensor
+    returns: Tensor  # regression targets for the critic
+    # Factors of each token's policy loss that correct for the engine's policy, or None.
     weights: Tensor | None = None
+    # bool [batch], True for right responses, or None if no reward term tells right from wrong
     positive: Tensor | None = None
+    # The policy's choices in the pass that gave `old_logprobs`; None if the update does not replay
+    # them.
     experts: ExpertRecord | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The output of a run: log lines with the rank in front, the metrics file, and curves.
+"""The output of a run: log lines with the rank in front, and the metrics file.
 
 Rank 0 writes all of it; other ranks only log warnings, and construct no writer. The meaning of each
 metric stands in the table of `metrics`.
@@ -6,7 +6,6 @@ metric stands in the table of `metrics`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
@@ -14,10 +13,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from mrlhf.errors import ConfigError, DataError
@@ -137,17 +135,6 @@ class MetricsWriter:
         else:
             self._is_failing = False
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 def metrics_line(step: int, metrics: Mapping[str, float]) -> str:
     """The line of a step in `metrics.jsonl`, without its end."""
@@ -241,48 +228,6 @@ def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
         else:
             records[record["step"]] = record
     return [records[step] for step in sorted(records)]
-
-
-def plot_curves(metrics_jsonl: Path, png_path: Path, keys: Sequence[str]) -> None:
-    """Draw the metrics named by `keys` over the steps into one PNG file, with a panel for each.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-        DataError: the file cannot be read, or none of its records has one of the keys.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("curves need matplotlib: pip install matplotlib") from error
-    assert keys, "nothing to plot"
-
-    records = read_metrics(metrics_jsonl)
-    known = sorted({name for record in records for name in record})
-
-    width = min(3, len(keys))
-    height = math.ceil(len(keys) / width)
-    figure = Figure(figsize=(4.5 * width, 3.2 * height), layout="constrained")
-    FigureCanvasAgg(figure)
-    for panel, key in enumerate(keys, start=1):
-        points = [(record["step"], record[key]) for record in records if key in record]
-        if not points:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            if nearest:
-                hint = f"did you mean '{nearest[0]}'?"
-            else:
-                hint = f"it has {', '.join(known) or 'no records'}"
-            raise DataError(f"{metrics_jsonl} has no metric '{key}'; {hint}")
-
-        axes = figure.add_subplot(height, width, panel)
-        steps, numbers = zip(*points, strict=True)
-        axes.plot(steps, [math.nan if number is None else number for number in numbers], marker=".")
-        axes.set_xlabel("step")
-        axes.set_ylabel(key)
-        axes.grid(alpha=0.3)
-
-    png_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, dpi=120)
 
 
 def _json_number(value: float | None) -> float | None:

@@ -28,15 +28,10 @@ _ATTEMPTS = 48
 
 @dataclass(frozen=True)
 class Rule:
-    """What must hold between values of some axes.
+    """What must hold between values of some axes."""
 
-    Attributes:
-        axes: the axes.
-        holds: takes a value of each, in this order.
-    """
-
-    axes: tuple[str, ...]
-    holds: Callable[..., bool]
+    axes: tuple[str, ...]  # the axes
+    holds: Callable[..., bool]  # takes a value of each, in this order
 
 
 def covering_rows(

@@ -17,21 +17,13 @@ ROW_KINDS = ("empty", "one token", "full", "prefix", "holes")
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """A batch as estimators see it.
+    """A batch as estimators see it."""
 
-    Attributes:
-        rewards: float64 [batch, response_len].
-        values: float64 [batch, response_len].
-        mask: bool [batch, response_len].
-        prompt_groups: int64 [batch].
-        greedy_scores: float64 [batch].
-    """
-
-    rewards: Tensor
-    values: Tensor
-    mask: Tensor
-    prompt_groups: Tensor
-    greedy_scores: Tensor
+    rewards: Tensor  # float64 [batch, response_len]
+    values: Tensor  # float64 [batch, response_len]
+    mask: Tensor  # bool [batch, response_len]
+    prompt_groups: Tensor  # int64 [batch]
+    greedy_scores: Tensor  # float64 [batch]
 
     def rows(self, order: Tensor) -> MaskedBatch:
         return MaskedBatch(

@@ -33,15 +33,10 @@ _INDENTED = re.compile(r"(?<=\n)\n((?:    .+\n)+)")
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page.
+    """One command of a page."""
 
-    Attributes:
-        page: the page's path in the repository.
-        text: as a shell takes it, its continued lines joined, without a comment.
-    """
-
-    page: str
-    text: str
+    page: str  # the page's path in the repository
+    text: str  # as a shell takes it, its continued lines joined, without a comment
 
     @property
     def words(self) -> list[str]:

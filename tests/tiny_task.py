@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from tests.oracle import plain_models
@@ -36,3 +38,41 @@ def write_tiny_task(
         seed=1,
     )
     write_arithmetic(directory, task)
+
+
+def ppo_keys(root: Path, trained: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a run of PPO on the task in `root/data`, with models of `plain_models.save_models`.
+
+    `trained` are keys of both models that train. The reward, the method and the length of the run
+    are missing.
+    """
+    return {
+        "seed": 3,
+        "actor": {"path": str(root / "llama"), "tp": 2, **trained},
+        "critic": {"path": str(root / "llama-critic"), **trained},
+        "reference": {"path": str(root / "llama-ref")},
+        "rollout": {"n": 2},
+        "data": {
+            "train_files": str(root / "data" / "train.jsonl"),
+            "val_files": str(root / "data" / "held_out.jsonl"),
+            "tokenizer": str(root / "data" / "tokenizer"),
+            "train_batch_size": 8,
+            "max_prompt_length": 6,
+            "max_response_length": 12,
+        },
+    }
+
+
+def sft_keys(root: Path, max_length: int) -> dict[str, Any]:
+    """Keys of fine-tuning on the task in `root/data`, without the length of the run."""
+    return {
+        "seed": 3,
+        "model": {"path": str(root / "llama")},
+        "optim": {"lr": 1e-3},
+        "data": {
+            "train_files": str(root / "data" / "sft.jsonl"),
+            "tokenizer": str(root / "data" / "tokenizer"),
+            "batch_size": 8,
+            "max_length": max_length,
+        },
+    }

@@ -22,19 +22,12 @@ TRACED_FOLDER = "mrlhf"
 
 @dataclass(frozen=True)
 class Function:
-    """One function or method.
+    """One function or method."""
 
-    Attributes:
-        name: where it stands, such as "Actor.update.run".
-        lines: from its `def` to its end.
-        body_lines: from the statement after the docstring to the end, without nested functions.
-        blank_lines: how many of `body_lines` are blank.
-    """
-
-    name: str
-    lines: int
-    body_lines: int
-    blank_lines: int
+    name: str  # where it stands, such as "Actor.update.run"
+    lines: int  # from its `def` to its end
+    body_lines: int  # from the statement after the docstring to the end, without nested functions
+    blank_lines: int  # how many of `body_lines` are blank
 
 
 @dataclass(frozen=True)
@@ -56,29 +49,6 @@ class SourceFile:
         return parts[0] if len(parts) > 1 else "."
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What is measured of some files.
-
-    Attributes:
-        files: how many.
-        lines: of all files together.
-        largest_file: path and lines, or None without a file.
-        largest_function: "path: name" and lines, or None without a function.
-        long_bodies: functions with a body of `LONG_BODY` or more lines.
-        unbroken_bodies: how many of `long_bodies` have not one blank line.
-        wide_lines: lines of more than `MAX_COLUMNS` columns.
-    """
-
-    files: int
-    lines: int
-    largest_file: tuple[str, int] | None
-    largest_function: tuple[str, int] | None
-    long_bodies: int
-    unbroken_bodies: int
-    wide_lines: int
-
-
 def read_checkout(directory: Path) -> list[SourceFile]:
     """The Python files that git tracks in `directory`."""
     command = ["git", "-C", str(directory), "ls-files", "-z", "--", "*.py"]
@@ -95,28 +65,29 @@ def functions_of(text: str) -> list[Function]:
     return [_measure(name, node, blank) for name, node in _definitions(tree, "")]
 
 
-def measure(sources: list[SourceFile]) -> Figures:
-    """The figures of the files together."""
-    sizes = []
+def figures_row(label: str, sources: list[SourceFile]) -> list[str]:
+    """The cells of a table's row on the files together."""
+    sizes = [(source.path, len(source.lines)) for source in sources]
+    columns = [len(line) for source in sources for line in source.lines]
     functions = []
-    wide_lines = 0
+    function_sizes = []
     for source in sources:
-        sizes.append((source.path, len(source.lines)))
-        wide_lines += sum(len(line) > MAX_COLUMNS for line in source.lines)
         for function in functions_of(source.text):
-            functions.append((f"{source.path}: {function.name}", function))
+            functions.append(function)
+            function_sizes.append((f"{source.path}: {function.name}", function.lines))
 
-    function_sizes = [(name, function.lines) for name, function in functions]
-    long_bodies = [function for _, function in functions if function.body_lines >= LONG_BODY]
-    return Figures(
-        files=len(sources),
-        lines=sum(lines for _, lines in sizes),
-        largest_file=_largest(sizes),
-        largest_function=_largest(function_sizes),
-        long_bodies=len(long_bodies),
-        unbroken_bodies=sum(function.blank_lines == 0 for function in long_bodies),
-        wide_lines=wide_lines,
-    )
+    long = [function for function in functions if function.body_lines >= LONG_BODY]
+    unbroken = sum(function.blank_lines == 0 for function in long)
+    share = f" ({100 * unbroken / len(long):.0f} %)" if long else ""
+    return [
+        label,
+        str(len(sources)),
+        str(sum(lines for _, lines in sizes)),
+        _largest(sizes),
+        _largest(function_sizes),
+        f"{unbroken} of {len(long)}{share}",
+        str(sum(width > MAX_COLUMNS for width in columns)),
+    ]
 
 
 def files_that_mention(pattern: str, sources: list[SourceFile]) -> list[str]:
@@ -134,25 +105,14 @@ def figures_table(sources: list[SourceFile]) -> str:
     for source in sources:
         by_folder.setdefault(source.folder, []).append(source)
 
-    rows = [(folder, measure(by_folder[folder])) for folder in sorted(by_folder)]
-    rows.append(("all", measure(sources)))
-
+    rows = [figures_row(folder, by_folder[folder]) for folder in sorted(by_folder)]
+    rows.append(figures_row("all", sources))
     lines = [
         f"| folder | files | lines | largest file | largest function | of {LONG_BODY} or more body "
         f"lines: no blank line | lines over {MAX_COLUMNS} columns |",
         "|---|---|---|---|---|---|---|",
+        *(f"| {' | '.join(cells)} |" for cells in rows),
     ]
-    for folder, figures in rows:
-        cells = [
-            folder,
-            str(figures.files),
-            str(figures.lines),
-            _with_lines(figures.largest_file),
-            _with_lines(figures.largest_function),
-            _share(figures.unbroken_bodies, figures.long_bodies),
-            str(figures.wide_lines),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -196,16 +156,12 @@ def _blank_lines(text: str, tree: ast.AST) -> set[int]:
     return blank
 
 
-def _largest(sizes: list[tuple[str, int]]) -> tuple[str, int] | None:
-    return max(sizes, key=lambda size: size[1], default=None)
-
-
-def _with_lines(largest: tuple[str, int] | None) -> str:
-    return "" if largest is None else f"{largest[0]} ({largest[1]})"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part} of {whole}" + (f" ({100 * part / whole:.0f} %)" if whole else "")
+def _largest(sizes: list[tuple[str, int]]) -> str:
+    """The first of the largest, with its size; empty if there is none."""
+    if not sizes:
+        return ""
+    name, lines = max(sizes, key=lambda size: size[1])
+    return f"{name} ({lines})"
 
 
 def main() -> None:

@@ -22,17 +22,11 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of the demo.
+    """One command of the demo."""
 
-    Attributes:
-        title: what it does, in words.
-        command: as a user types it.
-        has_view: whether it shows its progress itself; otherwise its output is only shown if it
-            fails.
-    """
-
-    title: str
-    command: str
+    title: str  # what it does, in words
+    command: str  # as a user types it
+    # Whether it shows its progress itself; otherwise its output is only shown if it fails.
     has_view: bool = False
 
 

@@ -35,11 +35,7 @@ def fingerprint(directory: str | Path) -> dict[str, Any]:
 def check_frozen(
     stored: Mapping[str, Mapping[str, Any]], current: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Refuse to go on with another frozen model than the run began with.
-
-    Raises:
-        CheckpointError: with the role's name.
-    """
+    """Refuse, with a CheckpointError, another frozen model than the run began with."""
     for role in sorted(stored.keys() & current.keys()):
         if stored[role]["files"] != current[role]["files"]:
             raise CheckpointError(

@@ -34,15 +34,11 @@ _SEALED = re.compile(rb'(.*),"xxh3":"([0-9a-f]{16})"\}', re.DOTALL)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The places of a named tensor's parts.
-
-    Attributes:
-        shape: its full shape.
-        slices: (number of the file in the manifest, starts, stops) of each stored box. Together the
-            boxes hold each element once.
-    """
+    """The places of a named tensor's parts."""
 
     shape: Shape
+    # (number of the file in the manifest, starts, stops) of each stored box. Together the boxes
+    # hold each element once.
     slices: tuple[tuple[int, Shape, Shape], ...]
 
     def boxes(self, name: str) -> Iterator[tuple[int, Box]]:
@@ -53,56 +49,33 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """One model of a checkpoint.
+    """One model of a checkpoint."""
 
-    Attributes:
-        head: "lm" or "scalar".
-        hf_config: the content of its Hugging Face `config.json`.
-        dtype: of the parameters, such as "float32"; main weights are stored in float32.
-        layout: sizes of the parallel axes when it was saved.
-        kinds: the numbers stored of each element: the weight, and Adam's moments if there are any.
-        optimizer_steps: optimizer steps behind the moments.
-        tensors: every named tensor of the model.
-    """
-
-    head: str
-    hf_config: dict[str, Any]
-    dtype: str
-    layout: dict[str, int]
-    kinds: tuple[str, ...]
-    optimizer_steps: int
-    tensors: dict[str, StoredTensor]
+    head: str  # "lm" or "scalar"
+    hf_config: dict[str, Any]  # the content of its Hugging Face `config.json`
+    dtype: str  # of the parameters, such as "float32"; main weights are stored in float32
+    layout: dict[str, int]  # sizes of the parallel axes when it was saved
+    kinds: tuple[str, ...]  # stored of each element: the weight, and Adam's moments if any
+    optimizer_steps: int  # behind the moments
+    tensors: dict[str, StoredTensor]  # every named tensor of the model
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint.
+    """The contents of a checkpoint."""
 
-    Attributes:
-        step: training steps that are complete.
-        unfinished_step: whether it also holds a part of the next step.
-        program: class of the configuration that made it, such as "PPOConfig".
-        world_size: ranks that saved it.
-        config: the whole configuration.
-        versions: of the packages that made it.
-        files: every file but the manifest.
-        models: the trained models, by role.
-        frozen: the fingerprint of each model that is not stored, by role.
-        metrics: the metrics of step `step`.
-        format: of the file that it was read from; it is written in the newest one.
-    """
-
-    step: int
-    unfinished_step: bool
-    program: str
-    world_size: int
-    config: dict[str, Any]
-    versions: dict[str, str]
-    files: tuple[WrittenFile, ...]
-    models: dict[str, StoredModel]
+    step: int  # training steps that are complete
+    unfinished_step: bool  # whether it also holds a part of the next step
+    program: str  # class of the configuration that made it, such as "PPOConfig"
+    world_size: int  # ranks that saved it
+    config: dict[str, Any]  # the whole configuration
+    versions: dict[str, str]  # of the packages that made it
+    files: tuple[WrittenFile, ...]  # every file but the manifest
+    models: dict[str, StoredModel]  # the trained models, by role
+    # The fingerprint of each model that is not stored, by role.
     frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    format: int = FORMAT
+    metrics: dict[str, Any] = field(default_factory=dict)  # of step `step`
+    format: int = FORMAT  # of the file that it was read from; it is written in the newest one
 
     @property
     def has_hash(self) -> bool:
@@ -184,9 +157,7 @@ def bring_back_replaced(directory: Path) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of the checkpoint in `directory`; see `parse_manifest`.
 
-    Raises:
-        CheckpointError: there is none, or it is not usable, or the directory has the name of
-            another checkpoint.
+    A CheckpointError says that there is none, or that the directory has another checkpoint's name.
     """
     file = directory / MANIFEST
     try:
@@ -235,11 +206,7 @@ def parse_manifest(file: Path, content: bytes) -> Manifest:
 
 
 def check_name(directory: Path, manifest: Manifest) -> None:
-    """Refuse a directory with the name of another checkpoint, since names say which is newest.
-
-    Raises:
-        CheckpointError: with both names.
-    """
+    """Refuse a directory with the name of another checkpoint: names say which is newest."""
     name = checkpoint_name(manifest.step, manifest.unfinished_step)
     if _NAME.fullmatch(directory.name) and directory.name != name:
         raise CheckpointError(
@@ -249,11 +216,7 @@ def check_name(directory: Path, manifest: Manifest) -> None:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of which a file is missing or has another size.
-
-    Raises:
-        CheckpointError: with the name of the first such file.
-    """
+    """Refuse, with a CheckpointError, a checkpoint with a file missing or of another size."""
     for listed in manifest.files:
         file = directory / listed.path
         try:
@@ -269,11 +232,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
 
 
 def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:
-    """Refuse a checkpoint of which one of the files with these numbers is damaged.
-
-    Raises:
-        CheckpointError: with the name of the first such file.
-    """
+    """Refuse, with a CheckpointError, a checkpoint with one of these files damaged."""
     for number in numbers:
         listed = manifest.files[number]
         if describe_file(path, listed.path) != listed:

@@ -29,46 +29,38 @@ from mrlhf.weights.shard import Key, Piece
 
 @dataclass(frozen=True)
 class RankSlices:
-    """The numbers that one rank writes of one model.
+    """The numbers that one rank writes of one model."""
 
-    Attributes:
-        kinds: the numbers stored of each element.
-        optimizer_steps: optimizer steps behind the moments, as far as this rank knows.
-        boxes: the boxes, in the order of the file; every kind is stored of each.
-        sources: the tensors of the file.
-    """
-
-    kinds: tuple[str, ...]
-    optimizer_steps: int
-    boxes: list[Box]
-    sources: list[TensorSource]
+    kinds: tuple[str, ...]  # the numbers stored of each element
+    optimizer_steps: int  # behind the moments, as far as this rank knows
+    boxes: list[Box]  # in the order of the file; every kind is stored of each
+    sources: list[TensorSource]  # the tensors of the file
 
 
 @dataclass(frozen=True)
 class _Held:
-    """One parameter of this rank.
-
-    Attributes:
-        parameter: the model's parameter.
-        pieces: the named slices that it holds.
-        optimized: the part of it that this rank's optimizer holds.
-    """
+    """One parameter of this rank."""
 
     parameter: Tensor
-    pieces: list[Piece]
-    optimized: OptimizedRange | None
+    pieces: list[Piece]  # the named slices that it holds
+    optimized: OptimizedRange | None  # the part of it that this rank's optimizer holds
+
+    @property
+    def flats(self) -> dict[str, Tensor]:
+        """The flat tensors of the part that this rank's optimizer holds, by kind."""
+        assert self.optimized is not None
+        return {WEIGHT: self.optimized.main, **self.optimized.moments}
 
 
 def slices_to_save(engine: ModelEngine) -> RankSlices:
     """This rank's share of a model that is trained; no rank waits for another."""
     assert engine.optimizer is not None, "a frozen model is not saved"
-    groups = engine.groups
+    layout = engine.groups.layout
+    place = engine.groups.coordinates
     rank = torch.distributed.get_rank()
-    own_keys = _keys_to_write(engine.spec, groups.layout, rank)
-    replicas = groups.layout.group_size(*REPLICA_AXES)
-    _, replica = groups.layout.place(rank, *REPLICA_AXES)
-    layout = groups.layout
-    place = groups.coordinates
+    own_keys = _keys_to_write(engine.spec, layout, rank)
+    replicas = layout.group_size(*REPLICA_AXES)
+    _, replica = layout.place(rank, *REPLICA_AXES)
 
     boxes: list[Box] = []
     sources: list[TensorSource] = []
@@ -82,7 +74,7 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
 
         if engine.optimizer.is_distributed and is_trained:
             start = held.optimized.start
-            flats = {WEIGHT: held.optimized.main, **held.optimized.moments}
+            flats = held.flats
         elif held.pieces[0].of_expert:
             start, flats = _share(held, layout.edp, place.edp)
         else:
@@ -103,10 +95,8 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
 def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: str) -> None:
     """Fill a model, its main weights and its moments from a checkpoint of any layout.
 
-    The engine has its optimizer; `role` is the model's name in the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint's tensors are not the model's.
+    The engine has its optimizer; `role` is the model's name in the checkpoint. A CheckpointError
+    says that the checkpoint's tensors are not the model's.
     """
     assert engine.optimizer is not None, "a frozen model is not loaded"
     model = manifest.models[role]
@@ -114,19 +104,19 @@ def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: 
     moments = [kind for kind in model.kinds if kind != WEIGHT]
     engine.optimizer.make_moments(model.optimizer_steps if moments else 0)
 
-    with SliceReader(directory, manifest) as reader:
-        for held in _held(engine):
-            flat = held.parameter.detach().view(-1)
-            reader.fill(role, WEIGHT, held.pieces, tuple(held.parameter.shape), flat, 0)
-            if held.optimized is None:
-                continue
+    reader = SliceReader(directory, manifest)
+    for held in _held(engine):
+        flat = held.parameter.detach().view(-1)
+        reader.fill(role, WEIGHT, held.pieces, tuple(held.parameter.shape), flat, 0)
+        if held.optimized is None:
+            continue
 
-            targets = {kind: held.optimized.moments[kind] for kind in moments}
-            if held.parameter.dtype != torch.float32:
-                targets[WEIGHT] = held.optimized.main
-            for kind, target in targets.items():
-                shape = tuple(held.parameter.shape)
-                reader.fill(role, kind, held.pieces, shape, target, held.optimized.start)
+        targets = {kind: held.optimized.moments[kind] for kind in moments}
+        if held.parameter.dtype != torch.float32:
+            targets[WEIGHT] = held.optimized.main
+        for kind, target in targets.items():
+            shape = tuple(held.parameter.shape)
+            reader.fill(role, kind, held.pieces, shape, target, held.optimized.start)
 
 
 def _held(engine: ModelEngine) -> Iterator[_Held]:
@@ -167,18 +157,12 @@ def _untrained(parameter: Tensor, optimizer: ShardedOptimizer) -> OptimizedRange
 
 
 def _share(held: _Held, replicas: int, replica: int) -> tuple[int, dict[str, Tensor]]:
-    """This rank's part of a parameter that every one of `replicas` holds whole.
-
-    Returns:
-        The first element, and the flat tensors by kind.
-    """
-    assert held.optimized is not None
-    flats = {WEIGHT: held.optimized.main, **held.optimized.moments}
+    """The first element and the tensors of this rank's part of a parameter of `replicas` ranks."""
     rows = held.parameter.shape[0]
     columns = held.parameter.numel() // rows
     begin = rows * replica // replicas * columns
     end = rows * (replica + 1) // replicas * columns
-    return begin, {kind: flat[begin:end] for kind, flat in flats.items()}
+    return begin, {kind: flat[begin:end] for kind, flat in held.flats.items()}
 
 
 def _source(kind: str, flat: Tensor, stored: StoredBox, start: int) -> TensorSource:

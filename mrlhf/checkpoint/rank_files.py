@@ -17,41 +17,23 @@ from torch import Tensor
 from mrlhf.checkpoint.model_slices import RankSlices
 from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, sync_files, write_tensors
 from mrlhf.errors import CheckpointError
-from mrlhf.weights.boxes import Box
 
-
-@dataclass(frozen=True)
-class ModelPart:
-    """One rank's file of one model.
-
-    Attributes:
-        path: its file, relative to the checkpoint.
-        kinds: the numbers stored of each element.
-        optimizer_steps: optimizer steps behind the moments, as far as the rank knows.
-        boxes: the stored boxes.
-    """
-
-    path: str
-    kinds: tuple[str, ...]
-    optimizer_steps: int
-    boxes: list[Box]
+WriteFiles = Callable[[], list[WrittenFile]]
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """All that one rank has written.
-
-    Attributes:
-        files: its files.
-        models: its part of each model, by role.
-        error: why it could not write, or None.
-        seconds: from the making of the writer to the end of its last file.
-    """
+    """All that one rank has written."""
 
     files: list[WrittenFile] = field(default_factory=list)
-    models: dict[str, ModelPart] = field(default_factory=dict)
-    error: str | None = None
-    seconds: float = 0.0
+    models: dict[str, RankSlices] = field(default_factory=dict)  # by role, without their tensors
+    error: str | None = None  # why it could not write
+    seconds: float = 0.0  # from the making of the writer to the end of its last file
+
+
+def model_file(role: str, rank: int) -> str:
+    """The file of a rank's slices of a model, relative to the checkpoint."""
+    return f"{role}/rank_{rank:05d}.safetensors"
 
 
 class Staging:
@@ -86,9 +68,11 @@ class RankWriter:
         self._thread: Thread | None = None
         self._copied = Event()
 
-    def write(
-        self, models: Mapping[str, RankSlices], write_rest: Callable[[], list[WrittenFile]]
-    ) -> None:
+    def fail(self, error: str) -> None:
+        """Write nothing, because of an error."""
+        self._part = RankPart(error=error)
+
+    def write(self, models: Mapping[str, RankSlices], write_rest: WriteFiles) -> None:
         """Write all files; returns when they are on disk, or writing has failed.
 
         `write_rest` writes the rank's other files; it need not wait for the disk.
@@ -97,12 +81,10 @@ class RankWriter:
         try:
             part.files.extend(write_rest())
             for role, slices in models.items():
-                path = f"{role}/rank_{self._rank:05d}.safetensors"
+                path = model_file(role, self._rank)
                 (self._root / role).mkdir(exist_ok=True)
                 part.files.append(write_tensors(self._root, path, slices.sources, sync=False))
-                part.models[role] = ModelPart(
-                    path, slices.kinds, slices.optimizer_steps, slices.boxes
-                )
+                part.models[role] = replace(slices, sources=[])
             sync_files(self._root, part.files)
             part = replace(part, seconds=time.monotonic() - self._began)
         except (CheckpointError, OSError) as error:
@@ -110,10 +92,7 @@ class RankWriter:
         self._part = part
 
     def begin(
-        self,
-        models: Mapping[str, RankSlices],
-        write_rest: Callable[[], list[WrittenFile]],
-        staging: Staging,
+        self, models: Mapping[str, RankSlices], write_rest: WriteFiles, staging: Staging
     ) -> None:
         """Copy the models' state and write all files, in a thread.
 
@@ -140,10 +119,7 @@ class RankWriter:
         return self._part
 
     def _copy_and_write(
-        self,
-        models: Mapping[str, RankSlices],
-        write_rest: Callable[[], list[WrittenFile]],
-        staging: Staging,
+        self, models: Mapping[str, RankSlices], write_rest: WriteFiles, staging: Staging
     ) -> None:
         # Whatever is raised in a thread is lost with it; so every error goes into the result.
         try:
@@ -153,6 +129,6 @@ class RankWriter:
             self._copied.set()
             self.write(copied, write_rest)
         except Exception as error:
-            self._part = RankPart(error=f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
         finally:
             self._copied.set()

@@ -27,7 +27,7 @@ from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.random_state import restore_random_state
 from mrlhf.checkpoint.state_tree import read_state
 from mrlhf.errors import CheckpointError
-from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.collectives import raise_together
 from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
@@ -35,24 +35,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that has been found to be whole.
-
-    Attributes:
-        path: its directory.
-        manifest: its contents.
-        state: everything but models and random numbers.
-    """
+    """A checkpoint that has been found to be whole."""
 
     path: Path
     manifest: Manifest
-    state: dict[str, Any]
+    state: dict[str, Any]  # everything but models and random numbers
 
     def load_models(self, models: Mapping[str, ModelEngine]) -> None:
-        """Fill the models, which have their optimizers; each rank reads what it needs.
-
-        Raises:
-            CheckpointError: the checkpoint holds other models.
-        """
+        """Fill the models, which have their optimizers; each rank reads what it needs."""
         missing = sorted(models.keys() - self.manifest.models.keys())
         if missing:
             stored = ", ".join(sorted(self.manifest.models)) or "no model"
@@ -92,8 +82,7 @@ def newest_checkpoint(
 def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
     """Check every byte of the checkpoint in directory `path`, and read it; every rank calls it.
 
-    Raises:
-        CheckpointError: it is not whole or damaged, on every rank; the message names the file.
+    If it is not whole or damaged, every rank raises a CheckpointError that names the file.
     """
     manifest = None
     state: dict[str, Any] = {}
@@ -107,9 +96,7 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
     except CheckpointError as failure:
         error = str(failure)
 
-    for other in all_gather_objects(error, world):
-        if other is not None:
-            raise CheckpointError(other)
+    raise_together(error, CheckpointError, world)
     assert manifest is not None
     if not manifest.has_hash and dist.get_rank(world) == 0:
         logger.warning(

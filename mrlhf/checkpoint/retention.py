@@ -24,28 +24,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Best:
-    """The best value so far of the metric by which a step is kept.
+    """The best value so far of the metric by which a step is kept."""
 
-    Attributes:
-        key: the configuration key that names the metric.
-        metric: its name, or None if nothing is kept for being best.
-        mode: whether a high or a low value is best.
-        step: the step that had the best value; None before the first.
-        value: the best value.
-    """
-
-    key: str
-    metric: str | None
-    mode: str
-    step: int | None = None
+    key: str  # the configuration key that names the metric
+    metric: str | None  # None if nothing is kept for being best
+    mode: str  # whether a high ("max") or a low value is best
+    step: int | None = None  # the step that had the best value
     value: float = math.nan
 
     def check(self, measured: AbstractSet[str]) -> None:
-        """Refuse a metric that the run does not measure; `measured` names those that it does.
-
-        Raises:
-            ConfigError: with the nearest name.
-        """
+        """Refuse, with a ConfigError, a metric that the run does not measure."""
         if self.metric is not None and self.metric not in measured:
             kind = self.metric.split("/")[0]
             alike = [name for name in measured if name.startswith(f"{kind}/")]
@@ -54,11 +42,7 @@ class Best:
             raise ConfigError(f"{self.key} is {self.metric}, which this run does not measure{hint}")
 
     def check_validation(self, measured: AbstractSet[str]) -> None:
-        """Refuse a metric of the validation that a validation does not measure.
-
-        Raises:
-            ConfigError: with the nearest name.
-        """
+        """Refuse a metric of the validation that a validation does not measure."""
         if self.metric is not None and self.metric.startswith(("val/", "val_sampled/")):
             self.check(measured)
 

@@ -34,7 +34,7 @@ from mrlhf.checkpoint.manifest import (
 )
 from mrlhf.checkpoint.model_slices import slices_to_save
 from mrlhf.checkpoint.random_state import random_state
-from mrlhf.checkpoint.rank_files import RankPart, RankWriter, Staging
+from mrlhf.checkpoint.rank_files import RankPart, RankWriter, Staging, WriteFiles, model_file
 from mrlhf.checkpoint.state_tree import StateCopy
 from mrlhf.checkpoint.tensor_file import (
     TensorSource,
@@ -52,39 +52,25 @@ _PACKAGES = ("mrlhf", "torch", "megatron-core", "transformers", "safetensors")
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The facts about a run in each of its manifests.
+    """The facts about a run in each of its manifests."""
 
-    Attributes:
-        program: class of the configuration.
-        config: the whole configuration.
-        frozen: the fingerprint of each model that is not stored, by role.
-    """
-
-    program: str
-    config: dict[str, Any]
+    program: str  # class of the configuration
+    config: dict[str, Any]  # the whole configuration
+    # The fingerprint of each model that is not stored, by role.
     frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint; the same on every rank, but for the models' shards.
+    """The contents of a checkpoint; the same on every rank, but for the models' shards."""
 
-    Attributes:
-        step: training steps that are complete.
-        unfinished_step: whether the state holds a part of the next step.
-        models: the trained models, by role.
-        state: everything else that lasts, as a tree for `StateCopy`.
-        metrics: of step `step`.
-        exports: by the name of a directory, a function that writes further files into it, such as a
-            Hugging Face checkpoint. Every rank calls each, and if one fails, each raises a
-            CheckpointError.
-    """
-
-    step: int
-    unfinished_step: bool
-    models: Mapping[str, ModelEngine]
-    state: Mapping[str, Any]
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    step: int  # training steps that are complete
+    unfinished_step: bool  # whether the state holds a part of the next step
+    models: Mapping[str, ModelEngine]  # the trained models, by role
+    state: Mapping[str, Any]  # everything else that lasts, as a tree for `StateCopy`
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # of step `step`
+    # By the name of a directory, a function that writes further files into it, such as a Hugging
+    # Face checkpoint. Every rank calls each, and if one fails, each raises a CheckpointError.
     exports: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
 
@@ -95,7 +81,6 @@ class _Pending:
     contents: Contents
     hidden: Path
     writer: RankWriter
-    error: str | None
 
 
 class Saver:
@@ -113,8 +98,6 @@ class Saver:
 
         Args:
             directory: holds the checkpoints; on a file system that all ranks share.
-            identity: the facts in every manifest.
-            world: all ranks of the job.
             asynchronous: let a thread write models while training goes on.
             verify: rank 0 calls it before a checkpoint gets its name; it raises a CheckpointError
                 if the directory is no longer this run's.
@@ -137,11 +120,8 @@ class Saver:
     def save(self, contents: Contents) -> Path | None:
         """Save a checkpoint, or begin to; a save that is under way is finished first.
 
-        Returns:
-            The checkpoint; None if it is still being written.
-
-        Raises:
-            CheckpointError: a rank could not write, on every rank. What was written is deleted.
+        Returns the checkpoint; None if it is still being written. If a rank could not write, every
+        rank raises a CheckpointError, and what was written is deleted.
         """
         self.finish(wait=True)
         name = checkpoint_name(contents.step, contents.unfinished_step)
@@ -155,7 +135,9 @@ class Saver:
                     export(hidden / export_name)
         except CheckpointError as failure:  # on every rank
             error = str(failure)
-        if error is None:
+        if error is not None:
+            writer.fail(error)
+        else:
             write_rest = _writer_of_rest(hidden, contents)
             models = {role: slices_to_save(engine) for role, engine in contents.models.items()}
             if self._staging is None:
@@ -164,19 +146,14 @@ class Saver:
                 writer.begin(models, write_rest, self._staging)
                 for engine in contents.models.values():
                     engine.hold_until(writer.wait_until_copied)
-        self._pending = _Pending(contents, hidden, writer, error)
+        self._pending = _Pending(contents, hidden, writer)
         return self.finish(wait=self._staging is None)
 
     def finish(self, wait: bool) -> Path | None:
         """Complete the checkpoint that is being written, if every rank has written its files.
 
-        With `wait`, wait until they have.
-
-        Returns:
-            The checkpoint, if one was completed.
-
-        Raises:
-            CheckpointError: a rank could not write, on every rank.
+        With `wait`, wait until they have. Returns the checkpoint, if one was completed; errors are
+        those of `save`.
         """
         pending = self._pending
         if pending is None:
@@ -188,10 +165,7 @@ class Saver:
                 return None
 
         self._pending = None
-        part = pending.writer.result()
-        if pending.error is not None:
-            part = RankPart(error=pending.error)
-        return self._publish(pending, part)
+        return self._publish(pending, pending.writer.result())
 
     def _prepare(self, hidden: Path) -> str | None:
         """Make the hidden directory; returns the error, if any, on every rank."""
@@ -230,29 +204,31 @@ class Saver:
     ) -> str | None:
         """Write the manifest and rename the directory; returns the error, if any."""
         began = time.monotonic()
-        errors = []
-        for rank, part in enumerate(parts):
-            if part.error is not None:
-                errors.append(f"rank {rank} {part.error}")
-
         try:
-            if not errors:
-                manifest = self._manifest(pending.contents, parts)
-                check_sizes(pending.hidden, manifest)  # rank 0 must see what all ranks wrote
-                write_bytes(pending.hidden, MANIFEST, manifest.to_bytes())
-                if self._verify is not None:
-                    self._verify()
-                free = shutil.disk_usage(pending.hidden).free
-                _replace(pending.hidden, path)
-                # Not the time since then, in which training has gone on.
-                seconds = max(part.seconds for part in parts) + time.monotonic() - began
-                self.longest_s = max(self.longest_s, seconds)
-                _report(path, manifest, free, seconds)
+            for rank, part in enumerate(parts):
+                if part.error is not None:
+                    raise CheckpointError(f"rank {rank} {part.error}")
+            manifest = self._manifest(pending.contents, parts)
+            check_sizes(pending.hidden, manifest)  # rank 0 must see what all ranks wrote
+            write_bytes(pending.hidden, MANIFEST, manifest.to_bytes())
+            if self._verify is not None:
+                self._verify()
+            free = shutil.disk_usage(pending.hidden).free
+            _replace(pending.hidden, path)
         except (CheckpointError, OSError) as failure:
-            errors.append(str(failure))
-        if errors:
             shutil.rmtree(pending.hidden, ignore_errors=True)
-            return errors[0]
+            return str(failure)
+
+        # Not the time since then, in which training has gone on.
+        seconds = max(part.seconds for part in parts) + time.monotonic() - began
+        self.longest_s = max(self.longest_s, seconds)
+        logger.info(
+            "saved the checkpoint %s in %.1f s: %s; the disk has room for %s more",
+            path,
+            seconds,
+            size_text(sum(file.nbytes for file in manifest.files)),
+            size_text(free),
+        )
         return None
 
     def _manifest(self, contents: Contents, parts: list[RankPart]) -> Manifest:
@@ -276,7 +252,7 @@ class Saver:
         )
 
 
-def _writer_of_rest(hidden: Path, contents: Contents) -> Callable[[], list[WrittenFile]]:
+def _writer_of_rest(hidden: Path, contents: Contents) -> WriteFiles:
     """Copy everything but the models, as it is now; returns a function that writes it."""
     rank = dist.get_rank()
     numbers = [TensorSource.of(name, tensor) for name, tensor in random_state().items()]
@@ -297,26 +273,24 @@ def _stored_model(
     role: str, engine: ModelEngine, parts: list[RankPart], numbers: Mapping[str, int]
 ) -> StoredModel:
     """One model's entry in the manifest, made of all ranks' parts."""
-    slices: dict[str, list[Any]] = {name: [] for name in engine.tensor_shapes}
-    kinds: tuple[str, ...] = ()
-    steps = 0
-    for part in parts:
-        model = part.models[role]
-        kinds = max(kinds, model.kinds, key=len)  # a rank that holds nothing knows of no moments
-        steps = max(steps, model.optimizer_steps)
-        for box in model.boxes:
-            slices[box.name].append((numbers[model.path], box.starts, box.stops))
-
+    places: dict[str, list[Any]] = {name: [] for name in engine.tensor_shapes}
+    for rank, part in enumerate(parts):
+        number = numbers[model_file(role, rank)]
+        for box in part.models[role].boxes:
+            places[box.name].append((number, box.starts, box.stops))
     tensors = {}
     for name, shape in engine.tensor_shapes.items():
-        tensors[name] = StoredTensor(tuple(shape), tuple(slices[name]))
+        tensors[name] = StoredTensor(tuple(shape), tuple(places[name]))
+
+    slices = [part.models[role] for part in parts]
     return StoredModel(
         head=engine.spec.head,
         hf_config=dict(engine.spec.hf_config),
         dtype=str(engine.dtype).removeprefix("torch."),
         layout=engine.groups.layout.stated,
-        kinds=kinds,
-        optimizer_steps=steps,
+        # A rank that holds nothing knows of no moments.
+        kinds=max((part.kinds for part in slices), key=len),
+        optimizer_steps=max(part.optimizer_steps for part in slices),
         tensors=tensors,
     )
 
@@ -329,18 +303,6 @@ def _files_in(root: Path, directories: Mapping[str, object]) -> list[WrittenFile
             if file.is_file():
                 files.append(describe_file(root, file.relative_to(root).as_posix()))
     return files
-
-
-def _report(path: Path, manifest: Manifest, free: int, seconds: float) -> None:
-    """Say how large a checkpoint is, and how much room is left beside it."""
-    size = sum(file.nbytes for file in manifest.files)
-    logger.info(
-        "saved the checkpoint %s in %.1f s: %s; the disk has room for %s more",
-        path,
-        seconds,
-        size_text(size),
-        size_text(free),
-    )
 
 
 def _replace(hidden: Path, path: Path) -> None:

@@ -6,14 +6,15 @@ It knows manifests and boxes. It does not know engines or ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mrlhf.checkpoint.manifest import Manifest, StoredModel, StoredTensor, slice_key
-from mrlhf.checkpoint.streamed_file import StreamedFile
+from mrlhf.checkpoint.manifest import Manifest, StoredModel, slice_key
+from mrlhf.checkpoint.tensor_file import TensorFile
 from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box, boxes_in
 from mrlhf.weights.shard import Piece, Shape
@@ -24,11 +25,7 @@ _ELEMENTS_AT_ONCE = 2 * 2**20
 def check_shapes(
     directory: Path, role: str, model: StoredModel, shapes: Mapping[str, Shape]
 ) -> None:
-    """Refuse a stored model whose tensors are not exactly those of `shapes`.
-
-    Raises:
-        CheckpointError: with the first tensor that is missing, too many or of another shape.
-    """
+    """Refuse, with a CheckpointError, a stored model with other tensors than `shapes`."""
     for name in sorted(shapes.keys() | model.tensors.keys()):
         stored = list(model.tensors[name].shape) if name in model.tensors else None
         wanted = list(shapes[name]) if name in shapes else None
@@ -39,41 +36,63 @@ def check_shapes(
             )
 
 
+def put_together(
+    box: Box, stored: Iterable[tuple[Box, Callable[[Box], Tensor]]], where: str
+) -> Tensor:
+    """The elements of `box`, out of stored boxes of the same tensor; `where` is for messages.
+
+    Each stored box comes with a function that reads the given part of it. A CheckpointError says
+    that they overlap, or do not cover the box.
+    """
+    result: Tensor | None = None
+    filled = 0
+    for part, read in stored:
+        common = part.intersection(box)
+        if common is None:
+            continue
+        values = read(common)
+        if common == box:
+            return values
+        if result is None:
+            result = torch.empty(box.shape, dtype=values.dtype)
+        result[common.within(box)] = values
+        filled += common.numel
+
+    if result is None or filled != box.numel:
+        raise CheckpointError(
+            f"{where}: {filled} of the {box.numel} numbers of {box.key} are there; copy the whole "
+            "checkpoint"
+        )
+    return result
+
+
 class SliceReader:
-    """Reads boxes of a checkpoint's tensors; a context manager that closes the files."""
+    """Reads boxes of a checkpoint's tensors."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         """Open nothing yet."""
         self._directory = directory
         self._manifest = manifest
-        self._files: dict[int, StreamedFile] = {}
+        self._files: dict[int, TensorFile] = {}
 
     def read(self, role: str, kind: str, box: Box) -> Tensor:
-        """The elements of `box`, with its shape, in the dtype in which they are stored.
+        """The elements of `box`, with its shape, in the dtype in which they are stored."""
+        tensor = self._manifest.models[role].tensors[box.name]
+        stored = (
+            (part, partial(self._read, number, kind, part))
+            for number, part in tensor.boxes(box.name)
+        )
+        return put_together(box, stored, f"{self._directory}: {role}")
 
-        Raises:
-            CheckpointError: the slices in the files are not those of the manifest.
-        """
-        tensor: StoredTensor = self._manifest.models[role].tensors[box.name]
-        result: Tensor | None = None
-        filled = 0
-        for number, stored in tensor.boxes(box.name):
-            common = stored.intersection(box)
-            if common is None:
-                continue
-            values = self._file(number).get_slice(slice_key(kind, stored))[common.within(stored)]
-            if common == box:
-                return values
-            if result is None:
-                result = torch.empty(box.shape, dtype=values.dtype)
-            result[common.within(box)] = values
-            filled += common.numel
-
-        if result is None or filled != box.numel:
-            raise CheckpointError(
-                f"{self._directory}: the slices of {role} {box.name} overlap or leave gaps"
-            )
-        return result
+    def _read(self, number: int, kind: str, stored: Box, common: Box) -> Tensor:
+        """The part `common` of a stored box, which is in file `number`."""
+        if number not in self._files:
+            path = self._directory / self._manifest.files[number].path
+            self._files[number] = TensorFile(path)
+        rows, *columns = common.within(stored)
+        values = self._files[number].read_rows(slice_key(kind, stored), rows.start, rows.stop)
+        index = (slice(None), *columns)
+        return values[index]
 
     def fill(
         self,
@@ -112,16 +131,3 @@ class SliceReader:
                 length = end - begin
                 part[begin - start : end - start].copy_(values[place : place + length])
                 place += length
-
-    def __enter__(self) -> SliceReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def _file(self, number: int) -> StreamedFile:
-        if number not in self._files:
-            path = self._directory / self._manifest.files[number].path
-            self._files[number] = StreamedFile(path)
-        return self._files[number]

@@ -27,14 +27,9 @@ _Class = TypeVar("_Class")
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A state as it was when it was copied, ready to be written.
+    """A state as it was when it was copied, ready to be written."""
 
-    Attributes:
-        text: everything but the tensors, as JSON.
-        tensors: copies of the tensors.
-    """
-
-    text: bytes
+    text: bytes  # everything but the tensors, as JSON
     tensors: list[TensorSource]
 
     @staticmethod
@@ -46,11 +41,7 @@ class StateCopy:
         return StateCopy(text, [TensorSource.of(key, t).copied() for key, t in tensors.items()])
 
     def write(self, root: Path, sync: bool = True) -> list[WrittenFile]:
-        """Write it as `state.json` and `state.safetensors` in `root`; `sync` waits for the disk.
-
-        Raises:
-            CheckpointError: the file system refuses.
-        """
+        """Write it as `state.json` and `state.safetensors` in `root`; `sync` waits for the disk."""
         return [
             write_bytes(root, _JSON, self.text, sync),
             write_tensors(root, _TENSORS, self.tensors, sync),
@@ -58,11 +49,7 @@ class StateCopy:
 
 
 def read_state(root: Path) -> dict[str, Any]:
-    """Read the state that `StateCopy.write` wrote.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The state that `StateCopy.write` wrote; CheckpointError if it cannot be read."""
     try:
         tree = json.loads((root / _JSON).read_bytes())
         state: dict[str, Any] = _filled(tree, load_file(root / _TENSORS))

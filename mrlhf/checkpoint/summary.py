@@ -21,11 +21,7 @@ def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def read_summary(output_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run; None if there is none, since the run has not ended.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """The summary of a run; None if it has not ended; DataError if the file is damaged."""
     file = output_dir / SUMMARY
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
@@ -41,13 +37,7 @@ def read_summary(output_dir: Path) -> dict[str, Any] | None:
 def combine_summaries(stage_dirs: Sequence[Path], output_dir: Path) -> dict[str, Any]:
     """Merge the summaries of runs that follow each other, write the result, and return it.
 
-    Args:
-        stage_dirs: output directories of the runs, in order; a later run wins a name, and seconds
-            add up.
-        output_dir: where the merged summary goes.
-
-    Raises:
-        DataError: a stage has no summary, or a damaged one.
+    A later run wins a name, and seconds add up. DataError if a stage has no whole summary.
     """
     combined: dict[str, Any] = {}
     seconds = 0.0

@@ -1,8 +1,9 @@
-"""Writes a safetensors file as a stream, and hashes it while it is written.
+"""Writes a safetensors file as a stream, hashing it, and reads tensors out of one by plain reads.
 
 The safetensors package wants all tensors of a file in memory, each in one piece. A checkpoint is
-made of many runs of large flat tensors, which are written here as they lie. Reading is left to the
-package. This file does not know what the tensors are.
+made of many runs of large flat tensors, which are written here as they lie. To read, the package
+maps a file into memory, so that a process which reads all of a large model seems to need all of it.
+This file does not know what the tensors are.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -32,23 +35,19 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_LARGEST_HEADER_BYTES = 100 * 10**6  # as in the safetensors package
 _CHUNK_BYTES = 4 * 2**20  # read at a time when a file is hashed
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor that is to be written.
+    """A tensor that is to be written."""
 
-    Attributes:
-        key: its name in the file.
-        dtype: of its elements.
-        shape: its shape.
-        runs: gives flat tensors on any device; one after the other they are the elements.
-    """
-
-    key: str
+    key: str  # its name in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # Gives flat tensors on any device; one after the other they are the elements.
     runs: Callable[[], Iterable[Tensor]]
 
     @property
@@ -77,17 +76,62 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file as a manifest lists it.
+    """A file as a manifest lists it."""
 
-    Attributes:
-        path: relative to the checkpoint's directory.
-        nbytes: its size.
-        xxh3: 64-bit XXH3 hash of its bytes, in hex.
-    """
-
-    path: str
+    path: str  # relative to the checkpoint's directory
     nbytes: int
-    xxh3: str
+    xxh3: str  # 64-bit XXH3 hash of its bytes, in hex
+
+
+class TensorFile:
+    """A safetensors file whose tensors are read row by row; it is not kept open."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the header.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, or has tensors of an unknown type.
+        """
+        self._path = path
+        try:
+            self._tensors = dict(_read_header(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{path}: not readable: {reason}; copy it again") from error
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """The rows [start, stop) of a tensor's first dimension."""
+        dtype, shape, begin = self._tensors[name]
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        size = (stop - start) * row_bytes
+        content = np.fromfile(self._path, np.uint8, size, offset=begin + start * row_bytes)
+        if len(content) < size:
+            raise CheckpointError(f"{self._path}: ends in {name}; copy it again")
+        return torch.from_numpy(content).view(dtype).view(stop - start, *shape[1:])
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, tuple[torch.dtype, list[int], int]]]:
+    """The dtype, the shape and the first byte of each tensor of a safetensors file, by name."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, _LARGEST_HEADER_BYTES):
+            raise ValueError("the header is longer than the file")
+        header = json.loads(file.read(length))
+
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in _BY_NAME:
+            raise ValueError(f"{name} is of type {entry['dtype']}, which is unknown here")
+        dtype = _BY_NAME[entry["dtype"]]
+        shape = [int(count) for count in entry["shape"]]
+        nbytes = math.prod(shape) * dtype.itemsize
+        begin, end = map(int, entry["data_offsets"])
+        if end - begin != nbytes or begin < 0:
+            raise ValueError(f"{name} has {end - begin} bytes and needs {nbytes}")
+        if 8 + length + end > size:
+            raise ValueError(f"the file ends before {name} does")
+        yield name, (dtype, shape, 8 + length + begin)
 
 
 def write_tensors(
@@ -95,57 +139,43 @@ def write_tensors(
 ) -> WrittenFile:
     """Write `tensors` as the safetensors file `root/path`; `sync` waits until the disk has it.
 
-    Raises:
-        CheckpointError: the file system refuses; the message names the file.
+    A CheckpointError names the file if the file system refuses.
     """
-    header = _header(tensors)
-    digest = xxhash.xxh3_64(header)
-    file = root / path
-    nbytes = len(header)
-
-    try:
-        with file.open("wb") as stream:
-            stream.write(header)
-            for tensor in tensors:
-                for run in tensor.runs():
-                    assert run.dtype == tensor.dtype, (tensor, run.dtype)
-                    data = _bytes_of(run)
-                    stream.write(data)
-                    digest.update(data)
-                    nbytes += len(data)
-            stream.flush()
-            if sync:
-                os.fsync(stream.fileno())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from error
-
-    return WrittenFile(path, nbytes, digest.hexdigest())
+    return _write(root, path, chain([_header(tensors)], _contents(tensors)), sync)
 
 
 def write_bytes(root: Path, path: str, content: bytes, sync: bool = True) -> WrittenFile:
-    """Write `content` as the file `root/path`; `sync` waits until the disk has it.
+    """Write `content` as the file `root/path`; like `write_tensors`."""
+    return _write(root, path, [content], sync)
 
-    Raises:
-        CheckpointError: the file system refuses.
-    """
-    file = root / path
+
+def _write(root: Path, path: str, parts: Iterable[bytes | memoryview], sync: bool) -> WrittenFile:
+    digest = xxhash.xxh3_64()
+    nbytes = 0
     try:
-        with file.open("wb") as stream:
-            stream.write(content)
+        with (root / path).open("wb") as stream:
+            for part in parts:
+                stream.write(part)
+                digest.update(part)
+                nbytes += len(part)
             stream.flush()
             if sync:
                 os.fsync(stream.fileno())
     except OSError as error:
-        raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from error
-    return WrittenFile(path, len(content), xxhash.xxh3_64_hexdigest(content))
+        raise CheckpointError(f"cannot write {root / path}: {error.strerror or error}") from error
+    return WrittenFile(path, nbytes, digest.hexdigest())
+
+
+def _contents(tensors: Sequence[TensorSource]) -> Iterator[memoryview]:
+    """The bytes of the tensors, run by run."""
+    for tensor in tensors:
+        for run in tensor.runs():
+            assert run.dtype == tensor.dtype, (tensor, run.dtype)
+            yield _bytes_of(run)
 
 
 def sync_files(root: Path, files: Sequence[WrittenFile]) -> None:
-    """Wait until the disk has these files; several take hardly longer than one.
-
-    Raises:
-        CheckpointError: the file system refuses; the message names the file.
-    """
+    """Wait until the disk has these files; several take hardly longer than one."""
     for written in files:
         file = root / written.path
         try:
@@ -156,11 +186,7 @@ def sync_files(root: Path, files: Sequence[WrittenFile]) -> None:
 
 
 def describe_file(root: Path, path: str) -> WrittenFile:
-    """The manifest's line of a file that is there already.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The manifest's line of a file that is there; CheckpointError if it cannot be read."""
     digest = xxhash.xxh3_64()
     nbytes = 0
     chunk = memoryview(bytearray(_CHUNK_BYTES))

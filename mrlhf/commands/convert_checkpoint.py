@@ -10,7 +10,6 @@ One process without a GPU; it holds one tensor at a time.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -21,9 +20,9 @@ from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, co
 from mrlhf.checkpoint.conversion.identify import examine
 from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
-from mrlhf.errors import MrlhfError
+from mrlhf.commands.endings import end_command
 from mrlhf.printable import show
-from mrlhf.terminal import ByteBars
+from mrlhf.run.terminal import ByteBars
 from mrlhf.version import add_version_option
 
 _FILE_MB = 5000
@@ -129,16 +128,9 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Inspect or convert; 0 when done, 2 on bad input, 1 if an inspected directory is damaged."""
     options = parse(arguments)
-    try:
-        if options.inspect:
-            return _inspect(options.inspect, options.verify)
-        return _convert(options)
-    except MrlhfError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or options.out}: {error.strerror}", file=sys.stderr)
-        return 2
+    if options.inspect:
+        return end_command(lambda: _inspect(options.inspect, options.verify), options.inspect)
+    return end_command(lambda: _convert(options), options.out)
 
 
 def _inspect(directory: Path, every_byte: bool) -> int:
@@ -153,15 +145,13 @@ def _inspect(directory: Path, every_byte: bool) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    max_file_bytes = (options.max_shard_mb or _FILE_MB) * 10**6
     target = TargetOptions(
         format=options.to,
         dtype=None if options.dtype is None else _DTYPES[options.dtype],
-        max_file_bytes=max_file_bytes,
+        max_file_bytes=(options.max_shard_mb or _FILE_MB) * 10**6,
         megatron=MegatronOptions(
             vocab_divisible_by=options.vocab_divisible_by or MegatronOptions.vocab_divisible_by,
             fused_norms=options.norm_names != "own",
-            max_file_bytes=max_file_bytes,
         ),
         overwrite=options.overwrite,
     )
@@ -171,7 +161,7 @@ def _convert(options: argparse.Namespace) -> int:
 
     with ByteBars() as bars:
         report = convert(
-            options.source, options.out, source, target, verify=options.verify, start=bars.start
+            options.source, options.out, source, target, verify=options.verify, start=bars.begin
         )
 
     of_step = "" if report.step is None else f", of step {report.step}"

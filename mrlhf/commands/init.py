@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrlhf.commands.endings import end_command
 from mrlhf.config.presets import shipped
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
@@ -46,13 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {present[0]} exists; move it away, or give another --out DIR\n")
         return 2
 
-    try:
+    def copy() -> int:
         for name in FOLDERS:
             shutil.copytree(
                 shipped() / name, out / name, ignore=shutil.ignore_patterns("__pycache__")
             )
             show(str(out / name))
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename or out}: {error.strerror or error}\n")
-        return 2
-    return 0
+        return 0
+
+    return end_command(copy, out)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mrlhf.checkpoint.summary import combine_summaries
-from mrlhf.errors import MrlhfError
+from mrlhf.commands.endings import end_command
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
@@ -35,13 +34,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Merge and print; 0 when done, 2 on bad input."""
     options = parse(arguments)
-    try:
-        combined = combine_summaries(options.runs, options.out)
-        show(json.dumps(combined, indent=2))
-    except MrlhfError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename or options.out}: {error.strerror}\n")
-        return 2
-    return 0
+
+    def merge() -> int:
+        show(json.dumps(combine_summaries(options.runs, options.out), indent=2))
+        return 0
+
+    return end_command(merge, options.out)

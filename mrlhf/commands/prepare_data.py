@@ -8,15 +8,28 @@ Usage: mrlhf-prepare-data arithmetic --out runs/data/arithmetic
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrlhf.commands.endings import end_command
 from mrlhf.data.arithmetic import OPERATIONS, ArithmeticTask, write_arithmetic
 from mrlhf.data.gsm8k import SOLUTIONS, SOURCES, write_chat_gsm8k, write_gsm8k
-from mrlhf.errors import MrlhfError
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
+
+_ARITHMETIC = (  # option, default, help
+    ("digits", 2, "largest number of digits of an operand"),
+    ("operations", "+", f"one or several of {''.join(OPERATIONS)}"),
+    ("sft", 9000, "supervised problems"),
+    ("sft-copies", 3, "answers to each supervised problem, each right or wrong"),
+    ("short-factor", 3, "so many times more of them for each operand with fewer digits"),
+    ("train", 9000, "RL prompts"),
+    ("validation", 500, "prompts that are in neither of the two"),
+    ("held-out", 500, "prompts that are in none of the three"),
+    ("wrong-fraction", 0.45, "fraction of the supervised answers that is wrong"),
+    ("vocab-size", 32, "largest vocabulary, tokens; fewer are made if fewer suffice"),
+    ("seed", 0, None),
+)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -30,63 +43,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     arithmetic = tasks.add_parser(
         "arithmetic", help="sums as text, with some supervised answers wrong"
     )
-    arithmetic.add_argument("--out", type=Path, required=True)
-    arithmetic.add_argument(
-        "--digits", type=int, default=2, help="largest number of digits of an operand"
-    )
-    arithmetic.add_argument(
-        "--operations", default="+", help=f"one or several of {''.join(OPERATIONS)}"
-    )
-    arithmetic.add_argument("--sft", type=int, default=9000, help="supervised problems")
-    arithmetic.add_argument(
-        "--sft-copies",
-        type=int,
-        default=3,
-        help="answers to each supervised problem, each right or wrong",
-    )
-    arithmetic.add_argument(
-        "--short-factor",
-        type=int,
-        default=3,
-        help="so many times more of them for each operand with fewer digits",
-    )
-    arithmetic.add_argument("--train", type=int, default=9000, help="RL prompts")
-    arithmetic.add_argument(
-        "--validation", type=int, default=500, help="prompts that are in neither of the two"
-    )
-    arithmetic.add_argument(
-        "--held-out", type=int, default=500, help="prompts that are in none of the three"
-    )
-    arithmetic.add_argument(
-        "--wrong-fraction",
-        type=float,
-        default=0.45,
-        help="fraction of the supervised answers that is wrong",
-    )
+    for name, default, text in _ARITHMETIC:
+        arithmetic.add_argument(f"--{name}", type=type(default), default=default, help=text)
     arithmetic.add_argument(
         "--wrong-kind",
         choices=("uniform", "near", "carry"),
         default="carry",
         help="wrong answers: any number; one digit changed; 10 too many",
     )
-    arithmetic.add_argument(
-        "--vocab-size",
-        type=int,
-        default=32,
-        help="largest vocabulary, tokens; fewer are made if fewer suffice",
-    )
-    arithmetic.add_argument("--seed", type=int, default=0)
 
     gsm8k = tasks.add_parser("gsm8k", help="grade-school maths problems")
-    gsm8k.add_argument("--source", type=Path, required=True, help=f"directory with {SOURCES}")
-    gsm8k.add_argument("--out", type=Path, required=True)
     gsm8k.add_argument("--vocab-size", type=int, default=2000)
-
     chat = tasks.add_parser(
         "gsm8k_chat", help="the same for RL alone, as messages to a model with a chat template"
     )
-    chat.add_argument("--source", type=Path, required=True, help=f"directory with {SOURCES}")
-    chat.add_argument("--out", type=Path, required=True)
+    for task in (gsm8k, chat):
+        task.add_argument("--source", type=Path, required=True, help=f"directory with {SOURCES}")
+    for task in (arithmetic, gsm8k, chat):
+        task.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)
 
 
@@ -95,9 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parse(arguments))
     task = options.pop("task")
     out = options.pop("out")
-    source = options.get("source")
 
-    try:
+    def write() -> int:
         if task == "arithmetic":
             counts = write_arithmetic(out, ArithmeticTask(**options))
         elif task == "gsm8k":
@@ -108,13 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, count in counts.items():
             show(f"{out / name}: {count} rows")
         if task == "gsm8k" and "preferences.jsonl" not in counts:
+            source = options["source"]
             show(f"no preference pairs: there is no preferences.jsonl or {SOLUTIONS} in {source}")
         if task != "gsm8k_chat":
             show(f"{out / 'tokenizer'}: tokenizer")
-    except MrlhfError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or out}: {error.strerror}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return end_command(write, out)

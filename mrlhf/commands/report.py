@@ -6,12 +6,11 @@ Usage: mrlhf-report RUN_DIR [RUN_DIR ...] [--out FILE]
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mrlhf.checkpoint.output_files import REPORT
-from mrlhf.errors import MrlhfError
+from mrlhf.commands.endings import end_command
 from mrlhf.printable import show
 from mrlhf.report.write import write_report
 from mrlhf.version import add_version_option
@@ -47,13 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write, and say which file to open; 0 when done, 2 on bad input."""
     options = parse(arguments)
     output = options.out or options.runs[0] / REPORT
-    try:
+
+    def write() -> int:
         size = write_report(options.runs, output, options.samples)
         show(f"report: {output} ({size / 1e6:.1f} MB); open it in a browser")
-    except MrlhfError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename or output}: {error.strerror}\n")
-        return 2
-    return 0
+        return 0
+
+    return end_command(write, output)

@@ -9,11 +9,49 @@ seconds, and neither --help nor a mistake in the configuration has to wait for i
 
 from __future__ import annotations
 
+import gc
+import logging
 import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+import torch.distributed as dist
+
+from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
+from mrlhf.config.arguments import DryRun
 from mrlhf.config.roots import AnyConfig
-from mrlhf.run.program import DryRunReport, Program, main
+from mrlhf.errors import ConfigError, HangError, Interrupted, MrlhfError
+from mrlhf.log import configure_logging, quiet_transformers
+from mrlhf.parallel.job import (
+    STORE_S,
+    Launch,
+    connect_before_start,
+    read_launch,
+    read_place,
+    speaks_without_place,
+)
+from mrlhf.printable import STANDARD_OUTPUT, show
+from mrlhf.run.failures import (
+    BAD_INPUT,
+    FAILED,
+    QUEUE_AGAIN,
+    Failure,
+    FailureReported,
+    Failures,
+    explain,
+    log_failure,
+    report_before_start,
+    users_traceback,
+)
+from mrlhf.run.leaving import end_with_launcher, leave
+from mrlhf.run.same_start import describe_start, require_same_start
+from mrlhf.run.terminal import console_of_log
+
+logger = logging.getLogger(__name__)
+ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
+
+NOT_FOUND = 3
 
 
 def dpo() -> int:
@@ -24,7 +62,7 @@ def dpo() -> int:
 
         train_dpo(config)
 
-    return main(Program(DPOConfig, _check, _dry_run, train, _inputs), sys.argv[1:])
+    return main(DPOConfig, train, sys.argv[1:])
 
 
 def ppo() -> int:
@@ -35,7 +73,7 @@ def ppo() -> int:
 
         train_ppo(config)
 
-    return main(Program(PPOConfig, _check, _dry_run, train, _inputs), sys.argv[1:])
+    return main(PPOConfig, train, sys.argv[1:])
 
 
 def reward_model() -> int:
@@ -46,7 +84,7 @@ def reward_model() -> int:
 
         train_reward_model(config)
 
-    return main(Program(RewardModelConfig, _check, _dry_run, train, _inputs), sys.argv[1:])
+    return main(RewardModelConfig, train, sys.argv[1:])
 
 
 def sft() -> int:
@@ -57,23 +95,124 @@ def sft() -> int:
 
         train_sft(config)
 
-    return main(Program(SFTConfig, _check, _dry_run, train, _inputs), sys.argv[1:])
+    return main(SFTConfig, train, sys.argv[1:])
 
 
-def _check(config: AnyConfig, world_size: int) -> str:
-    from mrlhf.preflight import preflight
+def main(root: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequence[str]) -> int:
+    """Read a configuration of class `root`, check it, run `train` on every rank, end the process.
 
-    return preflight(config, world_size)
+    If a rank fails, it reports why, and all ranks end with the same exit code. If the run was
+    interrupted, all ranks end with exit code 75, which asks a scheduler to queue the job again.
+
+    Returns:
+        The exit code after a dry run or bad input.
+    """
+    quiet_transformers()
+    try:
+        config, dry, left_out = parse_args(root, argv)
+        if dry is not None:
+            return _dry_run(config, dry, left_out)
+
+        launch = read_launch()
+        end_with_launcher()
+        configure_logging(launch.rank, console_of_log(config.trainer.console))
+        before = _compare(launch, config)
+        if left_out:
+            logger.info("%s", left_out)
+        from mrlhf.preflight import preflight
+
+        description = preflight(config, launch.world_size)
+    except HangError as error:
+        leave(report_before_start(launch, explain(error, launch.rank, True), log_failure).code)
+    except MrlhfError as error:
+        return _refuse(error)
+    except FailureReported as reported:
+        leave(reported.code)
+    except OSError as error:
+        if error.filename != STANDARD_OUTPUT:
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
+        return FAILED
+
+    logger.info("%s", description)
+    code = _train(config, train, launch)
+    dist.destroy_process_group()
+    del before  # of a store that rank 0 holds, whose end others would notice
+    # A process group that is still referred to would be destroyed when the interpreter ends, and
+    # gloo's threads sometimes abort then.
+    leave(code)
 
 
-def _dry_run(config: AnyConfig, world_size: int | None) -> DryRunReport:
+def _dry_run(config: AnyConfig, dry: DryRun, left_out: str) -> int:
+    """Report what a run would be; the exit code is not 0 if something it needs was not checked."""
     from mrlhf.preflight import dry_run
     from mrlhf.run.startup import foresee
 
-    return dry_run(config, world_size, lambda: foresee(config, config.trainer))
+    found = dry_run(config, dry.world_size, lambda: foresee(config, config.trainer))
+    if left_out:
+        show(left_out)
+    show(found.text)
+
+    count = len(found.missing)
+    if dry.allow_missing or not count:
+        return 0
+    what = "1 thing was" if count == 1 else f"{count} things were"
+    sys.stderr.write(
+        f"error: {what} not found and so not checked, see 'not found' above; correct that, or add "
+        "--allow-missing if another machine has it\n"
+    )
+    return NOT_FOUND
 
 
-def _inputs(config: AnyConfig) -> list[tuple[str, str]]:
+def _train(config: ConfigT, train: Callable[[ConfigT], None], launch: Launch) -> int:
+    """Train, and wait until all ranks have; returns the exit code, or ends a rank that fails."""
+    code = 0
+    try:
+        train(config)
+    except Interrupted as interrupted:
+        logger.info("stopped early: %s; start the same command again to go on", interrupted)
+        code = QUEUE_AGAIN
+    except FailureReported as reported:
+        leave(reported.code)
+    except HangError as error:  # the job's store does not answer, so each rank speaks for itself
+        failure = explain(error, launch.rank, True)
+        failure.leave_for_summary()
+        leave(failure.code, failure.whole)
+    except Exception as error:  # without a store in which the ranks agree on who says it
+        leave(report_before_start(launch, explain(error, launch.rank, True), log_failure).code)
+
+    gc.collect()  # an engine that is deleted gives back the memory it shares with other processes
+    try:
+        # A rank that ends earlier with another code than 0 would have the others killed.
+        dist.barrier()
+    except RuntimeError as error:
+        leave(FAILED, f"another rank has not come to the end: {str(error).splitlines()[0]}")
+    return code
+
+
+def _compare(launch: Launch, config: AnyConfig) -> dist.Store | None:
+    """Refuse ranks that were not started alike; returns the store, which rank 0 must keep."""
     from mrlhf.preflight.paths import input_paths
 
-    return [(path.key, path.path) for path in input_paths(config) if path.key != "trainer.resume"]
+    if launch.world_size == 1:
+        return None
+    timeout_s = max(STORE_S, config.distributed.timeout_s)
+    failures = Failures(connect_before_start(timeout_s), launch.rank, launch.world_size)
+    paths = [path for path in input_paths(config) if path.key != "trainer.resume"]
+    facts = describe_start(config, [(path.key, path.path) for path in paths])
+    return require_same_start(launch, facts, timeout_s, failures.raise_if_reported)
+
+
+def _refuse(error: MrlhfError) -> int:
+    """Report bad input once for all ranks; returns the exit code."""
+    line = f"error: {error}{users_traceback(error)}\n"
+    try:
+        launch = read_place()
+    except ConfigError:
+        if speaks_without_place():
+            sys.stderr.write(line)
+        return BAD_INPUT
+
+    own = Failure(launch.rank, BAD_INPUT, str(error), time.time())
+    report_before_start(launch, own, lambda _: sys.stderr.write(line))
+    return BAD_INPUT

@@ -18,8 +18,8 @@ from mrlhf.config.fields import (
     Positive,
     Section,
     known_name,
+    known_or_own,
 )
-from mrlhf.config.path_text import expand_name
 from mrlhf.config.presets import PresetName
 from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, by_estimator, read_if
 from mrlhf.rl.names import (
@@ -57,35 +57,25 @@ _UNLESS_OF_LENGTH = read_if(
 class KlCtrlSection(Section):
     """The coefficient of the KL in the reward."""
 
-    type: Annotated[KlControllerKind, _IF_IN_REWARD] = Field(
-        "fixed",
-        description="fixed: the coefficient stays; adaptive: it is steered towards target_kl",
-    )
-    kl_coef: Annotated[NotNegative, _IF_IN_REWARD] = Field(
-        0.001, description="coefficient; adaptive: at the start"
-    )
-    target_kl: Annotated[Positive, _IF_IN_REWARD, _IF_ADAPTIVE] = Field(
-        0.1, description="adaptive: wanted mean KL per token, nats"
-    )
-    horizon: Annotated[Count, _IF_IN_REWARD, _IF_ADAPTIVE] = Field(
-        10000, description="adaptive: the larger, the slower the coefficient changes, samples"
-    )
+    type: Annotated[KlControllerKind, _IF_IN_REWARD] = "fixed"
+    """fixed: the coefficient stays; adaptive: it is steered towards target_kl"""
+    kl_coef: Annotated[NotNegative, _IF_IN_REWARD] = 0.001
+    """coefficient; adaptive: at the start"""
+    target_kl: Annotated[Positive, _IF_IN_REWARD, _IF_ADAPTIVE] = 0.1
+    """adaptive: wanted mean KL per token, nats"""
+    horizon: Annotated[Count, _IF_IN_REWARD, _IF_ADAPTIVE] = 10000
+    """adaptive: the larger, the slower the coefficient changes, samples"""
 
 
 class OverlongBufferSection(Section):
     """DAPO's penalty (arXiv 2503.14476) for responses near data.max_response_length."""
 
-    enable: Annotated[bool, _SHAPES_THE_SUM] = Field(
-        False, description="lower the score of responses that are almost too long"
-    )
-    len: Annotated[Count | None, read_if("enable")] = Field(
-        None,
-        description="the penalty begins this many tokens before the longest response; required "
-        "if enabled",
-    )
-    penalty_factor: Annotated[NotNegative, read_if("enable")] = Field(
-        1.0, description="penalty of a response of full length; it grows linearly from 0"
-    )
+    enable: Annotated[bool, _SHAPES_THE_SUM] = False
+    """lower the score of responses that are almost too long"""
+    len: Annotated[Count | None, read_if("enable")] = None
+    """the penalty begins this many tokens before the longest response; required if enabled"""
+    penalty_factor: Annotated[NotNegative, read_if("enable")] = 1.0
+    """penalty of a response of full length; it grows linearly from 0"""
 
 
 class FilterGroupsSection(Section):
@@ -94,104 +84,72 @@ class FilterGroupsSection(Section):
     A prompt whose answers all have the same score teaches nothing.
     """
 
-    enable: bool = Field(
-        False, description="drop such prompts, and generate others until the batch is full"
-    )
-    metric: Annotated[FilterMetric, read_if("enable")] = Field(
-        "score",
-        description="what must differ between the answers: acc, whether they are right; score; "
-        "seq_reward, the score after clipping and penalties",
-    )
-    max_num_gen_batches: Annotated[Count, read_if("enable")] = Field(
-        10, description="most batches of data.gen_batch_size prompts in one step"
-    )
+    enable: bool = False
+    """drop such prompts, and generate others until the batch is full"""
+    metric: Annotated[FilterMetric, read_if("enable")] = "score"
+    """what must differ between the answers: acc, whether they are right; score; seq_reward, the
+    score after clipping and penalties"""
+    max_num_gen_batches: Annotated[Count, read_if("enable")] = 10
+    """most batches of data.gen_batch_size prompts in one step"""
 
 
 class AlgorithmSection(Section):
     """From scores to advantages."""
 
-    preset: Annotated[PresetName | None, known_name(get_args(PresetName))] = Field(
-        None,
-        description="a method by its name, which begins anew: keys of the method in earlier files "
-        "do not count, those beside it win; defaults: no method's keys; after reading it is null "
-        "and the keys hold its values",
-    )
-    adv_estimator: AdvantageEstimator | FunctionReference = Field(
-        "gae",
-        description="advantage estimator; only gae needs a critic; "
-        "path/to/file.py:function: your own",
-    )
-    use_critic: Annotated[bool, by_estimator()] = Field(
-        False, description="train a critic and give its values to an estimator of your own"
-    )
-    gamma: Annotated[Fraction, by_estimator("gae", "reinforce_plus_plus")] = Field(
-        1.0, description="discount from one token to the next; read by gae and reinforce_plus_plus"
-    )
-    lam: Annotated[Fraction, by_estimator("gae"), _UNLESS_OF_LENGTH] = Field(
-        1.0, description="gae: lambda of generalised advantage estimation"
-    )
-    lam_critic: Annotated[Fraction | None, by_estimator("gae")] = Field(
-        None, description="gae: lambda of the critic's targets; null: as that of the advantages"
-    )
-    lam_length_alpha: Annotated[Positive | None, by_estimator("gae")] = Field(
-        None,
-        description="gae: lambda = 1 - 1 / (this x response length) instead of lam, from VAPO; "
-        "null: off",
-    )
-    norm_adv_by_std_in_grpo: Annotated[bool, by_estimator("grpo", "grpo_passk", "gdpo")] = Field(
-        True,
-        description="grpo, grpo_passk, gdpo: divide by the standard deviation of the prompt's "
-        "scores",
-    )
-    f_norm: Annotated[Positive, by_estimator("gpg")] = Field(
-        1.0, description="gpg: divisor of the advantages"
-    )
+    preset: Annotated[PresetName | None, known_name(get_args(PresetName))] = None
+    """a method by its name, which begins anew: keys of the method in earlier files do not count,
+    those beside it win; defaults: no method's keys; after reading it is null and the keys hold its
+    values"""
+    adv_estimator: Annotated[
+        AdvantageEstimator | FunctionReference, known_or_own(get_args(AdvantageEstimator))
+    ] = "gae"
+    """advantage estimator; only gae needs a critic; path/to/file.py:function: your own"""
+    use_critic: Annotated[bool, by_estimator()] = False
+    """train a critic and give its values to an estimator of your own"""
+    gamma: Annotated[Fraction, by_estimator("gae", "reinforce_plus_plus")] = 1.0
+    """discount from one token to the next; read by gae and reinforce_plus_plus"""
+    lam: Annotated[Fraction, by_estimator("gae"), _UNLESS_OF_LENGTH] = 1.0
+    """gae: lambda of generalised advantage estimation"""
+    lam_critic: Annotated[Fraction | None, by_estimator("gae")] = None
+    """gae: lambda of the critic's targets; null: as that of the advantages"""
+    lam_length_alpha: Annotated[Positive | None, by_estimator("gae")] = None
+    """gae: lambda = 1 - 1 / (this x response length) instead of lam, from VAPO; null: off"""
+    norm_adv_by_std_in_grpo: Annotated[bool, by_estimator("grpo", "grpo_passk", "gdpo")] = True
+    """grpo, grpo_passk, gdpo: divide by the standard deviation of the prompt's scores"""
+    f_norm: Annotated[Positive, by_estimator("gpg")] = 1.0
+    """gpg: divisor of the advantages"""
     gdpo_reward_keys: Annotated[
         Annotated[list[str], Field(min_length=1)] | None, by_estimator("gdpo")
-    ] = Field(
-        None,
-        description="gdpo: the scores that are compared one by one, as reward/<name> reports them; "
-        "a number that only one function reports needs no function's name; null: reward.terms, "
-        "with their weights",
-    )
+    ] = None
+    """gdpo: the scores that are compared one by one, as reward/<name> reports them; a number that
+    only one function reports needs no function's name; null: reward.terms, with their weights"""
     gdpo_reward_weights: Annotated[
         Annotated[list[float], Field(min_length=1)] | None, by_estimator("gdpo")
-    ] = Field(None, description="gdpo: the weight of each of gdpo_reward_keys; null: 1 for each")
-    use_kl_in_reward: Annotated[bool, _SHAPES_THE_SUM] = Field(
-        False, description="subtract coefficient x KL(old, reference) from the reward"
-    )
-    kl_penalty: Annotated[RewardKlKind, _IF_IN_REWARD] = Field(
-        "kl", description="estimator of the KL in the reward"
-    )
-    kl_placement: Annotated[KlPlacement, _IF_IN_REWARD] = Field(
-        "token",
-        description="token: subtract each token's KL from its reward; terminal: all of it from "
-        "the last token's",
-    )
-    kl_ctrl: KlCtrlSection = Field(description="coefficient of the KL in the reward")
-    reward_clip: Annotated[Positive | None, _SHAPES_THE_SUM] = Field(
-        None, description="scores are clipped to -/+ this; null: off"
-    )
-    reward_norm: Annotated[RewardNorm | None, _SHAPES_THE_SUM] = Field(
-        None,
-        description="(score - mean) / std; running: of all scores so far; group: of the "
-        "prompt's; batch: of the step's; null: off",
-    )
-    whiten_rewards: Annotated[bool, by_estimator("gae")] = Field(
-        False,
-        description="gae: divide the rewards of the tokens by their std over the batch; their "
-        "mean is kept",
-    )
-    missing_eos_penalty: Annotated[NotNegative, _SHAPES_THE_SUM] = Field(
-        0.0, description="subtracted from the score of a response that was cut off"
-    )
-    overlong_buffer: OverlongBufferSection = Field(description="penalty of long responses")
-    filter_groups: FilterGroupsSection = Field(
-        description="dynamic sampling: prompts that teach nothing are replaced"
-    )
-    rollout_correction: RolloutCorrectionSection = Field(
-        description="correction of the difference between the engine's policy and the trainer's"
-    )
+    ] = None
+    """gdpo: the weight of each of gdpo_reward_keys; null: 1 for each"""
+    use_kl_in_reward: Annotated[bool, _SHAPES_THE_SUM] = False
+    """subtract coefficient x KL(old, reference) from the reward"""
+    kl_penalty: Annotated[RewardKlKind, _IF_IN_REWARD] = "kl"
+    """estimator of the KL in the reward"""
+    kl_placement: Annotated[KlPlacement, _IF_IN_REWARD] = "token"
+    """token: subtract each token's KL from its reward; terminal: all of it from the last token's"""
+    kl_ctrl: KlCtrlSection
+    """coefficient of the KL in the reward"""
+    reward_clip: Annotated[Positive | None, _SHAPES_THE_SUM] = None
+    """scores are clipped to -/+ this; null: off"""
+    reward_norm: Annotated[RewardNorm | None, _SHAPES_THE_SUM] = None
+    """(score - mean) / std; running: of all scores so far; group: of the prompt's; batch: of the
+    step's; null: off"""
+    whiten_rewards: Annotated[bool, by_estimator("gae")] = False
+    """gae: divide the rewards of the tokens by their std over the batch; their mean is kept"""
+    missing_eos_penalty: Annotated[NotNegative, _SHAPES_THE_SUM] = 0.0
+    """subtracted from the score of a response that was cut off"""
+    overlong_buffer: OverlongBufferSection
+    """penalty of long responses"""
+    filter_groups: FilterGroupsSection
+    """dynamic sampling: prompts that teach nothing are replaced"""
+    rollout_correction: RolloutCorrectionSection
+    """correction of the difference between the engine's policy and the trainer's"""
 
     @field_validator("preset")
     @classmethod
@@ -200,8 +158,3 @@ class AlgorithmSection(Section):
             raise ValueError(
                 f"{name} is replaced by its keys where `load_config` reads it; use that"
             )
-
-    @field_validator("adv_estimator", mode="before")
-    @classmethod
-    def _is_estimator_or_function(cls, name: object) -> str:
-        return expand_name(name, get_args(AdvantageEstimator))

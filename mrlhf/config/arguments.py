@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mrlhf.config.load import read_config
-from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, Root, SFTConfig
 from mrlhf.config.schema import help_text
 from mrlhf.errors import ConfigError
 from mrlhf.printable import show
@@ -23,15 +23,10 @@ ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
 
 @dataclass(frozen=True)
 class DryRun:
-    """The request to check and describe a run without starting it.
+    """The request to check and describe a run without starting it."""
 
-    Attributes:
-        world_size: ranks to check for; None: the fewest on which the layouts fit.
-        allow_missing: succeed although files or packages are not on this machine.
-    """
-
-    world_size: int | None
-    allow_missing: bool = False
+    world_size: int | None  # ranks to check for; None: the fewest on which the layouts fit
+    allow_missing: bool = False  # succeed although files or packages are not on this machine
 
 
 class _Help(argparse.Action):
@@ -55,6 +50,23 @@ def parse_args(
         ConfigError: bad configuration, one line for each mistake.
         SystemExit: --help, --version, or an option that does not exist.
     """
+    arguments = _parser(root_class).parse_intermixed_args(argv)
+    overrides: list[str] = arguments.overrides
+    if arguments.quiet:
+        overrides = [*overrides, "trainer.console=quiet"]
+    config, left_out = read_config(root_class, arguments.config, overrides)
+    if arguments.dry_run:
+        return config, DryRun(arguments.world_size, arguments.allow_missing), left_out
+    if arguments.world_size is not None:
+        raise ConfigError(
+            "--world-size goes with --dry-run only; torchrun decides how many ranks run"
+        )
+    if arguments.allow_missing:
+        raise ConfigError("--allow-missing goes with --dry-run only; a run needs all that it names")
+    return config, None, left_out
+
+
+def _parser(root_class: type[Root]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--config FILE] ... [key.path=value ...] [--quiet] "
@@ -93,18 +105,4 @@ def parse_args(
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="set a key; the value is YAML"
     )
-    arguments = parser.parse_intermixed_args(argv)
-
-    overrides: list[str] = arguments.overrides
-    if arguments.quiet:
-        overrides = [*overrides, "trainer.console=quiet"]
-    config, left_out = read_config(root_class, arguments.config, overrides)
-    if arguments.dry_run:
-        return config, DryRun(arguments.world_size, arguments.allow_missing), left_out
-    if arguments.world_size is not None:
-        raise ConfigError(
-            "--world-size goes with --dry-run only; torchrun decides how many ranks run"
-        )
-    if arguments.allow_missing:
-        raise ConfigError("--allow-missing goes with --dry-run only; a run needs all that it names")
-    return config, None, left_out
+    return parser

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from mrlhf.config.fields import Section, known_name
 from mrlhf.config.reads import read_if
@@ -75,18 +75,6 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     }
 )
 
-
-NO_CORRECTION: Mapping[str, object] = MappingProxyType(
-    {
-        "rollout_is": None,
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": False,
-        "rollout_rs": None,
-        "rollout_rs_threshold": None,
-        "bypass_mode": False,
-        "loss_type": "ppo_clip",
-    }
-)
 _NUMBERS_OF = {
     "rollout_is": ("rollout_is_threshold", "rollout_is_batch_normalize"),
     "rollout_rs": ("rollout_rs_threshold",),
@@ -112,48 +100,37 @@ def _numbers(text: str) -> tuple[float | None, float]:
     return lower, upper
 
 
-def _as_texts(value: object) -> list[str]:
-    """The comma-joined parts of a threshold as texts; none if it is neither number nor text."""
+def _thresholds(value: object) -> list[tuple[float | None, float]]:
+    """The bounds in each comma-joined part of a number or a text; ValueError if one has none."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return []
-    return str(value).split(",")
-
-
-def _checked(value: object, parts: list[str], allowed: str) -> object:
-    """`value`, as a number if its text holds one number; ValueError if a part is no threshold."""
-    try:
-        bounds = [_numbers(part) for part in parts]
-    except ValueError:
-        bounds = []
-    if not bounds:
-        raise ValueError(f"should be {allowed}")
-
-    lower, upper = bounds[0]
-    is_one_number = len(bounds) == 1 and lower is None
-    return upper if is_one_number else value
+        raise ValueError
+    return [_numbers(part) for part in str(value).split(",")]
 
 
 def _weight_threshold(value: object) -> object:
-    """`value` if it is one threshold of weights that holds the ratio 1."""
+    """`value` if it is one threshold of weights that holds the ratio 1; a number as such."""
     allowed = "a number of at least 1, or lower_upper with 0 < lower <= 1 <= upper, such as 0.5_5.0"
-    parts = _as_texts(value)
-    checked = _checked(value, parts if len(parts) == 1 else [], allowed)
-
-    lower, upper = _numbers(parts[0])
+    try:
+        ((lower, upper),) = _thresholds(value)
+    except ValueError:
+        raise ValueError(f"should be {allowed}") from None
     if upper < 1 or (lower is not None and lower > 1):
         raise ValueError(f"{NOT_EVEN_ONE}; should be {allowed}")
-    return checked
+    return upper if lower is None else value
 
 
 def _rejection_threshold(value: object) -> object:
-    """`value` if it is one threshold of rejection, or several joined by commas."""
+    """`value` if it is one threshold of rejection, or several; one number as such."""
     if value is None:
         return None
-    allowed = (
-        "a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_2.0, or several of "
-        "these joined by commas"
-    )
-    return _checked(value, _as_texts(value), allowed)
+    try:
+        (lower, upper), *others = _thresholds(value)
+    except ValueError:
+        raise ValueError(
+            "should be a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_2.0, "
+            "or several of these joined by commas"
+        ) from None
+    return upper if lower is None and not others else value
 
 
 def _statistics(value: object) -> object:
@@ -188,46 +165,31 @@ class RolloutCorrectionSection(Section):
     The metrics of the difference are reported in any case.
     """
 
-    preset: Annotated[CorrectionPreset | None, known_name(get_args(CorrectionPreset))] = Field(
-        None,
-        description="a named setting of all the keys below; a key beside it wins, a key of an "
-        "earlier file does not; after reading it is null and the keys hold its values",
-    )
-    rollout_is: WeightLevel | None = Field(
-        None,
-        description="importance weights: one of each token, or one of each response for all its "
-        "tokens; null: none",
-    )
+    preset: Annotated[CorrectionPreset | None, known_name(get_args(CorrectionPreset))] = None
+    """a named setting of all the keys below; a key beside it wins, a key of an earlier file does
+    not; after reading it is null and the keys hold its values"""
+    rollout_is: WeightLevel | None = None
+    """importance weights: one of each token, or one of each response for all its tokens; null:
+    none"""
     rollout_is_threshold: Annotated[
         float | str, BeforeValidator(_weight_threshold), _IF_WEIGHTED
-    ] = Field(
-        2.0,
-        description="a number: larger weights are lowered to it; lower_upper: weights outside "
-        "become 0 (IcePop)",
-    )
-    rollout_is_batch_normalize: Annotated[bool, _IF_WEIGHTED] = Field(
-        False, description="divide the weights by their mean"
-    )
-    rollout_rs: Annotated[str | None, BeforeValidator(_statistics)] = Field(
-        None,
-        description="statistics that reject: comma-joined {token, seq_sum, seq_mean}_{k1, k2, "
-        "k3}, seq_max_{k2, k3}; null: nothing is rejected",
-    )
+    ] = 2.0
+    """a number: larger weights are lowered to it; lower_upper: weights outside become 0 (IcePop)"""
+    rollout_is_batch_normalize: Annotated[bool, _IF_WEIGHTED] = False
+    """divide the weights by their mean"""
+    rollout_rs: Annotated[str | None, BeforeValidator(_statistics)] = None
+    """statistics that reject: comma-joined {token, seq_sum, seq_mean}_{k1, k2, k3}, seq_max_{k2,
+    k3}; null: nothing is rejected"""
     rollout_rs_threshold: Annotated[
         float | str | None, BeforeValidator(_rejection_threshold), _IF_REJECTED
-    ] = Field(
-        None,
-        description="one threshold for all of rollout_rs, or one each, comma-joined; k1: "
-        "lower_upper, or upper alone (lower = 1/upper); k2, k3: upper",
-    )
-    bypass_mode: bool = Field(
-        False, description="use the engine's log-probs as the old ones; saves a forward pass"
-    )
-    loss_type: BypassLoss = Field(
-        "ppo_clip",
-        description="with bypass_mode; ppo_clip: the loss of actor.policy_loss; reinforce: "
-        "REINFORCE with the weights",
-    )
+    ] = None
+    """one threshold for all of rollout_rs, or one each, comma-joined; k1: lower_upper, or upper
+    alone (lower = 1/upper); k2, k3: upper"""
+    bypass_mode: bool = False
+    """use the engine's log-probs as the old ones; saves a forward pass"""
+    loss_type: BypassLoss = "ppo_clip"
+    """with bypass_mode; ppo_clip: the loss of actor.policy_loss; reinforce: REINFORCE with the
+    weights"""
 
     @classmethod
     def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:
@@ -237,10 +199,11 @@ class RolloutCorrectionSection(Section):
         """
         if not isinstance(raw.get("preset"), str) or raw["preset"] not in PRESETS:
             return raw
-        full = {**NO_CORRECTION, **PRESETS[raw["preset"]], **raw, "preset": None}
+        defaults = {name: field.default for name, field in cls.model_fields.items()}
+        full = {**defaults, **PRESETS[raw["preset"]], **raw, "preset": None}
         for switch, numbers in _NUMBERS_OF.items():
             if full[switch] is None:
-                full |= {number: raw.get(number, NO_CORRECTION[number]) for number in numbers}
+                full |= {number: raw.get(number, defaults[number]) for number in numbers}
         return full
 
     @model_validator(mode="before")
@@ -255,7 +218,7 @@ class RolloutCorrectionSection(Section):
                 f"rollout_rs {self.rollout_rs} is given without rollout_rs_threshold; give one"
             )
 
-        self._read_criteria()
+        _ = self.criteria  # which refuses thresholds that do not fit
         return self
 
     def trained_loss(self, loss_mode: str) -> str:
@@ -278,14 +241,11 @@ class RolloutCorrectionSection(Section):
     @property
     def criteria(self) -> tuple[tuple[Statistic, float | None, float], ...]:
         """The criteria for keeping a token: statistic, lower bound (only of k1), upper bound."""
-        return self._read_criteria()
-
-    def _read_criteria(self) -> tuple[tuple[Statistic, float | None, float], ...]:
         if self.rollout_rs is None:
             return ()
 
         names = cast(list[Statistic], self.rollout_rs.split(","))
-        thresholds = _as_texts(self.rollout_rs_threshold)
+        thresholds = _thresholds(self.rollout_rs_threshold)
         if len(thresholds) not in (1, len(names)):
             raise ValueError(
                 f"rollout_rs_threshold {self.rollout_rs_threshold} holds {len(thresholds)} "
@@ -296,9 +256,8 @@ class RolloutCorrectionSection(Section):
             thresholds = thresholds * len(names)
 
         criteria = []
-        for name, threshold in zip(names, thresholds, strict=True):
-            lower, upper = _bounds_of(name, *_numbers(threshold))
-            criteria.append((name, lower, upper))
+        for name, bounds in zip(names, thresholds, strict=True):
+            criteria.append((name, *_bounds_of(name, *bounds)))
         return tuple(criteria)
 
 

@@ -1,12 +1,15 @@
 """The parts of every section: the frozen base class and the kinds of values.
 
 Each kind of number has bounds, beyond which some part of a run would overflow, divide by 0, or do
-nothing. This file does not know any section or key.
+nothing. In a path, `~` and `${VARIABLE}` are replaced as in a shell. This file does not know any
+section or key, nor whether anything exists at a path.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Annotated, Any
@@ -21,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from mrlhf.config.path_text import expand_path
+from mrlhf.config.user_code import check_name, is_reference
 
 MOST = 10**9  # largest whole number where there is no other bound
 _LEAST_BUT_ZERO = 1e-12
@@ -57,11 +60,67 @@ def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
+_VARIABLE = re.compile(r"\$(\w+|\{[^{}]*\})")
+
+
+def expand_path(text: str) -> str:
+    """Replace a `~` at the start of `text`, and environment variables.
+
+    Raises:
+        ValueError: it is empty or an address and no path, or names a user or a variable that does
+            not exist.
+    """
+    if not text.strip():
+        raise ValueError("should be a path, and is empty")
+    if not text.isprintable():
+        raise ValueError("should be a path, and holds characters that cannot be printed")
+
+    path = _VARIABLE.sub(_value, text)
+    scheme = _SCHEME.match(path.strip())
+    if scheme is not None:
+        raise ValueError(
+            f"should be a path of the file system, and '{scheme[0]}' begins an address; copy what "
+            "is there into a directory, and name that"
+        )
+    if path.startswith("~"):
+        path = os.path.expanduser(path)
+        if path.startswith("~"):
+            user = path.split("/")[0]
+            raise ValueError(f"'{user}' names no user of this machine; write the path in full")
+    if not path.strip():
+        raise ValueError("should be a path, and is empty once its variables are replaced")
+    return path
+
+
+def _value(match: re.Match[str]) -> str:
+    """The value of the environment variable that `match` names."""
+    name = match[1].strip("{}")
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(f"the environment variable {name or match[0]} is not set")
+    return value
+
+
 PathText = Annotated[str, AfterValidator(expand_path)]
 
 _ONE_OR_MANY = BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])
 Files = Annotated[list[PathText], _ONE_OR_MANY]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _ONE_OR_MANY]
+Name = Annotated[str, Field(pattern=r"\S")]
+
+
+def known_or_own(names: Sequence[str]) -> BeforeValidator:
+    """Refuses what is neither one of `names` nor "path/to/file.py:function"; expands its path."""
+
+    def check(value: object) -> str:
+        text = check_name(value, names)
+        if not is_reference(text):
+            return text
+        path, _, function = text.rpartition(":")
+        return f"{expand_path(path)}:{function}"
+
+    return BeforeValidator(check)
 
 
 def known_name(names: Sequence[str]) -> BeforeValidator:
@@ -87,19 +146,18 @@ FunctionReference = Annotated[
 
 
 class Section(BaseModel):
-    """A frozen section of keys; unknown keys, inexact types, inf and nan are refused."""
+    """A frozen section of keys; unknown keys, inexact types, inf and nan are refused.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    The text below a key is its meaning in --help, in the page of all keys and in the schemas.
+    """
 
-    @classmethod
-    def subsections(cls) -> dict[str, type[Section]]:
-        """The fields that are always sections, with their classes."""
-        sections = {}
-        for name, field in cls.model_fields.items():
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, Section):
-                sections[name] = kind
-        return sections
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
     def value_of(self, key: str) -> Any:
         """The value of `key`; a dot leads into a subsection."""
@@ -112,7 +170,9 @@ class Section(BaseModel):
         if not isinstance(raw, Mapping):
             return raw
         filled = dict(raw)
-        for name in cls.subsections():
-            if filled.get(name) is None:
+        for name, field in cls.model_fields.items():
+            kind = field.annotation
+            is_section = isinstance(kind, type) and issubclass(kind, Section)
+            if is_section and filled.get(name) is None:
                 filled[name] = {}
         return filled

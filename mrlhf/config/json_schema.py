@@ -58,6 +58,7 @@ def _relax(section: JsonSchema, keep_required: bool) -> None:
         section.pop("required", None)
     for name, value in section["properties"].items():
         value.pop("title", None)
+        value["description"] = " ".join(value["description"].split())
         if "$ref" in value:
             section["properties"][name] = _or_null(value)
 

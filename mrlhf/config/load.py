@@ -20,7 +20,7 @@ from mrlhf.config.presets import PRESET, PresetName, preset_file, with_correctio
 from mrlhf.config.roots import Root
 from mrlhf.config.schema import unknown_key
 from mrlhf.config.sources import Sources
-from mrlhf.config.tree import leaves, nested, nodes, parents, put, starred, unknown_names
+from mrlhf.config.tree import flatten, leaves, nested, nodes, parents, put, starred, unknown_names
 from mrlhf.config.unread import unread_keys
 from mrlhf.config.yaml_text import parse_yaml
 from mrlhf.errors import ConfigError
@@ -117,6 +117,27 @@ def _lay(sources: Sources, root_class: type[Root], label: str, values: Mapping[s
 def dump_yaml(config: Root) -> str:
     """`config` in full as YAML, inherited values filled in; loading it gives an equal object."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def read_leaves(text: str) -> dict[str, Any]:
+    """The values in the output of `dump_yaml` by dotted names; empty if it is unreadable."""
+    try:
+        read = yaml.safe_load(text)
+    except yaml.YAMLError:
+        read = None
+    return dict(leaves(read)) if isinstance(read, dict) else {}
+
+
+def changed_keys(earlier: str, config: Root) -> list[str]:
+    """The keys whose values differ from the `earlier` output of `dump_yaml`, sorted.
+
+    If that is not readable, all keys differ.
+    """
+    before = read_leaves(earlier)
+    now = flatten(config)
+    missing = object()
+    names = before.keys() | now.keys()
+    return sorted(n for n in names if before.get(n, missing) != now.get(n, missing))
 
 
 def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
@@ -271,7 +292,7 @@ def _line(root_class: type[Root], name: str, item: Mapping[str, Any]) -> str:
     if item["type"] == "extra_forbidden":
         return unknown_key(root_class, name)
     if item["type"] == "missing":
-        doc = nodes(root_class)[starred(name)].field.description
+        doc = nodes(root_class)[starred(name)].doc
         return f"missing key '{name}' ({doc}); set it in the file or as {name}=..."
     if item["type"] in ("model_type", "model_attributes_type"):
         message = "should be a section with keys of its own"

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from mrlhf.config.fields import MOST
 from mrlhf.config.json_schema import JsonSchema, values_of
 from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, Root, SFTConfig
-from mrlhf.config.schema import REQUIRED, Key, keys
+from mrlhf.config.schema import REQUIRED, default_in_words
+from mrlhf.config.tree import Node, nodes
 
 LAUNCHERS: Mapping[str, type[Root]] = {
     "train_ppo": PPOConfig,
@@ -93,7 +94,7 @@ def _launcher(launcher: str, root_class: type[Root]) -> str:
     values = values_of(root_class)
     lines = [f"## {TITLES[launcher]}: `launch/{launcher}.py`", ""]
     in_table = False
-    for key in keys(root_class):
+    for key in nodes(root_class).values():
         if key.is_section and "." not in key.name:
             lines += ["", f"### `{key.name}`", "", _sentence(key.doc), ""]
             in_table = False
@@ -105,15 +106,16 @@ def _launcher(launcher: str, root_class: type[Root]) -> str:
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
-def _row(root_class: type[Root], key: Key, value: JsonSchema) -> str:
+def _row(root_class: type[Root], key: Node, value: JsonSchema) -> str:
     cells = (f"`{key.name}`", _values(value), _default(root_class, key), key.doc)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _default(root_class: type[Root], key: Key) -> str:
-    if key.default == REQUIRED:
+def _default(root_class: type[Root], key: Node) -> str:
+    default = default_in_words(root_class, key)
+    if default == REQUIRED:
         return REQUIRED
-    return f"as `{key.default}`" if key.name in root_class.inherited else f"`{key.default}`"
+    return f"as `{default}`" if key.name in root_class.inherited else f"`{default}`"
 
 
 def _sentence(text: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrlhf.user_code import is_reference
+from mrlhf.config.user_code import is_reference
 
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS_MODE = "actor.policy_loss.loss_mode"
@@ -35,19 +35,12 @@ class Place:
 
 @dataclass(frozen=True)
 class NotRead:
-    """The reason why a key has no effect.
+    """The reason why a key has no effect."""
 
-    Attributes:
-        why: the reason, in words that follow "has no effect".
-        remedy: how to give the key an effect.
-        deciders: the keys that decide so.
-        leave: the alternative; "": leave the key at its default.
-    """
-
-    why: str
-    remedy: str
-    deciders: tuple[str, ...]
-    leave: str = ""
+    why: str  # in words that follow "has no effect"
+    remedy: str  # how to give the key an effect
+    deciders: tuple[str, ...]  # the keys that decide so
+    leave: str = ""  # the alternative; "": leave the key at its default
 
 
 @dataclass(frozen=True)

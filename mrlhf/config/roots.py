@@ -7,10 +7,9 @@ key means; `preflight` checks the conditions between keys.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, model_validator
 
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.data import (
@@ -20,12 +19,12 @@ from mrlhf.config.data import (
     SupervisedDataSection,
 )
 from mrlhf.config.fields import Section, Seed
-from mrlhf.config.preference import DPOSection
 from mrlhf.config.reward import RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
     CriticSection,
+    DPOSection,
     OptimSection,
     ReferenceSection,
     RewardModelSection,
@@ -39,15 +38,12 @@ from mrlhf.rl.names import estimator_traits
 
 
 class Root(Section):
-    """A whole configuration file.
+    """A whole configuration file."""
 
-    Attributes:
-        inherited: keys that, left out or null, take the value of another key.
-        unless_given: inherited keys that do so only if none of these other keys is given.
-    """
-
-    inherited: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    # The keys that, left out or null, take the value of another key.
+    inherited: ClassVar[Mapping[str, str]] = {}
+    # Of these, the keys that do so only if none of the others is given.
+    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @property
     def unbuilt(self) -> frozenset[str]:
@@ -113,37 +109,40 @@ _WITH_SIZES_OF_REFERENCE = {
 class PPOConfig(Root):
     """The configuration of launch/train_ppo.py."""
 
-    inherited: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "critic.path": "actor.path",
-            "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
-            "critic.ppo_epochs": "actor.ppo_epochs",
-            **_of_reference("actor"),
-            "data.tokenizer": "actor.path",
-            "data.gen_batch_size": "data.train_batch_size",
-            "actor.loss_scale_factor": "data.max_response_length",
-            "critic.loss_scale_factor": "data.max_response_length",
-        }
-    )
-    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        _WITH_SIZES_OF_REFERENCE
-    )
+    inherited: ClassVar[Mapping[str, str]] = {
+        "critic.path": "actor.path",
+        "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+        "critic.ppo_epochs": "actor.ppo_epochs",
+        **_of_reference("actor"),
+        "data.tokenizer": "actor.path",
+        "data.gen_batch_size": "data.train_batch_size",
+        "actor.loss_scale_factor": "data.max_response_length",
+        "critic.loss_scale_factor": "data.max_response_length",
+    }
+    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = _WITH_SIZES_OF_REFERENCE
 
-    seed: Seed = Field(1, description="seed of the data order, of sampling and of fresh weights")
-    actor: ActorSection = Field(description="the policy that is trained")
-    critic: CriticSection = Field(description="the value model; built where advantages need values")
-    reference: ReferenceSection = Field(
-        description="the frozen policy that the KL is measured from"
-    )
-    reward_model: RewardModelSection | None = Field(
-        None, description="a frozen model that scores responses; null: none"
-    )
-    reward: RewardSection = Field(description="the score of a response")
-    rollout: RolloutSection = Field(description="generation")
-    data: PromptDataSection = Field(description="prompts")
-    algorithm: AlgorithmSection = Field(description="from scores to advantages")
-    trainer: PPOTrainerSection = Field(description="how long to train, and what to leave behind")
-    distributed: DistributedSection = Field(description="the processes")
+    seed: Seed = 1
+    """seed of the data order, of sampling and of fresh weights"""
+    actor: ActorSection
+    """the policy that is trained"""
+    critic: CriticSection
+    """the value model; built where advantages need values"""
+    reference: ReferenceSection
+    """the frozen policy that the KL is measured from"""
+    reward_model: RewardModelSection | None = None
+    """a frozen model that scores responses; null: none"""
+    reward: RewardSection
+    """the score of a response"""
+    rollout: RolloutSection
+    """generation"""
+    data: PromptDataSection
+    """prompts"""
+    algorithm: AlgorithmSection
+    """from scores to advantages"""
+    trainer: PPOTrainerSection
+    """how long to train, and what to leave behind"""
+    distributed: DistributedSection
+    """the processes"""
 
     @property
     def unbuilt(self) -> frozenset[str]:
@@ -206,23 +205,27 @@ class PPOConfig(Root):
 class TrainedModelSection(RouterSection, RoleSection):
     """The model that is trained."""
 
-    init: Literal["checkpoint", "random"] = Field(
-        "checkpoint",
-        description="checkpoint: read the safetensors of path; random: draw new weights",
-    )
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    """checkpoint: read the safetensors of path; random: draw new weights"""
 
 
 class SupervisedConfig(Root):
     """What the trainings on rows of a file share: fine-tuning, and those on preference pairs."""
 
-    inherited: ClassVar[Mapping[str, str]] = MappingProxyType({"data.tokenizer": "model.path"})
+    inherited: ClassVar[Mapping[str, str]] = {"data.tokenizer": "model.path"}
 
-    seed: Seed = Field(1, description="seed of the data order and of fresh weights")
-    model: TrainedModelSection = Field(description="the model that is trained")
-    optim: OptimSection = Field(description="optimizer")
-    data: SupervisedDataSection = Field(description="sequences to learn from")
-    trainer: TrainerSection = Field(description="how long to train, and what to leave behind")
-    distributed: DistributedSection = Field(description="the processes")
+    seed: Seed = 1
+    """seed of the data order and of fresh weights"""
+    model: TrainedModelSection
+    """the model that is trained"""
+    optim: OptimSection
+    """optimizer"""
+    data: SupervisedDataSection
+    """sequences to learn from"""
+    trainer: TrainerSection
+    """how long to train, and what to leave behind"""
+    distributed: DistributedSection
+    """the processes"""
 
     def roles(self) -> dict[str, RoleSection]:
         """The models that this run builds, by the name of their section."""
@@ -232,38 +235,37 @@ class SupervisedConfig(Root):
 class SFTConfig(SupervisedConfig):
     """The configuration of launch/train_sft.py."""
 
-    data: SFTDataSection = Field(description="prompts with the responses to learn")
+    data: SFTDataSection
+    """prompts with the responses to learn"""
 
 
 class PreferenceConfig(SupervisedConfig):
     """What the trainings on preference pairs share."""
 
-    data: PreferenceDataSection = Field(description="prompts with a chosen and a rejected response")
+    data: PreferenceDataSection
+    """prompts with a chosen and a rejected response"""
 
 
 class RewardModelConfig(PreferenceConfig):
     """The configuration of launch/train_rm.py."""
 
-    optim: ScalarOptimSection = Field(description="optimizer")
+    optim: ScalarOptimSection
+    """optimizer"""
 
 
 class DPOConfig(PreferenceConfig):
     """The configuration of launch/train_dpo.py."""
 
-    inherited: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            **SupervisedConfig.inherited,
-            **_of_reference("model"),
-        }
-    )
-    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        _WITH_SIZES_OF_REFERENCE
-    )
+    inherited: ClassVar[Mapping[str, str]] = {
+        **SupervisedConfig.inherited,
+        **_of_reference("model"),
+    }
+    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = _WITH_SIZES_OF_REFERENCE
 
-    dpo: DPOSection = Field(description="the loss on preference pairs")
-    reference: ReferenceSection = Field(
-        description="the frozen policy that the trained one is compared with"
-    )
+    dpo: DPOSection
+    """the loss on preference pairs"""
+    reference: ReferenceSection
+    """the frozen policy that the trained one is compared with"""
 
     def roles(self) -> dict[str, RoleSection]:
         """The models that this run builds, by the name of their section."""

@@ -6,7 +6,6 @@ It does not know files, nor what the values mean.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from mrlhf.config.fields import Section
@@ -17,38 +16,10 @@ from mrlhf.config.verl_names import verl_hint
 REQUIRED = "required"
 
 
-@dataclass(frozen=True)
-class Key:
-    """One key in the words of --help.
-
-    Attributes:
-        name: full dotted key; `*` stands for the number of a list item.
-        default: its default as written in YAML, "required", or the key that it inherits from.
-        doc: its meaning, with the unit.
-    """
-
-    name: str
-    is_section: bool
-    type: str
-    default: str
-    doc: str
-
-
-def keys(root_class: type[Root]) -> list[Key]:
-    """Every key of a root, sections included, in the order of the file."""
-    return [
-        Key(
-            name=node.name,
-            is_section=node.is_section,
-            type=_type_in_words(node.field.annotation),
-            default=root_class.inherited.get(node.name, _default_in_words(node)),
-            doc=node.field.description or "",
-        )
-        for node in nodes(root_class).values()
-    ]
-
-
-def _default_in_words(node: Node) -> str:
+def default_in_words(root_class: type[Root], node: Node) -> str:
+    """The default of a key as in YAML, "required", or the key from which it inherits."""
+    if node.name in root_class.inherited:
+        return root_class.inherited[node.name]
     if node.field.is_required():
         return REQUIRED
     value = node.default
@@ -72,13 +43,15 @@ def _type_in_words(annotation: Any) -> str:
 def help_text(root_class: type[Root]) -> str:
     """All keys, one on a line, with type, default and doc; a blank line between sections."""
     lines = []
-    for key in keys(root_class):
-        if key.is_section and "." not in key.name:
+    for name, node in nodes(root_class).items():
+        if node.is_section and "." not in name:
             lines.append("")
-        if key.is_section:
-            lines.append(f"{key.name}:  {key.doc}")
+        if node.is_section:
+            lines.append(f"{name}:  {node.doc}")
         else:
-            lines.append(f"  {key.name} = {key.default}  ({key.type})  {key.doc}")
+            default = default_in_words(root_class, node)
+            kind = _type_in_words(node.field.annotation)
+            lines.append(f"  {name} = {default}  ({kind})  {node.doc}")
     return "\n".join(lines)
 
 

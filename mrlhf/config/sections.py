@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from mrlhf.config.fields import (
     Count,
@@ -23,15 +23,21 @@ from mrlhf.config.fields import (
     Ranks,
     Section,
     UpToOne,
+    known_or_own,
 )
-from mrlhf.config.path_text import expand_name
 from mrlhf.config.reads import LOSS_MODE, NotRead, Place, ReadIf, by_loss, read_if
-from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RouterReplay, policy_loss_traits
+from mrlhf.rl.names import (
+    KlKind,
+    LossAggMode,
+    LossMode,
+    PairLossName,
+    RouterReplay,
+    policy_loss_traits,
+)
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
-CLIP_RATIO = 0.2
 NORMALISED = "seq-mean-token-sum-norm"
 
 _IF_IT_DECAYS = read_if(
@@ -64,54 +70,45 @@ def _not_normalised(place: Place) -> NotRead | None:
 
 _UNLESS_BOTH_BOUNDS = ReadIf(_beside_bounds)
 _IF_NORMALISED = ReadIf(_not_normalised)
+_Divisor = Annotated[float, Field(ge=1e-6, le=2**24)]
 
 
 class OptimSection(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: UpToOne = Field(1e-5, description="peak learning rate; 0: nothing is learned")
-    min_lr_ratio: Annotated[Fraction, _IF_IT_DECAYS] = Field(
-        0.0, description="learning rate after the decay, as a fraction of lr"
-    )
-    lr_warmup_steps: CountOrZero = Field(
-        0, description="training steps over which the learning rate rises linearly from 0"
-    )
-    lr_decay_style: LrDecayStyle = Field(
-        "constant", description="how the learning rate changes after the warm-up"
-    )
-    lr_decay_steps: Annotated[Count | None, _IF_IT_DECAYS] = Field(
-        None, description="training steps after which min_lr_ratio is reached; null: the whole run"
-    )
-    weight_decay: UpToOne = Field(0.01, description="decoupled weight decay")
-    adam_beta1: Decay = Field(0.9, description="decay of the mean of the gradients")
-    adam_beta2: Decay = Field(0.999, description="decay of the mean of the squared gradients")
-    adam_eps: Annotated[float, Field(ge=1e-15, le=1)] = Field(
-        1e-8, description="added to the denominator of Adam's update"
-    )
-    clip_grad: NotNegative = Field(
-        1.0, description="the global gradient norm is clipped to this; 0: no clipping"
-    )
-    skip_grad_norm: Positive | None = Field(
-        None,
-        description="an optimizer step with a larger gradient norm is skipped; null: only a step "
-        "whose norm is not finite",
-    )
-    max_skipped_steps: Count = Field(
-        10, description="after so many skipped optimizer steps in a row the run ends"
-    )
-    use_distributed_optimizer: bool = Field(
-        True, description="split the optimizer states over the ranks that hold the same weights"
-    )
-    overlap_grad_reduce: bool | None = Field(
-        None,
-        description="sum gradients over the ranks that hold the same weights while the backward "
-        "pass goes on, not after it; null: on a GPU alone",
-    )
-    overlap_param_gather: Annotated[bool | None, read_if("use_distributed_optimizer")] = Field(
-        None,
-        description="gather the updated weights while the next micro-batch is computed, each layer "
-        "when it needs its own, not right after the step; null: on a GPU alone",
-    )
+    lr: UpToOne = 1e-5
+    """peak learning rate; 0: nothing is learned"""
+    min_lr_ratio: Annotated[Fraction, _IF_IT_DECAYS] = 0.0
+    """learning rate after the decay, as a fraction of lr"""
+    lr_warmup_steps: CountOrZero = 0
+    """training steps over which the learning rate rises linearly from 0"""
+    lr_decay_style: LrDecayStyle = "constant"
+    """how the learning rate changes after the warm-up"""
+    lr_decay_steps: Annotated[Count | None, _IF_IT_DECAYS] = None
+    """training steps after which min_lr_ratio is reached; null: the whole run"""
+    weight_decay: UpToOne = 0.01
+    """decoupled weight decay"""
+    adam_beta1: Decay = 0.9
+    """decay of the mean of the gradients"""
+    adam_beta2: Decay = 0.999
+    """decay of the mean of the squared gradients"""
+    adam_eps: Annotated[float, Field(ge=1e-15, le=1)] = 1e-8
+    """added to the denominator of Adam's update"""
+    clip_grad: NotNegative = 1.0
+    """the global gradient norm is clipped to this; 0: no clipping"""
+    skip_grad_norm: Positive | None = None
+    """an optimizer step with a larger gradient norm is skipped; null: only a step whose norm is not
+    finite"""
+    max_skipped_steps: Count = 10
+    """after so many skipped optimizer steps in a row the run ends"""
+    use_distributed_optimizer: bool = True
+    """split the optimizer states over the ranks that hold the same weights"""
+    overlap_grad_reduce: bool | None = None
+    """sum gradients over the ranks that hold the same weights while the backward pass goes on, not
+    after it; null: on a GPU alone"""
+    overlap_param_gather: Annotated[bool | None, read_if("use_distributed_optimizer")] = None
+    """gather the updated weights while the next micro-batch is computed, each layer when it needs
+    its own, not right after the step; null: on a GPU alone"""
 
     @model_validator(mode="after")
     def _warmup_ends_before_decay(self) -> OptimSection:
@@ -128,119 +125,80 @@ class OptimSection(Section):
 class ActorOptimSection(OptimSection):
     """The actor's optimizer."""
 
-    lr: UpToOne = Field(1e-6, description="peak learning rate; 0: nothing is learned")
+    lr: UpToOne = 1e-6
+    """peak learning rate; 0: nothing is learned"""
 
 
 class ScalarOptimSection(OptimSection):
     """The optimizer of a model with a scalar head."""
 
-    head_lr: UpToOne | None = Field(
-        None,
-        description="peak learning rate of the scalar head, with the schedule of lr; a fresh head "
-        "on trained weights may need 100 times theirs; null: as lr",
-    )
+    head_lr: UpToOne | None = None
+    """peak learning rate of the scalar head, with the schedule of lr; a fresh head on trained
+    weights may need 100 times theirs; null: as lr"""
 
 
 class RoleSection(Section):
     """A model and its layout over the ranks; data parallelism takes what tp x cp x pp leaves."""
 
-    path: PathText = Field(
-        description="Hugging Face directory: config.json and safetensors; with init: random, "
-        "config.json alone"
-    )
-    tp: Ranks = Field(
-        1,
-        description="tensor-parallel size, ranks; divides the model's attention heads, and divides "
-        "its KV heads or is a multiple of them",
-    )
-    cp: Ranks = Field(
-        1,
-        description="context-parallel size, ranks that share each sequence; for sequences too long "
-        "for one rank's memory",
-    )
-    pp: Ranks = Field(1, description="pipeline-parallel size, ranks")
-    ep: Ranks = Field(
-        1,
-        description="expert-parallel size, ranks that share out the experts of a layer; divides "
-        "their number. They may be ranks of tp, cp and data parallelism",
-    )
-    etp: Ranks | None = Field(
-        None,
-        description="tensor-parallel size of an expert, ranks; divides tp; null: tp if ep is 1, "
-        "else 1",
-    )
-    vpp: Count = Field(
-        1,
-        description="virtual stages of each pipeline rank, whose schedule is then interleaved; "
-        "above 1 it needs pp > 1",
-    )
-    pp_layers: Annotated[list[CountOrZero], Field(min_length=1)] | None = Field(
-        None,
-        description="layers of each virtual stage in the order of the model, pp x vpp numbers; "
-        "null: equal numbers, or one less in the first and the last stage if only that divides",
-    )
-    sequence_parallel: bool = Field(
-        False, description="split norms and residuals along the sequence; needs tp > 1"
-    )
-    dtype: Dtype = Field(
-        "auto",
-        description="number format of parameters and activations; auto: bfloat16 on cuda, "
-        "float32 on cpu",
-    )
-    recompute: Recompute = Field(
-        "none",
-        description="activations that are computed again in the backward pass instead of kept",
-    )
-    micro_batch_tokens: Count = Field(
-        16384,
-        description="most tokens in one packed micro-batch; of its tokens each of cp "
-        "context-parallel ranks holds an equal part",
-    )
+    path: PathText
+    """Hugging Face directory: config.json and safetensors; with init: random, config.json alone"""
+    tp: Ranks = 1
+    """tensor-parallel size, ranks; divides the model's attention heads, and divides its KV heads or
+    is a multiple of them"""
+    cp: Ranks = 1
+    """context-parallel size, ranks that share each sequence; for sequences too long for one rank's
+    memory"""
+    pp: Ranks = 1
+    """pipeline-parallel size, ranks"""
+    ep: Ranks = 1
+    """expert-parallel size, ranks that share out the experts of a layer; divides their number. They
+    may be ranks of tp, cp and data parallelism"""
+    etp: Ranks | None = None
+    """tensor-parallel size of an expert, ranks; divides tp; null: tp if ep is 1, else 1"""
+    vpp: Count = 1
+    """virtual stages of each pipeline rank, whose schedule is then interleaved; above 1 it needs pp
+    > 1"""
+    pp_layers: Annotated[list[CountOrZero], Field(min_length=1)] | None = None
+    """layers of each virtual stage in the order of the model, pp x vpp numbers; null: equal
+    numbers, or one less in the first and the last stage if only that divides"""
+    sequence_parallel: bool = False
+    """split norms and residuals along the sequence; needs tp > 1"""
+    dtype: Dtype = "auto"
+    """number format of parameters and activations; auto: bfloat16 on cuda, float32 on cpu"""
+    recompute: Recompute = "none"
+    """activations that are computed again in the backward pass instead of kept"""
+    micro_batch_tokens: Count = 16384
+    """most tokens in one packed micro-batch; of its tokens each of cp context-parallel ranks holds
+    an equal part"""
 
 
 class RouterSection(Section):
     """What is added to the loss for the routers of a mixture of experts."""
 
-    router_balance_coef: NotNegative = Field(
-        0.0,
-        description="mixture of experts: weight of the load-balancing loss of each layer, a mean "
-        "over sequences that is 1 where all experts get equally much; 0: none",
-    )
-    router_z_coef: NotNegative = Field(
-        0.0,
-        description="mixture of experts: weight of the mean square of the log-sum-exp of each "
-        "layer's router logits; 0: none",
-    )
+    router_balance_coef: NotNegative = 0.0
+    """mixture of experts: weight of the load-balancing loss of each layer, a mean over sequences
+    that is 1 where all experts get equally much; 0: none"""
+    router_z_coef: NotNegative = 0.0
+    """mixture of experts: weight of the mean square of the log-sum-exp of each layer's router
+    logits; 0: none"""
 
 
 class PolicyLossSection(Section):
     """The loss that trains the policy; a key that it does not read is refused."""
 
-    loss_mode: LossMode | FunctionReference = Field(
-        "vanilla",
-        description="name of the policy loss; vanilla: PPO's clipped ratio with dual clip; "
-        "path/to/file.py:function: your own",
-    )
-    clip_cov_ratio: Annotated[Fraction, by_loss("clip_cov", own=False)] = Field(
-        0.0002, description="clip_cov: fraction of the tokens that get no gradient"
-    )
-    clip_cov_lb: Annotated[Number, by_loss("clip_cov", own=False)] = Field(
-        1.0, description="clip_cov: lower bound of the covariance of these tokens"
-    )
-    clip_cov_ub: Annotated[Number, by_loss("clip_cov", own=False)] = Field(
-        5.0, description="clip_cov: upper bound of the covariance of these tokens"
-    )
-    kl_cov_ratio: Annotated[Fraction, by_loss("kl_cov", own=False)] = Field(
-        0.0002, description="kl_cov: fraction of the tokens that get a KL penalty"
-    )
-    ppo_kl_coef: Annotated[NotNegative, by_loss("kl_cov")] = Field(
-        0.1, description="kl_cov: weight of that KL penalty"
-    )
-
-    @field_validator("loss_mode", mode="before")
-    @classmethod
-    def _is_loss_or_function(cls, name: object) -> str:
-        return expand_name(name, get_args(LossMode))
+    loss_mode: Annotated[LossMode | FunctionReference, known_or_own(get_args(LossMode))] = "vanilla"
+    """name of the policy loss; vanilla: PPO's clipped ratio with dual clip;
+    path/to/file.py:function: your own"""
+    clip_cov_ratio: Annotated[Fraction, by_loss("clip_cov", own=False)] = 0.0002
+    """clip_cov: fraction of the tokens that get no gradient"""
+    clip_cov_lb: Annotated[Number, by_loss("clip_cov", own=False)] = 1.0
+    """clip_cov: lower bound of the covariance of these tokens"""
+    clip_cov_ub: Annotated[Number, by_loss("clip_cov", own=False)] = 5.0
+    """clip_cov: upper bound of the covariance of these tokens"""
+    kl_cov_ratio: Annotated[Fraction, by_loss("kl_cov", own=False)] = 0.0002
+    """kl_cov: fraction of the tokens that get a KL penalty"""
+    ppo_kl_coef: Annotated[NotNegative, by_loss("kl_cov")] = 0.1
+    """kl_cov: weight of that KL penalty"""
 
     @model_validator(mode="after")
     def _covariance_bounds_are_in_order(self) -> PolicyLossSection:
@@ -255,72 +213,52 @@ class PolicyLossSection(Section):
 class ActorSection(RouterSection, RoleSection):
     """The policy that is trained."""
 
-    optim: ActorOptimSection = Field(description="optimizer")
-    ppo_mini_batch_size: Count = Field(
-        256, description="prompts in one optimizer step (x rollout.n = samples)"
-    )
-    ppo_epochs: Count = Field(1, description="passes over the batch in each training step")
-    clip_ratio: Annotated[Positive, _BY_CLIPPING_LOSS, _UNLESS_BOTH_BOUNDS] = Field(
-        CLIP_RATIO,
-        description="clip distance: the probability ratio is clipped to 1 -/+ this; geo_mean: "
-        "the log-ratio to -/+ this; dppo_tv, dppo_kl: a token gets no gradient once "
-        "its probability has moved by more",
-    )
-    clip_ratio_low: Annotated[Positive | None, _BY_CLIPPING_LOSS] = Field(
-        None, description="lower clip distance; null: as clip_ratio"
-    )
-    clip_ratio_high: Annotated[Positive | None, _BY_CLIPPING_LOSS] = Field(
-        None, description="upper clip distance; null: as clip_ratio"
-    )
+    optim: ActorOptimSection
+    """optimizer"""
+    ppo_mini_batch_size: Count = 256
+    """prompts in one optimizer step (x rollout.n = samples)"""
+    ppo_epochs: Count = 1
+    """passes over the batch in each training step"""
+    clip_ratio: Annotated[Positive, _BY_CLIPPING_LOSS, _UNLESS_BOTH_BOUNDS] = 0.2
+    """clip distance: the probability ratio is clipped to 1 -/+ this; geo_mean: the log-ratio to -/+
+    this; dppo_tv, dppo_kl: a token gets no gradient once its probability has moved by more"""
+    clip_ratio_low: Annotated[Positive | None, _BY_CLIPPING_LOSS] = None
+    """lower clip distance; null: as clip_ratio"""
+    clip_ratio_high: Annotated[Positive | None, _BY_CLIPPING_LOSS] = None
+    """upper clip distance; null: as clip_ratio"""
     clip_ratio_c: Annotated[
         float, Field(gt=1, le=1e9), by_loss("vanilla", "dppo_tv", "dppo_kl")
-    ] = Field(
-        3.0,
-        description="vanilla: dual clip, the largest ratio that counts where the advantage is "
-        "negative; dppo_tv, dppo_kl: the largest ratio that counts anywhere",
-    )
-    policy_loss: PolicyLossSection = Field(description="the loss that trains the policy")
-    tau_pos: Annotated[Positive, by_loss("sapo")] = Field(
-        1.0, description="sapo: temperature of the gate where the advantage is positive"
-    )
-    tau_neg: Annotated[Positive, by_loss("sapo")] = Field(
-        1.05, description="sapo: temperature of the gate where the advantage is not positive"
-    )
-    positive_lm_coef: NotNegative = Field(
-        0.0, description="VAPO: weight of the negative log-likelihood of the right responses"
-    )
-    target_kl_stop: Positive | None = Field(
-        None,
-        description="the update ends before an optimizer step whose mini-batch has a larger "
-        "actor/ppo_kl; null: it never ends early",
-    )
-    entropy_coeff: Number = Field(0.0, description="weight of the entropy bonus")
-    use_kl_loss: bool = Field(
-        False, description="add kl_loss_coef x KL(current, reference) to the loss"
-    )
-    kl_loss_coef: Annotated[NotNegative, read_if("use_kl_loss")] = Field(
-        0.001, description="weight of the KL in the loss"
-    )
-    kl_loss_type: Annotated[KlKind, read_if("use_kl_loss")] = Field(
-        "low_var_kl", description="estimator of the KL in the loss"
-    )
-    loss_agg_mode: LossAggMode | None = Field(
-        None,
-        description="how the losses of the tokens become one number; null: seq-mean-token-mean "
-        "for gspo, sapo and geo_mean, else token-mean",
-    )
-    loss_scale_factor: Annotated[
-        Annotated[float, Field(ge=1e-6, le=2**24)] | None, _IF_NORMALISED
-    ] = Field(
-        None,
-        description="divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length",
-    )
-    router_replay: RouterReplay = Field(
-        "none",
-        description="mixture of experts: the experts to which the passes over the policy send "
-        "tokens; none: those that its routers choose; rollout: those of the inference engine; old: "
-        "in the update, those of the pass that gave the old log-probabilities",
-    )
+    ] = 3.0
+    """vanilla: dual clip, the largest ratio that counts where the advantage is negative; dppo_tv,
+    dppo_kl: the largest ratio that counts anywhere"""
+    policy_loss: PolicyLossSection
+    """the loss that trains the policy"""
+    tau_pos: Annotated[Positive, by_loss("sapo")] = 1.0
+    """sapo: temperature of the gate where the advantage is positive"""
+    tau_neg: Annotated[Positive, by_loss("sapo")] = 1.05
+    """sapo: temperature of the gate where the advantage is not positive"""
+    positive_lm_coef: NotNegative = 0.0
+    """VAPO: weight of the negative log-likelihood of the right responses"""
+    target_kl_stop: Positive | None = None
+    """the update ends before an optimizer step whose mini-batch has a larger actor/ppo_kl; null: it
+    never ends early"""
+    entropy_coeff: Number = 0.0
+    """weight of the entropy bonus"""
+    use_kl_loss: bool = False
+    """add kl_loss_coef x KL(current, reference) to the loss"""
+    kl_loss_coef: Annotated[NotNegative, read_if("use_kl_loss")] = 0.001
+    """weight of the KL in the loss"""
+    kl_loss_type: Annotated[KlKind, read_if("use_kl_loss")] = "low_var_kl"
+    """estimator of the KL in the loss"""
+    loss_agg_mode: LossAggMode | None = None
+    """how the losses of the tokens become one number; null: seq-mean-token-mean for gspo, sapo and
+    geo_mean, else token-mean"""
+    loss_scale_factor: Annotated[_Divisor | None, _IF_NORMALISED] = None
+    """divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"""
+    router_replay: RouterReplay = "none"
+    """mixture of experts: the experts to which the passes over the policy send tokens; none: those
+    that its routers choose; rollout: those of the inference engine; old: in the update, those of
+    the pass that gave the old log-probabilities"""
 
     @property
     def agg_mode(self) -> LossAggMode:
@@ -348,23 +286,18 @@ class CriticSection(RouterSection, RoleSection):
     It starts from the weights of path, with a fresh scalar head unless they hold one.
     """
 
-    optim: ScalarOptimSection = Field(description="optimizer")
-    ppo_mini_batch_size: Count = Field(
-        256, description="prompts in one optimizer step (x rollout.n = samples)"
-    )
-    ppo_epochs: Count = Field(1, description="passes over the batch in each training step")
-    cliprange_value: Positive = Field(
-        0.5, description="clip distance: a value counts as moved by at most this from the old value"
-    )
-    loss_agg_mode: LossAggMode = Field(
-        "token-mean", description="how the losses of the tokens become one number"
-    )
-    loss_scale_factor: Annotated[
-        Annotated[float, Field(ge=1e-6, le=2**24)] | None, _IF_NORMALISED
-    ] = Field(
-        None,
-        description="divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length",
-    )
+    optim: ScalarOptimSection
+    """optimizer"""
+    ppo_mini_batch_size: Count = 256
+    """prompts in one optimizer step (x rollout.n = samples)"""
+    ppo_epochs: Count = 1
+    """passes over the batch in each training step"""
+    cliprange_value: Positive = 0.5
+    """clip distance: a value counts as moved by at most this from the old value"""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """how the losses of the tokens become one number"""
+    loss_scale_factor: Annotated[_Divisor | None, _IF_NORMALISED] = None
+    """divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"""
 
     @property
     def agg_mode(self) -> LossAggMode:
@@ -378,3 +311,20 @@ class ReferenceSection(RoleSection):
 
 class RewardModelSection(RoleSection):
     """A frozen sequence classifier with one output (score.weight) that scores whole responses."""
+
+
+class DPOSection(Section):
+    """The loss on preference pairs."""
+
+    loss_type: PairLossName = "sigmoid"
+    """sigmoid: DPO, and conservative DPO with label_smoothing; ipo: IPO, with log-ratios averaged
+    over the tokens of a response"""
+    beta: Positive = 0.1
+    """how strongly the policy is held to the reference; sigmoid: factor of the log-ratios; ipo:
+    they are drawn 1 / (2 beta) nats a token apart"""
+    label_smoothing: Annotated[
+        float,
+        Field(ge=0, lt=0.5),
+        read_if("loss_type", lambda name: name != "ipo", "is ipo", "use sigmoid"),
+    ] = 0.0
+    """sigmoid: fraction of the pairs that are taken to be the wrong way round"""

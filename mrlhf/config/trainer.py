@@ -13,6 +13,7 @@ from mrlhf.config.fields import (
     Count,
     CountOrZero,
     Minutes,
+    Name,
     PathText,
     Positive,
     Section,
@@ -45,98 +46,66 @@ def _no_critic(place: Place) -> NotRead | None:
 class TrainerSection(Section):
     """How long to train, and what to leave behind."""
 
-    total_steps: Count | None = Field(
-        None, description="training steps; null: as many as total_epochs and min_steps make"
-    )
-    total_epochs: Annotated[Count, _UNLESS_STEPS] = Field(
-        1, description="passes over train_files; refused beside total_steps"
-    )
-    min_steps: Annotated[CountOrZero, _UNLESS_STEPS] = Field(
-        0,
-        description="fewest training steps: passes over train_files beyond total_epochs are made "
-        "until then, so that little data still makes enough steps; refused beside total_steps",
-    )
-    test_freq: CountOrZero = Field(
-        0,
-        description="training steps between validations; 0: only at the end, and with PPO at the "
-        "start",
-    )
-    output_dir: PathText = Field(
-        description="directory for metrics, logs and the final Hugging Face checkpoint"
-    )
-    log_freq: Count = Field(
-        1,
-        description="training steps from one line on the console to the next; metrics.jsonl has "
-        "every step",
-    )
-    timeline_freq: CountOrZero = Field(
-        1,
-        description="training steps between records of when each rank was in which phase; 0: none",
-    )
-    console: Literal["auto", "view", "plain", "quiet"] = Field(
-        "auto",
-        description="auto: a view of the run below the log lines if standard error is a terminal; "
-        "view: there the view, warnings, alarms and errors alone; plain: log lines alone; quiet: "
-        "warnings, alarms and errors alone, as --quiet",
-    )
-    trackers: list[Tracker] = Field(
-        [], description="what gets the metrics beside metrics.jsonl: tensorboard, wandb, trackio"
-    )
-    project_name: Annotated[str, Field(pattern=r"\S"), _IF_TRACKED] = Field(
-        "mrlhf", description="project of the run in wandb and trackio"
-    )
-    experiment_name: Annotated[Annotated[str, Field(pattern=r"\S")] | None, _IF_TRACKED] = Field(
-        None, description="name of the run in wandb and trackio; null: that of output_dir"
-    )
-    max_shard_size_mb: Count = Field(
-        5000, description="largest safetensors file of the exported model, MB"
-    )
-    resume: PathText = Field(
-        "auto",
-        description="auto: go on from the newest whole checkpoint in output_dir, if there is one; "
-        "a directory: go on from that checkpoint; never: begin anew",
-    )
-    overwrite: bool = Field(
-        False, description="delete the run that output_dir holds, and begin anew"
-    )
-    save_freq: CountOrZero = Field(
-        0, description="training steps between checkpoints; the last step has one too; 0: none"
-    )
-    save_every_minutes: Minutes | None = Field(
-        30.0, description="a step that ends so long after the last checkpoint saves one; null: none"
-    )
-    max_to_keep: Count | None = Field(
-        2, description="newest checkpoints that are kept, beside the best one; null: all"
-    )
-    keep_best: Annotated[str, Field(pattern=r"\S")] | None = Field(
-        None,
-        description="metric by which the best checkpoint is kept as well, such as "
-        "val/<data source>/acc@1; null: none",
-    )
+    total_steps: Count | None = None
+    """training steps; null: as many as total_epochs and min_steps make"""
+    total_epochs: Annotated[Count, _UNLESS_STEPS] = 1
+    """passes over train_files; refused beside total_steps"""
+    min_steps: Annotated[CountOrZero, _UNLESS_STEPS] = 0
+    """fewest training steps: passes over train_files beyond total_epochs are made until then, so
+    that little data still makes enough steps; refused beside total_steps"""
+    test_freq: CountOrZero = 0
+    """training steps between validations; 0: only at the end, and with PPO at the start"""
+    output_dir: PathText
+    """directory for metrics, logs and the final Hugging Face checkpoint"""
+    log_freq: Count = 1
+    """training steps from one line on the console to the next; metrics.jsonl has every step"""
+    timeline_freq: CountOrZero = 1
+    """training steps between records of when each rank was in which phase; 0: none"""
+    console: Literal["auto", "view", "plain", "quiet"] = "auto"
+    """auto: a view of the run below the log lines if standard error is a terminal; view: there the
+    view, warnings, alarms and errors alone; plain: log lines alone; quiet: warnings, alarms and
+    errors alone, as --quiet"""
+    trackers: list[Tracker] = Field([])
+    """what gets the metrics beside metrics.jsonl: tensorboard, wandb, trackio"""
+    project_name: Annotated[Name, _IF_TRACKED] = "mrlhf"
+    """project of the run in wandb and trackio"""
+    experiment_name: Annotated[Name | None, _IF_TRACKED] = None
+    """name of the run in wandb and trackio; null: that of output_dir"""
+    max_shard_size_mb: Count = 5000
+    """largest safetensors file of the exported model, MB"""
+    resume: PathText = "auto"
+    """auto: go on from the newest whole checkpoint in output_dir, if there is one; a directory: go
+    on from that checkpoint; never: begin anew"""
+    overwrite: bool = False
+    """delete the run that output_dir holds, and begin anew"""
+    save_freq: CountOrZero = 0
+    """training steps between checkpoints; the last step has one too; 0: none"""
+    save_every_minutes: Minutes | None = 30.0
+    """a step that ends so long after the last checkpoint saves one; null: none"""
+    max_to_keep: Count | None = 2
+    """newest checkpoints that are kept, beside the best one; null: all"""
+    keep_best: Name | None = None
+    """metric by which the best checkpoint is kept as well, such as val/<data source>/acc@1; null:
+    none"""
     keep_best_mode: Annotated[
         Literal["max", "min"], read_if("keep_best", _is_named, "is null", "name a metric there")
-    ] = Field("max", description="whether a high or a low value of keep_best is best")
-    export_best: Annotated[str, Field(pattern=r"\S")] | None = Field(
-        None,
-        description="metric by which the best model is exported as well, beside the last one, such "
-        "as val/<data source>/acc@1; null: the last one only",
-    )
+    ] = "max"
+    """whether a high or a low value of keep_best is best"""
+    export_best: Name | None = None
+    """metric by which the best model is exported as well, beside the last one, such as val/<data
+    source>/acc@1; null: the last one only"""
     export_best_mode: Annotated[
         Literal["max", "min"], read_if("export_best", _is_named, "is null", "name a metric there")
-    ] = Field("max", description="whether a high or a low value of export_best is best")
-    save_hf: bool = Field(
-        False, description="write the trained policy as a Hugging Face checkpoint beside each one"
-    )
-    async_save: bool = Field(
-        False,
-        description="copy the state and write it while training goes on; needs as much host memory "
-        "again as the state",
-    )
-    save_by_minutes: Minutes | None = Field(
-        None,
-        description="minutes after the start of the job when it saves and ends with exit code 75; "
-        "null: before the end that Slurm tells, if it does, as early as the saves so far need",
-    )
+    ] = "max"
+    """whether a high or a low value of export_best is best"""
+    save_hf: bool = False
+    """write the trained policy as a Hugging Face checkpoint beside each one"""
+    async_save: bool = False
+    """copy the state and write it while training goes on; needs as much host memory again as the
+    state"""
+    save_by_minutes: Minutes | None = None
+    """minutes after the start of the job when it saves and ends with exit code 75; null: before the
+    end that Slurm tells, if it does, as early as the saves so far need"""
 
     @field_validator("trackers", mode="before")
     @classmethod
@@ -167,37 +136,27 @@ class TrainerSection(Section):
 class PPOTrainerSection(TrainerSection):
     """How long to train, and what to leave behind."""
 
-    critic_warmup: Annotated[CountOrZero, ReadIf(_no_critic)] = Field(
-        0,
-        description="first training step that trains the actor; only the critic is trained "
-        "before; 0: no warm-up",
-    )
-    val_before_train: bool = Field(True, description="validate before the first training step")
-    val_sampled: bool = Field(
-        False,
-        description="validate with samples at rollout.temperature as well as with greedy answers",
-    )
-    val_n: Annotated[Count, read_if("val_sampled")] = Field(
-        1, description="samples of each prompt in the validation with samples"
-    )
-    log_samples: CountOrZero = Field(
-        1,
-        description="responses shown on the console at each validation, or without held-out "
-        "prompts in the first and every tenth training step",
-    )
-    peak_tflops: Positive | None = Field(
-        None,
-        description="peak of one device at the training dtype without sparsity, TFLOP/s, for "
-        "perf/mfu; null: known for common NVIDIA GPUs",
-    )
+    critic_warmup: Annotated[CountOrZero, ReadIf(_no_critic)] = 0
+    """first training step that trains the actor; only the critic is trained before; 0: no
+    warm-up"""
+    val_before_train: bool = True
+    """validate before the first training step"""
+    val_sampled: bool = False
+    """validate with samples at rollout.temperature as well as with greedy answers"""
+    val_n: Annotated[Count, read_if("val_sampled")] = 1
+    """samples of each prompt in the validation with samples"""
+    log_samples: CountOrZero = 1
+    """responses shown on the console at each validation, or without held-out prompts in the first
+    and every tenth training step"""
+    peak_tflops: Positive | None = None
+    """peak of one device at the training dtype without sparsity, TFLOP/s, for perf/mfu; null: known
+    for common NVIDIA GPUs"""
 
 
 class DistributedSection(Section):
     """The processes."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where to compute; auto: cuda if there is a GPU"
-    )
-    timeout_s: Annotated[float, Field(ge=1, le=604800)] = Field(
-        600.0, description="longest wait in one collective, seconds"
-    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to compute; auto: cuda if there is a GPU"""
+    timeout_s: Annotated[float, Field(ge=1, le=604800)] = 600.0
+    """longest wait in one collective, seconds"""

@@ -20,18 +20,12 @@ from mrlhf.config.fields import Section
 
 @dataclass(frozen=True)
 class Node:
-    """One key, as the class of its section, `owner`, declares it.
+    """One key, as the class of its section, `owner`, declares it."""
 
-    Attributes:
-        name: full dotted name.
-        section: the section that it holds, alone or in a list; None for a value.
-        is_list: whether it holds a list.
-    """
-
-    name: str
+    name: str  # dotted, in full
     field: FieldInfo
     owner: type[Section]
-    section: type[Section] | None
+    section: type[Section] | None  # that it holds, alone or in a list
     is_list: bool
 
     @property
@@ -43,6 +37,11 @@ class Node:
     def may_be_absent(self) -> bool:
         """Whether it is a section that a configuration may lack."""
         return self.is_section and self.field.annotation is not self.section
+
+    @property
+    def doc(self) -> str:
+        """Its meaning, with the unit, on one line."""
+        return " ".join((self.field.description or "").split())
 
     @property
     def default(self) -> Any:

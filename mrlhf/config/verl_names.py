@@ -19,22 +19,13 @@ _ROLES = ("actor", "critic", "reference", "reward_model", "model")
 
 @dataclass(frozen=True)
 class Names:
-    """The tables of `verl_names.yaml`.
-
-    Attributes:
-        sections: verl's sections around ours.
-        below_a_role: our keys below a role by verl's.
-        elsewhere: candidates for our key by verl's whole key; the first that exists is meant.
-        changes: other changes that come with the name.
-        missing: why there is no counterpart, by verl's key; "" without a reason.
-        missing_below_a_role: the same below a role.
-    """
+    """The tables of `verl_names.yaml` by verl's keys; the file says what each holds."""
 
     sections: Mapping[str, str]
     below_a_role: Mapping[str, str]
     elsewhere: Mapping[str, list[str]]
     changes: Mapping[str, str]
-    missing: Mapping[str, str]
+    missing: Mapping[str, str]  # the reasons; "" without one
     missing_below_a_role: Mapping[str, str]
 
 

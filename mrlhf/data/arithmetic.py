@@ -20,16 +20,6 @@ from mrlhf.data.rows import write_rows
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.errors import DataError
 
-__all__ = [
-    "OPERATIONS",
-    "ArithmeticTask",
-    "Problem",
-    "WrongKind",
-    "sample_problems",
-    "write_arithmetic",
-    "wrong_answer",
-]
-
 DATA_SOURCE = "arithmetic"
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -54,38 +44,42 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticTask:
-    """The choices behind the data files of the task.
+    """The choices behind the data files of the task."""
 
-    Attributes:
-        digits: the most digits of an operand.
-        operations: the signs to use, such as "+-".
-        sft: supervised problems.
-        sft_copies: rows of each supervised problem. Whether an answer is wrong is drawn anew for
-            each row, so that a model learns how often to be wrong and not which answers to give.
-        short_factor: for each operand with fewer than `digits` digits, a supervised problem has so
-            many times more rows. Such problems are rare, and a model must learn anew where their
-            digits stand.
-        train: prompts for reinforcement learning.
-        validation: prompts that are in neither of the two, to choose settings by.
-        held_out: prompts that are in none of the three, to measure the result by.
-        wrong_fraction: fraction of the supervised answers that is wrong.
-        wrong_kind: how wrong answers are drawn; see `wrong_answer`.
-        vocab_size: largest vocabulary, tokens; fewer are made if fewer suffice.
-        seed: seed of all that is drawn.
-    """
-
-    digits: int
-    operations: str
-    sft: int
+    digits: int  # the most of an operand
+    operations: str  # the signs to use, such as "+-"
+    sft: int  # supervised problems
+    # Rows of each supervised problem. Whether an answer is wrong is drawn anew for each row, so
+    # that a model learns how often to be wrong and not which answers to give.
     sft_copies: int = 1
+    # For each operand with fewer than `digits` digits, a supervised problem has so many times more
+    # rows. Such problems are rare, and a model must learn anew where their digits stand.
     short_factor: int = 1
-    train: int
-    validation: int
-    held_out: int
-    wrong_fraction: float
-    wrong_kind: WrongKind
-    vocab_size: int
+    train: int  # prompts for reinforcement learning
+    validation: int  # prompts that are in neither of the two, to choose settings by
+    held_out: int  # prompts that are in none of the three, to measure the result by
+    wrong_fraction: float  # of the supervised answers
+    wrong_kind: WrongKind  # how wrong answers are drawn; see `wrong_answer`
+    vocab_size: int  # most tokens; fewer are made if fewer suffice
     seed: int
+
+    def check(self) -> None:
+        """Refuse numbers with which a file would be empty, with a DataError."""
+        counts = {
+            "digits": self.digits,
+            "supervised problems": self.sft,
+            "copies of each": self.sft_copies,
+            "times more copies of short ones": self.short_factor,
+            "training prompts": self.train,
+            "validation prompts": self.validation,
+            "held-out prompts": self.held_out,
+            "tokens of the vocabulary": self.vocab_size,
+        }
+        for what, count in counts.items():
+            if count < 1:
+                raise DataError(f"{count} {what}: a file would be empty; ask for at least 1")
+        if not 0.0 <= self.wrong_fraction <= 1.0:
+            raise DataError(f"wrong fraction {self.wrong_fraction} is not in [0, 1]")
 
 
 def sample_problems(
@@ -98,8 +92,7 @@ def sample_problems(
 ) -> list[Problem]:
     """Draw `count` distinct problems whose prompts are not in `exclude`; see `ArithmeticTask`.
 
-    Raises:
-        DataError: there are fewer such problems, or an operation is unknown.
+    A DataError says that there are fewer such problems, or that an operation is unknown.
     """
     unknown = sorted(set(operations) - set(OPERATIONS))
     if unknown or not operations:
@@ -153,58 +146,27 @@ def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
 
 
 def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
-    """Write the data files of the task and tokenizer/ into `out_dir`.
+    """Write the data files of the task and tokenizer/ into `out_dir`; returns rows by file name.
 
     These are sft.jsonl, train.jsonl, preferences.jsonl, validation.jsonl and held_out.jsonl.
     preferences.jsonl has a right and a wrong answer to each prompt of train.jsonl. sft.jsonl and
     train.jsonl may share prompts; neither shares any with validation.jsonl or held_out.jsonl, nor
     do these two. sft.jsonl alone has wrong answers in place of right ones.
 
-    Returns:
-        Rows written, by file name.
-
     Raises:
-        DataError: a number is below 1, there are fewer problems than asked for, an operation is
-            unknown, or the wrong fraction is not in [0, 1].
+        DataError: the task is refused by `check` or `sample_problems`.
     """
-    counts = {
-        "digits": task.digits,
-        "supervised problems": task.sft,
-        "copies of each": task.sft_copies,
-        "times more copies of short ones": task.short_factor,
-        "training prompts": task.train,
-        "validation prompts": task.validation,
-        "held-out prompts": task.held_out,
-        "tokens of the vocabulary": task.vocab_size,
-    }
-    for what, count in counts.items():
-        if count < 1:
-            raise DataError(f"{count} {what}: a file would be empty; ask for at least 1")
-    if not 0.0 <= task.wrong_fraction <= 1.0:
-        raise DataError(f"wrong fraction {task.wrong_fraction} is not in [0, 1]")
-
+    task.check()
     rng = random.Random(task.seed)
     sample = partial(sample_problems, digits=task.digits, operations=task.operations, rng=rng)
-    held_out_problems = sample(task.held_out)
-    hidden = _prompts(held_out_problems)
-    validation_problems = sample(task.validation, exclude=hidden)
-    hidden |= _prompts(validation_problems)
-    sft_problems = [
-        problem
-        for problem in sample(task.sft, exclude=hidden)
-        for _ in range(task.sft_copies * task.short_factor ** problem.short_operands(task.digits))
-    ]
-    train_problems = sample(task.train, exclude=hidden)
-
-    wrong_count = round(task.wrong_fraction * len(sft_problems))
-    wrong_rows = set(rng.sample(range(len(sft_problems)), wrong_count))
-    sft_rows: list[dict[str, str]] = []
-    for index, problem in enumerate(sft_problems):
-        answer = problem.answer
-        if index in wrong_rows:
-            answer = wrong_answer(answer, task.wrong_kind, rng)
-        sft_rows.append({"prompt": problem.prompt, "response": str(answer)})
-    pairs = [_pair(problem, task.wrong_kind, rng) for problem in train_problems]
+    held_out = sample(task.held_out)
+    hidden = _prompts(held_out)
+    validation = sample(task.validation, exclude=hidden)
+    hidden |= _prompts(validation)
+    supervised = sample(task.sft, exclude=hidden)
+    train = sample(task.train, exclude=hidden)
+    sft_rows = _sft_rows(supervised, task, rng)
+    pairs = [_pair(problem, task.wrong_kind, rng) for problem in train]
 
     out_dir.mkdir(parents=True, exist_ok=True)
     # Each symbol is also a text of its own, so that all of them are in the vocabulary and no two
@@ -217,12 +179,33 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
 
     tables = {
         "sft.jsonl": sft_rows,
-        "train.jsonl": [_rl_row(problem) for problem in train_problems],
+        "train.jsonl": [_rl_row(problem) for problem in train],
         "preferences.jsonl": pairs,
-        "validation.jsonl": [_rl_row(problem) for problem in validation_problems],
-        "held_out.jsonl": [_rl_row(problem) for problem in held_out_problems],
+        "validation.jsonl": [_rl_row(problem) for problem in validation],
+        "held_out.jsonl": [_rl_row(problem) for problem in held_out],
     }
     return {name: write_rows(out_dir / name, rows) for name, rows in tables.items()}
+
+
+def _sft_rows(
+    problems: Sequence[Problem], task: ArithmeticTask, rng: random.Random
+) -> list[dict[str, str]]:
+    """The rows of the supervised problems, copied, and some with a wrong answer."""
+    copied = []
+    for problem in problems:
+        copied += [problem] * (
+            task.sft_copies * task.short_factor ** problem.short_operands(task.digits)
+        )
+    wrong_count = round(task.wrong_fraction * len(copied))
+    wrong_rows = set(rng.sample(range(len(copied)), wrong_count))
+
+    rows = []
+    for index, problem in enumerate(copied):
+        answer = problem.answer
+        if index in wrong_rows:
+            answer = wrong_answer(answer, task.wrong_kind, rng)
+        rows.append({"prompt": problem.prompt, "response": str(answer)})
+    return rows
 
 
 def _prompts(problems: Sequence[Problem]) -> frozenset[str]:

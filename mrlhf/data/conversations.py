@@ -13,18 +13,12 @@ from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
 
-__all__ = ["encode_prompt", "encode_response", "message_list", "prompt_of"]
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant"}
 
 
 def prompt_of(row: Row) -> Prompt:
-    """The row's prompt, a string or chat messages.
-
-    Raises:
-        DataError: it is neither, or there is nothing in it to answer.
-    """
+    """The row's prompt, a string or chat messages; DataError if there is nothing to answer."""
     prompt = row.require("prompt")
     if isinstance(prompt, list):
         return message_list(row, "prompt", prompt)
@@ -41,9 +35,8 @@ def prompt_of(row: Row) -> Prompt:
 def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
     """The messages that a response follows, each with a string as its content.
 
-    Raises:
-        DataError: one of them has no role or no text, all texts are empty, or the last message is
-            the assistant's.
+    A DataError says that one of them has no role or no text, that all texts are empty, or that the
+    last message is the assistant's.
     """
     if not messages:
         raise DataError(f"{row.where}: {column!r} is an empty list; give at least one message")
@@ -55,7 +48,9 @@ def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
     # Many templates would write a list of parts as Python writes a list.
     checked: list[Message] = []
     for message in messages:
-        checked.append({**message, "content": _text_of(message["content"])})
+        content = message["content"]
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        checked.append({**message, "content": text})
 
     if not any(message["content"] for message in checked):
         raise DataError(f"{row.where}: all messages of {column!r} are empty; remove the row")
@@ -72,9 +67,8 @@ def encode_prompt(
 ) -> tuple[str, list[int]]:
     """Text and tokens of `prompt`; error messages name `row`, where it comes from.
 
-    Raises:
-        DataError: there is no token, a message has a role that neither we nor the chat template
-            know, or the template fails.
+    A DataError says that there is no token, that a message has a role that neither we nor the chat
+    template know, or that the template fails.
     """
     try:
         if not isinstance(prompt, str) and tokenizer.has_chat_template:
@@ -91,11 +85,7 @@ def encode_prompt(
 
 
 def encode_response(row: Row, text: str, tokenizer: Tokenizer) -> list[int]:
-    """Tokens of a response and eos; error messages name `row`, where it comes from.
-
-    Raises:
-        DataError: the tokenizer cannot encode the text.
-    """
+    """Tokens of a response and eos; error messages name `row`, where it comes from."""
     try:
         return tokenizer.encode_response(text)
     except DataError as error:
@@ -124,10 +114,6 @@ def _is_text(part: Any) -> bool:
     return (
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )
-
-
-def _text_of(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _check_roles(messages: Sequence[Message], tokenizer: Tokenizer) -> None:

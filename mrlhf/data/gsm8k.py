@@ -16,8 +16,6 @@ from mrlhf.data.rows import Row, read_rows, write_rows
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.errors import DataError
 
-__all__ = ["final_answer", "format_prompt", "write_chat_gsm8k", "write_gsm8k"]
-
 DATA_SOURCE = "openai/gsm8k"
 SOURCES = (
     "openai/grade-school-math (jsonl) or the data set openai/gsm8k on the Hugging Face hub "
@@ -49,7 +47,7 @@ def final_answer(row: Row) -> str:
 
 
 def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, int]:
-    """Write the training files and a tokenizer into `out_dir`.
+    """Write the training files and a tokenizer into `out_dir`; returns rows by file name.
 
     - sft.jsonl: the prompt and the worked solution of each training problem.
     - rl_train.jsonl, rl_test.jsonl: the prompt and the final number of each problem.
@@ -61,11 +59,7 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
       evaluate a policy that was trained against such a reward model.
     - tokenizer/: trained on the training problems only.
 
-    Returns:
-        Rows written, by file name.
-
-    Raises:
-        DataError: a file is missing or malformed.
+    A DataError says that a file is missing or malformed.
     """
     train = _read_split(source, "train")
     test = _read_split(source, "test")
@@ -97,13 +91,7 @@ def write_chat_gsm8k(source: Path, out_dir: Path) -> dict[str, int]:
     """Write rl_train.jsonl and rl_test.jsonl with prompts as chat messages into `out_dir`.
 
     They are for a model that has a tokenizer and a chat template. The prompt asks for the number in
-    the words of verl's examples.
-
-    Returns:
-        Rows written, by file name.
-
-    Raises:
-        DataError: a file is missing or malformed.
+    the words of verl's examples. Returns the rows written, by file name.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     counts = {}

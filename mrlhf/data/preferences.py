@@ -20,8 +20,6 @@ from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
 
-__all__ = ["PreferencePairs", "encode_preferences", "split_by_prompt"]
-
 logger = logging.getLogger(__name__)
 
 _RESPONSE = "must be a string, or messages of which the last is the assistant's"
@@ -29,19 +27,12 @@ _RESPONSE = "must be a string, or messages of which the last is the assistant's"
 
 @dataclass(frozen=True)
 class PreferencePairs:
-    """Tokenised pairs; entry i of both lists answers the same prompt.
+    """Tokenised pairs; entry i of both lists answers the same prompt."""
 
-    Attributes:
-        chosen_ids: prompt, better response and eos.
-        rejected_ids: prompt, worse response and eos.
-        prompt_lengths: tokens of the prompt, the first ones of both sides.
-        dropped: number of pairs left out because one side was too long.
-    """
-
-    chosen_ids: list[list[int]]
-    rejected_ids: list[list[int]]
-    prompt_lengths: list[int]
-    dropped: int
+    chosen_ids: list[list[int]]  # prompt, better response and eos
+    rejected_ids: list[list[int]]  # prompt, worse response and eos
+    prompt_lengths: list[int]  # tokens of the prompt, the first ones of both sides
+    dropped: int  # number of pairs left out because one side was too long
 
     def __post_init__(self) -> None:
         sizes = {len(self.chosen_ids), len(self.rejected_ids), len(self.prompt_lengths)}
@@ -116,11 +107,7 @@ def encode_preferences(
 def _check_differences(
     rows: Sequence[Row], chosen_ids: list[list[int]], rejected_ids: list[list[int]]
 ) -> None:
-    """Warn of pairs that teach nothing, or the opposite of another one.
-
-    Raises:
-        DataError: in every pair, both sides have the same tokens.
-    """
+    """Warn of pairs that teach nothing, or the opposite of another one."""
     pairs = list(zip(map(tuple, chosen_ids), map(tuple, rejected_ids), strict=True))
     equal = sum(chosen == rejected for chosen, rejected in pairs)
     if equal == len(pairs):
@@ -153,10 +140,7 @@ def split_by_prompt(
     """Split rows into training and held-out ones, all rows of a prompt on the same side.
 
     The fraction is of the distinct prompts, rounded. The choice depends on the seed and the
-    prompts, not on the order of the rows.
-
-    Raises:
-        DataError: the fraction is outside [0, 1), or leaves nothing to train on.
+    prompts, not on the order of the rows. A DataError says that it leaves nothing to train on.
     """
     if not 0.0 <= held_out_fraction < 1.0:
         raise DataError(f"data.held_out_fraction {held_out_fraction} is not in [0, 1)")
@@ -170,22 +154,14 @@ def split_by_prompt(
             "train on; lower it"
         )
 
-    train_rows: list[Row] = []
-    held_out_rows: list[Row] = []
+    sides: tuple[list[Row], list[Row]] = ([], [])
     for row, key in zip(rows, keys, strict=True):
-        if key in held_out:
-            held_out_rows.append(row)
-        else:
-            train_rows.append(row)
-    return train_rows, held_out_rows
+        sides[key in held_out].append(row)
+    return sides
 
 
 def _parts(row: Row) -> tuple[Prompt, str, str]:
-    """The prompt, the chosen and the rejected response of a row.
-
-    Raises:
-        DataError: a part is missing or malformed, or the responses are not of the same form.
-    """
+    """The prompt, the chosen and the rejected response of a row; DataError if malformed."""
     chosen = row.require("chosen")
     rejected = row.require("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -19,8 +18,6 @@ from mrlhf.data.rows import Row, of_rows, read_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 
-__all__ = ["Overlong", "PromptDataset"]
-
 logger = logging.getLogger(__name__)
 
 Overlong = Literal["error", "drop"]
@@ -28,18 +25,8 @@ Overlong = Literal["error", "drop"]
 _KNOWN_COLUMNS = ("prompt", "answer", "reward_model", "data_source", "extra_info")
 
 
-@dataclass(frozen=True)
-class _Entry:
-    token_ids: list[int]
-    uid: int
-    text: str
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-
-
 class PromptDataset:
-    """The prompts of one or several files, tokenised once.
+    """The prompts of one or several files, tokenised once; `dropped` rows were too long.
 
     A plain row is `{"prompt", "answer"}`, with `data_source` and `extra_info` optional. A row in
     verl's schema is `{"data_source", "prompt": [{"role", "content"}, ...],
@@ -48,9 +35,6 @@ class PromptDataset:
     `data_source`, the name of its file without the suffix is used.
 
     The uid of a prompt is the number of its row over all files, counted before rows are dropped.
-
-    Attributes:
-        dropped: number of rows left out because their prompts were too long.
     """
 
     def __init__(
@@ -68,7 +52,6 @@ class PromptDataset:
 
         Args:
             files: jsonl or parquet files.
-            tokenizer: encodes the prompts.
             max_prompt_length: the most tokens of a prompt.
             overlong: refuse a longer prompt, or drop it and count it.
             chat: put plain string prompts through the chat template too.
@@ -81,43 +64,42 @@ class PromptDataset:
                 response right.
         """
         rows = read_rows(files)
-        self._entries: list[_Entry] = []
+        entries: list[tuple[Any, ...]] = []
         for uid, row in enumerate(rows):
-            entry = _entry(row, uid, split, tokenizer, answer_rules, chat)
-            length = len(entry.token_ids)
-            if length <= max_prompt_length:
-                self._entries.append(entry)
+            text, token_ids = encode_prompt(row, prompt_of(row), tokenizer, chat)
+            source = _data_source(row)
+            answer = reference_answer(row, answer_rules)
+            extra_info = _extra_info(row, uid, split)
+            if len(token_ids) <= max_prompt_length:
+                entries.append((token_ids, uid, text, source, answer, extra_info))
             elif overlong == "error":
                 raise DataError(
-                    f"{row.where}: the prompt has {length} tokens, more than "
+                    f"{row.where}: the prompt has {len(token_ids)} tokens, more than "
                     f"data.max_prompt_length {max_prompt_length}; raise it, or set "
                     "data.overlong_prompts to drop"
                 )
 
-        self.dropped = len(rows) - len(self._entries)
-        if not self._entries:
+        self.dropped = len(rows) - len(entries)
+        if not entries:
             raise DataError(
                 f"all {len(rows)} prompts are longer than data.max_prompt_length "
                 f"{max_prompt_length}"
             )
         warn_of_dropped("prompts", self.dropped, rows, max_prompt_length)
+        self._prompts = Prompts(*map(list, zip(*entries, strict=True)))
         self._check_answers(rows, answer_rules)
         self._report_copies(rows)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._prompts)
 
     def __getitem__(self, index: int) -> Prompts:
         """Prompt `index` as a batch of one."""
         return self.batch([index])
 
     def with_uids(self, uids: Sequence[int]) -> Prompts:
-        """The prompts with these uids, in that order.
-
-        Raises:
-            DataError: there is no such prompt.
-        """
-        indices = {entry.uid: index for index, entry in enumerate(self._entries)}
+        """The prompts with these uids, in that order; DataError if there is no such prompt."""
+        indices = {uid: index for index, uid in enumerate(self._prompts.uid)}
         unknown = sorted(set(uids) - indices.keys())
         if unknown:
             raise DataError(
@@ -128,33 +110,22 @@ class PromptDataset:
 
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices`, in that order."""
-        entries = [self._entries[i] for i in indices]
-        return Prompts(
-            token_ids=[entry.token_ids for entry in entries],
-            uid=[entry.uid for entry in entries],
-            text=[entry.text for entry in entries],
-            data_source=[entry.data_source for entry in entries],
-            ground_truth=[entry.ground_truth for entry in entries],
-            extra_info=[entry.extra_info for entry in entries],
-        )
+        return self._prompts.select(indices)
 
     def _check_answers(self, rows: Sequence[Row], rules: AnswerRules) -> None:
-        """Warn of answers with which a rule gives every response 0.
-
-        Raises:
-            DataError: all of them are of that kind.
-        """
+        """Warn of answers with which a rule gives every response 0; DataError if all are such."""
+        answers = self._prompts.ground_truth
         for rule, can_be_right in rules.items():
-            hopeless = [entry for entry in self._entries if not can_be_right(entry.ground_truth)]
+            hopeless = [index for index, answer in enumerate(answers) if not can_be_right(answer)]
             if not hopeless:
                 continue
 
             first = hopeless[0]
             problem = (
-                f"{rows[first.uid].where}: {rule} finds no response right if the answer is "
-                f"{first.ground_truth[:80]!r}"
+                f"{rows[self._prompts.uid[first]].where}: {rule} finds no response right if the "
+                f"answer is {answers[first][:80]!r}"
             )
-            if len(hopeless) == len(self._entries):
+            if len(hopeless) == len(answers):
                 raise DataError(
                     f"{problem}, and so in every row; give answers that it can find in a response, "
                     "or use another term"
@@ -163,42 +134,29 @@ class PromptDataset:
 
     def _report_copies(self, rows: Sequence[Row]) -> None:
         """Report how many prompts stand more than once, and warn if their answers differ."""
-        first_with: dict[tuple[int, ...], _Entry] = {}
+        prompts = self._prompts
+        first_with: dict[tuple[int, ...], int] = {}
         copies = 0
         contradicting = []
-        for entry in self._entries:
-            first = first_with.setdefault(tuple(entry.token_ids), entry)
-            if first is entry:
+        for index, token_ids in enumerate(prompts.token_ids):
+            first = first_with.setdefault(tuple(token_ids), index)
+            if first == index:
                 continue
             copies += 1
-            if first.ground_truth != entry.ground_truth:
-                contradicting.append((first, entry))
+            if prompts.ground_truth[first] != prompts.ground_truth[index]:
+                contradicting.append((rows[prompts.uid[first]], rows[prompts.uid[index]]))
 
         if copies:
             logger.info("%s repeat the prompt of an earlier row", of_rows(copies, rows))
         if contradicting:
-            first, other = contradicting[0]
+            earlier, other = contradicting[0]
             logger.warning(
                 "another answer than that of an earlier row with the same prompt stands in %s; "
                 "the first is %s, which contradicts %s",
                 of_rows(len(contradicting), rows),
-                rows[other.uid].where,
-                rows[first.uid].where,
+                other.where,
+                earlier.where,
             )
-
-
-def _entry(
-    row: Row, uid: int, split: str, tokenizer: Tokenizer, rules: AnswerRules, chat: bool
-) -> _Entry:
-    text, token_ids = encode_prompt(row, prompt_of(row), tokenizer, chat)
-    return _Entry(
-        token_ids=token_ids,
-        uid=uid,
-        text=text,
-        data_source=_data_source(row),
-        ground_truth=reference_answer(row, rules),
-        extra_info=_extra_info(row, uid, split),
-    )
 
 
 def _data_source(row: Row) -> str:

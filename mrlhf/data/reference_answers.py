@@ -14,13 +14,9 @@ from typing import Any
 from mrlhf.data.rows import Row
 from mrlhf.errors import DataError
 
-__all__ = ["AnswerRules", "reference_answer"]
-
+# For each rule that compares a response with the answer, by name: whether any response is right. If
+# it is empty, rows need no answer.
 AnswerRules = Mapping[str, Callable[[str], bool]]
-"""For each rule that compares a response with the answer, by name: whether any response is right.
-
-If it is empty, rows need no answer.
-"""
 
 
 def reference_answer(row: Row, rules: AnswerRules) -> Any:

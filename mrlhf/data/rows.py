@@ -20,8 +20,6 @@ import pyarrow.parquet
 
 from mrlhf.errors import DataError
 
-__all__ = ["Row", "of_rows", "read_rows", "warn_of_dropped", "write_rows"]
-
 logger = logging.getLogger(__name__)
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -29,17 +27,11 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data file.
+    """One row of a data file."""
 
-    Attributes:
-        fields: the row's columns.
-        file: the file it was read from.
-        number: the line in a jsonl file or the row in a parquet file, counted from 1.
-    """
-
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # by column
     file: Path
-    number: int
+    number: int  # the line in a jsonl file or the row in a parquet file, counted from 1
 
     @property
     def where(self) -> str:
@@ -72,11 +64,7 @@ class Row:
 
 
 def read_rows(files: Sequence[str | Path]) -> list[Row]:
-    """All rows of `files`, one file after another.
-
-    Raises:
-        DataError: a file is missing, empty, of an unknown kind or malformed.
-    """
+    """All rows of `files`, in order; DataError if one is missing, empty, unknown or malformed."""
     if not files:
         raise DataError("no data files were given; name at least one .jsonl or .parquet file")
     return [row for file in files for row in _read_file(Path(file))]

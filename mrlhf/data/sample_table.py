@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
 
 from mrlhf.errors import DataError
 
+# The columns that every file has, beside those of tokens.
 TEXTS = {
     "step": pyarrow.int32(),
     "uid": pyarrow.int64(),
@@ -32,8 +33,7 @@ TEXTS = {
     "prompt_ids": pyarrow.list_(pyarrow.int32()),
     "response_tokens": pyarrow.list_(pyarrow.string()),
 }
-"""The columns that every file has, beside those of tokens."""
-
+# The columns with a number for each token of the response. A file has those that were measured.
 TOKEN_TYPES = {
     "response_ids": pyarrow.int32(),
     "loss_mask": pyarrow.bool_(),
@@ -48,20 +48,15 @@ TOKEN_TYPES = {
     "entropy": pyarrow.float32(),
     "weight": pyarrow.float32(),
 }
-"""The columns with a number for each token of the response. A file has those that were measured."""
 
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Samples of one step.
+    """Samples of one step."""
 
-    Attributes:
-        texts: the columns of `TEXTS`, by name; one entry a sample.
-        tokens: the columns of `TOKEN_TYPES` that are there, by name; the tokens of all samples, one
-            sample after the other.
-    """
-
-    texts: Mapping[str, Sequence[Any]]
+    texts: Mapping[str, Sequence[Any]]  # the columns of `TEXTS`, by name; one entry a sample
+    # The columns of `TOKEN_TYPES` that are there, by name; the tokens of all samples, one sample
+    # after the other.
     tokens: Mapping[str, NDArray[Any]]
 
     def __post_init__(self) -> None:
@@ -76,8 +71,7 @@ class SampleTable:
     @property
     def begins(self) -> list[int]:
         """The first token of each sample, and the end of the last."""
-        begins: list[int] = np.concatenate([[0], np.cumsum(self.texts["length"])]).tolist()
-        return [int(begin) for begin in begins]
+        return list(accumulate(map(int, self.texts["length"]), initial=0))
 
 
 def write_samples(path: Path, table: SampleTable) -> None:
@@ -96,11 +90,7 @@ def write_samples(path: Path, table: SampleTable) -> None:
 
 
 def read_samples(path: Path) -> SampleTable:
-    """The table that `write_samples` wrote.
-
-    Raises:
-        DataError: the file cannot be read, or is another table.
-    """
+    """The table that `write_samples` wrote; DataError if the file is unreadable or another."""
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:

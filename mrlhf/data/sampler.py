@@ -7,22 +7,9 @@ rank draws the same batches.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import TypedDict
+from collections.abc import Iterator, Mapping
 
 from mrlhf.errors import DataError
-
-__all__ = ["SamplerState", "StatefulSampler"]
-
-
-class SamplerState(TypedDict):
-    """The position of a sampler, and the facts that its order depends on."""
-
-    epoch: int
-    position: int
-    num_rows: int
-    seed: int
-    shuffle: bool
 
 
 class StatefulSampler:
@@ -30,10 +17,6 @@ class StatefulSampler:
 
     The order of epoch e depends only on (num_rows, seed, e). If the last batch of an epoch would be
     short, it is dropped.
-
-    Attributes:
-        epoch: number of the current epoch.
-        position: rows of the current epoch already drawn.
     """
 
     def __init__(self, num_rows: int, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
@@ -48,7 +31,7 @@ class StatefulSampler:
         self._seed = seed
         self._shuffle = shuffle
         self.epoch = 0
-        self.position = 0
+        self.position = 0  # rows of the current epoch already drawn
         self._order = self._epoch_order()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -64,7 +47,7 @@ class StatefulSampler:
         self.position += self._batch_size
         return batch
 
-    def state_dict(self) -> SamplerState:
+    def state_dict(self) -> dict[str, int]:
         """The state that `load_state_dict` needs to continue from here."""
         return {
             "epoch": self.epoch,
@@ -74,12 +57,8 @@ class StatefulSampler:
             "shuffle": self._shuffle,
         }
 
-    def load_state_dict(self, state: SamplerState) -> None:
-        """Continue from `state`; the batch size may differ, the rows may not.
-
-        Raises:
-            DataError: the state belongs to another data set, seed or order.
-        """
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from `state`; the batch size may differ, the rows may not."""
         own = self.state_dict()
         for key in ("num_rows", "seed", "shuffle"):
             if state[key] != own[key]:

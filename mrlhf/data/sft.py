@@ -15,22 +15,15 @@ from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 
-__all__ = ["SftExample", "encode_sft"]
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SftExample:
-    """One training sequence.
+    """One training sequence."""
 
-    Attributes:
-        token_ids: prompt, response and eos [seq_len].
-        loss_mask: 1 on the response and eos, which are to be learned, else 0 [seq_len].
-    """
-
-    token_ids: list[int]
-    loss_mask: list[int]
+    token_ids: list[int]  # prompt, response and eos [seq_len]
+    loss_mask: list[int]  # 1 on the response and eos, which are to be learned, else 0 [seq_len]
 
 
 def encode_sft(
@@ -72,7 +65,9 @@ def encode_sft(
         )
     warn_of_dropped("prompts and responses", len(rows) - len(examples), rows, max_length)
     _check_responses(rows, empty)
-    _report_copies(rows, examples)
+    copies = len(examples) - len({tuple(example.token_ids) for example in examples})
+    if copies:
+        logger.info("%s repeat prompt and response of an earlier row", of_rows(copies, rows))
     return examples
 
 
@@ -92,9 +87,3 @@ def _check_responses(rows: Sequence[Row], empty: int) -> None:
         )
     if empty:
         logger.warning("the response is empty in %s; only its end is learned", of_rows(empty, rows))
-
-
-def _report_copies(rows: Sequence[Row], examples: Sequence[SftExample]) -> None:
-    copies = len(examples) - len({tuple(example.token_ids) for example in examples})
-    if copies:
-        logger.info("%s repeat prompt and response of an earlier row", of_rows(copies, rows))

@@ -18,8 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 from mrlhf.errors import DataError
 
-__all__ = ["MODEL_FILE", "check_sentencepiece", "convert_sentencepiece", "train_sentencepiece"]
-
 MODEL_FILE = "tokenizer.model"
 PAD = "<pad>"
 BOS = "<s>"
@@ -47,7 +45,6 @@ def train_sentencepiece(
     has the same tokens alone as after its prompt. pad, bos, eos and unk are tokens 0, 1, 2 and 3.
 
     Args:
-        texts: the corpus.
         out_dir: gets tokenizer.model, tokenizer.json and tokenizer_config.json, which
             `load_tokenizer` and `transformers.AutoTokenizer` read. It is returned.
         vocab_size: the most tokens to make, special ones included; a small corpus may yield fewer.
@@ -99,9 +96,7 @@ def train_sentencepiece(
 def convert_sentencepiece(model_file: Path) -> PreTrainedTokenizerFast:
     """The fast tokenizer that encodes and decodes like the sentencepiece model in `model_file`.
 
-    Raises:
-        DataError: the file is not a sentencepiece model, or the model cannot be converted because
-            it is not BPE or normalises text.
+    A DataError says that the file is none, or that the model is not BPE or normalises text.
     """
     processor = check_sentencepiece(model_file)
     fast = PreTrainedTokenizerFast(
@@ -114,11 +109,7 @@ def convert_sentencepiece(model_file: Path) -> PreTrainedTokenizerFast:
 
 
 def check_sentencepiece(model_file: Path) -> sentencepiece.SentencePieceProcessor:
-    """The sentencepiece model in `model_file`.
-
-    Raises:
-        DataError: the file is not a sentencepiece model.
-    """
+    """The sentencepiece model in `model_file`; DataError if the file is none."""
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.Load(str(model_file))

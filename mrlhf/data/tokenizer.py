@@ -20,11 +20,9 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mrlhf.data.hub_files import read_object, refuse_pointer
 from mrlhf.data.subword import MODEL_FILE, check_sentencepiece, convert_sentencepiece
 from mrlhf.errors import DataError
-from mrlhf.hub_files import read_object, refuse_pointer
-
-__all__ = ["Message", "Prompt", "Tokenizer", "holds_tokenizer", "load_tokenizer"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +45,7 @@ _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, narrowed to what training needs.
-
-    Attributes:
-        eos_id: the token that ends a response.
-        pad_id: the padding token. If the tokenizer names none it is eos, which is safe because
-            padding is always masked.
-        bos_id: the token that begins a sequence, or None.
-        unk_id: the token that stands for unknown text; None if there is none, or if it is eos, bos
-            or pad too.
-        ids: all token ids. There may be gaps between them.
-        end_ids: further tokens that end a response. At its end they have no text, as eos has none.
-    """
+    """A Hugging Face tokenizer, narrowed to what training needs."""
 
     def __init__(self, backend: PreTrainedTokenizerBase, end_ids: Collection[int] = ()) -> None:
         if backend.eos_token_id is None:
@@ -68,19 +55,18 @@ class Tokenizer:
             )
 
         self._backend = backend
-        self.eos_id: int = backend.eos_token_id
+        self.eos_id: int = backend.eos_token_id  # ends a response
+        # eos can stand for padding, because padding is always masked.
         self.pad_id: int = self.eos_id if backend.pad_token_id is None else backend.pad_token_id
         self.bos_id: int | None = backend.bos_token_id
+        # The token for unknown text; None if there is none, or if it is one of the others too.
         unk_id: int | None = backend.unk_token_id
         others = (self.eos_id, self.bos_id, self.pad_id)
         self.unk_id: int | None = None if unk_id in others else unk_id
+        # All token ids, added ones included. There may be gaps between them.
         self.ids: frozenset[int] = frozenset(backend.get_vocab().values())
+        # Further tokens that end a response. At its end they have no text, as eos has none.
         self.end_ids = frozenset(end_ids)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
-        return len(self.ids)
 
     @property
     def highest_id(self) -> int:
@@ -98,14 +84,10 @@ class Tokenizer:
         return str(self._backend.chat_template or "")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`.
+        """Token ids of `text`; DataError if it has characters without tokens, or is not valid.
 
         With `add_special_tokens`, those with which the model family begins and ends a sequence are
         added.
-
-        Raises:
-            DataError: the text has characters for which there are no tokens, or that are not valid
-                text.
         """
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
@@ -185,10 +167,8 @@ class Tokenizer:
     ) -> str:
         """The text that the chat template makes of `messages`.
 
-        With `add_generation_prompt` it ends with the header of the assistant's answer.
-
-        Raises:
-            DataError: there is no template, or it refuses the messages.
+        With `add_generation_prompt` it ends with the header of the assistant's answer. DataError if
+        there is no template, or it refuses the messages.
         """
         if not self.has_chat_template:
             raise DataError(
@@ -238,15 +218,12 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
-    """Load a tokenizer from local files.
+    """Load a tokenizer from local files; DataError if they are missing or malformed.
 
     Args:
         path: a Hugging Face directory, a directory with only sentencepiece's tokenizer.model, or
             that file itself.
         chat_template: a jinja file that replaces the tokenizer's own chat template.
-
-    Raises:
-        DataError: the files are missing or malformed.
     """
     backend = _load_backend(Path(path))
     if chat_template is not None:
@@ -267,34 +244,21 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
 
 def holds_tokenizer(directory: Path) -> bool:
     """Whether there is any file of a tokenizer in `directory`."""
-    return _has_hf_files(directory) or (directory / MODEL_FILE).is_file()
-
-
-def _has_hf_files(directory: Path) -> bool:
-    return (directory / _FAST_FILE).is_file() or (directory / _CONFIG_FILE).is_file()
+    return any((directory / name).is_file() for name in (_FAST_FILE, _CONFIG_FILE, MODEL_FILE))
 
 
 def _set_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> None:
-    """Replace the tokenizer's chat template by that in `file`, unless it is too long.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Replace the tokenizer's chat template by the beginning of `file`; DataError if unreadable."""
     try:
         with Path(file).open(encoding="utf-8") as stream:
             backend.chat_template = stream.read(_LONGEST_TEMPLATE + 1)
-    except OSError as error:
-        raise DataError(f"cannot read the chat template {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"cannot read the chat template {file}: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise DataError(f"cannot read the chat template {file}: {reason}") from error
 
 
 def _try_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> None:
-    """Apply the chat template to a message.
-
-    Raises:
-        DataError: the template is not jinja, or does not end.
-    """
+    """Apply the chat template to a message; DataError if it is not jinja, or does not end."""
     try:
         _render(backend, [{"role": "user", "content": "a"}])
     except _TemplateLimitError as error:
@@ -318,9 +282,6 @@ def _render(
 
     The time is that of the processor, so that a busy machine does not count. The limit needs a
     signal, which Python delivers only to the main thread; so in other threads there is none.
-
-    Raises:
-        _TemplateLimitError: it takes too long, or its text is too long.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if is_main_thread:
@@ -354,14 +315,12 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
         )
 
     refuse_pointer(path / MODEL_FILE, DataError)
-    has_hf_files = _has_hf_files(path)
-    if (path / MODEL_FILE).is_file() and not has_hf_files:
-        return convert_sentencepiece(path / MODEL_FILE)
-
     model, config = (
         read_object(file, DataError) if file.is_file() else None
         for file in (path / _FAST_FILE, path / _CONFIG_FILE)
     )
+    if (path / MODEL_FILE).is_file() and model is None and config is None:
+        return convert_sentencepiece(path / MODEL_FILE)
     if model is not None and not isinstance(model.get("model"), dict):
         raise DataError(f'{path / _FAST_FILE}: no "model", so it is no tokenizer; save it anew')
 
@@ -389,8 +348,7 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
 def _check_vocabulary(path: Path) -> None:
     """Raise a DataError if the directory has no file with tokens.
 
-    It is only called for a tokenizer that cannot be loaded, since a few (of bytes) need no such
-    file.
+    Call it only for a tokenizer that cannot be loaded, since a few (of bytes) need no such file.
     """
     if not path.is_file() and not any((path / name).is_file() for name in _VOCABULARIES):
         raise DataError(

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from mrlhf.data.tokenizer import Tokenizer
 
-__all__ = ["warn_of_lost_characters", "warn_of_unknown_tokens"]
-
 logger = logging.getLogger(__name__)
 
 _TOLERATED_UNKNOWN_SHARE = 0.01  # of the tokens

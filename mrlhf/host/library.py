@@ -1,8 +1,7 @@
-"""Compiles a C++ source for this machine, once, and loads it.
+"""Compiles C++ sources to a library for this machine, once, and loads it.
 
-Libraries are kept in the user's cache folder. The name of each changes with the source, the
-compiler and the processor. Sources and the headers that they include lie beside this file, which
-knows none of their functions.
+Libraries are kept in the user's cache folder. The name of each changes with the source and its
+headers, which lie beside this file, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -15,20 +14,16 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from mrlhf.user_cache import cache_directory
+from mrlhf.host.user_cache import cache_directory
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_CONSEQUENCE = "training and generation run on torch's operators, which is slower"
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -41,82 +36,35 @@ _FLAGS = (
     "-Wno-psabi",
 )
 
-# The letters of a signature: p pointer, i int64, f float, n int.
-_TYPES: dict[str, Any] = {
-    "p": ctypes.c_void_p,
-    "i": ctypes.c_int64,
-    "f": ctypes.c_float,
-    "n": ctypes.c_int,
-}
-
-
-def functions_of(
-    library: ctypes.CDLL, signatures: Mapping[str, str], dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return the functions of a library for one dtype, by their names without the dtype's suffix.
-
-    Each function's signature has a letter for each argument: p pointer, i int64, f float, n int.
-    Blanks have no meaning.
-    """
-    functions = {}
-    for name, signature in signatures.items():
-        function = library[f"{name}_{SUFFIXES[dtype]}"]
-        function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
-        function.restype = None
-        functions[name] = function
-    return functions
-
-
-def threads_for(elements: int) -> int:
-    """Return how many threads to use for `elements` numbers: starting a team takes microseconds."""
-    return torch.get_num_threads() if elements >= 2**14 else 1
-
-
-def threads_for_products(multiplications: int) -> int:
-    """Return how many threads to use for a matrix product with this number of multiplications."""
-    # About 4 of them cost as much as one number of an elementwise function.
-    return threads_for(multiplications // 4)
-
 
 @cache
-def load_library(source: Path, user: str) -> ctypes.CDLL | None:
-    """Return the compiled `source`; None if this machine cannot compile it.
-
-    The warning then says that `user` runs on torch's operators.
-    """
+def load_library(*sources: Path) -> ctypes.CDLL | None:
+    """Return the compiled sources; None, after a warning, if this machine cannot compile them."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        logger.warning(
-            "no C++ compiler (g++) found: %s runs on torch's operators, which is slower", user
-        )
+        logger.warning("no C++ compiler (g++) found: %s", _CONSEQUENCE)
         return None
 
     try:
-        return ctypes.CDLL(str(_library_path(compiler, source)))
+        return ctypes.CDLL(str(_library_path(compiler, sources)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = str(error)
         if isinstance(error, subprocess.CalledProcessError):
             detail = error.stderr.decode(errors="replace")
-        logger.warning(
-            "%s could not be compiled: %s runs on torch's operators, which is slower. %s",
-            source,
-            user,
-            detail,
-        )
+        logger.warning("%s could not be compiled: %s. %s", sources[0], _CONSEQUENCE, detail)
         return None
 
 
-def _library_path(compiler: str, source: Path) -> Path:
+def _library_path(compiler: str, sources: tuple[Path, ...]) -> Path:
     """Return the path of the library; the first process on a machine makes it, others wait.
 
     If the first one fails, those that waited fail with the same message; later ones try again.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    headers = [header.read_bytes() for header in sorted(SOURCES.glob("*.h"))]
-    texts = (source.read_bytes(), *headers, version)
-    identity = (*texts, " ".join(_FLAGS).encode(), _processor().encode())
+    texts = [path.read_bytes() for path in (*sources, *sorted(SOURCES.glob("*.h")))]
+    identity = (*texts, version, " ".join(_FLAGS).encode(), _processor().encode())
     digest = hashlib.blake2b(b"|".join(identity), digest_size=8).hexdigest()
-    name = f"{source.stem}-{digest}"
+    name = f"{sources[0].stem}-{digest}"
     directory = cache_directory()
     library = directory / f"{name}.so"
     failure = directory / f"{name}.failed"
@@ -129,7 +77,7 @@ def _library_path(compiler: str, source: Path) -> Path:
         if not library.exists():
             if _written_at(failure) != failed_before:  # while this process waited
                 raise subprocess.SubprocessError(failure.read_text(errors="replace"))
-            _compile([compiler, *_FLAGS, f"-I{SOURCES}", str(source)], library, failure)
+            _compile([compiler, *_FLAGS, f"-I{SOURCES}", *map(str, sources)], library, failure)
     return library
 
 

@@ -1,4 +1,5 @@
-// The numbers that compiled kernels work on: float and bfloat16 in memory, float in registers.
+// The numbers that compiled kernels work on: float and bfloat16 in memory, float in registers, one by
+// one or in vectors.
 
 #pragma once
 
@@ -32,24 +33,66 @@ inline float rounded(float x) {
     return widen(stored);
 }
 
-// e^x with a relative error of about 1e-7: a polynomial of degree 6 after powers of two are removed.
-// Below -87 the result is 0; NaN stays NaN.
-inline float exponential(float y) {
-    float x = y < -87.0f ? -87.0f : y;
-    x = x > 88.0f ? 88.0f : x;
-    const float n = std::nearbyint(x * 1.44269504088896341f);
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
+// e^(x - n ln 2), where n is the integer nearest to x / ln 2, with a relative error of about 1e-7.
+template <typename F>
+inline F exponential_of_rest(F x, F n) {
+    const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    F p = F{} + 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    return p * r * r + r + 1.0f;
+}
+
+// e^y; below -87 it is 0, and NaN stays NaN.
+inline float exponential(float y) {
+    float x = y < -87.0f ? -87.0f : y;
+    x = x > 88.0f ? 88.0f : x;
+    const float n = std::nearbyint(x * 1.44269504088896341f);
+    const float p = exponential_of_rest(x, n);
     const int32_t bits = (int32_t(n) + 127) << 23;
     float scale;
     std::memcpy(&scale, &bits, 4);
     return y < -87.0f ? 0.0f : p * scale;
 }
 
+// N numbers in registers, loaded from memory of either type at any address. A copy by memcpy would be
+// loaded anew for each use.
+template <int N>
+struct Vectors {
+    typedef float Lanes __attribute__((vector_size(4 * N)));
+    typedef float LanesInMemory __attribute__((vector_size(4 * N), aligned(4), may_alias));
+    typedef int32_t Integers __attribute__((vector_size(4 * N)));
+    typedef uint32_t Words __attribute__((vector_size(4 * N)));
+    typedef uint16_t Halves __attribute__((vector_size(2 * N)));
+    typedef uint16_t HalvesInMemory __attribute__((vector_size(2 * N), aligned(2), may_alias));
+};
+
+template <int N>
+inline typename Vectors<N>::Lanes load(const float* from) {
+    return *(const typename Vectors<N>::LanesInMemory*)from;
+}
+template <int N>
+inline typename Vectors<N>::Lanes load(const bfloat16* from) {
+    const typename Vectors<N>::Halves halves = *(const typename Vectors<N>::HalvesInMemory*)from;
+    return (typename Vectors<N>::Lanes)(__builtin_convertvector(halves, typename Vectors<N>::Words) << 16);
+}
+template <int N>
+inline void save(float* to, typename Vectors<N>::Lanes lanes) {
+    *(typename Vectors<N>::LanesInMemory*)to = lanes;
+}
+
+#ifdef __AVX512F__
+constexpr int kWidest = 16;
+#else
+constexpr int kWidest = 8;
+#endif
+
 }  // namespace
+
+// Each name is a variable that holds the address of a function.
+#define EXPORT(NAME, FUNCTION)                    \
+    void* NAME##_float32 = (void*)FUNCTION<float>; \
+    void* NAME##_bfloat16 = (void*)FUNCTION<bfloat16>;

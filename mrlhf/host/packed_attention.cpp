@@ -1,10 +1,8 @@
-// Causal attention of packed sequences on a host, forward and backward, with rotation on the way.
+// Causal attention of packed sequences, forward and backward, with rotation on the way.
 //
-// compiled_attention.py calls this file on tensors. Queries, keys and values are read where the
-// projection wrote them, and gradients are written in the same places. There may be more keys than
-// queries: the queries are the last tokens of their sequence. Sequences do not see each
-// other: what a token gets depends on its own sequence alone, whatever else the pack holds and
-// however many threads there are. All sums are float32 whatever the storage type is.
+// Queries, keys and values are read where the projection wrote them. There may be more keys than
+// queries: the queries are the last tokens of their sequence. What a token gets depends on its own
+// sequence alone, whatever else the pack holds and however many threads there are.
 
 #include <algorithm>
 #include <cmath>
@@ -14,32 +12,22 @@
 
 #include "numbers.h"
 
-#ifdef __AVX512F__
-#define LANES 16
-#endif
-#include "lanes.h"
+namespace packed {
 
-namespace {
+using Lanes = Vectors<kWidest>::Lanes;
 
+constexpr int64_t kLanes = kWidest;
 constexpr int64_t kRows = 6;      // rows of a tile, which stays in registers
 constexpr int64_t kQueries = 48;  // queries that are computed together
 constexpr int64_t kKeys = 96;     // keys that are computed together
 
-typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
-
 // As numbers.h has it for one number, which is at most 0 here; -inf gives 0.
+using ::exponential;
 inline Lanes exponential(Lanes y) {
     const Lanes x = y < -87.0f ? Lanes{} - 87.0f : y;
     const Lanes n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // to the nearest integer
-    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Lanes p = Lanes{} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const Lanes scale = (Lanes)((__builtin_convertvector(n, Integers) + 127) << 23);
+    const Lanes p = exponential_of_rest(x, n);
+    const Lanes scale = (Lanes)((__builtin_convertvector(n, Vectors<kWidest>::Integers) + 127) << 23);
     return y < -87.0f ? Lanes{} : p * scale;
 }
 
@@ -58,11 +46,11 @@ inline void tile(float* c, int64_t c_row, Matrix a, const float* b, int64_t b_ro
                  bool add) {
     Lanes sums[kRows][kWide];
     for (int r = 0; r < kRows; ++r)
-        for (int w = 0; w < kWide; ++w) sums[r][w] = add ? load(c + r * c_row + w * kLanes) : Lanes{};
+        for (int w = 0; w < kWide; ++w) sums[r][w] = add ? load<kLanes>(c + r * c_row + w * kLanes) : Lanes{};
     for (int64_t k = low; k < high; ++k) {
         Lanes row[kWide];
 #pragma GCC unroll 2
-        for (int w = 0; w < kWide; ++w) row[w] = load(b + k * b_row + w * kLanes);
+        for (int w = 0; w < kWide; ++w) row[w] = load<kLanes>(b + k * b_row + w * kLanes);
         const float* column = a.data + k * a.column;
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r)
@@ -70,7 +58,7 @@ inline void tile(float* c, int64_t c_row, Matrix a, const float* b, int64_t b_ro
             for (int w = 0; w < kWide; ++w) sums[r][w] += column[r * a.row] * row[w];
     }
     for (int r = 0; r < kRows; ++r)
-        for (int w = 0; w < kWide; ++w) save(c + r * c_row + w * kLanes, sums[r][w]);
+        for (int w = 0; w < kWide; ++w) save<kLanes>(c + r * c_row + w * kLanes, sums[r][w]);
 }
 
 // The same for `columns` columns, rounded up to whole vectors.
@@ -144,23 +132,14 @@ inline int64_t first_block(int64_t query, int64_t window) {
     return window > 0 ? std::max<int64_t>(0, query - window + 1) / kKeys * kKeys : 0;
 }
 
-// The keys and values of one KV head of one sequence, as the products want them: each block of kKeys
-// of them transposed, [width, kKeys], or as rows, [keys, width]. Padding is zero.
-struct Panels {
-    std::vector<float> keys, keys_transposed, values, values_transposed;
-
-    static void clear(std::vector<float>& panel, int64_t size) { panel.assign(size, 0.0f); }
-    static void transpose(std::vector<float>& panel, int64_t key, const float* row, const Shape& shape) {
-        float* block = panel.data() + key / kKeys * kKeys * shape.width() + key % kKeys;
-        for (int64_t i = 0; i < shape.dim; ++i) block[i * kKeys] = row[i];
-    }
-};
-
-// Rows of scores and their running softmax, and other rows of kQueries queries of one head.
+// What one thread works with. Padding is zero.
 struct Scratch {
-    Panels panels;
-    std::vector<float> queries, scores, slopes, outputs, output_gradients, query_gradients, key_gradients,
-        value_gradients;
+    // The keys and values of one KV head of one sequence, as the products want them: as rows, [keys,
+    // width], or each block of kKeys of them transposed, [width, kKeys].
+    std::vector<float> keys, keys_transposed, values, values_transposed, key_gradients, value_gradients;
+    // Rows of kQueries queries of one head, and of their scores.
+    std::vector<float> queries, outputs, output_gradients, query_gradients;
+    std::vector<float> scores = std::vector<float>(kQueries * kKeys), slopes = scores;
     float highest[kQueries], totals[kQueries], logsums[kQueries], shares[kQueries];
 };
 
@@ -200,19 +179,26 @@ inline void add_transposed(float* c, const float* p, const float* b, int64_t que
     }
 }
 
-// Weights and running softmax of one row of scores; what it does not see gets weight 0.
-inline void soften(float* score, Seen seen, float* output, float* highest, float* total, int64_t width) {
-    if (seen.low >= seen.high) {
-        std::fill(score, score + kKeys, 0.0f);
-        return;
-    }
+// Returns the whole vectors of a row of scores that hold what it sees; what else they hold becomes -inf.
+inline Seen whole_vectors(float* score, Seen seen) {
+    if (seen.low >= seen.high) return {0, 0};
     const Seen vectors = {seen.low / kLanes * kLanes, padded(seen.high, kLanes)};
     std::fill(score + vectors.low, score + seen.low, -INFINITY);
     std::fill(score + seen.high, score + vectors.high, -INFINITY);
+    return vectors;
+}
 
+inline void clear_outside(float* row, Seen vectors) {
+    std::fill(row, row + vectors.low, 0.0f);
+    std::fill(row + vectors.high, row + kKeys, 0.0f);
+}
+
+// Weights and running softmax of one row of scores; what it does not see gets weight 0.
+inline void soften(float* score, Seen seen, float* output, float* highest, float* total, int64_t width) {
+    const Seen vectors = whole_vectors(score, seen);
     Lanes tops = Lanes{} - INFINITY;
     for (int64_t j = vectors.low; j < vectors.high; j += kLanes) {
-        const Lanes some = load(score + j);
+        const Lanes some = load<kLanes>(score + j);
         tops = some > tops ? some : tops;
     }
     float top = *highest;
@@ -220,14 +206,13 @@ inline void soften(float* score, Seen seen, float* output, float* highest, float
 
     Lanes sums{};
     for (int64_t j = vectors.low; j < vectors.high; j += kLanes) {
-        const Lanes weights = exponential(load(score + j) - top);
-        save(score + j, weights);
+        const Lanes weights = exponential(load<kLanes>(score + j) - top);
+        save<kLanes>(score + j, weights);
         sums += weights;
     }
     float sum = 0.0f;
     for (int l = 0; l < kLanes; ++l) sum += sums[l];
-    std::fill(score, score + vectors.low, 0.0f);
-    std::fill(score + vectors.high, score + kKeys, 0.0f);
+    clear_outside(score, vectors);
 
     if (*highest != top) {
         const float shrink = exponential(*highest - top);
@@ -238,17 +223,19 @@ inline void soften(float* score, Seen seen, float* output, float* highest, float
     *highest = top;
 }
 
-// Consecutive queries of a sequence: `begin` is the first one's token, and `first` its position.
-struct Queries {
-    int64_t begin, first, length;
+// The queries and keys of one sequence: where they begin in their tensors, and how many they are.
+struct Sequence {
+    int64_t query_begin, queries, key_begin, keys;
+    int64_t first() const { return keys - queries; }  // the first query's position
+    int64_t token(int64_t position) const { return query_begin + position - first(); }
 };
 
 template <typename T>
-void attend_head(const Head<const T>& q, const Rotation& rotation, const Queries& queries, float scale,
+void attend_head(const Head<const T>& q, const Rotation& rotation, const Sequence& sequence, float scale,
                  const Shape& shape, const Head<T>& out, float* logsums, int64_t heads, Scratch& scratch) {
-    const int64_t width = shape.width(), end = queries.first + queries.length;
-    for (int64_t query = queries.first; query < end; query += kQueries) {
-        const int64_t count = std::min(kQueries, end - query), begin = queries.begin - queries.first + query;
+    const int64_t width = shape.width(), end = sequence.keys;
+    for (int64_t query = sequence.first(); query < end; query += kQueries) {
+        const int64_t count = std::min(kQueries, end - query), begin = sequence.token(query);
         scratch.queries.assign(kQueries * width, 0.0f);
         scratch.outputs.assign(kQueries * width, 0.0f);
         for (int64_t r = 0; r < count; ++r)
@@ -258,12 +245,12 @@ void attend_head(const Head<const T>& q, const Rotation& rotation, const Queries
         std::fill(scratch.totals, scratch.totals + kQueries, 0.0f);
 
         for (int64_t key = first_block(query, shape.window); key < query + count; key += kKeys) {
-            score(scratch.scores.data(), scratch.queries.data(), scratch.panels.keys_transposed.data(), query, count,
+            score(scratch.scores.data(), scratch.queries.data(), scratch.keys_transposed.data(), query, count,
                   key, shape);
             for (int64_t r = 0; r < padded(count, kRows); ++r)
                 soften(&scratch.scores[r * kKeys], seen_by(query + r, key, shape.window), &scratch.outputs[r * width],
                        scratch.highest + r, scratch.totals + r, width);
-            add_weighted(scratch.outputs.data(), scratch.scores.data(), &scratch.panels.values[key * width], query,
+            add_weighted(scratch.outputs.data(), scratch.scores.data(), &scratch.values[key * width], query,
                          count, key, shape);
         }
 
@@ -280,32 +267,25 @@ void attend_head(const Head<const T>& q, const Rotation& rotation, const Queries
 // Turns scores into weights, and the products of output gradients and values into the gradients of
 // scores, in place.
 inline void differentiate(float* score, float* slope, Seen seen, float logsum, float share) {
-    if (seen.low >= seen.high) seen = {0, 0};
-    const Seen vectors = {seen.low / kLanes * kLanes, padded(seen.high, kLanes)};
-    std::fill(score + vectors.low, score + seen.low, -INFINITY);
-    std::fill(score + seen.high, score + vectors.high, -INFINITY);
+    const Seen vectors = whole_vectors(score, seen);
     for (int64_t j = vectors.low; j < vectors.high; j += kLanes) {
-        const Lanes weights = exponential(load(score + j) - logsum);
-        save(score + j, weights);
-        save(slope + j, weights * (load(slope + j) - share));
+        const Lanes weights = exponential(load<kLanes>(score + j) - logsum);
+        save<kLanes>(score + j, weights);
+        save<kLanes>(slope + j, weights * (load<kLanes>(slope + j) - share));
     }
-
-    std::fill(score, score + vectors.low, 0.0f);
-    std::fill(slope, slope + vectors.low, 0.0f);
-    std::fill(score + vectors.high, score + kKeys, 0.0f);
-    std::fill(slope + vectors.high, slope + kKeys, 0.0f);
+    clear_outside(score, vectors);
+    clear_outside(slope, vectors);
 }
 
 template <typename T>
-void attend_head_back(const Head<const T>& q, const Head<const T>& out, const Head<const T>& out_gradient,
-                      const Rotation& rotation, const Queries& queries, float scale, const Shape& shape,
+void attend_head_backward(const Head<const T>& q, const Head<const T>& out, const Head<const T>& out_gradient,
+                      const Rotation& rotation, const Sequence& sequence, float scale, const Shape& shape,
                       const float* logsums, int64_t heads, const Head<T>& q_gradient, Scratch& scratch) {
-    const int64_t width = shape.width(), end = queries.first + queries.length;
-    const Panels& panels = scratch.panels;
+    const int64_t width = shape.width(), end = sequence.keys;
     float* scores = scratch.scores.data();
     float* slopes = scratch.slopes.data();
-    for (int64_t query = queries.first; query < end; query += kQueries) {
-        const int64_t count = std::min(kQueries, end - query), begin = queries.begin - queries.first + query;
+    for (int64_t query = sequence.first(); query < end; query += kQueries) {
+        const int64_t count = std::min(kQueries, end - query), begin = sequence.token(query);
         scratch.queries.assign(kQueries * width, 0.0f);
         scratch.output_gradients.assign(kQueries * width, 0.0f);
         scratch.query_gradients.assign(kQueries * width, 0.0f);
@@ -315,10 +295,13 @@ void attend_head_back(const Head<const T>& q, const Head<const T>& out, const He
             const T* value = out.data + token * out.stride;
             const T* gradient = out_gradient.data + token * out_gradient.stride;
             float share = 0.0f;
+            // Without such locals the loop is not vectorised, and rounds in another way.
+            float* own = &scratch.output_gradients[r * width];
+            const int64_t dim = shape.dim;
 #pragma omp simd reduction(+ : share)
-            for (int64_t i = 0; i < shape.dim; ++i) {
+            for (int64_t i = 0; i < dim; ++i) {
                 const float slope = widen(gradient[i]);
-                scratch.output_gradients[r * width + i] = slope;
+                own[i] = slope;
                 share += slope * widen(value[i]);
             }
             scratch.shares[r] = share;
@@ -326,14 +309,14 @@ void attend_head_back(const Head<const T>& q, const Head<const T>& out, const He
         }
 
         for (int64_t key = first_block(query, shape.window); key < query + count; key += kKeys) {
-            score(scores, scratch.queries.data(), panels.keys_transposed.data(), query, count, key, shape);
-            score(slopes, scratch.output_gradients.data(), panels.values_transposed.data(), query, count, key, shape);
+            score(scores, scratch.queries.data(), scratch.keys_transposed.data(), query, count, key, shape);
+            score(slopes, scratch.output_gradients.data(), scratch.values_transposed.data(), query, count, key, shape);
             for (int64_t r = 0; r < padded(count, kRows); ++r) {
                 // The rows that fill up the last tile see nothing.
                 const Seen seen = r < count ? seen_by(query + r, key, shape.window) : Seen{0, 0};
                 differentiate(scores + r * kKeys, slopes + r * kKeys, seen, scratch.logsums[r], scratch.shares[r]);
             }
-            add_weighted(scratch.query_gradients.data(), slopes, &panels.keys[key * width], query, count, key, shape);
+            add_weighted(scratch.query_gradients.data(), slopes, &scratch.keys[key * width], query, count, key, shape);
             add_transposed(&scratch.key_gradients[key * width], slopes, scratch.queries.data(), query, count, key,
                            end, shape);
             add_transposed(&scratch.value_gradients[key * width], scores, scratch.output_gradients.data(), query,
@@ -346,134 +329,108 @@ void attend_head_back(const Head<const T>& q, const Head<const T>& out, const He
     }
 }
 
-// Where a tensor's heads begin: strides of tokens, KV heads, and the query heads of a KV head.
+// One head of a tensor with strides of tokens, KV heads, and the query heads of a KV head.
 template <typename T>
-struct Heads {
-    T* data;
-    const int64_t* strides;
-    Head<T> at(int64_t kv_head, int64_t head) const {
-        return {data + kv_head * strides[1] + head * strides[2], strides[0]};
-    }
-};
+inline Head<T> head_of(T* data, const int64_t* strides, int64_t kv_head, int64_t head = 0) {
+    return {data + kv_head * strides[1] + head * strides[2], strides[0]};
+}
 
 template <typename T>
-void read_panels(const Head<const T>& k, const Head<const T>& v, const Rotation& rotation, int64_t begin,
-                 int64_t length, const Shape& shape, bool backward, Panels& panels) {
+void read_keys(const Head<const T>& k, const Head<const T>& v, const Rotation& rotation, const Sequence& sequence,
+               const Shape& shape, bool backward, Scratch& scratch) {
     const int64_t width = shape.width();
-    const int64_t size = padded(length, kKeys) * width;
-    Panels::clear(panels.keys_transposed, size);
-    Panels::clear(backward ? panels.values_transposed : panels.values, size);
-    if (backward) Panels::clear(panels.keys, size);
+    const int64_t size = padded(sequence.keys, kKeys) * width;
+    const auto transpose = [&](std::vector<float>& panel, int64_t key, const float* row) {
+        float* block = panel.data() + key / kKeys * kKeys * width + key % kKeys;
+        for (int64_t i = 0; i < shape.dim; ++i) block[i * kKeys] = row[i];
+    };
+    scratch.keys_transposed.assign(size, 0.0f);
+    (backward ? scratch.values_transposed : scratch.values).assign(size, 0.0f);
+    if (backward) scratch.keys.assign(size, 0.0f);
 
     std::vector<float> row(width);
-    for (int64_t key = 0; key < length; ++key) {
-        float* target = backward ? &panels.keys[key * width] : row.data();
-        read_rotated(k.data + (begin + key) * k.stride, rotation, key, shape, 1.0f, target);
-        Panels::transpose(panels.keys_transposed, key, target, shape);
+    for (int64_t key = 0; key < sequence.keys; ++key) {
+        const int64_t token = sequence.key_begin + key;
+        float* target = backward ? &scratch.keys[key * width] : row.data();
+        read_rotated(k.data + token * k.stride, rotation, key, shape, 1.0f, target);
+        transpose(scratch.keys_transposed, key, target);
 
-        const T* value = v.data + (begin + key) * v.stride;
-        target = backward ? row.data() : &panels.values[key * width];
-        for (int64_t i = 0; i < shape.dim; ++i) target[i] = widen(value[i]);
-        if (backward) Panels::transpose(panels.values_transposed, key, target, shape);
+        target = backward ? row.data() : &scratch.values[key * width];
+        for (int64_t i = 0; i < shape.dim; ++i) target[i] = widen(v.data[token * v.stride + i]);
+        if (backward) transpose(scratch.values_transposed, key, target);
     }
 }
 
-// Where the queries and the keys of each sequence begin, and the end, [sequences + 1] each.
-struct Edges {
-    const int32_t *queries, *keys;
-    int64_t length(int64_t sequence) const { return keys[sequence + 1] - keys[sequence]; }
-    Queries of(int64_t sequence) const {
-        const int64_t count = queries[sequence + 1] - queries[sequence];
-        return {queries[sequence], length(sequence) - count, count};
-    }
-};
-
-// Calls run(sequence, kv_head, scratch) for each KV head of each sequence.
+// Calls run(sequence, kv_head, scratch) for each KV head of each sequence. The edges are where the
+// queries and the keys of each sequence begin, and the end, [sequences + 1] each.
 template <typename Run>
-void for_each(int64_t sequences, int64_t kv_heads, int64_t threads, const Run& run) {
+void for_each(const int32_t* queries, const int32_t* keys, int64_t sequences, int64_t kv_heads, int threads,
+              const Run& run) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Scratch scratch;
-        scratch.scores.resize(kQueries * kKeys);
-        scratch.slopes.resize(kQueries * kKeys);
 #pragma omp for schedule(dynamic)
-        for (int64_t number = 0; number < sequences * kv_heads; ++number)
-            run(number / kv_heads, number % kv_heads, scratch);
+        for (int64_t number = 0; number < sequences * kv_heads; ++number) {
+            const int64_t s = number / kv_heads;
+            run(Sequence{queries[s], queries[s + 1] - queries[s], keys[s], keys[s + 1] - keys[s]}, number % kv_heads,
+                scratch);
+        }
     }
 }
 
 template <typename T>
 void attend(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
-            const Edges& edges, T* out, float* logsums, int64_t sequences, const Shape& shape, float scale,
+            const int32_t* query_edges, const int32_t* key_edges, T* out, float* logsums, int64_t sequences,
+            int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary, int64_t window, float scale,
             int threads) {
-    const int64_t heads = shape.kv_heads * shape.per_kv_head;
-    const int64_t out_strides[3] = {heads * shape.dim, shape.per_kv_head * shape.dim, shape.dim};
+    const Shape shape = {kv_heads, per_kv_head, dim, rotary, window};
+    const int64_t heads = kv_heads * per_kv_head, out_strides[3] = {heads * dim, per_kv_head * dim, dim};
     const Rotation rotation = {cos, sin};
-    for_each(sequences, shape.kv_heads, threads, [&](int64_t sequence, int64_t g, Scratch& scratch) {
-        const int64_t begin = edges.keys[sequence], length = edges.length(sequence);
-        read_panels(Heads<const T>{k, strides + 3}.at(g, 0), Heads<const T>{v, strides + 6}.at(g, 0), rotation, begin,
-                    length, shape, false, scratch.panels);
-        for (int64_t p = 0; p < shape.per_kv_head; ++p)
-            attend_head(Heads<const T>{q, strides}.at(g, p), rotation, edges.of(sequence), scale, shape,
-                        Heads<T>{out, out_strides}.at(g, p), logsums + g * shape.per_kv_head + p, heads, scratch);
+    for_each(query_edges, key_edges, sequences, kv_heads, threads,
+             [&](const Sequence& sequence, int64_t g, Scratch& scratch) {
+        read_keys(head_of(k, strides + 3, g), head_of(v, strides + 6, g), rotation, sequence, shape, false, scratch);
+        for (int64_t p = 0; p < per_kv_head; ++p)
+            attend_head(head_of(q, strides, g, p), rotation, sequence, scale, shape, head_of(out, out_strides, g, p),
+                        logsums + g * per_kv_head + p, heads, scratch);
     });
 }
 
 template <typename T>
-void attend_back(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
-                 const Edges& edges, const T* out, const T* out_gradient, const float* logsums, T* q_gradient,
-                 T* k_gradient, T* v_gradient, const int64_t* gradient_strides, int64_t sequences, const Shape& shape,
-                 float scale, int threads) {
-    const int64_t heads = shape.kv_heads * shape.per_kv_head, width = shape.width();
-    const int64_t out_strides[3] = {heads * shape.dim, shape.per_kv_head * shape.dim, shape.dim};
+void attend_backward(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
+                     const int32_t* query_edges, const int32_t* key_edges, const T* out, const T* out_gradient,
+                     const float* logsums, T* q_gradient, T* k_gradient, T* v_gradient,
+                     const int64_t* gradient_strides, int64_t sequences, int64_t kv_heads, int64_t per_kv_head,
+                     int64_t dim, int64_t rotary, int64_t window, float scale, int threads) {
+    const Shape shape = {kv_heads, per_kv_head, dim, rotary, window};
+    const int64_t width = shape.width();
+    const int64_t heads = kv_heads * per_kv_head, out_strides[3] = {heads * dim, per_kv_head * dim, dim};
     const Rotation rotation = {cos, sin};
-    for_each(sequences, shape.kv_heads, threads, [&](int64_t sequence, int64_t g, Scratch& scratch) {
-        const int64_t begin = edges.keys[sequence], length = edges.length(sequence);
-        read_panels(Heads<const T>{k, strides + 3}.at(g, 0), Heads<const T>{v, strides + 6}.at(g, 0), rotation, begin,
-                    length, shape, true, scratch.panels);
-        scratch.key_gradients.assign(padded(length, kKeys) * width, 0.0f);
-        scratch.value_gradients.assign(padded(length, kKeys) * width, 0.0f);
-        for (int64_t p = 0; p < shape.per_kv_head; ++p)
-            attend_head_back(Heads<const T>{q, strides}.at(g, p), Heads<const T>{out, out_strides}.at(g, p),
-                             Heads<const T>{out_gradient, out_strides}.at(g, p), rotation, edges.of(sequence), scale,
-                             shape, logsums + g * shape.per_kv_head + p, heads,
-                             Heads<T>{q_gradient, gradient_strides}.at(g, p), scratch);
+    for_each(query_edges, key_edges, sequences, kv_heads, threads,
+             [&](const Sequence& sequence, int64_t g, Scratch& scratch) {
+        read_keys(head_of(k, strides + 3, g), head_of(v, strides + 6, g), rotation, sequence, shape, true, scratch);
+        scratch.key_gradients.assign(padded(sequence.keys, kKeys) * width, 0.0f);
+        scratch.value_gradients.assign(padded(sequence.keys, kKeys) * width, 0.0f);
+        for (int64_t p = 0; p < per_kv_head; ++p)
+            attend_head_backward(head_of(q, strides, g, p), head_of(out, out_strides, g, p),
+                                 head_of(out_gradient, out_strides, g, p), rotation, sequence, scale, shape,
+                                 logsums + g * per_kv_head + p, heads, head_of(q_gradient, gradient_strides, g, p),
+                                 scratch);
 
-        const Head<T> keys = Heads<T>{k_gradient, gradient_strides + 3}.at(g, 0);
-        const Head<T> values = Heads<T>{v_gradient, gradient_strides + 6}.at(g, 0);
-        for (int64_t key = 0; key < length; ++key) {
+        const Head<T> keys = head_of(k_gradient, gradient_strides + 3, g);
+        const Head<T> values = head_of(v_gradient, gradient_strides + 6, g);
+        for (int64_t key = 0; key < sequence.keys; ++key) {
+            const int64_t token = sequence.key_begin + key;
             write_rotated_back(&scratch.key_gradients[key * width], rotation, key, shape, 1.0f,
-                               keys.data + (begin + key) * keys.stride);
-            for (int64_t i = 0; i < shape.dim; ++i)
-                store(values.data + (begin + key) * values.stride + i, scratch.value_gradients[key * width + i]);
+                               keys.data + token * keys.stride);
+            for (int64_t i = 0; i < dim; ++i)
+                store(values.data + token * values.stride + i, scratch.value_gradients[key * width + i]);
         }
     });
 }
 
-}  // namespace
+}  // namespace packed
 
-#define EXPORT(T, SUFFIX)                                                                                            \
-    extern "C" void attend_##SUFFIX(const void* q, const void* k, const void* v, const void* strides,                \
-                                    const void* cos, const void* sin, const void* query_edges,                       \
-                                    const void* key_edges, void* out, void* logsums, int64_t sequences,              \
-                                    int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary,              \
-                                    int64_t window, float scale, int threads) {                                      \
-        attend((const T*)q, (const T*)k, (const T*)v, (const int64_t*)strides, (const float*)cos, (const float*)sin, \
-               Edges{(const int32_t*)query_edges, (const int32_t*)key_edges}, (T*)out, (float*)logsums, sequences,   \
-               Shape{kv_heads, per_kv_head, dim, rotary, window}, scale, threads);                                   \
-    }                                                                                                                \
-    extern "C" void attend_back_##SUFFIX(                                                                            \
-        const void* q, const void* k, const void* v, const void* strides, const void* cos, const void* sin,          \
-        const void* query_edges, const void* key_edges, const void* out, const void* out_gradient,                   \
-        const void* logsums, void* q_gradient, void* k_gradient, void* v_gradient, const void* gradient_strides,     \
-        int64_t sequences, int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary, int64_t window,       \
-        float scale, int threads) {                                                                                  \
-        attend_back((const T*)q, (const T*)k, (const T*)v, (const int64_t*)strides, (const float*)cos,               \
-                    (const float*)sin, Edges{(const int32_t*)query_edges, (const int32_t*)key_edges}, (const T*)out, \
-                    (const T*)out_gradient, (const float*)logsums, (T*)q_gradient, (T*)k_gradient, (T*)v_gradient,   \
-                    (const int64_t*)gradient_strides, sequences,                                                     \
-                    Shape{kv_heads, per_kv_head, dim, rotary, window}, scale, threads);                              \
-    }
-
-EXPORT(float, float32)
-EXPORT(bfloat16, bfloat16)
+extern "C" {
+EXPORT(attend_packed, packed::attend)
+EXPORT(attend_packed_backward, packed::attend_backward)
+}

@@ -1,6 +1,4 @@
 // Attention over a paged KV cache of a host: what is written to its blocks, and what is read of them.
-//
-// Sums are float32 whatever the storage type is.
 
 #pragma once
 
@@ -10,10 +8,12 @@
 #include <cstring>
 #include <vector>
 
-#include "lanes.h"
 #include "numbers.h"
 
-namespace {
+namespace paged {
+
+constexpr int64_t kLanes = 8;  // a block of 16 keys has two vectors
+using Lanes = Vectors<kLanes>::Lanes;
 
 // Normalises one head, if there is a norm, and rotates its first `rotary` dimensions.
 template <typename T>
@@ -85,8 +85,8 @@ inline void score_rows(const float* query, const T* keys, float* scores, int64_t
         for (int64_t i = 0; i + kChains <= dim; i += kChains)
 #pragma GCC unroll 2
             for (int c = 0; c < kChains; ++c) {
-                const Lanes first = load(keys + (i + c) * block_size + j);
-                const Lanes second = load(keys + (i + c) * block_size + j + kLanes);
+                const Lanes first = load<kLanes>(keys + (i + c) * block_size + j);
+                const Lanes second = load<kLanes>(keys + (i + c) * block_size + j + kLanes);
 #pragma GCC unroll 4
                 for (int r = 0; r < kRows; ++r) {
                     sums[c][r][0] += query[r * dim + i + c] * first;
@@ -97,8 +97,8 @@ inline void score_rows(const float* query, const T* keys, float* scores, int64_t
             for (int half = 0; half < 2; ++half) {
                 Lanes sum = sums[0][r][half];
                 if (kChains == 2) sum += sums[kChains - 1][r][half];
-                if (dim % kChains) sum += query[r * dim + dim - 1] * load(keys + (dim - 1) * block_size + j + half * kLanes);
-                save(scores + r * block_size + j + half * kLanes, sum);
+                if (dim % kChains) sum += query[r * dim + dim - 1] * load<kLanes>(keys + (dim - 1) * block_size + j + half * kLanes);
+                save<kLanes>(scores + r * block_size + j + half * kLanes, sum);
             }
     }
     for (; j < block_size; ++j)
@@ -118,17 +118,17 @@ inline void add_rows(float* sums, const float* shrinks, const float* weights, co
     for (; i + kWide * kLanes <= dim; i += kWide * kLanes) {
         Lanes tiles[kRows][kWide];
         for (int r = 0; r < kRows; ++r)
-            for (int w = 0; w < kWide; ++w) tiles[r][w] = load(sums + r * dim + i + w * kLanes) * shrinks[r];
+            for (int w = 0; w < kWide; ++w) tiles[r][w] = load<kLanes>(sums + r * dim + i + w * kLanes) * shrinks[r];
         for (int64_t j = low; j < high; ++j) {
 #pragma GCC unroll 4
             for (int w = 0; w < kWide; ++w) {
-                const Lanes value = load(values + j * stride + i + w * kLanes);
+                const Lanes value = load<kLanes>(values + j * stride + i + w * kLanes);
 #pragma GCC unroll 4
                 for (int r = 0; r < kRows; ++r) tiles[r][w] += weights[r * block_size + j] * value;
             }
         }
         for (int r = 0; r < kRows; ++r)
-            for (int w = 0; w < kWide; ++w) save(sums + r * dim + i + w * kLanes, tiles[r][w]);
+            for (int w = 0; w < kWide; ++w) save<kLanes>(sums + r * dim + i + w * kLanes, tiles[r][w]);
     }
     for (; i < dim; ++i)
         for (int r = 0; r < kRows; ++r) {
@@ -274,4 +274,4 @@ void attend(const T* q, const T* keys, const T* values, const int32_t* tables, i
     }
 }
 
-}  // namespace
+}  // namespace paged

@@ -16,28 +16,18 @@ SAME = "same"  # verl has this name, too
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: `{a,b}` stands for either; `<...>` for any text.
-        over: what it is reduced over, in the plural; empty if `how` says all.
-        above: a healthy run stays above this; None: no such bound.
-        below: a healthy run stays below this; None: no such bound.
-        label: its name on the console; None: it is not shown there.
-        curve: whether the picture of the run's curves shows it.
-        verl: its name in verl, `SAME`, or None where verl has no such metric.
-    """
-
-    name: str
+    name: str  # `{a,b}` stands for either; `<...>` for any text
     how: Reduction
-    over: str
+    over: str  # what it is reduced over, in the plural; empty if `how` says all
     unit: str
     meaning: str
-    above: float | None = None
-    below: float | None = None
-    label: str | None = None
-    curve: bool = False
-    verl: str | None = None
+    above: float | None = None  # a healthy run stays above this
+    below: float | None = None  # a healthy run stays below this
+    label: str | None = None  # its name on the console; None: it is not shown there
+    curve: bool = False  # whether the picture of the run's curves shows it
+    verl: str | None = None  # its name in verl, `SAME`, or None where verl has no such metric
 
     @property
     def names(self) -> list[str]:
@@ -51,16 +41,16 @@ class Metric:
         return any(re.fullmatch(_pattern(own), name) for own in self.names)
 
 
-@dataclass(frozen=True)
 class Chapter:
     """Rows that belong together, in the order in which they are shown.
 
     `text` says, as Markdown, what holds for all of them; it may be empty.
     """
 
-    title: str
-    text: str
-    rows: tuple[Metric, ...]
+    def __init__(self, title: str, text: str, *rows: Metric) -> None:
+        self.title = title
+        self.text = text
+        self.rows = rows
 
 
 def _pattern(name: str) -> str:

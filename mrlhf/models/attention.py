@@ -1,214 +1,242 @@
-"""Causal attention within packed sequences, with rotation, on any device.
+"""The door to attention: training and the engine call `attend`, which finds a backend.
 
-It takes several query heads for each KV head, sliding windows, and sequences whose keys lie on
-several ranks. It sees only this rank's heads and knows nothing of tensor parallelism.
+It takes several query heads for each KV head. It sees only this rank's heads and knows nothing of
+tensor parallelism or of layers. `mrlhf/parallel/masks.py` describes which keys a query sees.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from mrlhf.models import compiled_attention
+from mrlhf.models import host_attention
 from mrlhf.models.ops import rotate
-from mrlhf.parallel.packed_sequences import PackedSequences, Rotation
+from mrlhf.parallel.masks import Mask, Packed, Paged
+
+if TYPE_CHECKING:
+    from mrlhf.parallel.packed_sequences import Rotation
 
 try:
     from torch.nn.attention import varlen
 except ImportError:  # before torch 2.10
     varlen = None  # type: ignore[assignment]
 
-Projections = tuple[Tensor, ...]
-"""For each KV head its q heads, its k and its v in one tensor, [tokens, kv_heads, heads per KV head
-+ 2, head_dim]; or q [tokens, heads, head_dim], and k and v [tokens, kv_heads, head_dim]."""
+_FLASH_PAGE = 256  # the page of FlashAttention 2, which torch's `varlen_attn` runs
 
 
-class CoreAttention(torch.nn.Module):
-    """Causal attention without dropout and without a mask from the caller.
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    *,
+    scale: float,
+    window: int | None = None,
+    rotation: Rotation | None = None,
+    keeps_keys: bool = False,
+) -> Tensor:
+    """Compute causal attention within each sequence, without dropout.
 
-    It is one compiled function on a host, and torch's attention of sequences of any lengths on a
-    GPU in bfloat16. If neither is available, sequences are computed one by one.
+    If the mask has an exchange, the keys and values of whole sequences are gathered. What is kept
+    for the backward pass is this rank's share; they are gathered again there.
 
-    With context parallelism the keys and values of whole sequences are gathered for this layer
-    alone. What is kept for the backward pass is this rank's share; they are gathered again there.
+    Args:
+        query: [tokens, kv_heads, heads per KV head, head_dim].
+        key: [tokens, kv_heads, head_dim]; if the mask is paged, the cache, [blocks, block_size,
+            kv_heads, head_dim].
+        value: shaped as `key`.
+        scale: products of queries and keys are multiplied by it.
+        window: how many tokens a token sees, itself included; None for all before it.
+        rotation: rotates queries and keys first. A cache holds keys that are rotated already.
+        keeps_keys: whether to keep gathered keys, since they are dropped and computed again anyhow.
+
+    Returns:
+        [tokens, heads * head_dim].
     """
+    backend = next(
+        some for some in _BACKENDS if isinstance(mask, some.mask) and some.serves(query, key)
+    )
+    if backend.does_all:
+        return backend.attend(query, key, value, mask, scale, window, rotation)
+    query, key = rotated(query, key, rotation)
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        """Take the scale and the layer's window from megatron-core's configuration.
+    exchange = mask.exchange if isinstance(mask, Packed) else None
+    if exchange is None:
+        return backend.attend(query, key, value, mask, scale, window)
 
-        `layer_number` counts from 1 in the whole model. A `softmax_scale` of None is 1 /
-        sqrt(head_dim).
-        """
-        super().__init__()
-        assert config.attention_dropout == 0.0
-        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self.window = None
-        if config.window_size is not None and is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        ):
-            # megatron-core counts only the tokens before the current one.
-            self.window = config.window_size[0] + 1
-        # Whether what this layer gathers is dropped anyhow, and computed again.
-        self._is_recomputed = config.recompute_granularity == "full" or (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        )
+    def gather_and_attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = exchange.gather(torch.stack([key, value], dim=1)).unbind(1)
+        return backend.attend(query, keys, values, mask, scale, window)
 
-    def forward(
-        self, projections: Projections, rotation: Rotation | None, packed: PackedSequences
-    ) -> Tensor:
-        """Rotate q and k of the projections, unless `rotation` is None, and attend.
+    if keeps_keys or not torch.is_grad_enabled():
+        return gather_and_attend(query, key, value)
+    # Imported here because the engine runs without megatron-core, which takes seconds to import.
+    from megatron.core.tensor_parallel import checkpoint
 
-        The sequences of `packed` cover all tokens.
-
-        Returns:
-            [tokens, heads * head_dim].
-        """
-        first = projections[0]
-        if first.device.type == "cpu" and compiled_attention.is_available(first.dtype):
-            tables = None if rotation is None else (rotation.cosines, rotation.sines)
-            settings = compiled_attention.Settings(
-                packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.keys, self.scale, self.window
-            )
-            return compiled_attention.attend(projections, tables, settings)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self._attend_rotated(query, key, value, packed)
-
-        rotated = rotated_heads(projections, rotation)
-        if packed.keys is None or self._is_recomputed or not torch.is_grad_enabled():
-            return attend(*rotated)
-        output: Tensor = checkpoint(attend, False, *rotated)
-        return output
-
-    def _attend_rotated(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
-    ) -> Tensor:
-        """Attend to the keys of all ranks, on torch's operators, to [tokens, heads * head_dim]."""
-        if packed.keys is not None:
-            key, value = packed.keys.gather(torch.stack([key, value], dim=1)).unbind(1)
-        if _has_varlen(query.device, query.dtype, query.shape[-1]):
-            return self._attend_varlen(query, key, value, packed).flatten(1)
-        lengths = (packed.query_lengths, packed.key_lengths)
-        return self.attend_one_by_one(query, key, value, *lengths).flatten(1)
-
-    def _attend_varlen(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
-    ) -> Tensor:
-        # The window ends at the query, and the last query stands beside the last key.
-        output = varlen.varlen_attn(
-            query,
-            key,
-            value,
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_kv,
-            packed.max_seqlen_q,
-            packed.max_seqlen_kv,
-            scale=self.scale,
-            window_size=(-1 if self.window is None else self.window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        assert isinstance(output, Tensor)
-        return output
-
-    def attend_one_by_one(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_lengths: list[int],
-        key_lengths: list[int],
-    ) -> Tensor:
-        """Attend by torch's scaled_dot_product_attention, sequence by sequence.
-
-        Args:
-            query: rotated, [tokens, heads, head_dim].
-            key: rotated, [seen, kv_heads, head_dim].
-            value: [seen, kv_heads, head_dim].
-            query_lengths: tokens of each sequence, or of the part of it that is here.
-            key_lengths: tokens of each up to the end of that part.
-
-        Returns:
-            [tokens, heads, head_dim].
-        """
-        outputs = []
-        queries = query.transpose(0, 1).split(query_lengths, dim=1)
-        keys = key.transpose(0, 1).split(key_lengths, dim=1)
-        values = value.transpose(0, 1).split(key_lengths, dim=1)
-
-        for q, k, v in zip(queries, keys, values, strict=True):
-            mask = self._mask(q.shape[1], k.shape[1], q.device)
-            output = F.scaled_dot_product_attention(
-                q[None],
-                k[None],
-                v[None],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=q.shape[0] != k.shape[0],
-            )
-            outputs.append(output[0].transpose(0, 1))
-        return torch.cat(outputs)
-
-    def _mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Return which keys the last tokens see, [queries, keys]; None for causality alone."""
-        if queries == keys and (self.window is None or keys <= self.window):
-            return None
-        key = torch.arange(keys, device=device)
-        distance = key[keys - queries :, None] - key[None, :]
-        seen = distance >= 0
-        return seen if self.window is None else seen & (distance < self.window)
+    output: Tensor = checkpoint(gather_and_attend, False, query, key, value)
+    return output
 
 
-def rotated_heads(
-    projections: Projections, rotation: Rotation | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate to q [tokens, heads, head_dim], and k and v [tokens, kv_heads, head_dim]."""
-    if len(projections) == 3:
-        query, key, value = projections
-        if rotation is not None:
-            tables = _tables(rotation)
-            query = rotate(query, *tables)
-            key = rotate(key, *tables)
-        return query, key, value
-
-    mixed = projections[0]
-    turned = mixed[:, :, :-1]
-    if rotation is not None:
-        shape = turned.shape
-        turned = rotate(turned.flatten(1, 2), *_tables(rotation)).view(shape)
-    return turned[:, :, :-1].flatten(1, 2), turned[:, :, -1], mixed[:, :, -1]
+def rotated(query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+    """Return query and key, shaped as in `attend`, after rotation."""
+    if rotation is None:
+        return query, key
+    cosines, sines = (table.unsqueeze(1) for table in rotation.by_token)
+    return rotate(query, cosines.unsqueeze(1), sines.unsqueeze(1)), rotate(key, cosines, sines)
 
 
-def _tables(rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of each token, for all heads."""
-    cosines, sines = rotation.by_token
-    return cosines.unsqueeze(1), sines.unsqueeze(1)
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, window: int | None
+) -> Tensor:
+    """Attend by torch's attention of sequences of any lengths, in one call."""
+    if isinstance(mask, Packed):
+        key_edges = mask.key_edges
+        pages: dict[str, Any] = {}
+    else:
+        # FlashAttention 2 asks where each sequence's keys begin, although the block table and
+        # `seqused_k` say it. With pages its results are wrong when it splits the keys of a
+        # sequence, so there is one split.
+        numbers = torch.arange(len(mask.query_edges), dtype=torch.int32, device=query.device)
+        key_edges = numbers * mask.most_keys
+        pages = {"seqused_k": mask.lengths, "block_table": mask.block_tables, "num_splits": 1}
+
+    output = varlen.varlen_attn(
+        query.flatten(1, 2),
+        key,
+        value,
+        mask.query_edges,
+        key_edges,
+        mask.most_queries,
+        mask.most_keys,
+        scale=scale,
+        # The window ends at the query.
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[2] > 1,
+        **pages,
+    )
+    assert isinstance(output, Tensor)
+    return output.flatten(1)
+
+
+def attend_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, mask: Packed, scale: float, window: int | None
+) -> Tensor:
+    """Attend by torch's scaled_dot_product_attention, sequence by sequence."""
+    outputs = []
+    queries = query.flatten(1, 2).split(mask.query_lengths)
+    keys = key.split(mask.key_lengths)
+    values = value.split(mask.key_lengths)
+
+    for q, k, v in zip(queries, keys, values, strict=True):
+        seen = None  # causality alone, for which torch has faster kernels
+        if len(q) < len(k) or (window is not None and len(k) > window):
+            positions = torch.arange(len(k), device=q.device)
+            seen = _seen(positions[len(k) - len(q) :, None], positions, window)
+        outputs.append(_attend_by_torch(q[None], k[None], v[None], seen, scale)[0])
+    return torch.cat(outputs).flatten(1)
+
+
+def attend_gathered(
+    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None
+) -> Tensor:
+    """Attend by torch's scaled_dot_product_attention to copies of the blocks of each sequence."""
+    query = query.flatten(1, 2)
+
+    def attend_last(queries: Tensor, sequences: slice | list[int], longest: int) -> Tensor:
+        """Attend with the last tokens of some sequences, [sequences, queries, heads, head_dim]."""
+        used = mask.block_tables[sequences, : -(-longest // key.shape[1])].long()
+        keys, values = (store[used].flatten(1, 2) for store in (key, value))
+        count = queries.shape[1]
+        places = torch.arange(count, device=query.device)[:, None]
+        positions = mask.lengths[sequences, None, None] - count + places
+        seen = _seen(positions, torch.arange(keys.shape[1], device=query.device), window)
+        return _attend_by_torch(queries, keys, values, seen[:, None], scale)
+
+    if mask.most_queries == 1:
+        return attend_last(query[:, None], slice(None), mask.most_keys).flatten(1)
+
+    # Sequences with one query are computed together. A chunk of a prompt is computed alone: padding
+    # the others to its length would take more memory than the model.
+    context = torch.empty_like(query)
+    starts = mask.query_edges.tolist()
+    lengths = mask.lengths.tolist()
+    counts = mask.query_edges.diff().tolist()
+    single = [number for number, count in enumerate(counts) if count == 1]
+    chunks = [[number] for number, count in enumerate(counts) if count != 1]
+    for part in [single, *chunks] if single else chunks:
+        rows = torch.tensor([range(starts[s], starts[s + 1]) for s in part], device=query.device)
+        context[rows] = attend_last(query[rows], part, max(lengths[s] for s in part))
+    return context.flatten(1)
+
+
+def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Return which keys queries see, from the positions of both, [..., queries, 1] and [keys]."""
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """Attend with [sequences, tokens, heads, head_dim] each, to the shape of `q`."""
+    output = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=seen,
+        is_causal=seen is None,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return output.transpose(1, 2)
+
+
+def _has_varlen(query: Tensor, key: Tensor) -> bool:
+    """Whether FlashAttention 2 takes such heads, and this torch runs it with windows."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+        and {"scale", "window_size", "enable_gqa"} <= _varlen_options()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _has_paged_varlen(query: Tensor, key: Tensor) -> bool:
+    fits = key.shape[1] % _FLASH_PAGE == 0 and {"block_table", "num_splits"} <= _varlen_options()
+    return fits and _has_varlen(query, key)
 
 
 @cache
-def _has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch attends to sequences of any lengths here, with windows and shared KV heads."""
-    if device.type != "cuda" or varlen is None:
-        return False
-    parameters = inspect.signature(varlen.varlen_attn).parameters
-    return (
-        {"scale", "window_size", "enable_gqa"} <= set(parameters)
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_dim % 8 == 0
-        and head_dim <= 256
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+def _varlen_options() -> frozenset[str]:
+    """Return what torch's attention of sequences of any lengths takes; it may not be there."""
+    return frozenset(() if varlen is None else inspect.signature(varlen.varlen_attn).parameters)
+
+
+def _serves_all(query: Tensor, key: Tensor) -> bool:
+    return True
+
+
+class _Backend(NamedTuple):
+    """A way to attend, with the arguments and the result of `attend`; all take a window."""
+
+    attend: Callable[..., Tensor]
+    mask: type[Mask]  # which it can serve
+    serves: Callable[[Tensor, Tensor], bool]  # whether it can take these queries and keys
+    does_all: bool = False  # it also rotates, and gathers keys without keeping them
+
+
+# The first that serves is taken.
+_BACKENDS = (
+    _Backend(host_attention.attend_packed, Packed, host_attention.serves, does_all=True),
+    _Backend(host_attention.attend_paged, Paged, host_attention.serves),
+    _Backend(attend_varlen, Packed, _has_varlen),
+    _Backend(attend_varlen, Paged, _has_paged_varlen),
+    _Backend(attend_one_by_one, Packed, _serves_all),
+    _Backend(attend_gathered, Paged, _serves_all),
+)

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError
-from mrlhf.hub_files import read_object
 
 __all__ = ["end_token_ids", "read_generation_config", "write_generation_config"]
 

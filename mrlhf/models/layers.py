@@ -25,12 +25,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from mrlhf.models.attention import CoreAttention
 from mrlhf.models.mixture_layer import MixtureLayer
 from mrlhf.models.norms import NormedRowLinear, ProjectionNormAttention, RMSNorm
 from mrlhf.models.ops import gated
 from mrlhf.models.rope import Rope, rope_of
-from mrlhf.models.self_attention import TensorParallelSelfAttention
+from mrlhf.models.self_attention import CoreAttention, TensorParallelSelfAttention
 from mrlhf.models.spec import ModelSpec
 
 

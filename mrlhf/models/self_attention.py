@@ -1,13 +1,14 @@
 """Self-attention of packed sequences, also with more tensor-parallel ranks than KV heads.
 
 It knows which rows of q, k and v a rank holds (`mrlhf.weights.shard` says the same), and how a rank
-gets the KV head of its query heads. It does not know how attention is computed.
+gets the KV head of its query heads. `attention` computes what the heads attend to.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import (
     all_gather_last_dim_from_tensor_parallel_region,
     checkpoint,
@@ -15,11 +16,61 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from mrlhf.models.attention import CoreAttention, Projections, rotated_heads
+from mrlhf.models.attention import attend, rotated
 from mrlhf.models.rope import Rope
-from mrlhf.parallel.packed_sequences import PackedSequences
+from mrlhf.parallel.packed_sequences import PackedSequences, Rotation
+
+
+class CoreAttention(torch.nn.Module):
+    """`attention.attend` with the settings of a layer."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        """Take the scale and the layer's window from megatron-core's configuration.
+
+        `layer_number` counts from 1 in the whole model. A `softmax_scale` of None is 1 /
+        sqrt(head_dim).
+        """
+        super().__init__()
+        assert config.attention_dropout == 0.0
+        self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self._window = None
+        if config.window_size is not None and is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            # megatron-core counts only the tokens before the current one.
+            self._window = config.window_size[0] + 1
+        self._is_recomputed = config.recompute_granularity == "full" or (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation | None,
+        packed: PackedSequences,
+    ) -> Tensor:
+        """Rotate q and k, unless `rotation` is None, and attend, to [tokens, heads * head_dim]."""
+        return attend(
+            query,
+            key,
+            value,
+            packed.mask,
+            scale=self._scale,
+            window=self._window,
+            rotation=rotation,
+            keeps_keys=self._is_recomputed,
+        )
 
 
 class TensorParallelSelfAttention(SelfAttention):
@@ -68,8 +119,8 @@ class TensorParallelSelfAttention(SelfAttention):
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.unsqueeze(1))
         return projected
 
-    def project(self, hidden_states: Tensor) -> Projections:
-        """Return q, k and v of this rank's heads before rotation, as one of the `Projections`."""
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of this rank's heads before rotation, shaped as for `attend`."""
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         kv_heads = self.config.num_query_groups
         if self.world_size > kv_heads:
@@ -77,14 +128,12 @@ class TensorParallelSelfAttention(SelfAttention):
         else:
             head_dim = self.hidden_size_per_attention_head
             mixed = mixed.unflatten(-1, (kv_heads // self.world_size, -1, head_dim))
-            if self.q_layernorm is None or isinstance(self.q_layernorm, IdentityOp):
-                return (mixed,)
-            query = mixed[:, :, :-2].flatten(1, 2)
-            key = mixed[:, :, -2]
-            value = mixed[:, :, -1]
+            query, key, value = mixed.split([mixed.shape[2] - 2, 1, 1], dim=2)
+            key = key.squeeze(2)
+            value = value.squeeze(2)
 
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
+        if self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp):
+            query = self.q_layernorm(query.flatten(1, 2)).view(query.shape)
             key = self.k_layernorm(key)
         return query, key, value
 
@@ -92,7 +141,7 @@ class TensorParallelSelfAttention(SelfAttention):
         """Return this rank's q, and the one k and v for it, out of all ranks' shares."""
         head_dim = self.hidden_size_per_attention_head
         q_width = self.query_projection_size // self.world_size
-        query = mixed[..., :q_width].unflatten(-1, (-1, head_dim))
+        query = mixed[..., :q_width].unflatten(-1, (1, -1, head_dim))
 
         # Each rank has the same share of k, followed by the same share of v.
         shares = all_gather_last_dim_from_tensor_parallel_region(
@@ -105,17 +154,24 @@ class TensorParallelSelfAttention(SelfAttention):
         key, value = shares.transpose(-3, -2).flatten(-2).unsqueeze(-3).unbind(-2)
         return query, key, value
 
-    def _attend(self, projections: Projections, packed: PackedSequences) -> Tensor:
+    def _attend(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, heads * head_dim]."""
+        query, key, value = projections
         rotation = None
         if self._rope is not None:
             rotation = packed.rotation(self._rope.frequencies, self._rope.scale)
         if isinstance(self.core_attention, CoreAttention):
-            output: Tensor = self.core_attention(projections, rotation, packed)
+            output: Tensor = self.core_attention(query, key, value, rotation, packed)
             return output
 
-        query, key, value = rotated_heads(projections, rotation)
+        # TransformerEngine's attention is a module of its own, with the window in its settings.
+        query, key = rotated(query, key, rotation)
         output = self.core_attention(
-            query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed
+            query.flatten(1, 2),
+            key,
+            value,
+            None,
+            attn_mask_type=self.attn_mask_type,
+            packed_seq_params=packed,
         )
         return output.reshape(len(output), -1)

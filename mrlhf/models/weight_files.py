@@ -30,7 +30,7 @@ def check_weight_files(path: str | Path, spec: ModelSpec, needs_head: bool) -> t
     stored = survey(Path(path))
     if spec.head == "scalar" and needs_head:
         _check_head(stored, spec)
-    match(stored, _expected(spec))
+    match(stored, expected_tensors(spec))
 
     if stated_spec(path, spec.head).output_is_embedding and not spec.output_is_embedding:
         untied = (
@@ -48,11 +48,11 @@ def read_model(path: str | Path, spec: ModelSpec, slots: Sequence[Slot], needs_h
     """
     if spec.head == "scalar" and needs_head:
         _check_head(survey(Path(path)), spec)
-    return not read_weights(path, slots, _expected(spec))
+    return not read_weights(path, slots, expected_tensors(spec))
 
 
-def _expected(spec: ModelSpec) -> ExpectedTensors:
-    """Return the tensors of the model."""
+def expected_tensors(spec: ModelSpec) -> ExpectedTensors:
+    """The tensors of a model, in all forms in which its files may hold them."""
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
     embedding = family.embedding

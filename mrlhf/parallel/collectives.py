@@ -42,11 +42,20 @@ def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return [part[:n] for part, n in zip(parts, counts, strict=True)]
 
 
-def all_gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """The picklable `value` of every rank of the group, in group order."""
     gathered: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered  # type: ignore[return-value]
+
+
+def raise_together(
+    error: str | None, kind: type[Exception], group: dist.ProcessGroup | None
+) -> None:
+    """Raise the error of the first rank that has one, as a `kind`, on every rank of the group."""
+    for other in all_gather_objects(error, group):
+        if other is not None:
+            raise kind(other)
 
 
 def all_max(value: int, group: dist.ProcessGroup | None, device: torch.device) -> int:

@@ -19,16 +19,11 @@ class ReplicaPlace:
 
     The experts of a layer are shared out over `ep` ranks or groups of ranks; the `etp` ranks of a
     group, which are neighbours, split each of their experts.
-
-    Attributes:
-        tp_rank: the position of the rank.
-        tp: the ranks of the replica.
-        ep: the number of parts of the replica that the experts are shared out over; divides tp.
     """
 
-    tp_rank: int
-    tp: int
-    ep: int = 1
+    tp_rank: int  # the position of the rank
+    tp: int  # the ranks of the replica
+    ep: int = 1  # parts of the replica that a layer's experts are shared out over; divides tp
 
     @property
     def etp(self) -> int:
@@ -52,18 +47,12 @@ class EngineLayout:
 
     Each group of ranks of `actor` that differ along `axes` only is cut into replicas of consecutive
     ranks, so the replicas hold each rank once.
-
-    Attributes:
-        tp: tensor-parallel size of the engine.
-        actor: the layout of the role whose ranks the replicas share.
-        axes: the axes along which the ranks of a replica may differ.
-        ep: the number of parts of a replica that a layer's experts are shared out over; divides tp.
     """
 
-    tp: int
-    actor: ParallelLayout
-    axes: tuple[Axis, ...]
-    ep: int = 1
+    tp: int  # tensor-parallel size of the engine
+    actor: ParallelLayout  # the layout of the role whose ranks the replicas share
+    axes: tuple[Axis, ...]  # the axes along which the ranks of a replica may differ
+    ep: int = 1  # parts of a replica that a layer's experts are shared out over; divides tp
 
     @classmethod
     def inside(cls, actor: ParallelLayout, tp: int, ep: int = 1) -> EngineLayout:

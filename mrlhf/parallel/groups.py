@@ -25,25 +25,16 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The groups that this rank belongs to in one role.
+    """The groups that this rank belongs to in one role."""
 
-    Attributes:
-        layout: sizes of the role's axes.
-        coordinates: the position of this rank on the axes.
-        collection: the same groups under the names that megatron-core gives them.
-        results: ranks with the tensor-parallel position of this one, over which the results of a
-            batch are shared out.
-        first_copy: ranks that together hold the first copy of the model, experts included; None on
-            other ranks.
-        machine: the ranks of this machine, which share memory.
-    """
-
-    layout: ParallelLayout
-    coordinates: Coordinates
-    collection: ProcessGroupCollection
+    layout: ParallelLayout  # sizes of the role's axes
+    coordinates: Coordinates  # the position of this rank on the axes
+    collection: ProcessGroupCollection  # the same groups under megatron-core's names
+    # Ranks with the tensor-parallel position of this one, over which the results of a batch are
+    # shared out.
     results: Group
-    first_copy: Group | None
-    machine: Machine
+    first_copy: Group | None  # ranks that hold the first copy of the model; None on others
+    machine: Machine  # the ranks of this machine, which share memory
 
     @property
     def tp(self) -> Group:
@@ -83,25 +74,15 @@ class RoleGroups:
 
 @dataclass(frozen=True)
 class EngineGroups:
-    """The groups that this rank belongs to as part of an inference replica.
+    """The groups that this rank belongs to as part of an inference replica."""
 
-    Attributes:
-        layout: all replicas.
-        replica: number of this rank's replica.
-        tp_rank: the position of this rank in its replica.
-        tp: ranks of this replica.
-        replicas: ranks with this `tp_rank`, one of each replica, ascending.
-        exchange: ranks that pass weights on to each other, and so fill the replicas they form.
-        machine: the ranks of this machine, which share memory.
-    """
-
-    layout: EngineLayout
-    replica: int
-    tp_rank: int
-    tp: Group
-    replicas: Group
-    exchange: Group
-    machine: Machine
+    layout: EngineLayout  # all replicas
+    replica: int  # number of this rank's replica
+    tp_rank: int  # the position of this rank in its replica
+    tp: Group  # ranks of this replica
+    replicas: Group  # ranks with this `tp_rank`, one of each replica, ascending
+    exchange: Group  # ranks that pass weights on to each other, and so fill the replicas they form
+    machine: Machine  # the ranks of this machine, which share memory
 
 
 class GroupFactory:
@@ -109,10 +90,7 @@ class GroupFactory:
 
     All ranks of the job take part in creating a group, so every rank must call the methods of its
     factory in the same order and with the same layouts. Roles with equal layouts get the same
-    groups.
-
-    Attributes:
-        machine: the ranks of this machine, which share memory.
+    groups. `machine` are the ranks of this machine, which share memory.
     """
 
     def __init__(self, timeout_s: float, machine: str | None = None) -> None:
@@ -177,18 +155,13 @@ class GroupFactory:
 
     def engine_groups(self, layout: EngineLayout) -> EngineGroups:
         """This rank's groups in the inference engine."""
-        replica, tp_rank = layout.place(self._rank)
-        tp = self._own_group(layout.replicas)
-        same_tp_rank = [[ranks[place] for ranks in layout.replicas] for place in range(layout.tp)]
-        replicas = self._own_group(same_tp_rank)
-        exchange = self._own_group(layout.exchanges)
+        same_tp_rank = [list(ranks) for ranks in zip(*layout.replicas, strict=True)]
         return EngineGroups(
             layout,
-            replica,
-            tp_rank,
-            tp=tp,
-            replicas=replicas,
-            exchange=exchange,
+            *layout.place(self._rank),
+            tp=self._own_group(layout.replicas),
+            replicas=self._own_group(same_tp_rank),
+            exchange=self._own_group(layout.exchanges),
             machine=self.machine,
         )
 

@@ -20,18 +20,13 @@ from mrlhf.parallel.segments import Segments
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The exchange of one pack, the same for all layers.
+    """The exchange of one pack, the same for all layers."""
 
-    Attributes:
-        group: the ranks that share the sequences.
-        places: int64 [seen], the tokens that each held segment may see, in order, as their places
-            among the tokens of all ranks, one rank after the other.
-        tokens: the number of tokens of a rank.
-    """
-
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # the ranks that share the sequences
+    # int64 [seen], the tokens that each held segment may see, in order, as their places among the
+    # tokens of all ranks, one rank after the other.
     places: Tensor
-    tokens: int
+    tokens: int  # the number of tokens of a rank
 
     def gather(self, own: Tensor) -> Tensor:
         """The keys that each held segment may see, [seen, ...], from this rank's `own` [tokens,

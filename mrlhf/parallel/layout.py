@@ -33,25 +33,15 @@ EXPERT_REPLICA_AXES: tuple[Axis, ...] = ("edp",)
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSizes:
-    """The sizes that a role asks for; data parallelism takes the remaining ranks.
-
-    Attributes:
-        tp: tensor-parallel size.
-        cp: context-parallel size.
-        pp: pipeline-parallel size.
-        ep: expert-parallel size.
-        etp: tensor-parallel size of an expert; None for tp without expert parallelism, else for 1.
-        vpp: virtual stages of each pipeline rank, which take no ranks of their own.
-        pp_layers: layers of each virtual stage; None: as many as `Stages` gives them.
-    """
+    """The sizes that a role asks for; data parallelism takes the remaining ranks."""
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     ep: int = 1
-    etp: int | None = None
-    vpp: int = 1
-    pp_layers: tuple[int, ...] | None = None
+    etp: int | None = None  # of an expert; None for tp without expert parallelism, else for 1
+    vpp: int = 1  # virtual stages of each pipeline rank, which take no ranks of their own
+    pp_layers: tuple[int, ...] | None = None  # layers of each virtual stage; see `Stages`
 
     @classmethod
     def of(cls, section: RoleSection) -> AxisSizes:
@@ -155,30 +145,19 @@ class Coordinates:
     ep: int
     edp: int
 
-    def along(self, axis: Axis) -> int:
-        """The position on `axis`."""
-        position: int = getattr(self, axis)
-        return position
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of the parallel axes of one role, as in `AxisSizes`.
-
-    Attributes:
-        dp: data-parallel size; tp x cp x pp x dp is the world size.
-        ep: the number of ranks that the experts of a layer are shared out over.
-        etp: tensor-parallel size of an expert.
-    """
+    """Sizes of the parallel axes of one role, as in `AxisSizes`."""
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     vpp: int = 1
     pp_layers: tuple[int, ...] | None = None
-    dp: int = 1
-    ep: int = 1
-    etp: int = 1
+    dp: int = 1  # data-parallel size; tp x cp x pp x dp is the world size
+    ep: int = 1  # the number of ranks that the experts of a layer are shared out over
+    etp: int = 1  # tensor-parallel size of an expert
 
     def __post_init__(self) -> None:
         """Refuse experts that do not divide the ranks of a stage."""
@@ -194,16 +173,7 @@ class ParallelLayout:
         problem = sizes.problem(role, world_size)
         if problem is not None:
             raise ConfigError(problem)
-        return cls(
-            tp=sizes.tp,
-            cp=sizes.cp,
-            pp=sizes.pp,
-            vpp=sizes.vpp,
-            pp_layers=sizes.pp_layers,
-            dp=sizes.dp(world_size),
-            ep=sizes.ep,
-            etp=sizes.expert_tp,
-        )
+        return cls(**{**vars(sizes), "dp": sizes.dp(world_size), "etp": sizes.expert_tp})
 
     @property
     def stages(self) -> Stages:
@@ -254,14 +224,9 @@ class ParallelLayout:
         """(number of the group, position in it) of global rank `rank` in `groups(*axes)`."""
         grid = _grid_of(axes)
         positions = self._positions(rank, grid)
-        number = 0
-        position = 0
-        for axis in reversed(grid):
-            if axis in axes:
-                position = position * self.size(axis) + positions[axis]
-            else:
-                number = number * self.size(axis) + positions[axis]
-        return number, position
+        others = [axis for axis in grid if axis not in axes]
+        own = [axis for axis in grid if axis in axes]
+        return self._rank(positions, others), self._rank(positions, own)
 
     def rank_in(self, number: int, position: int, *axes: Axis) -> int:
         """The global rank at `position` of group `number` in `groups(*axes)`."""
@@ -295,6 +260,7 @@ class ParallelLayout:
         return positions
 
     def _rank(self, positions: Mapping[str, int], grid: Sequence[Axis]) -> int:
+        """The number of the rank in a grid of these axes, the first one fastest."""
         rank = 0
         for axis in reversed(grid):
             rank = rank * self.size(axis) + positions[axis]

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mrlhf.errors import MrlhfError, UserTraceback
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.pickled import Pickled, pickle_value, unpickle_value
+from mrlhf.parallel.pickled import places_of, put_together, take_apart
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,7 @@ class Machine:
     ) -> None:
         """Share nothing yet.
 
-        Args:
-            ranks: the ranks of this machine; the first one leads.
-            leaders: the leaders of all machines, on these ranks; elsewhere None.
+        The first of `ranks` leads. `leaders` are those of all machines; None on other ranks.
         """
         self._ranks = ranks
         self._leaders = leaders
@@ -90,9 +88,8 @@ class Machine:
         The tensors in the result are shared, so nobody may write to them. Everything else is
         copied, so it should be small.
 
-        Args:
-            compute: takes part in no collective. It must give the same on every machine.
-            shared: objects that each rank has. The result may refer to them without a copy.
+        `compute` takes part in no collective, and gives the same on every machine. `shared` are
+        objects that each rank has, to which the result may refer without a copy.
 
         Raises:
             Exception: the error that `compute` raised, on every rank.
@@ -100,30 +97,31 @@ class Machine:
         if self._ranks.size() == 1:
             return compute()
 
-        outcome: list[Pickled | _Failure | None] = [None]
+        outcome: list[Any] = [None, None]  # the value and its tensors' places; a failure
         failure: Exception | None = None
         tensors: list[Tensor] = []
         if self.is_leader:
             try:
-                outcome[0], tensors = pickle_value(compute(), shared)
+                pickled, tensors = take_apart(compute(), shared)
+                outcome[0] = pickled, places_of(tensors)
             except Exception as error:  # the other ranks wait for it
                 failure = error
-                outcome[0] = _Failure.of(error)
+                outcome[1] = _for_other_ranks(error)
         dist.broadcast_object_list(outcome, src=self._leader, group=self._ranks)
 
         if failure is not None:
             raise failure
-        received = outcome[0]
-        assert received is not None
-        if isinstance(received, _Failure):
-            raise received.error from received.cause
+        if outcome[1] is not None:
+            told, cause = outcome[1]
+            raise told from cause
 
-        table = self.table((received.nbytes,), torch.uint8)
-        for place, tensor in zip(received.places, tensors, strict=False):  # of the leader alone
+        pickled, places = outcome[0]
+        table = self.table((places[-1].end if places else 0,), torch.uint8)
+        for place, tensor in zip(places, tensors, strict=False):  # of the leader alone
             place.within(table.entries).copy_(tensor.detach())
-        tensors.clear()
         self._complete_here(table.entries, table.is_shared)
-        value: T = unpickle_value(received, table.entries, shared)
+        tensors = [place.within(table.entries) for place in places]
+        value: T = put_together(pickled, shared, tensors)
         return value
 
     def complete(self, entries: Tensor, is_shared: bool) -> None:
@@ -181,16 +179,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class OpenTable:
-    """A table that ranks are filling.
-
-    Attributes:
-        entries: zero where nobody has written. A rank writes its own entries and reads no others.
-        is_shared: whether the ranks of the machine have one table together.
-    """
+    """A table that ranks are filling."""
 
     machine: Machine
-    entries: Tensor
-    is_shared: bool
+    entries: Tensor  # zero where nobody has written; a rank writes its own and reads no others
+    is_shared: bool  # whether the ranks of the machine have one table together
 
     def complete(self) -> Tensor:
         """The table with the entries of all ranks of all machines; every rank calls it once.
@@ -201,43 +194,26 @@ class OpenTable:
         return self.entries
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """The error of the rank that computed, in a form that the other ranks can also raise."""
-
-    error: Exception
-    cause: BaseException | None
-
-    @staticmethod
-    def of(error: Exception) -> _Failure:
-        if isinstance(error, MrlhfError):
-            cause = error.__cause__ if isinstance(error.__cause__, UserTraceback) else None
-            return _Failure(_class_of_ours(error)(str(error)), cause)
-        told = RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
-        return _Failure(told, UserTraceback(traceback.format_exc()))
-
-
-def _class_of_ours(error: MrlhfError) -> type[MrlhfError]:
-    """The nearest class of the error in `mrlhf.errors`, since every rank can unpickle that."""
-    ours = MrlhfError.__module__
-    return next(kind for kind in type(error).__mro__ if kind.__module__ == ours)
+def _for_other_ranks(error: Exception) -> tuple[Exception, UserTraceback | None]:
+    """The error and its cause in a form that a rank that did not compute can raise."""
+    if isinstance(error, MrlhfError):
+        # Every rank can unpickle the classes of `mrlhf.errors`.
+        ours = MrlhfError.__module__
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == ours)
+        cause = error.__cause__ if isinstance(error.__cause__, UserTraceback) else None
+        return kind(str(error)), cause
+    told = RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    return told, UserTraceback(traceback.format_exc())
 
 
 @dataclass(frozen=True)
 class _AnonymousFile:
-    """A file in memory that is in no file system; its maker sends this description to other ranks.
+    """A file in memory that is in no file system, as its maker describes it to other ranks."""
 
-    Attributes:
-        process: process id of the maker.
-        descriptor: the maker's file descriptor; None if there is no file.
-        link: the target of the descriptor's link in /proc, which no other file in the world has.
-        problem: the reason why there is no file.
-    """
-
-    process: int
-    descriptor: int | None
-    link: str
-    problem: str
+    process: int  # process id of the maker
+    descriptor: int | None  # the maker's file descriptor; None if there is no file
+    link: str  # the target of the descriptor's link in /proc, which no other file in the world has
+    problem: str  # the reason why there is no file
 
     @staticmethod
     def make(nbytes: int) -> _AnonymousFile:

@@ -20,40 +20,24 @@ from mrlhf.parallel.packs import Pack
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The rows of one optimizer step and the ranks that compute them.
+    """The rows of one optimizer step and the ranks that compute them."""
 
-    Attributes:
-        rows: the rows of the mini-batch over all ranks; ascending, without gaps.
-        micro_batches: the rows that are packed together, indexed [dp rank][micro-batch].
-    """
-
-    rows: list[int]
-    micro_batches: list[list[list[int]]]
+    rows: list[int]  # over all ranks; ascending, without gaps
+    micro_batches: list[list[list[int]]]  # rows packed together, by [dp rank][micro-batch]
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a cut shares out the work.
+    """How evenly a cut shares out the work."""
 
-    Attributes:
-        imbalance: the cost of the costliest rank over the mean of all data-parallel ranks. With
-            several mini-batches it is the sum of the one over the sum of the other, since the ranks
-            wait for each other at the end of each.
-        micro_batches: of a data-parallel rank in a mini-batch; the mean.
-    """
-
+    # The cost of the costliest rank over the mean of all data-parallel ranks. With several
+    # mini-batches it is the sum of the one over the sum of the other, since the ranks wait for each
+    # other at the end of each.
     imbalance: float
-    micro_batches: float
+    micro_batches: float  # of a data-parallel rank in a mini-batch; the mean
 
     def metrics(self, role: str, layout: ParallelLayout) -> dict[str, float]:
-        """How evenly the work of a model is shared out, and what its pipeline should lose.
-
-        Returns:
-            `train/imbalance/<role>`: the work of the most loaded data-parallel rank over the mean,
-            in operations. With several pipeline stages also `train/bubble/<role>`: the time in
-            which a stage stands idle over the time in which it computes, if all micro-batches and
-            all virtual stages cost the same; `perf/bubble/<role>` is measured.
-        """
+        """`train/imbalance/<role>`, and with several pipeline stages `train/bubble/<role>`."""
         metrics = {f"train/imbalance/{role}": self.imbalance}
         if layout.pp > 1:
             bubble = pipeline_order.bubble(self.micro_batches, layout.pp, layout.vpp)
@@ -63,15 +47,10 @@ class Balance:
 
 @dataclass(frozen=True)
 class PackedMiniBatch:
-    """One mini-batch as one data-parallel rank computes it.
+    """One mini-batch as one data-parallel rank computes it."""
 
-    Attributes:
-        rows: the rows of the mini-batch over all ranks; ascending, without gaps.
-        packs: this rank's micro-batches; `Pack.rows` are rows of the whole batch.
-    """
-
-    rows: list[int]
-    packs: list[Pack]
+    rows: list[int]  # over all ranks; ascending, without gaps
+    packs: list[Pack]  # this rank's micro-batches; `Pack.rows` are rows of the whole batch
 
     @property
     def local_packs(self) -> list[Pack]:
@@ -82,15 +61,10 @@ class PackedMiniBatch:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """A batch as one data-parallel rank computes it, mini-batch by mini-batch.
+    """A batch as one data-parallel rank computes it, mini-batch by mini-batch."""
 
-    Attributes:
-        mini_batches: this rank's part of each.
-        balance: how evenly the work is shared out over all ranks.
-    """
-
-    mini_batches: list[PackedMiniBatch]
-    balance: Balance
+    mini_batches: list[PackedMiniBatch]  # this rank's part of each
+    balance: Balance  # how evenly the work is shared out over all ranks
 
     @property
     def packs(self) -> list[Pack]:
@@ -133,8 +107,7 @@ def cut_mini_batches(
     Args:
         lengths: tokens of each sequence, which take memory.
         costs: the work for each sequence, which takes time; in any unit.
-        mini_batch_rows: rows of a mini-batch; the last mini-batch may be smaller.
-        dp: data-parallel ranks.
+        mini_batch_rows: the last mini-batch may be smaller.
         budget: most tokens of a micro-batch.
         together: number of consecutive rows that must stay in one micro-batch, such as 2 for the
             two sides of a preference pair.

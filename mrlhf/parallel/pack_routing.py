@@ -23,9 +23,8 @@ TokenSelector = Callable[[Tensor], Tensor]
 class PassRouting:
     """The experts that one pass over packs replays and records.
 
-    Attributes:
-        differing: int64, how often a router of this rank chose another set of experts than
-            `compared` has: pairs of a selected token and a mixture.
+    `differing`, int64, counts how often a router of this rank chose another set of experts than
+    `compared` has: pairs of a selected token and a mixture.
     """
 
     def __init__(
@@ -35,13 +34,10 @@ class PassRouting:
         compared: ExpertRecord | None = None,
         kept: ExpertRecord | None = None,
     ) -> None:
-        """Prepare a pass on `device`.
+        """Prepare a pass of the model on `device`.
 
-        Args:
-            device: the model's device.
-            replayed: its experts replace the routers' choices, for the tokens that it has.
-            compared: the routers' own choices are compared with it.
-            kept: its `chosen` gets the routers' own choices, for the tokens that it has.
+        The experts of `replayed` replace the routers' choices, for the tokens that it has. The
+        routers' own choices are compared with `compared`, and written into `kept.chosen`.
         """
         self.differing = torch.zeros((), dtype=torch.int64, device=device)
         self._replayed = replayed
@@ -50,13 +46,9 @@ class PassRouting:
         self._notes: list[tuple[Tensor, int, Tensor]] = []
 
     def of_pack(self, pack: Pack, owners: Tensor, position_ids: Tensor) -> PackRouting:
-        """The routing of one pack.
+        """The routing of this rank's share of a pack.
 
-        Args:
-            pack: this rank's share of it.
-            owners: int64 [tokens], the pack's sequence that each token belongs to; for padding, the
-                number of sequences.
-            position_ids: int64 [tokens], from 0 in each sequence.
+        `owners` and `position_ids`, int64 [tokens], are those of `PackedSequences`.
         """
         replayed = compared = kept = None
         if self._replayed is not None:
@@ -73,13 +65,7 @@ class PassRouting:
         return PackRouting(self, replayed, compared, kept, is_selected)
 
     def note(self, places: Tensor, mixture: int, chosen: Tensor) -> None:
-        """Keep choices until `write`.
-
-        Args:
-            places: int64 [some], their places in the record that is kept.
-            mixture: the number of the mixture.
-            chosen: int64 [some, per_token].
-        """
+        """Keep choices, int64 [some, per_token], at `places` [some] of the record until `write`."""
         assert self._kept is not None
         self._notes.append((places, mixture, chosen.to(self._kept.chosen.dtype)))
 
@@ -93,30 +79,19 @@ class PassRouting:
 
 @dataclass(frozen=True)
 class PackRouting:
-    """The routing of one pack in a pass; see `PassRouting`.
-
-    Attributes:
-        whole: the pass.
-        replayed: the experts that its tokens replay, or None.
-        compared: the experts that choices are compared with, or None.
-        kept: int64 [tokens], the place of each token in the record that is kept, -1 for none; or
-            None.
-        is_selected: bool [tokens].
-    """
+    """The routing of one pack in a pass; see `PassRouting`."""
 
     whole: PassRouting
-    replayed: _TokenExperts | None
-    compared: _TokenExperts | None
+    replayed: _TokenExperts | None  # the experts that its tokens replay, or None
+    compared: _TokenExperts | None  # the experts that choices are compared with, or None
+    # int64 [tokens], the place of each token in the record that is kept, -1 for none; or None.
     kept: Tensor | None
-    is_selected: Tensor
+    is_selected: Tensor  # bool [tokens]
 
     def note(self, mixture: int, chosen: Tensor, select: TokenSelector) -> None:
-        """Compare and keep a router's own choice.
+        """Compare and keep a router's own choice, int64 [some tokens, per_token].
 
-        Args:
-            mixture: the number of the mixture, of all in the model.
-            chosen: int64 [some tokens, per_token].
-            select: gives the entries of these tokens.
+        `mixture` is the number of the router's layer, of all mixtures in the model.
         """
         if self.compared is not None:
             recorded = select(self.compared.experts)[:, mixture].long()
@@ -139,15 +114,10 @@ class PackRouting:
 
 @dataclass(frozen=True)
 class _TokenExperts:
-    """The recorded experts of the tokens of a pack; where the model is.
+    """The recorded experts of the tokens of a pack; where the model is."""
 
-    Attributes:
-        experts: [tokens, mixtures, per_token], in the record's dtype; 0 where there is no record.
-        is_there: bool [tokens], the tokens of which there is a record.
-    """
-
-    experts: Tensor
-    is_there: Tensor
+    experts: Tensor  # [tokens, mixtures, per_token], in the record's dtype; 0 without a record
+    is_there: Tensor  # bool [tokens], the tokens of which there is a record
 
     @staticmethod
     def of(

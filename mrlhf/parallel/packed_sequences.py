@@ -16,23 +16,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrlhf.parallel.key_exchange import KeyExchange, seen_places
+from mrlhf.parallel.masks import Packed
 from mrlhf.parallel.pack_routing import PackRouting, PassRouting
 from mrlhf.parallel.packs import Pack
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angles by which the tokens of a pack are rotated.
+    """The angles by which the tokens of a pack are rotated."""
 
-    Attributes:
-        cosines: float32 [positions, rotary_dim / 2], for each position of the longest sequence.
-        sines: of the same angles.
-        position_ids: int64 [tokens].
-    """
-
-    cosines: Tensor
-    sines: Tensor
-    position_ids: Tensor
+    cosines: Tensor  # float32 [positions, rotary_dim / 2], up to the longest sequence
+    sines: Tensor  # of the same angles
+    position_ids: Tensor  # int64 [tokens]
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
@@ -46,18 +41,15 @@ class PackedSequences(PackedSeqParams):
 
     `cu_seqlens_q` has the beginning of each sequence or segment, and `cu_seqlens_kv` that of the
     keys that it may see. The last query of each sees the last of its keys.
-
-    Attributes:
-        position_ids: int64 [tokens], from 0 in each sequence.
-        lengths: int32 [sequences], tokens of each whole sequence. Padding at its end does not
-            count; nor does a sequence of padding, which stands behind the others.
-        keys: brings the keys of whole sequences here; None where this rank has whole sequences.
-        routing: replays and records the experts of the tokens; None: the routers choose.
     """
 
-    position_ids: Tensor = field(kw_only=True)
+    position_ids: Tensor = field(kw_only=True)  # int64 [tokens], from 0 in each sequence
+    # int32 [sequences], tokens of each whole sequence. Padding at its end does not count; nor does
+    # a sequence of padding, which stands behind the others.
     lengths: Tensor = field(kw_only=True)
+    # Brings the keys of whole sequences here; None where this rank has whole sequences.
     keys: KeyExchange | None = field(kw_only=True, default=None)
+    # Replays and records the experts of the tokens; None: the routers choose.
     routing: PackRouting | None = field(kw_only=True, default=None)
     _rotations: dict[int, tuple[Tensor, Rotation]] = field(
         init=False, repr=False, default_factory=dict
@@ -104,16 +96,15 @@ class PackedSequences(PackedSeqParams):
         return packed
 
     @cached_property
-    def query_lengths(self) -> list[int]:
-        """Tokens of each sequence or segment; on a GPU the first call waits for the device."""
-        lengths: list[int] = self.cu_seqlens_q.diff().tolist()
-        return lengths
-
-    @cached_property
-    def key_lengths(self) -> list[int]:
-        """Tokens that each sequence or segment may see; see `query_lengths`."""
-        lengths: list[int] = self.cu_seqlens_kv.diff().tolist()
-        return lengths
+    def mask(self) -> Packed:
+        """The keys that each token sees."""
+        return Packed(
+            self.cu_seqlens_q,
+            self.cu_seqlens_kv,
+            self.max_seqlen_q,
+            self.max_seqlen_kv,
+            self.keys,
+        )
 
     @cached_property
     def owners(self) -> Tensor:
@@ -128,12 +119,10 @@ class PackedSequences(PackedSeqParams):
         return numbers.where(self.position_ids < ends[numbers], len(self.lengths))
 
     def rotation(self, frequencies: Tensor, scale: float) -> Rotation:
-        """The angles by which a layer rotates the tokens.
+        """The angles by which a layer rotates the tokens; `scale` multiplies cosines and sines.
 
-        Args:
-            frequencies: radians by which a step of one position rotates. Layers that rotate alike
-                pass the same tensor, and get the result of the first of them.
-            scale: cosines and sines are multiplied by it.
+        `frequencies` are the radians by which a step of one position rotates. Layers that rotate
+        alike pass the same tensor, and get the result of the first of them.
         """
         if id(frequencies) not in self._rotations:
             device = self.position_ids.device

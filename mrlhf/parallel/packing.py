@@ -16,37 +16,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mrlhf.batch import Sequences
+from mrlhf.batch import Parts, Sequences
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.segments import WHOLE, Segments
-from mrlhf.parts import Parts
 
 Select = Literal["response", "last"]
 
 
 @dataclass(frozen=True)
 class _Laid:
-    """The places of everything when all packs are laid end to end, over all ranks; int64.
+    """The places of everything when all packs are laid end to end, over all ranks; int64."""
 
-    Attributes:
-        rows: [rows], in the order of the packs.
-        rows_in: [packs], the number of rows of each pack.
-        pack_of: [rows], the pack of each row.
-        begins: [rows], the beginning of each row.
-        lengths: [rows], tokens of each row.
-        padded: [rows], tokens of each row with its own padding.
-        padding: [packs], tokens after the last row of each pack.
-        ends: [packs], the end of each pack, its padding included.
-    """
-
-    rows: Tensor
-    rows_in: Tensor
-    pack_of: Tensor
-    begins: Tensor
-    lengths: Tensor
-    padded: Tensor
-    padding: Tensor
-    ends: Tensor
+    rows: Tensor  # [rows], in the order of the packs
+    rows_in: Tensor  # [packs], the number of rows of each pack
+    pack_of: Tensor  # [rows], the pack of each row
+    begins: Tensor  # [rows], the beginning of each row
+    lengths: Tensor  # [rows], tokens of each row
+    padded: Tensor  # [rows], tokens of each row with its own padding
+    padding: Tensor  # [packs], tokens after the last row of each pack
+    ends: Tensor  # [packs], the end of each pack, its padding included
 
     @property
     def pack_begins(self) -> Tensor:
@@ -60,52 +48,26 @@ class _Laid:
 
 
 class _Held:
-    """The segments of each row that one rank holds; int64.
-
-    Attributes:
-        sizes: [rows, 1], tokens of a segment, with padding.
-        positions: [rows, held], the position of each segment's first token in its sequence.
-        begins: [rows, held], the beginning of each segment, if the packs of this rank are laid end
-            to end.
-    """
+    """The segments of each row that one rank holds; int64."""
 
     def __init__(self, laid: _Laid, segments: Segments) -> None:
         held = torch.tensor(segments.held, dtype=torch.int64)
+        # [rows, 1], tokens of a segment, with padding.
         self.sizes = (laid.padded // segments.count)[:, None]
+        # [rows, held], the position of each segment's first token in its sequence.
         self.positions = self.sizes * held
+        # [rows, held], the beginning of each segment, if this rank's packs are laid end to end.
         numbers = torch.arange(len(held))
         self.begins = (laid.begins // segments.size)[:, None] + self.sizes * numbers
 
     def within(self, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """The positions from `first` up to `end`, [rows], that each segment holds.
+        """The first position from `first` up to `end`, [rows], in each segment, and their number.
 
-        Returns:
-            The first of them and their number, [rows, held].
+        Both are [rows, held].
         """
         low = torch.maximum(self.positions, first[:, None])
         high = torch.minimum(self.positions + self.sizes, end[:, None])
         return low, (high - low).clamp(min=0)
-
-
-@dataclass(frozen=True)
-class _Selected:
-    """The selected positions of all packs, one pack after the other.
-
-    Attributes:
-        count_in: int64 [packs], the number of them on this rank in each pack.
-        columns: see `Pack`; of all packs.
-        counts: see `Pack`; of all packs.
-        positions: int32 [selected], counted from the beginning of their pack on this rank.
-        target_ids: int32 [selected].
-        width: see `Pack`.
-    """
-
-    count_in: Tensor
-    columns: Tensor
-    counts: Tensor
-    positions: Tensor
-    target_ids: Tensor
-    width: int
 
 
 def make_packs(
@@ -119,14 +81,12 @@ def make_packs(
     """Lay sequences end to end, and move the packs to `device`.
 
     Args:
-        sequences: of the whole batch.
-        packs: the rows of each pack. One without rows is all padding: other ranks have more packs.
+        packs: the rows of each. One without rows is all padding: other ranks have more packs.
         select: "response": for each response token the position before it (where its log-prob and
             value come from), in tables as wide as `sequences.width`; "last": each sequence's last
             token, in tables of one column.
         multiple: each pack's token count on this rank is padded to a multiple of this, as a last
             sequence of zeros.
-        device: the model's device.
         segments: those that this rank holds. Each sequence is padded with zeros, so that its
             segments are equally long.
     """
@@ -134,29 +94,24 @@ def make_packs(
         return []
     laid = _lay(sequences, packs, segments, multiple)
     token_ids = _token_ids(sequences, laid, segments)
-    selected = _select(sequences, laid, segments, select)
 
     edges_in, boundaries = _boundaries(laid)
     longest = torch.zeros_like(laid.rows_in).scatter_reduce(0, laid.pack_of, laid.padded, "amax")
     longest = torch.maximum(longest, laid.padding)
 
     tokens_in = (laid.tokens_in // segments.size).tolist()
-    count_in = selected.count_in.tolist()
-    rows_in = laid.rows_in.tolist()
-    columns: dict[str, Sequence[Any]] = {
+    fields_of: dict[str, Sequence[Any]] = {
         "rows": packs,
         "token_ids": token_ids.to(device).split(tokens_in),
         "boundaries": boundaries.to(device).split(edges_in.tolist()),
-        "lengths": laid.lengths.int().to(device).split(rows_in),
+        "lengths": laid.lengths.int().to(device).split(laid.rows_in.tolist()),
         "longest": longest.tolist(),
-        "select": selected.positions.to(device).split(count_in),
-        "target_ids": selected.target_ids.to(device).split(count_in),
-        "columns": selected.columns.split(rows_in, dim=1),
-        "counts": selected.counts.split(rows_in, dim=1),
+        **_selected(sequences, laid, segments, select, device),
     }
+    width = sequences.width if select == "response" else 1
     return [
-        Pack(**dict(zip(columns, fields, strict=True)), width=selected.width, segments=segments)
-        for fields in zip(*columns.values(), strict=True)
+        Pack(**dict(zip(fields_of, fields, strict=True)), width=width, segments=segments)
+        for fields in zip(*fields_of.values(), strict=True)
     ]
 
 
@@ -216,14 +171,16 @@ def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor]:
     return edges_in, boundaries.to(torch.int32)
 
 
-def _select(sequences: Sequences, laid: _Laid, segments: Segments, select: Select) -> _Selected:
+def _selected(
+    sequences: Sequences, laid: _Laid, segments: Segments, select: Select, device: torch.device
+) -> dict[str, Sequence[Tensor]]:
+    """The fields of each pack about its selected positions."""
     if select == "response":
         first = sequences.prompt_lengths[laid.rows] - 1
-        width = sequences.width
+        end = laid.lengths - 1
     else:
         first = laid.lengths - 1
-        width = 1
-    end = laid.lengths - 1 if select == "response" else laid.lengths
+        end = laid.lengths
 
     columns = []
     counts = []
@@ -237,12 +194,17 @@ def _select(sequences: Sequences, laid: _Laid, segments: Segments, select: Selec
     pack_begins = (laid.pack_begins // segments.size)[laid.pack_of]
     begins = held.begins - pack_begins[:, None] + low - held.positions
     positions = Parts(begins.flatten(), count.flatten()).places
-    count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.pack_of, count.sum(dim=1))
 
     target_ids = torch.zeros(len(positions), dtype=torch.int32)
     if select == "response":
         next_begins = sequences.begins[laid.rows][:, None] + low + 1
         target_ids = Parts(next_begins.flatten(), count.flatten()).of(sequences.token_ids)
-    return _Selected(
-        count_in, torch.stack(columns), torch.stack(counts), positions.int(), target_ids, width
-    )
+
+    count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.pack_of, count.sum(dim=1)).tolist()
+    rows_in = laid.rows_in.tolist()
+    return {
+        "select": positions.int().to(device).split(count_in),
+        "target_ids": target_ids.to(device).split(count_in),
+        "columns": torch.stack(columns).split(rows_in, dim=1),
+        "counts": torch.stack(counts).split(rows_in, dim=1),
+    }

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from mrlhf.batch import Parts
 from mrlhf.parallel.segments import Segments
-from mrlhf.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -26,36 +27,27 @@ class Pack:
     Every rank keeps its packs for the whole step, so a pack holds as little as it can, in int32;
     the properties are made anew each time, in int64. Tensors are where the model is, except
     `columns` and `counts`, which are on the host.
-
-    Attributes:
-        rows: rows of the batch that are in the pack, in order.
-        token_ids: int32 [tokens].
-        boundaries: int32 [sequences + 1], the beginning of each whole sequence with its padding,
-            and the end, over all ranks that share the sequences.
-        lengths: int32 [rows], tokens of each whole sequence without its padding.
-        longest: tokens of the longest whole sequence, with padding.
-        select: int32 [selected], the positions whose output is wanted.
-        target_ids: int32 [selected], the token that follows each of them in its sequence, on
-            whichever rank; 0 if the last tokens are selected.
-        columns: int64 [ranks, rows, held], the first column of each held segment's numbers in their
-            row of a table; of all ranks that share the sequences.
-        counts: int64 [ranks, rows, held], the number of selected positions of each held segment.
-        width: columns of a table that holds a number for each selected position; those of a row
-            stand in its first columns.
-        segments: those that this rank holds.
     """
 
-    rows: list[int]
-    token_ids: Tensor
+    rows: list[int]  # rows of the batch that are in the pack, in order
+    token_ids: Tensor  # int32 [tokens]
+    # int32 [sequences + 1], the beginning of each whole sequence with its padding, and the end,
+    # over all ranks that share the sequences.
     boundaries: Tensor
-    lengths: Tensor
-    longest: int
-    select: Tensor
+    lengths: Tensor  # int32 [rows], tokens of each whole sequence without its padding
+    longest: int  # tokens of the longest whole sequence, with padding
+    select: Tensor  # int32 [selected], the positions whose output is wanted
+    # int32 [selected], the token that follows each of them in its sequence, on whichever rank; 0 if
+    # the last tokens are selected.
     target_ids: Tensor
+    # int64 [ranks, rows, held], the first column of each held segment's numbers in their row of a
+    # table; of all ranks that share the sequences.
     columns: Tensor
-    counts: Tensor
+    counts: Tensor  # int64 [ranks, rows, held], selected positions of each held segment
+    # Columns of a table that holds a number for each selected position; those of a row stand in its
+    # first columns.
     width: int
-    segments: Segments
+    segments: Segments  # those that this rank holds
 
     @property
     def position_ids(self) -> Tensor:
@@ -131,13 +123,8 @@ def lay_flat(
 ) -> list[dict[str, Any]]:
     """The entries of a batch's tables, [batch, width], at the selected positions of each pack.
 
-    Args:
-        tables: on the host, by name; or None.
-        packs: their rows are those of the tables.
-        whole_rows: whether each rank gets the numbers of whole rows, and not only its own.
-
-    Returns:
-        For each pack the numbers of each table, [selected], where the model is; None for None.
+    The tables are on the host, the entries, [selected], where the model is. A table that is None
+    gives None. With `whole_rows` each rank gets the numbers of whole rows, and not only its own.
     """
     if not packs:
         return []
@@ -165,3 +152,24 @@ def lay_in_rows(flat: Tensor, counts: Tensor, width: int) -> Tensor:
     rows = len(counts)
     places = Parts(torch.arange(rows) * width, counts).places.to(flat.device)
     return flat.new_zeros(rows * width).index_copy(0, places, flat).view(rows, width)
+
+
+def gather_rows(
+    numbers: Tensor, pack: Pack, group: dist.ProcessGroup, rows: slice = slice(None)
+) -> Tensor:
+    """The numbers of all selected positions of whole rows, [channels, selected], row by row.
+
+    For losses that need all numbers of a sequence at once: every rank of the group, which shares
+    the sequences, evaluates the loss on the same numbers, and gradients reach its own alone.
+    `numbers`, [channels, selected], are this rank's of `rows`, counted from the pack's first.
+    """
+    if pack.segments.size == 1:
+        return numbers
+    places = pack.places_among(rows).to(numbers.device)
+    total = int(pack.row_counts[rows].sum())
+    whole = numbers.new_zeros((len(numbers), total))
+    with torch.no_grad():
+        whole.index_copy_(1, places, numbers)
+        # Each number is on one rank; the others add zeros.
+        dist.all_reduce(whole, group=group)
+    return whole.index_copy(1, places, numbers)

@@ -29,47 +29,32 @@ class PhaseProgress:
 
 
 class Span(NamedTuple):
-    """One stay in a phase.
-
-    Attributes:
-        begin: seconds since 1970.
-        busy: CPU seconds that the threads of this process computed in it.
-    """
+    """One stay in a phase."""
 
     phase: str
-    begin: float
+    begin: float  # seconds since 1970
     seconds: float
-    busy: float
+    busy: float  # CPU seconds that the threads of this process computed in it
 
 
 class Phases:
-    """The phases of one rank. The main thread enters them; any thread may read the attributes.
-
-    Attributes:
-        stops: agrees with the other ranks on where to stop.
-        name: of the innermost phase.
-        entered: how many phases have begun or ended so far.
-        progress: None where it is not known.
-        spans: each stay in a phase since `take_spans`, in the order in which they ended.
-    """
+    """The phases of one rank. The main thread enters them; any thread may read the attributes."""
 
     def __init__(
         self,
         stops: AgreedStop | None = None,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        """Begin in the phase "start".
+        """Begin in the phase "start"; nobody asks the ranks to stop if `stops` is None.
 
-        Args:
-            stops: where the ranks may be asked to stop; None: nobody asks them.
-            synchronize: waits for the device, if given: an accelerator is still working when the
-                call that started the work returns.
+        `synchronize` waits for the device: an accelerator is still working when the call that
+        started the work returns.
         """
         self.stops = stops or AgreedStop(dist.HashStore(), rank=0, world_size=1)
-        self.name = "start"
-        self.entered = 0
-        self.progress: PhaseProgress | None = None
-        self.spans: list[Span] = []
+        self.name = "start"  # of the innermost phase
+        self.entered = 0  # how many phases have begun or ended so far
+        self.progress: PhaseProgress | None = None  # None where it is not known
+        self.spans: list[Span] = []  # since `take_spans`, in the order in which they ended
         self._synchronize = synchronize
         self._since = time.monotonic()
 

@@ -9,8 +9,7 @@ import io
 import math
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +17,11 @@ from torch import Tensor
 _ALIGNMENT = 64  # bytes; a tensor begins at a line of the processor's cache
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a tensor in a flat memory; `begin` is in bytes."""
+class Place(NamedTuple):
+    """The place of a tensor in a flat memory, in bytes."""
 
     begin: int
+    end: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -35,78 +34,56 @@ class Place:
         return flat.view(self.shape)
 
 
-@dataclass(frozen=True)
-class Pickled:
-    """A value without its tensors.
-
-    Attributes:
-        text: the value, pickled.
-        places: where each tensor lies.
-        nbytes: of the memory that holds them.
-    """
-
-    text: bytes
-    places: list[Place]
-    nbytes: int
+def places_of(tensors: Sequence[Tensor]) -> list[Place]:
+    """The places of tensors on the host that lie one after the other."""
+    places: list[Place] = []
+    end = 0
+    for tensor in tensors:
+        assert tensor.device.type == "cpu", f"a tensor on {tensor.device}"
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = begin + tensor.nbytes
+        places.append(Place(begin, end, tuple(tensor.shape), tensor.dtype))
+    return places
 
 
-def pickle_value(value: object, known: Sequence[object]) -> tuple[Pickled, list[Tensor]]:
-    """Take `value` apart; `known` are objects that the reader has too.
-
-    Returns:
-        The value without its tensors, and each tensor, once for each place.
-    """
+def take_apart(value: object, known: Sequence[object]) -> tuple[bytes, list[Tensor]]:
+    """The value, pickled, and its tensors; `known` are objects that the reader has too."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, known)
     pickler.dump(value)
-    return Pickled(buffer.getvalue(), pickler.places, pickler.nbytes), pickler.tensors
+    return buffer.getvalue(), pickler.apart[len(known) :]
 
 
-def unpickle_value(pickled: Pickled, memory: Tensor, known: Sequence[object]) -> Any:
-    """The value, whose tensors lie in `memory`, uint8 [pickled.nbytes]."""
-    tensors = [place.within(memory) for place in pickled.places]
-    return _Unpickler(io.BytesIO(pickled.text), tensors, known).load()
+def put_together(pickled: bytes, known: Sequence[object], tensors: Sequence[Tensor]) -> Any:
+    """The value that `take_apart` took apart."""
+    return _Unpickler(io.BytesIO(pickled), [*known, *tensors]).load()
 
 
 class _Pickler(pickle.Pickler):
-    """Puts tensors aside, and names objects that the reader has."""
+    """Writes a number in the place of each object that the reader has, and of each tensor."""
 
     def __init__(self, buffer: io.BytesIO, known: Sequence[object]) -> None:
         super().__init__(buffer)
-        self.tensors: list[Tensor] = []
-        self.places: list[Place] = []
-        self.nbytes = 0
-        self._known = {id(thing): number for number, thing in enumerate(known) if thing is not None}
-        self._numbers: dict[int, int] = {}
+        self.apart: list[Any] = list(known)
+        self._numbers = {
+            id(thing): number for number, thing in enumerate(known) if thing is not None
+        }
 
-    def persistent_id(self, thing: Any) -> tuple[str, int] | None:
-        """The name of a known object or a tensor; None for everything else."""
-        if id(thing) in self._known:
-            return "known", self._known[id(thing)]
-        if not isinstance(thing, Tensor):
-            return None
-
-        if id(thing) not in self._numbers:
-            assert thing.device.type == "cpu", f"a tensor on {thing.device}"
-            begin = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
-            self._numbers[id(thing)] = len(self.tensors)
-            self.tensors.append(thing)
-            self.places.append(Place(begin, tuple(thing.shape), thing.dtype))
-            self.nbytes = begin + thing.numel() * thing.itemsize
-        return "tensor", self._numbers[id(thing)]
+    def persistent_id(self, thing: Any) -> int | None:
+        """The number of the object in `apart`; None for an object that is pickled."""
+        if isinstance(thing, Tensor) and id(thing) not in self._numbers:
+            self._numbers[id(thing)] = len(self.apart)
+            self.apart.append(thing)
+        return self._numbers.get(id(thing))
 
 
 class _Unpickler(pickle.Unpickler):
     """Reads what `_Pickler` wrote."""
 
-    def __init__(
-        self, buffer: io.BytesIO, tensors: Sequence[Tensor], known: Sequence[object]
-    ) -> None:
+    def __init__(self, buffer: io.BytesIO, apart: Sequence[object]) -> None:
         super().__init__(buffer)
-        self._tensors = tensors
-        self._known = known
+        self._apart = apart
 
-    def persistent_load(self, name: tuple[str, int]) -> object:
-        """The object that `persistent_id` named."""
-        kind, number = name
-        return self._known[number] if kind == "known" else self._tensors[number]
+    def persistent_load(self, number: int) -> object:
+        """The object with this number."""
+        return self._apart[number]

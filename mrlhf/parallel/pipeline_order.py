@@ -13,16 +13,10 @@ from typing import NamedTuple
 
 
 class Pass(NamedTuple):
-    """A stage's work on one micro-batch; all are numbered from 0.
-
-    Attributes:
-        is_backward: whether it is a backward pass.
-        chunk: the virtual stage of the rank.
-        micro_batch: the number of the micro-batch.
-    """
+    """A stage's work on one micro-batch; all are numbered from 0."""
 
     is_backward: bool
-    chunk: int
+    chunk: int  # the virtual stage of the rank
     micro_batch: int
 
 

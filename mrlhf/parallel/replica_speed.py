@@ -22,10 +22,8 @@ class SlowestReplica(NamedTuple):
 def compare_replicas(time: float, rank: int, group: ProcessGroup) -> SlowestReplica | None:
     """Find the slowest replica; every rank of the group calls it.
 
-    Args:
-        time: this rank's time for a unit of work, in any unit; 0 if it had no work.
-        rank: the first rank of its replica.
-        group: one rank or more of each replica. Of several the slowest counts.
+    The group has one rank or more of each replica, of which the slowest counts. `time` is this
+    rank's for a unit of work, in any unit, 0 if it had no work; `rank` is its replica's first.
     """
     mine = torch.tensor([[time, rank]], dtype=torch.float64)
     times: dict[int, float] = {}

@@ -42,10 +42,8 @@ Result = TypeVar("Result")
 class Pipeline:
     """The pipeline of one model.
 
-    The ranks of one pipeline group call each method together, with the same packs.
-
-    Attributes:
-        clock: measures how long this stage waits for others; None if it is the only one.
+    The ranks of one pipeline group call each method together, with the same packs. `clock` measures
+    how long this stage waits for others; it is None if there are no others.
     """
 
     def __init__(
@@ -56,12 +54,9 @@ class Pipeline:
         device: torch.device,
         phases: Phases | None = None,
     ) -> None:
-        """Take over a model.
+        """Take over a model, whose `chunks` are this rank's virtual stages.
 
-        Args:
-            chunks: this rank's parts of the model, one for each virtual stage.
-            config: megatron-core's configuration of the model.
-            phases: where all ranks may stop before a micro-batch; None: nowhere.
+        All ranks may stop before a micro-batch where `phases` say so; None: nowhere.
         """
         self._chunks = list(chunks)
         self._config = config
@@ -189,7 +184,6 @@ class Pipeline:
         return results[: len(packs)]
 
     def _rounds(self, packs: Sequence[Pack]) -> int:
-        """The number of micro-batches that the schedule runs."""
         layout = self._groups.layout
         return rounds(len(packs), layout.pp, layout.vpp)
 

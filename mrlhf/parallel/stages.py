@@ -15,16 +15,12 @@ class Stages:
 
     They are numbered from 0 in the order of the model. Virtual stage v of pipeline rank p has the
     number v * pp + p, as in megatron-core.
-
-    Attributes:
-        pp: ranks of the pipeline.
-        vpp: virtual stages of each rank.
-        pp_layers: layers of each virtual stage, in the order of the model; None: equal numbers, or
-            one less at both ends.
     """
 
-    pp: int = 1
-    vpp: int = 1
+    pp: int = 1  # ranks of the pipeline
+    vpp: int = 1  # virtual stages of each rank
+    # Layers of each virtual stage, in the order of the model; None: equal numbers, or one less at
+    # both ends.
     pp_layers: tuple[int, ...] | None = None
 
     @property

@@ -12,7 +12,7 @@ each sequence, all of them cut between the same sequences. This file knows no lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -36,15 +36,10 @@ _LEAST_CHUNK_TOKENS = 128
 
 
 class TokenRange(NamedTuple):
-    """Consecutive tokens whose loss is evaluated at once.
+    """Consecutive tokens whose loss is evaluated at once."""
 
-    Attributes:
-        tokens: their range among this rank's tokens.
-        rows: the range of the sequences that they belong to.
-    """
-
-    tokens: slice
-    rows: slice
+    tokens: slice  # their range among this rank's tokens
+    rows: slice  # the range of the sequences that they belong to
 
 
 Objective = Callable[[TokenRange, TokenNumbers], Tensor]
@@ -53,20 +48,14 @@ Objective = Callable[[TokenRange, TokenNumbers], Tensor]
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """This rank's shard of the projection onto the vocabulary.
+    """This rank's shard of the projection onto the vocabulary."""
 
-    Attributes:
-        weight: [vocab_shard, hidden]. Rank r of the group holds the rows from r * vocab_shard on.
-            Rows from `vocab_size` on are padding: they have probability and gradient 0.
-        group: the ranks that hold the shards; None if this rank holds all rows.
-        vocab_size: number of rows over all ranks, without padding.
-        scale: multiplies the products.
-    """
-
+    # [vocab_shard, hidden]. Rank r of the group holds the rows from r * vocab_shard on. Rows from
+    # `vocab_size` on are padding: they have probability and gradient 0.
     weight: Tensor
-    group: dist.ProcessGroup | None
-    vocab_size: int
-    scale: float
+    group: dist.ProcessGroup | None  # that holds the shards; None if this rank holds all rows
+    vocab_size: int  # number of rows over all ranks, without padding
+    scale: float  # multiplies the products
 
     @property
     def columns(self) -> Columns:
@@ -78,23 +67,15 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Some tokens, and the hidden states that their distributions are computed from.
+    """Some tokens, and the hidden states that their distributions are computed from."""
 
-    Attributes:
-        hidden: [tokens, hidden], equal on all ranks of the output layer's group.
-        targets: int64 [tokens], each in [0, vocab_size).
-        lengths: the number of tokens that each sequence has here, one sequence after the other.
-        ref_layer: the output layer of the reference, for the KL to it.
-        ref_hidden: [tokens, hidden], the hidden states of the reference.
-        most_lengths: the most tokens that each has on any of the ranks that hold parts of it; None
-            if this rank holds them whole.
-    """
-
-    hidden: Tensor
-    targets: Tensor
-    lengths: Sequence[int]
-    ref_layer: OutputLayer | None = None
-    ref_hidden: Tensor | None = None
+    hidden: Tensor  # [tokens, hidden], equal on all ranks of the output layer's group
+    targets: Tensor  # int64 [tokens], each in [0, vocab_size)
+    lengths: Sequence[int]  # tokens of each sequence here, one sequence after the other
+    ref_layer: OutputLayer | None = None  # the output layer of the reference, for the KL to it
+    ref_hidden: Tensor | None = None  # [tokens, hidden], the hidden states of the reference
+    # The most tokens that each has on any of the ranks that hold parts of it; None if this rank
+    # holds them whole.
     most_lengths: Sequence[int] | None = None
 
 
@@ -120,22 +101,18 @@ def token_loss(
     The gradient in the hidden states is that through this rank's columns; the caller sums over the
     ranks of the group.
 
-    Args:
-        layer: projects the hidden states.
-        tokens: those that the loss is about.
-        wanted: the numbers that the objective reads.
-        objective: the loss of some of the tokens; equal on all ranks of the group.
-        by_token: whether the loss is a sum over tokens. If not, it is a sum over sequences: the
-            objective gets all tokens of a sequence that are here, and the logits of a sequence that
-            is longer than a chunk are computed twice. Ranks that hold parts of the same sequences
-            call the objective together.
+    The objective reads the numbers that are `wanted`, and is equal on all ranks of the group. With
+    `by_token` it is a sum over tokens. If not, it is a sum over sequences: it gets all tokens of a
+    sequence that are here, and the logits of a sequence that is longer than a chunk are computed
+    twice. Ranks that hold parts of the same sequences call it together.
     """
     hidden = tokens.hidden
     weight = layer.weight
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     with torch.no_grad():
         projection = _Projection(layer, tokens, wanted)
-        gradients = _Gradients(torch.empty_like(hidden), weight)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         spans = projection.spans
         if by_token:
             spans = [_Span(span.rows, [chunk]) for span in spans for chunk in span.chunks]
@@ -144,21 +121,23 @@ def token_loss(
             numbers, normalisers = projection.measure(span.chunks)
             part_loss, grad_numbers = _differentiate(objective, span.token_range, numbers)
             loss += part_loss
-            projection.differentiate(span.chunks, numbers, grad_numbers, normalisers, gradients)
-    return _KnownGradients.apply(loss, hidden, weight, gradients.hidden, gradients.weight)
+            for rows, grad_logits in projection.grad_logits(
+                span.chunks, numbers, grad_numbers, normalisers
+            ):
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad_logits.t(), hidden[rows])
+                else:
+                    grad_weight.add_(grad_logits.t() @ hidden[rows])
+    return _KnownGradients.apply(loss, hidden, weight, grad_hidden, grad_weight)
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Whole sequences, as far as they are here, whose logits are computed chunk by chunk.
+    """Whole sequences, as far as they are here, whose logits are computed chunk by chunk."""
 
-    Attributes:
-        rows: the range of the sequences.
-        chunks: their tokens, at least one chunk; it may be empty.
-    """
-
-    rows: slice
-    chunks: list[slice]
+    rows: slice  # the range of the sequences
+    chunks: list[slice]  # their tokens, at least one chunk; it may be empty
 
     @property
     def token_range(self) -> TokenRange:
@@ -167,11 +146,7 @@ class _Span:
 
 
 class _Projection:
-    """Computes the logits of some tokens, chunk by chunk, in one buffer for each model.
-
-    Attributes:
-        spans: the tokens in order, as `_spans` cuts them.
-    """
+    """Computes the logits of some tokens, chunk by chunk, in one buffer for each model."""
 
     def __init__(self, layer: OutputLayer, tokens: Tokens, wanted: NumbersToCompute) -> None:
         assert wanted.kl == (tokens.ref_layer is not None) == (tokens.ref_hidden is not None)
@@ -210,15 +185,14 @@ class _Projection:
             sums.add(rows.start - first, logits, tokens.targets[rows], ref_logits)
         return sums.combine(self._layer.group)
 
-    def differentiate(
+    def grad_logits(
         self,
         chunks: Sequence[slice],
         numbers: TokenNumbers,
         grad_numbers: TokenNumbers,
         normalisers: Normalisers,
-        gradients: _Gradients,
-    ) -> None:
-        """Add the gradients of the tokens of the chunks that were measured last.
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The tokens of each of the chunks measured last, and the gradient in their logits.
 
         `grad_numbers` is the gradient of the loss in each of their `numbers`.
         """
@@ -238,7 +212,7 @@ class _Projection:
 
             # The gradient has been written over the logits.
             self._held = None
-            gradients.add(rows, logits, self._tokens.hidden[rows], self._layer.weight)
+            yield rows, logits
 
     def _project(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """The logits of these tokens, and the reference's; the next call overwrites them."""
@@ -261,11 +235,7 @@ def _spans(lengths: Sequence[int], most_lengths: Sequence[int], most_rows: int) 
     A span is one chunk of whole sequences, of at most `most_rows` tokens, or one longer sequence in
     as few chunks as possible, of nearly equal size.
 
-    Args:
-        lengths: the number of tokens that each sequence has here.
-        most_lengths: the most that it has on any rank that cuts the same sequences. The spans
-            depend on this alone, so that these ranks cut alike.
-        most_rows: tokens of a chunk.
+    Ranks that cut the same sequences have the same `most_lengths`, on which alone the spans depend.
     """
     edges = [0]  # the first sequence of each span
     filled = 0
@@ -286,27 +256,6 @@ def _spans(lengths: Sequence[int], most_lengths: Sequence[int], most_rows: int) 
         spans.append(_Span(slice(first, last), chunks))
         begin = end
     return spans
-
-
-class _Gradients:
-    """The gradients in the hidden states and in the weight.
-
-    Attributes:
-        hidden: [tokens, hidden], in the dtype of the hidden states.
-        weight: float32 [vocab_shard, hidden].
-    """
-
-    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
-        self.hidden = hidden
-        self.weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-
-    def add(self, rows: slice, grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Add the gradient of the logits of the tokens `rows`."""
-        torch.mm(grad_logits, weight, out=self.hidden[rows])
-        if weight.dtype == torch.float32:
-            self.weight.addmm_(grad_logits.t(), hidden)
-        else:
-            self.weight.add_(grad_logits.t() @ hidden)
 
 
 def _differentiate(

@@ -25,17 +25,11 @@ _NO_MAXIMUM = -1e30
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the vocabulary that a rank holds.
+    """The columns of the vocabulary that a rank holds."""
 
-    Attributes:
-        first: the token of the first column.
-        valid: the number of columns that are not padding.
-        scale: multiplies the logits.
-    """
-
-    first: int
-    valid: int
-    scale: float
+    first: int  # the token of the first column
+    valid: int  # the number of columns that are not padding
+    scale: float  # multiplies the logits
 
     def scaled(self, logits: Tensor) -> Tensor:
         """A float32 copy of the columns that are not padding, scaled."""
@@ -50,34 +44,21 @@ class Columns:
 
 @dataclass(frozen=True)
 class NumbersToCompute:
-    """The numbers that are computed beside the log-probability of each target token.
+    """The numbers that are computed beside the log-probability of each target token."""
 
-    Attributes:
-        entropy: the entropy of each distribution.
-        squares: the sum of the squared probabilities of the vocabulary.
-        kl: the KL to a reference over the whole vocabulary.
-    """
-
-    entropy: bool = False
-    squares: bool = False
-    kl: bool = False
+    entropy: bool = False  # the entropy of each distribution
+    squares: bool = False  # the sum of the squared probabilities of the vocabulary
+    kl: bool = False  # the KL to a reference over the whole vocabulary
 
 
 @dataclass(frozen=True)
 class TokenNumbers:
-    """The numbers of the distribution at each token; float32 [tokens], None if not computed.
+    """The numbers of the distribution at each token; float32 [tokens], None if not computed."""
 
-    Attributes:
-        logprobs: the log-probability of the target token.
-        entropy: in nats.
-        full_kl: KL(p || q) = sum of p (log p - log q) over the vocabulary, q the reference.
-        sum_of_squares: of all probabilities; it has no gradient.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    full_kl: Tensor | None
-    sum_of_squares: Tensor | None
+    logprobs: Tensor  # the log-probability of the target token
+    entropy: Tensor | None  # in nats
+    full_kl: Tensor | None  # KL(p || q) = sum of p (log p - log q), q the reference
+    sum_of_squares: Tensor | None  # of all probabilities; it has no gradient
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenNumbers:
         """Apply `change` to each of the numbers."""
@@ -93,15 +74,10 @@ class TokenNumbers:
 
 @dataclass(frozen=True)
 class Normalisers:
-    """The logarithm of the sum of exp(logits) of each token, float32 [tokens].
+    """The logarithm of the sum of exp(logits) of each token, float32 [tokens]."""
 
-    Attributes:
-        policy: of the scaled logits.
-        reference: of the reference's, or zeros where there is none.
-    """
-
-    policy: Tensor
-    reference: Tensor
+    policy: Tensor  # of the scaled logits
+    reference: Tensor  # of the reference's, or zeros where there is none
 
     def __getitem__(self, rows: slice) -> Normalisers:
         """The normalisers of some tokens."""

@@ -16,28 +16,18 @@ from mrlhf.parallel.segments import Segments
 
 @dataclass(frozen=True)
 class RoleWork:
-    """The work of one role at once: a mini-batch that it is trained on, or all that it scores.
-
-    Attributes:
-        is_trained: whether there is a backward pass.
-        key: the key that sizes the batch.
-        rows: the value of that key: prompts, sequences or pairs.
-        units: sequences or pairs of the batch, on all ranks.
-        longest: tokens of the longest unit, padded for context-parallel ranks.
-        mini_batches: mini-batches in a step.
-        epochs: passes over them.
-    """
+    """The work of one role at once: a mini-batch that it is trained on, or all that it scores."""
 
     name: str
     role: RoleSection
-    is_trained: bool
+    is_trained: bool  # whether there is a backward pass
     dp: int
-    key: str
-    rows: int
-    units: int
-    longest: int
-    mini_batches: int = 1
-    epochs: int = 1
+    key: str  # the key that sizes the batch
+    rows: int  # the value of that key: prompts, sequences or pairs
+    units: int  # sequences or pairs of the batch, on all ranks
+    longest: int  # tokens of the longest unit, padded for context-parallel ranks
+    mini_batches: int = 1  # in a step
+    epochs: int = 1  # passes over them
 
     @property
     def per_rank(self) -> int:

@@ -17,15 +17,19 @@ from mrlhf.config.sections import OptimSection
 from mrlhf.config.trainer import PPOTrainerSection
 from mrlhf.config.unread import unread_keys
 from mrlhf.errors import ConfigError
+from mrlhf.metrics.table import KINDS
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.stages import Stages
 from mrlhf.preflight.batches import longest_unit, role_work
 from mrlhf.preflight.method_checks import method_problems
-from mrlhf.preflight.metric_checks import metric_problems
 from mrlhf.rewards.term_names import term_names
 
 # The keys of a role that place its ranks.
 _AXES_OF_RANKS = ("tp", "cp", "pp", "ep", "etp")
+# The prefixes of the metrics by which a step may be chosen.
+_TEST = ("test", "test_sampled")
+_PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "dpo"))
+_SUPERVISED = ("perf", "timing_s", "val")
 
 
 def check(config: AnyConfig, world_size: int) -> None:
@@ -51,7 +55,7 @@ def check(config: AnyConfig, world_size: int) -> None:
     elif fits:
         problems += _supervised_problems(config, world_size)
     problems += _run_problems(config)
-    problems += metric_problems(config)
+    problems += _metric_problems(config)
     problems += [str(unread) for unread in unread_keys(config)]
 
     if problems:
@@ -296,3 +300,29 @@ def _run_problems(config: AnyConfig) -> Iterator[str]:
             f"{_joined(too_late)} would end after trainer.total_steps {total}; lower the first or "
             "raise the second"
         )
+
+
+def _metric_problems(config: AnyConfig) -> Iterator[str]:
+    """Names that no metric of such a run can have, one line each."""
+    if isinstance(config, PPOConfig):
+        kinds: tuple[str, ...] = _PPO
+    elif isinstance(config, SFTConfig):
+        kinds = ("sft", *_SUPERVISED)
+    else:
+        kinds = ("dpo" if isinstance(config, DPOConfig) else "rm", *_SUPERVISED)
+
+    trainer = config.trainer
+    for key, name in (("keep_best", trainer.keep_best), ("export_best", trainer.export_best)):
+        if name is None:
+            continue
+        kind, slash, rest = name.partition("/")
+        if kind in _TEST and isinstance(config, PPOConfig):
+            yield (
+                f"trainer.{key} is {name}, but no step is chosen by data.test_files, whose figures "
+                f"would then be too good; use {kind.replace('test', 'val')}/{rest}"
+            )
+        elif kind not in kinds or not slash or not rest:
+            yield (
+                f"trainer.{key} is {name}, which is no metric of this run; their names begin with "
+                f"{', '.join(f'{known}/' for known in kinds)}"
+            )

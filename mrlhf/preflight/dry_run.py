@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from mrlhf.config.methods import find_method
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.inference.installed import require_engine
-from mrlhf.methods import find_method
+from mrlhf.metrics.trackers import check_trackers
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.inputs import check_inputs
@@ -22,14 +23,13 @@ from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import (
     InputPath,
     absent_paths,
+    own_methods,
     require_paths,
     tokenizer_to_come,
     without,
 )
 from mrlhf.preflight.schedule_drawing import draw_schedules
 from mrlhf.preflight.words import count, describe, describe_cache
-from mrlhf.trackers import check_trackers
-from mrlhf.user_code import is_reference
 
 
 def smallest_world(config: AnyConfig) -> int:
@@ -42,15 +42,10 @@ def smallest_world(config: AnyConfig) -> int:
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The findings of a dry run.
+    """The findings of a dry run."""
 
-    Attributes:
-        missing: names in the configuration that this machine lacks, one line each.
-        text: the whole report; it begins with what is missing.
-    """
-
-    missing: tuple[str, ...]
-    text: str
+    missing: tuple[str, ...]  # names that this machine lacks, one line each
+    text: str  # the whole report; it begins with what is missing
 
 
 def dry_run(
@@ -123,19 +118,11 @@ def preflight(config: AnyConfig, world_size: int) -> str:
 
 
 def _check_user_methods(config: PPOConfig, absent: Collection[InputPath] = ()) -> None:
-    """Import the files that `loss_mode` and `adv_estimator` name, and find the functions in them.
-
-    Functions in files that are `absent` from this machine are not checked.
-    """
-    names = {
-        "actor.policy_loss.loss_mode": config.actor.policy_loss.loss_mode,
-        "algorithm.adv_estimator": config.algorithm.adv_estimator,
-    }
+    """Find the user's own functions in the method, except those in files that are `absent`."""
     missing = {path.key for path in absent}
     problems = []
-
-    for key, name in names.items():
-        if not is_reference(name) or key in missing:
+    for key, name in own_methods(config).items():
+        if key in missing:
             continue
         try:
             find_method(key, name, {})

@@ -7,14 +7,16 @@ the conditions between these. It does not know how a file is read, nor how its r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+import os
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
 
 from mrlhf.batch import Prompts
-from mrlhf.config.data import PromptDataSection, SupervisedDataSection
-from mrlhf.config.reward import RewardSection, RewardTermSection
+from mrlhf.config.data import SupervisedDataSection
+from mrlhf.config.fields import Section
+from mrlhf.config.reward import RewardSection
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
 from mrlhf.data.prompts import PromptDataset
@@ -26,8 +28,7 @@ from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.preflight.model_checks import head_of
-from mrlhf.preflight.paths import TOKENIZER, InputPath
-from mrlhf.preflight.shared_rows import warn_of_files_named_twice, warn_of_shared_rows
+from mrlhf.preflight.paths import InputPath
 from mrlhf.preflight.vocabulary import (
     Endings,
     check_vocabularies,
@@ -40,221 +41,183 @@ from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.rules import answer_rules
 from mrlhf.rewards.worker_process import Limits
 
-DataSection = PromptDataSection | SupervisedDataSection
-Split = Literal["train", "val", "test"]
-InputsT = TypeVar("InputsT", "PPOInputs", "SFTInputs", "PreferenceInputs")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PPOInputs:
-    """The inputs of a PPO run.
-
-    Attributes:
-        generation_config: the text of the actor's `generation_config.json`, if it has one.
-        held_out: the prompts of `data.val_files` as "val" and those of `data.test_files` as "test",
-            if there are any.
-        steps: training steps of the run.
-        reward: the terms of the reward; users' functions are running.
-    """
+    """The inputs of a PPO run."""
 
     tokenizer: Tokenizer
     endings: Endings
-    generation_config: str | None
+    generation_config: str | None  # the text of the actor's file of that name, if it has one
     prompts: PromptDataset
+    # The prompts of data.val_files as "val" and those of data.test_files as "test", if any.
     held_out: Mapping[str, Prompts]
-    steps: int
-    reward: RewardFunction
+    steps: int  # training steps of the run
+    reward: RewardFunction  # users' functions are running
 
 
 @dataclass(frozen=True)
 class SFTInputs:
-    """The inputs of supervised fine-tuning.
-
-    Attributes:
-        generation_config: the text of the model's `generation_config.json`, if it has one.
-        held_out: the validation rows; empty if there are none.
-        steps: training steps of the run.
-    """
+    """The inputs of supervised fine-tuning."""
 
     tokenizer: Tokenizer
-    generation_config: str | None
+    generation_config: str | None  # the text of the model's file of that name, if it has one
     examples: list[SftExample]
-    held_out: list[SftExample]
-    steps: int
+    held_out: list[SftExample]  # the validation rows
+    steps: int  # training steps of the run
 
 
 @dataclass(frozen=True)
 class PreferenceInputs:
-    """The inputs of a training on preference pairs.
-
-    Attributes:
-        generation_config: the text of the model's `generation_config.json`; None if it has none, or
-            if the model generates nothing.
-        held_out: the validation pairs, if there are any.
-        steps: training steps of the run.
-    """
+    """The inputs of a training on preference pairs."""
 
     tokenizer: Tokenizer
-    generation_config: str | None
+    generation_config: str | None  # as for fine-tuning; None too if the model generates nothing
     pairs: PreferencePairs
-    held_out: PreferencePairs | None
-    steps: int
-
-
-@dataclass(frozen=True)
-class _PresentInputs:
-    """The inputs that exist on this machine; a run has all of them, a dry run may not.
-
-    Attributes:
-        whole: whether nothing is absent.
-        files: the data files of each split.
-        policy: whether the trained model is present.
-    """
-
-    whole: bool
-    files: Mapping[Split, list[str]]
-    policy: bool
-    terms: Sequence[RewardTermSection]
-
-
-def _present_inputs(config: AnyConfig, absent: Collection[InputPath] = ()) -> _PresentInputs:
-    """The inputs of `config` without those that are `absent`."""
-    # A directory without a tokenizer may hold a model.
-    missing = {path.path for path in absent if path.key != TOKENIZER}
-    named: dict[Split, Sequence[str]] = {
-        "train": config.data.train_files,
-        "val": config.data.val_files,
-    }
-    terms: Sequence[RewardTermSection] = ()
-    if isinstance(config, PPOConfig):
-        named["test"] = config.data.test_files
-        terms = config.reward.terms
-
-    return _PresentInputs(
-        whole=not absent,
-        files={
-            split: [file for file in files if file not in missing] for split, files in named.items()
-        },
-        policy=config.roles()[_policy(config)].path not in missing,
-        terms=[term for term in terms if term.name.rpartition(":")[0] not in missing],
-    )
+    held_out: PreferencePairs | None  # the validation pairs, if there are any
+    steps: int  # training steps of the run
 
 
 def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
     """Read the inputs of a PPO run, whose paths exist; raises as `check_inputs`."""
-    return _whole(_ppo_inputs(config, _tokenizer(config.data), _present_inputs(config)))
+    tokenizer, endings = _tokenizer_and_endings(config)
+    splits = _prompts_by_split(config, tokenizer)
+    prompts, _ = splits.pop("train")
+    return PPOInputs(
+        tokenizer=tokenizer,
+        endings=endings,
+        generation_config=read_generation_config(config.actor.path),
+        prompts=prompts,
+        held_out={split: rows for split, (_, rows) in splits.items()},
+        steps=_ppo_steps(config, len(prompts)),
+        reward=load_rewards(config.reward),
+    )
 
 
 def read_sft_inputs(config: SFTConfig) -> SFTInputs:
     """Read the inputs of supervised fine-tuning, whose paths exist; raises as `check_inputs`."""
-    return _whole(_sft_inputs(config, _tokenizer(config.data), _present_inputs(config)))
+    tokenizer = _tokenizer(config)
+    examples, held_out = _examples_and_held_out(config, tokenizer)
+    steps = _supervised_steps(config, len(examples), "rows")
+    generation_config = read_generation_config(config.model.path)
+    return SFTInputs(tokenizer, generation_config, examples, held_out, steps)
 
 
 def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
     """Read the inputs of a training on pairs, whose paths exist; raises as `check_inputs`."""
-    return _whole(_preference_inputs(config, _tokenizer(config.data), _present_inputs(config)))
-
-
-def _whole(inputs: InputsT | None) -> InputsT:
-    assert inputs is not None, "nothing is absent, so everything is read"
-    return inputs
+    tokenizer = _tokenizer(config)
+    pairs, held_out = _pairs_and_held_out(config, tokenizer, split=not config.data.val_files)
+    assert pairs is not None, "train_files names a file, and each has rows"
+    steps = _supervised_steps(config, len(pairs), "pairs")
+    generates = head_of(config, "model") == "lm"
+    generation_config = read_generation_config(config.model.path) if generates else None
+    return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
 
 
 def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> int | None:
     """Check the inputs as a run would, except those that are `absent`.
 
     Returns:
-        The training steps of the run; None if an absent input determines them.
+        The training steps of the run; None if an input is absent.
 
     Raises:
         ConfigError, DataError, RewardError: an input cannot be used; one line.
     """
-    present = _present_inputs(config, absent)
-    if {config.data.tokenizer, config.data.chat_template} & {path.path for path in absent}:
-        _check_without_tokenizer(config, present)
+    if absent:
+        _check_present_inputs(config, {path.path for path in absent})
         return None
-
-    tokenizer = _tokenizer(config.data)
-    inputs: PPOInputs | SFTInputs | PreferenceInputs | None
     if isinstance(config, PPOConfig):
-        inputs = _ppo_inputs(config, tokenizer, present)
-        if inputs is not None:
-            inputs.reward.close()
-    elif isinstance(config, SFTConfig):
-        inputs = _sft_inputs(config, tokenizer, present)
-    else:
-        inputs = _preference_inputs(config, tokenizer, present)
-    return None if inputs is None else inputs.steps
+        inputs = read_ppo_inputs(config)
+        inputs.reward.close()
+        return inputs.steps
+    if isinstance(config, SFTConfig):
+        return read_sft_inputs(config).steps
+    return read_preference_inputs(config).steps
 
 
-def _ppo_inputs(
-    config: PPOConfig, tokenizer: Tokenizer, present: _PresentInputs
-) -> PPOInputs | None:
-    """The inputs of a PPO run; None if some are absent, after the others have been checked."""
-    generation_config = read_generation_config(config.actor.path) if present.policy else None
-    end_tokens = end_token_ids(config.actor.path) if present.policy else {}
-    tokenizer = tokenizer.ending_with(end_tokens)
+def _check_present_inputs(config: AnyConfig, absent: Collection[str]) -> None:
+    """Check the inputs that do not lie at the `absent` paths."""
+    here = _without(config, absent)
+    if not {config.data.tokenizer, config.data.chat_template} & set(absent):
+        if isinstance(here, PPOConfig):
+            tokenizer, _ = _tokenizer_and_endings(here)
+            _prompts_by_split(here, tokenizer)
+        elif isinstance(here, SFTConfig):
+            _examples_and_held_out(here, _tokenizer(here))
+        else:
+            _pairs_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
+
+    if isinstance(here, PPOConfig):
+        read_generation_config(here.actor.path)
+        if here.reward.terms:
+            load_rewards(here.reward).close()
+
+
+def _without(config: AnyConfig, absent: Collection[str]) -> AnyConfig:
+    """`config` without the data files and the user's functions at the `absent` paths."""
+    splits = [name for name in type(config.data).model_fields if name.endswith("_files")]
+    present = {
+        name: [file for file in config.data.value_of(name) if file not in absent] for name in splits
+    }
+    changes: dict[str, Section] = {"data": config.data.model_copy(update=present)}
+    if isinstance(config, PPOConfig):
+        terms = [t for t in config.reward.terms if t.name.rpartition(":")[0] not in absent]
+        changes["reward"] = config.reward.model_copy(update={"terms": terms})
+    return config.model_copy(update=changes)
+
+
+def _tokenizer_and_endings(config: PPOConfig) -> tuple[Tokenizer, Endings]:
+    """The tokenizer of a PPO run, and what ends a response."""
+    end_tokens = end_token_ids(config.actor.path)
+    tokenizer = _tokenizer(config).ending_with(end_tokens)
     stop = (config.rollout.stop, config.rollout.stop_token_ids)
     endings = find_endings(*stop, end_tokens, tokenizer)
     warn_of_end_tokens(end_tokens, tokenizer)
-    _check_vocabularies(config, tokenizer)
-
-    known: dict[str, Prompts] = {}
-    prompts = None
-    for split, files in present.files.items():
-        if not files:
-            continue
-        dataset = _prompts(config, split, files, tokenizer)
-        rows = dataset.batch(range(len(dataset)))
-        if split == "train":
-            prompts = dataset
-        else:
-            _compare_prompts(split, rows, known)
-        known[split] = rows
-
-    if not present.whole:
-        _check_rewards(config.reward, present)
-        return None
-    assert prompts is not None
-    known.pop("train")
-    return PPOInputs(
-        tokenizer=tokenizer,
-        endings=endings,
-        generation_config=generation_config,
-        prompts=prompts,
-        held_out=known,
-        steps=_ppo_steps(config, len(prompts)),
-        reward=load_rewards(config.reward),
-    )
+    return tokenizer, endings
 
 
-def _sft_inputs(
-    config: SFTConfig, tokenizer: Tokenizer, present: _PresentInputs
-) -> SFTInputs | None:
-    """The inputs of fine-tuning; None if some are absent, after the others have been checked."""
-    _check_vocabularies(config, tokenizer)
-    examples = _examples(config.data, "train", present, tokenizer)
-    held_out = _examples(config.data, "val", present, tokenizer)
-    rows = [tuple(example.token_ids) for example in held_out]
-    others = [tuple(example.token_ids) for example in examples]
-    warn_of_shared_rows("data.val_files", rows, "data.train_files", others)
-
-    if not present.whole:
-        return None
-    steps = _supervised_steps(config, len(examples), "rows")
-    generation_config = read_generation_config(config.model.path)
-    return SFTInputs(tokenizer, generation_config, examples, held_out, steps)
-
-
-def _preference_inputs(
-    config: PreferenceConfig, tokenizer: Tokenizer, present: _PresentInputs
-) -> PreferenceInputs | None:
-    """The inputs of a training on pairs; None as in `_sft_inputs`."""
+def _prompts_by_split(
+    config: PPOConfig, tokenizer: Tokenizer
+) -> dict[str, tuple[PromptDataset, Prompts]]:
+    """The prompts of "train", "val" and "test" as far as there are files, and all as one batch."""
     data = config.data
-    _check_vocabularies(config, tokenizer)
-    train_rows = _rows("train", present)
-    held_out_rows = _rows("val", present)
-    if train_rows and not data.val_files:
+    files = {"train": data.train_files, "val": data.val_files, "test": data.test_files}
+    splits: dict[str, tuple[PromptDataset, Prompts]] = {}
+    for split, named in files.items():
+        if not named:
+            continue
+        dataset, every = _prompts(config, split, named, tokenizer)
+        if split != "train":
+            rows = [tuple(ids) for ids in every.token_ids]
+            for other, (_, known) in splits.items():
+                others = map(tuple, known.token_ids)
+                _warn_of_shared_rows(f"data.{split}_files", rows, f"data.{other}_files", others)
+        splits[split] = (dataset, every)
+    return splits
+
+
+def _examples_and_held_out(
+    config: SFTConfig, tokenizer: Tokenizer
+) -> tuple[list[SftExample], list[SftExample]]:
+    """The rows to train and to validate on."""
+    examples = _examples(config.data, "data.train_files", config.data.train_files, tokenizer)
+    held_out = _examples(config.data, "data.val_files", config.data.val_files, tokenizer)
+    rows = [tuple(example.token_ids) for example in held_out]
+    others = (tuple(example.token_ids) for example in examples)
+    _warn_of_shared_rows("data.val_files", rows, "data.train_files", others)
+    return examples, held_out
+
+
+def _pairs_and_held_out(
+    config: PreferenceConfig, tokenizer: Tokenizer, split: bool
+) -> tuple[PreferencePairs | None, PreferencePairs | None]:
+    """The pairs to train and to validate on; `split`: the latter are some of the former's rows."""
+    data = config.data
+    train_rows = _rows("data.train_files", data.train_files)
+    held_out_rows = _rows("data.val_files", data.val_files)
+    if train_rows and split:
         train_rows, held_out_rows = split_by_prompt(train_rows, data.held_out_fraction, config.seed)
         if config.trainer.test_freq and not held_out_rows:
             raise DataError(
@@ -266,14 +229,8 @@ def _preference_inputs(
     pairs = _pairs(data, train_rows, tokenizer)
     held_out = _pairs(data, held_out_rows, tokenizer)
     if pairs is not None and held_out is not None:
-        warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
-    if not present.whole:
-        return None
-    assert pairs is not None
-    steps = _supervised_steps(config, len(pairs), "pairs")
-    generates = head_of(config, "model") == "lm"
-    generation_config = read_generation_config(config.model.path) if generates else None
-    return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
+        _warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
+    return pairs, held_out
 
 
 def load_rewards(section: RewardSection) -> RewardFunction:
@@ -284,31 +241,14 @@ def load_rewards(section: RewardSection) -> RewardFunction:
     )
 
 
-def _check_without_tokenizer(config: AnyConfig, present: _PresentInputs) -> None:
-    """Check the inputs that need no tokenizer."""
-    if isinstance(config, PPOConfig):
-        if present.policy:
-            read_generation_config(config.actor.path)
-        _check_rewards(config.reward, present)
-
-
-def _check_rewards(section: RewardSection, present: _PresentInputs) -> None:
-    """Load the terms whose files are here, and stop them again."""
-    if present.terms:
-        load_rewards(section.model_copy(update={"terms": present.terms})).close()
-
-
-def _tokenizer(data: DataSection) -> Tokenizer:
-    """The tokenizer with its template."""
+def _tokenizer(config: AnyConfig) -> Tokenizer:
+    """The tokenizer with its template; it has no token that a model on this machine lacks."""
     try:
-        return load_tokenizer(data.tokenizer, data.chat_template)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
     except DataError as error:
         raise DataError(f"data.tokenizer: {error}") from error
-
-
-def _policy(config: AnyConfig) -> str:
-    """The name of the role that is trained and generates."""
-    return "actor" if isinstance(config, PPOConfig) else "model"
+    _check_vocabularies(config, tokenizer)
+    return tokenizer
 
 
 def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
@@ -318,35 +258,24 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
         for name, role in config.roles().items()
         if Path(role.path).exists()
     }
-    compared: tuple[str, ...] = ()
-    if isinstance(config, PPOConfig) and config.needs_full_kl:
-        compared = ("actor", "reference")
-    check_vocabularies(sizes, tokenizer.highest_id, compared)
+    full_kl = isinstance(config, PPOConfig) and config.needs_full_kl
+    check_vocabularies(sizes, tokenizer.highest_id, ("actor", "reference") if full_kl else ())
     if "actor" in sizes:
         warn_of_undrawn(sizes["actor"], tokenizer.ids)
-    policy = _policy(config)
+    policy = "actor" if isinstance(config, PPOConfig) else "model"
     if policy in sizes and head_of(config, policy) == "lm":
         warn_of_other_end(end_token_ids(config.roles()[policy].path), tokenizer)
 
 
-def _compare_prompts(split: str, held_out: Prompts, known: Mapping[str, Prompts]) -> None:
-    """Warn of held-out prompts that occur in other data."""
-    rows = [tuple(ids) for ids in held_out.token_ids]
-    for other, prompts in known.items():
-        others = {tuple(ids) for ids in prompts.token_ids}
-        warn_of_shared_rows(f"data.{split}_files", rows, f"data.{other}_files", others)
-
-
-def _rows(split: Split, present: _PresentInputs) -> list[Row]:
-    files = present.files[split]
-    warn_of_files_named_twice(f"data.{split}_files", files)
+def _rows(key: str, files: Sequence[str]) -> list[Row]:
+    _warn_of_files_named_twice(key, files)
     return read_rows(files) if files else []
 
 
 def _prompts(
-    config: PPOConfig, split: Split, files: Sequence[str], tokenizer: Tokenizer
-) -> PromptDataset:
-    warn_of_files_named_twice(f"data.{split}_files", files)
+    config: PPOConfig, split: str, files: Sequence[str], tokenizer: Tokenizer
+) -> tuple[PromptDataset, Prompts]:
+    _warn_of_files_named_twice(f"data.{split}_files", files)
     prompts = PromptDataset(
         files,
         tokenizer,
@@ -359,18 +288,18 @@ def _prompts(
     every = prompts.batch(range(len(prompts)))
     warn_of_unknown_tokens(every.token_ids, tokenizer, f"data.{split}_files")
     warn_of_lost_characters(every.text, every.token_ids, tokenizer, f"data.{split}_files")
-    return prompts
+    return prompts, every
 
 
 def _examples(
-    data: SupervisedDataSection, split: Split, present: _PresentInputs, tokenizer: Tokenizer
+    data: SupervisedDataSection, key: str, files: Sequence[str], tokenizer: Tokenizer
 ) -> list[SftExample]:
-    rows = _rows(split, present)
+    rows = _rows(key, files)
     if not rows:
         return []
     examples = encode_sft(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
     tokens = [example.token_ids for example in examples]
-    warn_of_unknown_tokens(tokens, tokenizer, f"data.{split}_files")
+    warn_of_unknown_tokens(tokens, tokenizer, key)
     return examples
 
 
@@ -419,3 +348,37 @@ def _supervised_steps(config: SFTConfig | PreferenceConfig, rows: int, noun: str
             "more, or lower data.batch_size"
         )
     return config.trainer.steps(rows, batch)
+
+
+def _warn_of_files_named_twice(key: str, files: Sequence[str]) -> None:
+    """Warn if `key` names a file twice, by its name, a link or another path."""
+    first_as: dict[tuple[int, int], str] = {}
+    for file in files:
+        status = os.stat(file)
+        identity = (status.st_dev, status.st_ino)
+        first = first_as.get(identity)
+        if first is None:
+            first_as[identity] = file
+            continue
+        other = "" if first == file else f", also as {file}"
+        logger.warning("%s names %s twice%s; its rows count double", key, first, other)
+
+
+def _warn_of_shared_rows(
+    key: str, rows: Sequence[Hashable], other_key: str, others: Iterable[Hashable]
+) -> None:
+    """Warn if held-out rows (files of `key`) are in other data (files of `other_key`) too.
+
+    A warning alone: a small set may be trained and validated on, to see whether it can be learned
+    by heart. A row is the part that the model is given, in a form that is equal for equal rows.
+    """
+    known = set(others)
+    shared = sum(row in known for row in rows)
+    if shared:
+        logger.warning(
+            "%d of %d rows of %s are in %s too; they do not show what the model does with new rows",
+            shared,
+            len(rows),
+            key,
+            other_key,
+        )

@@ -2,8 +2,9 @@
 sampling.
 
 Each complaint is one line with the numbers and the remedy. Only keys that destroy or contradict the
-method are refused here; `config.unread` deals with keys that have no effect. This file knows no
-rank.
+method are refused here; `config.unread` deals with keys that have no effect. A user's function
+tells its names only when it is called, so with one among the terms of the reward names are checked
+on the first step. This file knows no rank.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Iterator
 
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.unread import is_read
-from mrlhf.preflight.term_checks import term_problems
-from mrlhf.rl.names import estimator_traits, policy_loss_traits
+from mrlhf.rl.names import CORRECTNESS_TERMS, estimator_traits, policy_loss_traits
+
+_SHARES_OF_RIGHT = ("/acc@", "/pass@", "/maj@")
 
 
 def method_problems(config: PPOConfig) -> Iterator[str]:
     """All complaints about the method, one line each."""
-    yield from _estimator_problems(config)
     yield from _prompt_group_problems(config)
     yield from _reward_problems(config)
     yield from _loss_problems(config)
@@ -26,21 +27,9 @@ def method_problems(config: PPOConfig) -> Iterator[str]:
     yield from _replay_problems(config)
     yield from _sampling_problems(config)
     yield from _length_problems(config)
-    yield from term_problems(config)
-
-
-def _estimator_problems(config: PPOConfig) -> Iterator[str]:
-    """A lambda that is 0 for every response."""
-    algorithm = config.algorithm
-    reads_lambda = is_read(config, "algorithm.lam_length_alpha")
-    alpha = algorithm.lam_length_alpha
-    longest = config.data.max_response_length
-    if reads_lambda and alpha is not None and alpha * longest <= 1:
-        yield (
-            f"algorithm.lam_length_alpha {alpha} x data.max_response_length {longest} = "
-            f"{alpha * longest:g} is not above 1, so lambda would be 0 for every response; raise "
-            f"lam_length_alpha above {1 / longest:g} or the length"
-        )
+    yield from _weight_problems(config)
+    yield from _component_problems(config)
+    yield from _correctness_problems(config)
 
 
 def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
@@ -207,12 +196,20 @@ def _sampling_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _length_problems(config: PPOConfig) -> Iterator[str]:
-    """The penalty of long responses against the longest response."""
-    buffer = config.algorithm.overlong_buffer
+    """A lambda that is 0 for every response, and a penalty that none or every response has."""
     longest = config.data.max_response_length
+    alpha = config.algorithm.lam_length_alpha
+    reads_lambda = is_read(config, "algorithm.lam_length_alpha")
+    if reads_lambda and alpha is not None and alpha * longest <= 1:
+        yield (
+            f"algorithm.lam_length_alpha {alpha} x data.max_response_length {longest} = "
+            f"{alpha * longest:g} is not above 1, so lambda would be 0 for every response; raise "
+            f"lam_length_alpha above {1 / longest:g} or the length"
+        )
+
+    buffer = config.algorithm.overlong_buffer
     if not buffer.enable:
         return
-
     if buffer.len is None:
         yield (
             "algorithm.overlong_buffer.enable is on without algorithm.overlong_buffer.len; set len "
@@ -223,4 +220,73 @@ def _length_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             f"algorithm.overlong_buffer.len {buffer.len} is not below data.max_response_length "
             f"{longest}, so every response would be penalised; lower the first or raise the second"
+        )
+
+
+def _weight_problems(config: PPOConfig) -> Iterator[str]:
+    """Terms that all have the weight 0, where only their sum counts."""
+    terms = config.reward.terms
+    if config.algorithm.gdpo_reward_keys is None and not any(term.weight for term in terms):
+        names = ", ".join(term.name for term in terms)
+        yield (
+            f"reward.terms gives every term the weight 0 ({names}), so every score would be 0 and "
+            "nothing could be learned; give at least one term another weight"
+        )
+
+
+def _component_problems(config: PPOConfig) -> Iterator[str]:
+    """Terms to compare that do not exist or are named twice, and weights that do not fit them."""
+    if not is_read(config, "algorithm.gdpo_reward_keys"):
+        return
+    key = "algorithm.gdpo_reward_keys"
+    keys = config.algorithm.gdpo_reward_keys
+    weights = config.algorithm.gdpo_reward_weights
+    terms = [term.name for term in config.reward.terms]
+
+    of_weights = "algorithm.gdpo_reward_weights"
+    if weights is not None and keys is None:
+        yield f"{of_weights} needs {key}, which says what is weighted; set both"
+    elif weights is not None and keys is not None and len(keys) != len(weights):
+        yield (
+            f"{of_weights} has {len(weights)} numbers for the {len(keys)} names in {key}; give one "
+            "for each"
+        )
+    if weights is not None and not any(weights):
+        yield f"{of_weights} is 0 for every term, so nothing could be learned; give another weight"
+
+    keys = keys or []
+    for name in sorted({name for name in keys if keys.count(name) > 1}):
+        yield f"{key} names {name} {keys.count(name)} times; name it once and add the weights"
+    if any(":" in term for term in terms):
+        return
+    for name in keys:
+        if name not in terms:
+            yield (
+                f"{key} names {name}, which no term of reward.terms reports (they are "
+                f"{', '.join(terms)}); name one of these, or add a function that returns {name}"
+            )
+
+
+def _correctness_problems(config: PPOConfig) -> Iterator[str]:
+    """Keys that need to know which responses are right, although no reward term says it."""
+    # A function of the user's may return acc.
+    if any(term.name in CORRECTNESS_TERMS or ":" in term.name for term in config.reward.terms):
+        return
+
+    users = []
+    filters = config.algorithm.filter_groups
+    if filters.enable and filters.metric == "acc":
+        users.append("algorithm.filter_groups.metric acc")
+    if config.actor.positive_lm_coef > 0:
+        users.append(f"actor.positive_lm_coef {config.actor.positive_lm_coef}")
+    for key in ("keep_best", "export_best"):
+        metric = getattr(config.trainer, key)
+        if metric is not None and any(share in metric for share in _SHARES_OF_RIGHT):
+            users.append(f"trainer.{key} {metric}")
+
+    for user in users:
+        yield (
+            f"{user} needs to know which responses are right, but no reward term says whether a "
+            "response is right; add {name: exact_match, weight: 0}, gsm8k, or a function that "
+            "returns acc, to reward.terms"
         )

@@ -42,14 +42,10 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """The part of one rank's KV cache, of size `shape`, that a sequence of full length takes.
-
-    Attributes:
-        tokens: length of the longest sequence, in whole blocks.
-    """
+    """The part of one rank's KV cache, of size `shape`, that a sequence of full length takes."""
 
     shape: CacheShape
-    tokens: int
+    tokens: int  # length of the longest sequence, in whole blocks
 
     @property
     def bytes(self) -> int:
@@ -92,14 +88,18 @@ def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, Mod
     for name, role in config.roles().items():
         if role.path in refused:
             continue
+        spec = None
         try:
-            spec = _load(name, role.path, head_of(config, name))
-            if spec is not None and name not in unchecked:
-                remarks += _check_weights(config, name, spec)
-            specs[name] = spec
-        except ConfigError as error:
+            if (Path(role.path) / "config.json").is_file():
+                spec = load_spec(role.path, head_of(config, name))
+                if name not in unchecked:
+                    needs_head = name == "reward_model"
+                    remarks += check_weight_files(role.path, spec, needs_head=needs_head)
+        except (ConfigError, WeightError) as error:
             refused.add(role.path)
-            problems.append(str(error))
+            problems.append(f"{name}: {error}")
+        else:
+            specs[name] = spec
     if "actor" in specs:
         specs["rollout"] = specs["actor"]
 
@@ -117,26 +117,6 @@ def head_of(config: AnyConfig, name: str) -> Head:
     if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
         return "scalar"
     return "lm"
-
-
-def _load(name: str, path: str, head: Head) -> ModelSpec | None:
-    """Load the spec of role `name`'s model from `path`; None without a `config.json`."""
-    if not (Path(path) / "config.json").is_file():
-        return None
-    try:
-        return load_spec(path, head)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-
-
-def _check_weights(config: AnyConfig, name: str, spec: ModelSpec) -> tuple[str, ...]:
-    """Check the headers of the weights that role `name` loads; returns remarks for the user."""
-    try:
-        return check_weight_files(
-            config.roles()[name].path, spec, needs_head=name == "reward_model"
-        )
-    except WeightError as error:
-        raise ConfigError(f"{name}: {error}") from None
 
 
 def without_weights(config: AnyConfig) -> list[str]:
@@ -247,10 +227,19 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
             f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
             f"rollout.engine=native"
         )
-    elif problem is not None:
+        return
+    if problem is not None:
         yield problem
-    else:
-        yield from _cache_problems(config, spec)
+        return
+
+    megabytes = rollout.kv_cache_mb
+    needs = cache_needs(config, spec)
+    if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
+        yield (
+            f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one "
+            f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
+            f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"
+        )
 
 
 def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
@@ -266,16 +255,4 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
             f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's "
             f"max_position_embeddings {spec.max_positions} ({Path(role.path) / 'config.json'}); "
             "lower the data's maximum lengths"
-        )
-
-
-def _cache_problems(config: PPOConfig, spec: ModelSpec) -> Iterator[str]:
-    """A KV cache too small for one sequence."""
-    megabytes = config.rollout.kv_cache_mb
-    needs = cache_needs(config, spec)
-    if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
-        yield (
-            f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one "
-            f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
-            f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"
         )

@@ -15,9 +15,9 @@ from typing import Literal
 
 from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, named_checkpoint
 from mrlhf.config.roots import AnyConfig, PPOConfig
+from mrlhf.config.user_code import is_reference
 from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.user_code import is_reference
 
 Kind = Literal["file", "directory", "file or directory"]
 TOKENIZER = "data.tokenizer"
@@ -25,17 +25,12 @@ TOKENIZER = "data.tokenizer"
 
 @dataclass(frozen=True)
 class InputPath:
-    """A path that the run reads.
+    """A path that the run reads."""
 
-    Attributes:
-        key: the configuration key that names it.
-        holds: a file that the directory must hold; None: no particular one.
-    """
-
-    key: str
+    key: str  # the configuration key that names it
     path: str
     kind: Kind
-    holds: str | None = None
+    holds: str | None = None  # a file that the directory must hold
 
     def __str__(self) -> str:
         return f"{self.key} {self.path}"
@@ -43,10 +38,7 @@ class InputPath:
 
 def input_paths(config: AnyConfig) -> list[InputPath]:
     """Every path that the run of `config` reads, except those that a key takes from another key."""
-    paths = list(_model_paths(config))
-    paths += _data_paths(config)
-    if isinstance(config, PPOConfig):
-        paths += _function_paths(config)
+    paths = list(_named_paths(config))
     # A run with checkpoints of its own may continue without the one from which it began.
     has_own = checkpoints_in(Path(config.trainer.output_dir) / CHECKPOINTS)
     if config.trainer.resume not in ("auto", "never") and not has_own:
@@ -104,36 +96,34 @@ def tokenizer_to_come(config: AnyConfig) -> InputPath | None:
     return InputPath(TOKENIZER, config.data.tokenizer, "directory")
 
 
-def _model_paths(config: AnyConfig) -> Iterator[InputPath]:
+def _named_paths(config: AnyConfig) -> Iterator[InputPath]:
+    """Every path that a key names, apart from the checkpoint to go on from."""
     for name, role in config.roles().items():
         yield InputPath(f"{name}.path", role.path, "directory", holds="config.json")
 
-
-def _data_paths(config: AnyConfig) -> Iterator[InputPath]:
     data = config.data
     yield InputPath(TOKENIZER, data.tokenizer, "file or directory")
     if data.chat_template is not None:
         yield InputPath("data.chat_template", data.chat_template, "file")
-    for file in data.train_files:
-        yield InputPath("data.train_files", file, "file")
-    for file in data.val_files:
-        yield InputPath("data.val_files", file, "file")
+    for split in ("train_files", "val_files", "test_files"):
+        if split in type(data).model_fields:
+            for file in data.value_of(split):
+                yield InputPath(f"data.{split}", file, "file")
+
     if isinstance(config, PPOConfig):
-        for file in config.data.test_files:
-            yield InputPath("data.test_files", file, "file")
-
-
-def _function_paths(config: PPOConfig) -> Iterator[InputPath]:
-    """The files of the user's own functions."""
-    references = {
-        "actor.policy_loss.loss_mode": config.actor.policy_loss.loss_mode,
-        "algorithm.adv_estimator": config.algorithm.adv_estimator,
-    }
-    for number, term in enumerate(config.reward.terms):
-        references[f"reward.terms.{number}.name"] = term.name
-    for key, name in references.items():
-        if is_reference(name):
+        references = own_methods(config)
+        for number, term in enumerate(config.reward.terms):
+            if is_reference(term.name):
+                references[f"reward.terms.{number}.name"] = term.name
+        for key, name in references.items():
             yield InputPath(key, name.rpartition(":")[0], "file")
+
+
+def own_methods(config: PPOConfig) -> dict[str, str]:
+    """The user's own functions in the method, by their keys."""
+    keys = ("actor.policy_loss.loss_mode", "algorithm.adv_estimator")
+    names = {key: config.value_of(key) for key in keys}
+    return {key: name for key, name in names.items() if is_reference(name)}
 
 
 def _problem(path: InputPath) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from mrlhf.config.roots import AnyConfig, DPOConfig
 from mrlhf.parallel.pipeline_order import Pass, timeline
 from mrlhf.preflight.batches import role_work
+from mrlhf.preflight.words import count
 
 _COLUMNS = 88  # characters of the passes on a line
 _STAGES = 16  # lines of a drawing
@@ -30,15 +31,15 @@ def draw_schedules(config: AnyConfig, world_size: int) -> Iterator[str]:
     )
 
     for work in works:
-        count = work.micro_batches
         virtual = f" x vpp {work.role.vpp}" if work.role.vpp > 1 else ""
         what = "forward and backward" if work.is_trained else "forward only"
-        noun = "micro-batch" if count == 1 else "micro-batches"
+        passes = f"{count(work.micro_batches, 'micro-batch')} {what}"
         yield (
-            f"  {work.name}: pp {work.role.pp}{virtual}, {count} {noun} {what}; pipeline bubble "
+            f"  {work.name}: pp {work.role.pp}{virtual}, {passes}; pipeline bubble "
             f"{work.bubble:.0%}"
         )
-        lines = draw(work.role.pp, work.role.vpp, count, forward_only=not work.is_trained)
+        forward_only = not work.is_trained
+        lines = draw(work.role.pp, work.role.vpp, work.micro_batches, forward_only)
         yield from (f"    {line}" for line in lines)
 
 

@@ -23,15 +23,10 @@ _USUAL_COUNT = 1024
 
 @dataclass(frozen=True)
 class Endings:
-    """The ends of a response, besides the longest length.
+    """The ends of a response, besides the longest length."""
 
-    Attributes:
-        token_ids: the response ends after any of these tokens.
-        strings: it ends after the token with which its text contains any of these.
-    """
-
-    token_ids: tuple[int, ...]
-    strings: tuple[str, ...]
+    token_ids: tuple[int, ...]  # it ends after any of these tokens
+    strings: tuple[str, ...]  # and after the token with which its text contains any of these
 
 
 def check_vocabularies(

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrlhf.config.preference import DPOSection
+from mrlhf.config.presets import is_of_method
+from mrlhf.config.reads import ESTIMATOR, LOSS_MODE, trained_loss
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig
+from mrlhf.config.sections import DPOSection
+from mrlhf.config.tree import in_yaml, nodes
+from mrlhf.config.unread import default_of, is_read
+from mrlhf.config.user_code import is_reference
 from mrlhf.device import device_kind
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.batches import RoleWork, longest_unit, role_work
-from mrlhf.preflight.method_description import describe_method
 from mrlhf.preflight.model_checks import MEBIBYTE, cache_block, cache_needs
+from mrlhf.rl.names import ESTIMATOR_TRAITS
+from mrlhf.roles.policy_loss import configured_bypass, needs_mini_batch_pass
 
 _DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
+_SAID = (ESTIMATOR, LOSS_MODE, "actor.loss_agg_mode", "rollout.n", "trainer.critic_warmup")
+_SAFETY = ("actor.entropy_coeff", "actor.target_kl_stop")
 
 
 def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> str:
@@ -73,6 +81,56 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
         replicas = count(world_size // rollout.tp, "replica")
         axes = f"tp {rollout.tp}" if rollout.ep is None else f"tp {rollout.tp}, ep {rollout.ep}"
         yield f"  {'rollout':<12} {axes} x {replicas}, {rollout.engine} engine"
+
+
+def describe_method(config: PPOConfig) -> Iterator[str]:
+    """The parts of the method, the keys that shape them, and what it costs."""
+    estimator = config.algorithm.adv_estimator
+    loss, _ = trained_loss(config)
+    own = ", your own" if is_reference(loss) else ""
+    yield "the method"
+    if not config.needs_critic:
+        needless = f"{estimator} needs none"
+        if is_reference(estimator):
+            needless = "algorithm.use_critic is false"
+        yield f"  no critic: {needless}"
+    yield f"  advantages: {estimator}{_of_estimator(estimator)}"
+    yield f"  policy loss: {loss}{own}, aggregation: {config.actor.agg_mode}"
+
+    changed = [f"{key} {in_yaml(config.value_of(key))}" for key in _changed_keys(config)]
+    yield f"  with {', '.join(changed)}" if changed else "  with all other keys at their defaults"
+
+    if needs_mini_batch_pass(loss, configured_bypass(config.algorithm.rollout_correction)):
+        yield (
+            "  one more forward pass a mini-batch: a statistic of the current policy over all of "
+            "it comes first"
+        )
+
+
+def _of_estimator(name: str) -> str:
+    """The needs and effects of an estimator, apart from its keys."""
+    traits = ESTIMATOR_TRAITS.get(name)
+    if traits is None:
+        return ", your own, not whitened"
+    words = ", whitened" if traits.whitened else ""
+    if traits.compares_terms:
+        words += ", of single terms of the reward"
+    if traits.needs_squared_probabilities:
+        words += ", with a baseline for each token"
+    if traits.needs_greedy_answer:
+        words += ", against a greedy answer to each prompt"
+    return words
+
+
+def _changed_keys(config: PPOConfig) -> Iterator[str]:
+    """The keys of the method that are read and not at their defaults."""
+    for key, node in nodes(PPOConfig).items():
+        is_part = is_of_method(key) or key.startswith("algorithm.") or key in _SAFETY
+        is_part |= key.endswith("optim.skip_grad_norm")
+        if not is_part or node.is_section or key in _SAID or key.split(".")[0] in config.unbuilt:
+            continue
+        if is_read(config, key) and config.value_of(key) != default_of(config, key):
+            yield key
 
 
 def _share(work: RoleWork) -> str:

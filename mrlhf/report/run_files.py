@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, TIMELINE
 from mrlhf.checkpoint.summary import read_summary
-from mrlhf.config.compare import read_leaves
+from mrlhf.config.load import read_leaves
 from mrlhf.errors import DataError
 from mrlhf.log import read_metrics
 
@@ -23,27 +24,19 @@ _NOT_COMPARED = ("trainer.output_dir", "trainer.overwrite", "trainer.resume")
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of a run's directory.
-
-    Attributes:
-        records: a row of metrics for each step.
-        config: the configuration by dotted keys; empty if there is none.
-        summary: empty if the run has not ended.
-        alarms: the failures that the run has seen in its metrics, in order.
-        processes: the description of each rank, by rank.
-        phases: for each recorded step the spans of each rank: phase, seconds after the step's
-            first, seconds, busy seconds.
-        dumps: the files of rollouts, by step.
-    """
+    """The contents of a run's directory."""
 
     directory: Path
-    records: Sequence[Mapping[str, Any]]
-    config: Mapping[str, Any]
-    summary: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]  # a row of metrics for each step
+    config: Mapping[str, Any]  # the configuration by dotted keys; empty if there is none
+    summary: Mapping[str, Any]  # empty if the run has not ended
+    # The failures that the run has seen in its metrics, in order.
     alarms: Sequence[Mapping[str, Any]]
-    processes: Mapping[int, Mapping[str, Any]]
+    processes: Mapping[int, Mapping[str, Any]]  # the description of each rank, by rank
+    # For each recorded step the spans of each rank: phase, seconds after the step's first, seconds,
+    # busy seconds.
     phases: Mapping[int, Mapping[int, Sequence[Sequence[Any]]]]
-    dumps: Mapping[int, Path]
+    dumps: Mapping[int, Path]  # the files of rollouts, by step
 
     @property
     def name(self) -> str:
@@ -76,7 +69,7 @@ def read_run(directory: Path) -> RunFiles:
         records=records,
         config=read_leaves(_text(directory / CONFIG)),
         summary=read_summary(directory) or {},
-        alarms=_alarms(directory / ALARMS),
+        alarms=_records(directory / ALARMS),
         processes=processes,
         phases={step: phases[step] for step in sorted(phases) if step in steps},
         dumps=_dumps(directory / "rollouts", steps),
@@ -103,11 +96,7 @@ def _timeline(
     lines: dict[int, dict[int, tuple[int, dict[str, Any]]]] = {}
     for file in sorted(directory.glob("rank_*.jsonl")):
         rank = int(file.stem.removeprefix("rank_"))
-        for line in _text(file).splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # a line that was being written as the process ended
-                continue
+        for record in _records(file):
             if "process" in record:
                 processes[rank] = record["process"]
             else:
@@ -149,14 +138,13 @@ def _dumps(directory: Path, steps: set[int]) -> dict[int, Path]:
     return dumps
 
 
-def _alarms(file: Path) -> list[dict[str, Any]]:
-    alarms = []
+def _records(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file as JSON; empty if there is none."""
+    records = []
     for line in _text(file).splitlines():
-        try:
-            alarms.append(json.loads(line))
-        except ValueError:  # a line that was being written as the process ended
-            continue
-    return alarms
+        with suppress(ValueError):  # a line that was being written as the process ended
+            records.append(json.loads(line))
+    return records
 
 
 def _text(file: Path) -> str:

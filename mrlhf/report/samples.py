@@ -28,23 +28,17 @@ Floats = NDArray[np.float32]
 
 @dataclass
 class PackedSamples:
-    """The samples of a run, packed for the page; blocks are base64.
+    """The samples of a run, packed for the page; blocks are base64."""
 
-    Attributes:
-        columns: the index; one entry a sample. `block` and `place` say where its tokens are: the
-            number of the block, and where in it the sample's part begins and ends.
-        quantities: the names of the numbers that tokens have, in the order in which they are
-            stored.
-        token_blocks: the samples of a step.
-        text_blocks: prompts and responses of up to `TEXTS_IN_BLOCK` samples.
-        left_out: the number of samples that did not fit.
-    """
-
+    # The index; one entry a sample. `block` and `place` say where its tokens are: the number of the
+    # block, and where in it the sample's part begins and ends.
     columns: dict[str, list[Any]] = field(default_factory=dict)
+    # The names of the numbers that tokens have, in the order in which they are stored.
     quantities: list[str] = field(default_factory=list)
-    token_blocks: list[str] = field(default_factory=list)
+    token_blocks: list[str] = field(default_factory=list)  # the samples of a step
+    # Prompts and responses of up to `TEXTS_IN_BLOCK` samples.
     text_blocks: list[str] = field(default_factory=list)
-    left_out: int = 0
+    left_out: int = 0  # the number of samples that did not fit
 
 
 def pack_samples(dumps: Mapping[int, Path], most: int) -> PackedSamples:

@@ -26,17 +26,11 @@ _Shards = tuple[int, ...]
 
 
 class Demand(NamedTuple):
-    """A slice that is needed.
+    """A slice that is needed."""
 
-    Attributes:
-        holders: the source shards that have the slice, ascending.
-        receivers: the target shards that need it, ascending; their ranks may also be holders.
-        turn: the sender at which the deal starts, as a fraction of the number of senders.
-    """
-
-    holders: _Shards
-    receivers: _Shards
-    turn: float
+    holders: _Shards  # the source shards that have the slice, ascending
+    receivers: _Shards  # the target shards that need it, ascending; their ranks may also be holders
+    turn: float  # the sender at which the deal starts, as a fraction of the number of senders
 
 
 @dataclass(frozen=True)
@@ -71,20 +65,15 @@ class Choice:
         """The rank that sends a slice to `rank`, which needs it and does not hold it."""
         senders = self._count(self._source, demand.holders)
         if senders == 1:
-            return _rank_number(self._source, demand.holders, 0)
+            return _rank_with_number(self._source, demand.holders, 0)
         vicinity = self._vicinity(rank, demand)
         if vicinity.senders:
             return vicinity.sender_to(rank, demand.turn)
 
-        place = self._target.place_of(rank)
-        assert place is not None, f"rank {rank} is not on the target's side"
-        shard, replica = place
-        position = demand.receivers.index(shard) * len(self._target.replicas)
-        position += replica - self._target.replicas.start
+        position = _number_of_rank(self._target, demand.receivers, rank)
         receivers = self._count(self._target, demand.receivers)
-
         number = (position * senders // receivers + int(demand.turn * senders)) % senders
-        return _rank_number(self._source, demand.holders, number)
+        return _rank_with_number(self._source, demand.holders, number)
 
     def receivers_from(self, rank: int, shard: int, demand: Demand) -> list[int]:
         """The ranks of target shard `shard` that get a slice from `rank`, which holds it."""
@@ -104,10 +93,7 @@ class Choice:
 
     def _dealt_to(self, rank: int, shard: int, demand: Demand) -> Iterator[int]:
         """The ranks of target shard `shard` whose position is dealt to `rank` among all senders."""
-        place = self._source.place_of(rank)
-        assert place is not None, f"rank {rank} is not on the source's side"
-        number = demand.holders.index(place[0]) * len(self._source.replicas)
-        number += place[1] - self._source.replicas.start
+        number = _number_of_rank(self._source, demand.holders, rank)
         senders = self._count(self._source, demand.holders)
         receivers = self._count(self._target, demand.receivers)
 
@@ -119,7 +105,7 @@ class Choice:
         replicas = len(self._target.replicas)
         shard_first = demand.receivers.index(shard) * replicas
         for position in range(max(first, shard_first), min(stop, shard_first + replicas)):
-            yield _rank_number(self._target, demand.receivers, position)
+            yield _rank_with_number(self._target, demand.receivers, position)
 
     def _vicinity(self, rank: int, demand: Demand) -> _Vicinity:
         near = self._near(rank)
@@ -141,7 +127,15 @@ class Choice:
         return len(shards) * len(side.replicas)
 
 
-def _rank_number(side: Side, shards: _Shards, number: int) -> int:
-    """The rank with this number among the ranks of some shards, shard by shard."""
+def _number_of_rank(side: Side, shards: _Shards, rank: int) -> int:
+    """The number of the rank among the ranks of some shards, shard by shard."""
+    place = side.place_of(rank)
+    assert place is not None, f"rank {rank} is not on this side"
+    shard, replica = place
+    return shards.index(shard) * len(side.replicas) + replica - side.replicas.start
+
+
+def _rank_with_number(side: Side, shards: _Shards, number: int) -> int:
+    """The inverse of `_number_of_rank`."""
     place, replica = divmod(number, len(side.replicas))
     return side.rank_at(shards[place], side.replicas[replica])

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from mrlhf.errors import WeightError
 from mrlhf.parallel.collectives import all_max, exchange
-from mrlhf.reshard.links import LinkBuckets, by_receiver, by_sender
+from mrlhf.reshard.links import LinkBuckets
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.views import Places, Views
-from mrlhf.weights.shard import Key, Piece, Slot
+from mrlhf.weights.shard import Piece, Slot
 
 
 class WeightHolder(Protocol):
@@ -41,33 +41,20 @@ class WeightHolder(Protocol):
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Settings of the transfer of weights.
+    """Settings of the transfer of weights."""
 
-    Attributes:
-        bucket_bytes: bound on the memory of a rank's buckets, sent and received, unless one row of
-            a tensor is larger.
-        verify: after each run, compare checksums of every slice as it is stored on both sides.
-    """
-
-    bucket_bytes: int
-    verify: bool = False
+    bucket_bytes: int  # bound on a rank's buckets, unless one row of a tensor is larger
+    verify: bool = False  # compare checksums of every slice on both sides after each run
 
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """The cost of one reshard on this rank.
+    """The cost of one reshard on this rank."""
 
-    Attributes:
-        bytes_moved: bytes received from other ranks.
-        bytes_had_to_move: bytes that this rank needed and did not hold.
-        peak_extra_bytes: bytes of the buckets.
-        seconds: from the first slice to the last, without verification.
-    """
-
-    bytes_moved: int
-    bytes_had_to_move: int
-    peak_extra_bytes: int
-    seconds: float
+    bytes_moved: int  # bytes received from other ranks
+    bytes_had_to_move: int  # bytes that this rank needed and did not hold
+    peak_extra_bytes: int  # bytes of the buckets
+    seconds: float  # from the first slice to the last, without verification
 
 
 class Resharder:
@@ -102,9 +89,9 @@ class Resharder:
 
         self._engine = engine
         pieces = engine.parameter_pieces()
-        assert all(
-            _keys(pieces[alias.parameter]) == _keys(alias.pieces) for alias in plan.aliases
-        ), "the plan is of another engine"
+        for alias in plan.aliases:
+            own = [piece.key for piece in pieces[alias.parameter]]
+            assert own == [piece.key for piece in alias.pieces], "the plan is of another engine"
 
         self._plan = plan
         self._source_places: Places = {}
@@ -115,9 +102,8 @@ class Resharder:
     def run(self, meanwhile: Callable[[], None] | None = None) -> ReshardStats:
         """Make the engine's weights those of the training model; every rank of the group calls it.
 
-        Args:
-            meanwhile: work that this rank can do while weights are under way, such as allocating
-                the KV cache; it must not touch the engine's weights.
+        `meanwhile` is work that this rank can do while weights are under way, such as allocating
+        the KV cache; it must not touch the engine's weights.
 
         Raises:
             WeightError: `verify` is on and a slice did not arrive as it was sent, another rank did
@@ -162,7 +148,7 @@ class Resharder:
     def _make_links(self) -> LinkBuckets | None:
         """The links that carry this rank's moves; None if no rank of the group has any moves."""
         plan = self._plan
-        links = len(by_receiver(plan.sends)) + len(by_sender(plan.receives))
+        links = len(plan.sends_by_peer) + len(plan.receives_by_peer)
         # This also makes NCCL create the communicator for the exchange: all ranks must take part in
         # the first call of a group, but an exchange may leave some out.
         most_links = all_max(links, self._group, self._device)
@@ -177,10 +163,10 @@ class Resharder:
         sent_sums: list[tuple[int, Tensor]] = []
         received_sums: list[tuple[int, Tensor]] = []
         received_moves: list[Move] = []
-        for receiver, moves in by_receiver(self._plan.sends).items():
+        for receiver, moves in self._plan.sends_by_peer.items():
             sums = _checksums([source(move.source, move.start, move.stop) for move in moves])
             sent_sums.append((receiver, sums.to(self._device)))
-        for sender, moves in by_sender(self._plan.receives).items():
+        for sender, moves in self._plan.receives_by_peer.items():
             sums = torch.empty((len(moves), 2), dtype=torch.int64, device=self._device)
             received_sums.append((sender, sums))
             received_moves += moves
@@ -205,10 +191,6 @@ class Resharder:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def _keys(pieces: Sequence[Piece]) -> list[Key]:
-    return [piece.key for piece in pieces]
 
 
 def _fit(slots: Sequence[Slot], dtype: torch.dtype) -> bool:

@@ -12,30 +12,31 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mrlhf.errors import WeightError
-from mrlhf.reshard.moves import numbers_in_row
+from mrlhf.reshard.moves import Move, numbers_in_row, viewable_parts
 from mrlhf.reshard.sides import Side
 from mrlhf.weights.shard import Key, Piece
 
 
 class Interval(NamedTuple):
-    """Rows `start` to `stop` (exclusive) of a tensor, all of which the same shards hold.
-
-    Attributes:
-        turn: of all numbers that exactly these shards hold, the fraction that comes before this
-            interval, from 0 to below 1; 0 if one rank alone holds it.
-        held: the piece of each shard that holds it, by shard, ascending.
-    """
+    """Rows `start` to `stop` (exclusive) of a tensor, all of which the same shards hold."""
 
     start: int
     stop: int
+    # Of all numbers that exactly these shards hold, the fraction that comes before this interval,
+    # from 0 to below 1; 0 if one rank alone holds it.
     turn: float
-    held: dict[int, Piece]
+    held: dict[int, Piece]  # the piece of each shard that holds it, by shard, ascending
 
     @property
     def elements(self) -> int:
         """The count of numbers in the interval; 0 if nobody holds it."""
         piece = next(iter(self.held.values()), None)
         return 0 if piece is None else (self.stop - self.start) * numbers_in_row(piece)
+
+    def moves(self, rank: int, shard: int, receiver: int, needed: Piece) -> Iterator[Move]:
+        """The moves of the interval from `rank`, which has `shard`, to a piece of `receiver`."""
+        held = self.held[shard]
+        return viewable_parts(Move(rank, receiver, held, needed, self.start, self.stop))
 
 
 class _Tensor(NamedTuple):
@@ -49,11 +50,7 @@ _HELD_NOWHERE = _Tensor([], [])
 
 
 class HeldIntervals:
-    """The intervals of all tensors of one side.
-
-    Attributes:
-        shared: the names of the tensors with an interval that several ranks hold.
-    """
+    """The intervals of all tensors of one side."""
 
     def __init__(self, side: Side) -> None:
         slices: dict[tuple[str, int], list[tuple[int, Piece]]] = {}
@@ -61,7 +58,7 @@ class HeldIntervals:
             for piece in side.pieces(shard):
                 slices.setdefault((piece.name, piece.dim), []).append((shard, piece))
         self._tensors = {tensor: _cut(held) for tensor, held in slices.items()}
-        self.shared: set[str] = set()
+        self.shared: set[str] = set()  # tensors with an interval that several ranks hold
         self._take_turns(len(side.replicas))
 
     def within(self, piece: Piece) -> Iterator[Interval]:

@@ -41,13 +41,10 @@ class LinkBuckets:
         self._device = device
         self._group = group
 
-        self._outgoing = {
-            receiver: _buckets(moves, capacity)
-            for receiver, moves in by_receiver(plan.sends).items()
-        }
-        self._incoming = {
-            sender: _buckets(moves, capacity) for sender, moves in by_sender(plan.receives).items()
-        }
+        sends = plan.sends_by_peer.items()
+        receives = plan.receives_by_peer.items()
+        self._outgoing = {peer: _buckets(moves, capacity) for peer, moves in sends}
+        self._incoming = {peer: _buckets(moves, capacity) for peer, moves in receives}
 
         all_links = [*self._outgoing.values(), *self._incoming.values()]
         self._rounds = max(map(len, all_links), default=0)
@@ -94,22 +91,6 @@ class LinkBuckets:
             peer: torch.empty(max(map(_elements, buckets)), dtype=self._dtype, device=self._device)
             for peer, buckets in by_peer.items()
         }
-
-
-def by_receiver(moves: Sequence[Move]) -> dict[int, list[Move]]:
-    """The moves of one sending rank, by the rank that receives them."""
-    links: dict[int, list[Move]] = {}
-    for move in moves:
-        links.setdefault(move.target_rank, []).append(move)
-    return links
-
-
-def by_sender(moves: Sequence[Move]) -> dict[int, list[Move]]:
-    """The moves of one receiving rank, by the rank that sends them."""
-    links: dict[int, list[Move]] = {}
-    for move in moves:
-        links.setdefault(move.source_rank, []).append(move)
-    return links
 
 
 def _buckets(moves: Sequence[Move], capacity: int) -> list[Bucket]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from mrlhf.reshard.choice import Choice, Demand, NearRanks
 from mrlhf.reshard.intervals import HeldIntervals, Interval, shards_by_slice
-from mrlhf.reshard.moves import Move, numbers_in_row, viewable_parts
+from mrlhf.reshard.moves import Move, numbers_in_row
 from mrlhf.reshard.sides import Side, Sides
 from mrlhf.weights.shard import Key, Piece
 
@@ -39,26 +39,15 @@ class Alias:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What one rank does.
-
-    Attributes:
-        rank: the global rank.
-        receives: slices that come from other ranks.
-        sends: slices that other ranks receive from this one, by their rank.
-        copies: slices that are copied within the rank.
-        aliases: parameters that share storage.
-        itemsize: bytes of a number.
-        bytes_minimum: bytes that the rank needs and does not hold, counted from the layouts and not
-            from `receives`.
-    """
+    """What one rank does."""
 
     rank: int
-    receives: tuple[Move, ...]
-    sends: tuple[Move, ...]
-    copies: tuple[Move, ...]
-    aliases: tuple[Alias, ...]
-    itemsize: int
-    bytes_minimum: int
+    receives: tuple[Move, ...]  # slices that come from other ranks
+    sends: tuple[Move, ...]  # slices that other ranks receive from this one, by their rank
+    copies: tuple[Move, ...]  # slices that are copied within the rank
+    aliases: tuple[Alias, ...]  # parameters that share storage
+    itemsize: int  # bytes of a number
+    bytes_minimum: int  # needed and not held, by the layouts and not by `receives`
 
     @property
     def bytes_received(self) -> int:
@@ -70,6 +59,22 @@ class ReshardPlan:
         """Bytes copied within the rank."""
         return self.itemsize * sum(copy.elements for copy in self.copies)
 
+    @property
+    def sends_by_peer(self) -> dict[int, list[Move]]:
+        """What this rank sends, by the rank that receives it."""
+        links: dict[int, list[Move]] = {}
+        for move in self.sends:
+            links.setdefault(move.target_rank, []).append(move)
+        return links
+
+    @property
+    def receives_by_peer(self) -> dict[int, list[Move]]:
+        """What this rank receives, by the rank that sends it."""
+        links: dict[int, list[Move]] = {}
+        for move in self.receives:
+            links.setdefault(move.source_rank, []).append(move)
+        return links
+
 
 class Planner:
     """Plans for any rank how to get from the pieces of one side to those of another."""
@@ -79,13 +84,9 @@ class Planner:
     ) -> None:
         """Find out which shard holds which slice.
 
-        Args:
-            sides: for each kind of weights who holds what, and who needs what. No rank holds a
-                slice twice, and a slice is of one kind.
-            itemsize: bytes of a number, on all sides.
-            near: the ranks with fast links to a rank, ascending, itself among them; the same list
-                for each of them. A slice comes from one of them if they hold it. By default all
-                links are treated alike.
+        `sides` say for each kind of weights who holds what, and who needs what. No rank holds a
+        slice twice, and a slice is of one kind. `itemsize` are the bytes of a number on all sides.
+        A slice comes from the ranks `near` its receiver if they hold it, as in `Choice`.
         """
         self._itemsize = itemsize
         with _without_collector():
@@ -151,7 +152,17 @@ class _KindPlanner:
 
     def lacking(self, rank: int) -> int:
         """How many numbers a rank needs and does not hold, counted from the layouts alone."""
-        return _lacking(self._pieces(self._source, rank), self._pieces(self._target, rank))
+        held: dict[str, list[Piece]] = {}
+        for piece in self._pieces(self._source, rank):
+            held.setdefault(piece.name, []).append(piece)
+
+        lacking = 0
+        for piece in self._pieces(self._target, rank):
+            rows = piece.stop - piece.start
+            for own in held.get(piece.name, ()):
+                rows -= max(0, min(piece.stop, own.stop) - max(piece.start, own.start))
+            lacking += rows * numbers_in_row(piece)
+        return lacking
 
     def sends(self, rank: int) -> Iterator[Move]:
         """What a rank sends; to each receiver in the order in which that plans to receive it."""
@@ -167,19 +178,18 @@ class _KindPlanner:
                         continue
                     demand = self._demand(shard, piece, interval)
                     for receiver in self._choice.receivers_from(rank, shard, demand):
-                        yield from _moves(rank, receiver, interval.held[own_shard], piece, interval)
+                        yield from interval.moves(rank, own_shard, receiver, piece)
 
     def _fetch(self, rank: int, own_shard: int | None, place: int, piece: Piece) -> Iterator[Move]:
         """The moves that bring `piece` to `rank`; they end wherever a slice of some shard ends."""
         for interval in self._held.within(piece):
-            if own_shard in interval.held:
-                yield from _moves(rank, rank, interval.held[own_shard], piece, interval)
-                continue
-
-            sender = self._choice.sender_to(rank, self._demand(place, piece, interval))
-            shard = self._source.shard_of(sender)
+            sender = rank
+            shard = own_shard
+            if own_shard not in interval.held:
+                sender = self._choice.sender_to(rank, self._demand(place, piece, interval))
+                shard = self._source.shard_of(sender)
             assert shard is not None, "a rank outside the source's side was chosen to send"
-            yield from _moves(sender, rank, interval.held[shard], piece, interval)
+            yield from interval.moves(sender, shard, rank, piece)
 
     def _demand(self, shard: int, piece: Piece, interval: Interval) -> Demand:
         """Target shard `shard` needs the slice; who else does matters where there is a choice."""
@@ -207,14 +217,6 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _moves(
-    source_rank: int, target_rank: int, held: Piece, needed: Piece, interval: Interval
-) -> Iterator[Move]:
-    return viewable_parts(
-        Move(source_rank, target_rank, held, needed, interval.start, interval.stop)
-    )
-
-
 def _by_parameter(pieces: Sequence[Piece]) -> dict[str, tuple[Piece, ...]]:
     assert len({piece.key for piece in pieces}) == len(pieces), "a rank holds a slice twice"
     parameters: dict[str, tuple[Piece, ...]] = {}
@@ -226,19 +228,3 @@ def _by_parameter(pieces: Sequence[Piece]) -> dict[str, tuple[Piece, ...]]:
 def _arrangement(pieces: Sequence[Piece]) -> tuple[tuple[Key, int, int, int], ...]:
     """What decides where each number is stored; parameters with equal arrangements are equal."""
     return tuple((piece.key, piece.offset, piece.block, piece.period) for piece in pieces)
-
-
-def _lacking(held: Sequence[Piece], needed: Sequence[Piece]) -> int:
-    """How many of the numbers in `needed` are not in `held`."""
-    held_of_tensor: dict[str, list[Piece]] = {}
-    for piece in held:
-        held_of_tensor.setdefault(piece.name, []).append(piece)
-
-    lacking = 0
-    for piece in needed:
-        rows = piece.stop - piece.start
-        for own in held_of_tensor.get(piece.name, ()):
-            common = min(piece.stop, own.stop) - max(piece.start, own.start)
-            rows -= max(0, common)
-        lacking += rows * numbers_in_row(piece)
-    return lacking

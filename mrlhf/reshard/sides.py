@@ -14,12 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mrlhf.parallel.engine_layout import EngineLayout
-from mrlhf.parallel.layout import (
-    EXPERT_REPLICA_AXES,
-    REPLICA_AXES,
-    Axis,
-    ParallelLayout,
-)
+from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES, Axis, ParallelLayout
 from mrlhf.weights.shard import Piece
 
 PiecesOfRank = Callable[[int], Sequence[Piece]]
@@ -28,22 +23,15 @@ PiecesOfTensors = Callable[[int, Set[str]], Sequence[Piece]]
 
 @dataclass(frozen=True)
 class Side:
-    """The shards, replicas and pieces of one side.
+    """The shards, replicas and pieces of one side."""
 
-    Attributes:
-        shards: the number of different shards; they are numbered from 0.
-        replicas: the numbers of the replicas that take part; every shard has each of them.
-        place_of: (shard, number of the replica) of a global rank; None if the rank has no piece.
-        rank_at: the global rank with this shard and this number of the replica.
-        pieces: the pieces of a shard, parameter by parameter.
-        list_some: the pieces of some named tensors, and maybe more, if that is faster than all.
-    """
-
-    shards: int
-    replicas: range
+    shards: int  # the number of different shards; they are numbered from 0
+    replicas: range  # the numbers of the replicas that take part; every shard has each of them
+    # (shard, number of the replica) of a global rank; None if the rank has no piece.
     place_of: Callable[[int], tuple[int, int] | None]
-    rank_at: Callable[[int, int], int]
-    pieces: PiecesOfRank
+    rank_at: Callable[[int, int], int]  # the global rank of (shard, number of the replica)
+    pieces: PiecesOfRank  # the pieces of a shard, parameter by parameter
+    # The pieces of some named tensors, and maybe more, if that is faster than all.
     list_some: PiecesOfTensors | None = None
 
     def pieces_of(self, shard: int, tensors: Set[str]) -> list[Piece]:
@@ -59,6 +47,11 @@ class Side:
         if place is None or place[1] not in self.replicas:
             return None
         return place[0]
+
+    def part(self, number: int, parts: int) -> Side:
+        """The side with part `number` of `parts` of its replicas; a part is a contiguous range."""
+        each = len(self.replicas) // parts
+        return replace(self, replicas=self.replicas[number * each : (number + 1) * each])
 
 
 Sides = tuple[Side, Side]
@@ -109,12 +102,8 @@ def sides_of_all(
 ) -> list[Sides]:
     """The source and the target of the dense weights, and those of the experts.
 
-    Args:
-        engines: the replicas, and the layout of the role whose weights they get.
-        in_training: the pieces of a global rank in training.
-        in_engine: the pieces of a global rank in the engine.
-        some_in_engine: the pieces of a global rank in the engine that belong to some named tensors,
-            and maybe more, if that is faster than to list all.
+    `in_training` and `in_engine` give the pieces of a global rank, `some_in_engine` those that
+    belong to some named tensors, and maybe more, if that is faster than to list all.
     """
     # The dense weights and the experts mostly ask for the same ranks.
     in_training = cache(in_training)
@@ -148,25 +137,14 @@ def sides_around(
     actor = engines.actor
     together = engines.copies_together
     exchange = actor.coordinates(rank).dp // together
-    return [_part(sides, exchange, actor.dp // together) for sides in kinds]
+    parts = actor.dp // together
+    return [
+        (source.part(exchange, parts), target.part(exchange, parts)) for source, target in kinds
+    ]
 
 
 def _of_kind(pieces_of_rank: PiecesOfRank, of_expert: bool) -> PiecesOfRank:
     return lambda rank: [piece for piece in pieces_of_rank(rank) if piece.of_expert == of_expert]
-
-
-def _part(sides: Sides, number: int, parts: int) -> Sides:
-    """Both sides with part `number` of `parts` of their replicas; a part is a contiguous range."""
-    source, target = sides
-    return (
-        replace(source, replicas=_share(source.replicas, number, parts)),
-        replace(target, replicas=_share(target.replicas, number, parts)),
-    )
-
-
-def _share(replicas: range, number: int, parts: int) -> range:
-    each = len(replicas) // parts
-    return replicas[number * each : (number + 1) * each]
 
 
 def side_of_ranks(pieces: Mapping[int, Sequence[Piece]]) -> Side:

@@ -26,8 +26,6 @@ from mrlhf.rewards.interface import (
 from mrlhf.rewards.rules import ANSWERS, FORMAT_PATTERN, RULES, format_match
 from mrlhf.rewards.term_names import term_names
 
-__all__ = ["EXTERNAL_TERMS", "RewardFunction", "mix"]
-
 EXTERNAL_TERMS = ("reward_model",)
 """Terms whose scores the caller computes."""
 

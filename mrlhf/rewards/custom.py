@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mrlhf.config.user_code import UserCodeError, read_reference
 from mrlhf.errors import RewardError, UserTraceback
 from mrlhf.rewards.interface import RewardInput, Scored, split_score
 from mrlhf.rewards.worker_process import Limits, WorkerProcess
-from mrlhf.user_code import UserCodeError, read_reference
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,6 @@ from typing import Any, NamedTuple
 
 from mrlhf.errors import RewardError
 
-__all__ = [
-    "LARGEST_SCORE",
-    "RewardInput",
-    "RewardResult",
-    "Rule",
-    "Scored",
-    "check_score",
-    "split_score",
-]
-
 Rule = Callable[[str, str, Any, Mapping[str, Any]], float | Mapping[str, Any]]
 """f(data_source, solution_str, ground_truth, extra_info) -> score, or a mapping with "score".
 
@@ -41,23 +31,14 @@ _WANTED = (
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One response to score.
+    """One response to score."""
 
-    Attributes:
-        data_source: name of the data set that holds the prompt.
-        prompt_text: the prompt as the model saw it.
-        solution_str: the response as text, special tokens left out.
-        ground_truth: the reference answer, as text if a rule compares with it; None without one.
-        extra_info: the rest of the prompt's row, with its `split` and `index`.
-        response_tokens: number of tokens of the response, stop token included.
-    """
-
-    data_source: str
-    prompt_text: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any]
-    response_tokens: int
+    data_source: str  # name of the data set that holds the prompt
+    prompt_text: str  # the prompt as the model saw it
+    solution_str: str  # the response as text, special tokens left out
+    ground_truth: Any  # the reference answer, as text if a rule compares with it; None without one
+    extra_info: Mapping[str, Any]  # the rest of the prompt's row, with its `split` and `index`
+    response_tokens: int  # number of tokens of the response, stop token included
 
     @property
     def title(self) -> str:
@@ -83,17 +64,13 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Scores of a batch; every list is [batch].
+    """Scores of a batch; every list is [batch]."""
 
-    Attributes:
-        scores: the weighted sum of the terms.
-        metrics: each term's own score under the term's name, and its further numbers under
-            "term/name"; NaN where a response has no such number.
-        answers: for each term that extracts answers, the answers; None where there is none.
-    """
-
-    scores: list[float]
+    scores: list[float]  # the weighted sum of the terms
+    # each term's own score under the term's name, and its further numbers under "term/name"; NaN
+    # where a response has no such number
     metrics: dict[str, list[float]]
+    # for each term that extracts answers, the answers; None where there is none
     answers: dict[str, list[str | None]]
 
 

@@ -13,18 +13,6 @@ from typing import Any
 
 from mrlhf.rewards.interface import Rule
 
-__all__ = [
-    "ANSWERS",
-    "FORMAT_PATTERN",
-    "RULES",
-    "answer_rules",
-    "exact_match",
-    "extract_number",
-    "format_match",
-    "gsm8k",
-    "gsm8k_flexible",
-]
-
 FORMAT_PATTERN = r"(?s)\A(?:(?!####).)*(?<![^\n])#### -?\$?\d[\d,]*(?:\.\d+)?\s*\Z"
 """One "#### number" line, and nothing after it."""
 

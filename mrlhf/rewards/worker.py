@@ -33,8 +33,8 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def load_user_code() -> ModuleType:
-    """Load `mrlhf/user_code.py` by its path, since importing the package would import torch."""
-    file = Path(__file__).resolve().parents[1] / "user_code.py"
+    """Load `config/user_code.py` by its path, since importing the package would import torch."""
+    file = Path(__file__).resolve().parents[1] / "config" / "user_code.py"
     spec = importlib.util.spec_from_file_location("mrlhf_user_code", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

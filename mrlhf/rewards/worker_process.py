@@ -28,14 +28,10 @@ _OUT_OF_MEMORY = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP)
 
 @dataclass(frozen=True)
 class Limits:
-    """The time and memory that a user's function may use.
+    """The time and memory that a user's function may use."""
 
-    Attributes:
-        timeout_s: longest time of one call, seconds.
-        memory_mb: most private memory of each of its processes, MB (RLIMIT_DATA); None: no limit.
-    """
-
-    timeout_s: float = 60.0
+    timeout_s: float = 60.0  # longest time of one call, seconds
+    # most private memory of each of its processes, MB (RLIMIT_DATA); None: no limit
     memory_mb: int | None = None
 
     @property

@@ -38,27 +38,21 @@ from mrlhf.rl.token_baselines import (
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The batch as estimators see it; it holds whole prompt groups, and for `gpg` the whole batch.
+    """The batch as estimators see it: whole prompt groups, and for `gpg` the whole batch."""
 
-    Attributes:
-        rewards: [batch, response_len], the reward of each token.
-        mask: bool [batch, response_len].
-        prompt_groups: int64 [batch], rows with the same number answer one prompt.
-        values: [batch, response_len], the critic's prediction before each token, which `gae` needs;
-            None without a critic.
-        greedy_scores: [batch], the score of the greedy response to each row's prompt, for `remax`.
-        probabilities: of each token under the policy before the update, for
-            `optimal_token_baseline` and `tir_optimal_token_baseline`.
-        components: [terms, batch], the scores of single terms of the reward, for `gdpo`. A user's
-            estimator gets those that `algorithm.gdpo_reward_keys` names. Else None.
-    """
-
-    rewards: Tensor
-    mask: Tensor
-    prompt_groups: Tensor
+    rewards: Tensor  # [batch, response_len], the reward of each token
+    mask: Tensor  # bool [batch, response_len]
+    prompt_groups: Tensor  # int64 [batch], rows with the same number answer one prompt
+    # [batch, response_len], the critic's prediction before each token, which `gae` needs; None
+    # without a critic
     values: Tensor | None = None
+    # [batch], the score of the greedy response to each row's prompt, for `remax`
     greedy_scores: Tensor | None = None
+    # of each token under the policy before the update, for `optimal_token_baseline` and
+    # `tir_optimal_token_baseline`
     probabilities: TokenProbabilities | None = None
+    # [terms, batch], the scores of single terms of the reward, for `gdpo`. A user's estimator gets
+    # those that `algorithm.gdpo_reward_keys` names. Else None.
     components: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -75,22 +69,16 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """The numbers that estimators take, and who reads each.
+    """The numbers that estimators take, and who reads each."""
 
-    Attributes:
-        gamma: discount of `gae` and `reinforce_plus_plus`.
-        lam: lambda of `gae`, one for all responses or [batch].
-        critic_lam: lambda of the returns that the critic learns in `gae`; None: the same as `lam`.
-        norm_by_std: whether `grpo`, `grpo_passk` and `gdpo` divide by the std of the prompt group.
-        f_norm: divisor of `gpg`.
-        component_weights: the weight of each component in `gdpo`; None: 1 for all.
-    """
-
-    gamma: float = 1.0
-    lam: float | Tensor = 1.0
+    gamma: float = 1.0  # discount of `gae` and `reinforce_plus_plus`
+    lam: float | Tensor = 1.0  # lambda of `gae`, one for all responses or [batch]
+    # lambda of the returns that the critic learns in `gae`; None: the same as `lam`
     critic_lam: float | None = None
+    # whether `grpo`, `grpo_passk` and `gdpo` divide by the std of the prompt group
     norm_by_std: bool = True
-    f_norm: float = 1.0
+    f_norm: float = 1.0  # divisor of `gpg`
+    # the weight of each component in `gdpo`; None: 1 for all
     component_weights: tuple[float, ...] | None = None
 
 

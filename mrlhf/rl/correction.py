@@ -27,18 +27,13 @@ GEOMETRIC_EPS = 1e-10
 
 @dataclass(frozen=True)
 class Criterion:
-    """A condition that a token, or its whole sequence, must satisfy to be kept.
+    """A condition that a token, or its whole sequence, must satisfy to be kept."""
 
-    Attributes:
-        statistic: the estimator of the divergence, and whether it is of a token or of a sequence.
-        lower: k1: the smallest probability ratio, engine over trainer, that is kept; None for k2
-            and k3.
-        upper: k1: the largest such ratio; k2 and k3: the largest divergence, in nats.
-    """
-
+    # the estimator of the divergence, and whether it is of a token or of a sequence
     statistic: Statistic
+    # k1: the smallest probability ratio, engine over trainer, that is kept; None for k2 and k3
     lower: float | None
-    upper: float
+    upper: float  # k1: the largest such ratio; k2 and k3: the largest divergence, in nats
 
     def __post_init__(self) -> None:
         k1 = self.statistic.endswith("k1")
@@ -76,36 +71,26 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Correction:
-    """Which weights are given, and what is rejected.
+    """Which weights are given, and what is rejected."""
 
-    Attributes:
-        level: `token`: a token's weight is its probability ratio; `sequence`: all tokens of a
-            sequence have the product of their ratios; None: there are no weights.
-        lower: weights outside [lower, upper] become 0; None: those above `upper` become `upper`.
-        upper: the largest weight.
-        normalise: divide the weights by their mean.
-        criteria: a token is kept if all of them hold.
-    """
-
+    # `token`: a token's weight is its probability ratio; `sequence`: all tokens of a sequence have
+    # the product of their ratios; None: there are no weights
     level: WeightLevel | None
+    # weights outside [lower, upper] become 0; None: those above `upper` become `upper`
     lower: float | None
-    upper: float
-    normalise: bool
-    criteria: tuple[Criterion, ...]
+    upper: float  # the largest weight
+    normalise: bool  # divide the weights by their mean
+    criteria: tuple[Criterion, ...]  # a token is kept if all of them hold
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """The weights and the rejection of a batch; each field [batch, response_len], without gradient.
+    """The weights and the rejection of a batch; each [batch, response_len], without gradient."""
 
-    Attributes:
-        weights: factors of the policy loss, 0 outside the mask; None if the correction has none.
-        kept: bool, the mask without the rejected tokens.
-        raw: the weights before truncation and normalisation, 0 outside the mask, or None.
-    """
-
+    # factors of the policy loss, 0 outside the mask; None if the correction has none
     weights: Tensor | None
-    kept: Tensor
+    kept: Tensor  # bool, the mask without the rejected tokens
+    # the weights before truncation and normalisation, 0 outside the mask, or None
     raw: Tensor | None
 
 

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence between two policies, and the controllers of its coefficient.
+"""Estimators of the KL divergence between two policies, and the controller of its coefficient.
 
 The estimators see only the log-probabilities of the tokens that were drawn. The exact divergence
 over the vocabulary (`full`) needs the logits and is computed where those are. This file does not
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,23 +30,15 @@ def _k3(x: Tensor) -> Tensor:
     return (torch.expm1(d) - d).clamp(-K3_LIMIT, K3_LIMIT)
 
 
-def _k1(x: Tensor) -> Tensor:
-    return x
-
-
-def _k1_clamped(x: Tensor) -> Tensor:
-    return x.clamp(min=0)
-
-
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": _k1,
-    "kl": _k1,
+    "k1": lambda x: x,
+    "kl": lambda x: x,
     "abs": torch.abs,
     "k2": _k2,
     "mse": _k2,
     "k3": _k3,
     "low_var_kl": _k3,
-    "k1_clamped": _k1_clamped,
+    "k1_clamped": lambda x: x.clamp(min=0),
 }
 
 
@@ -79,56 +70,33 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind) -> Tensor:
     return value.detach() + (straight_through - straight_through.detach())
 
 
-class KlController(Protocol):
-    """Holds the coefficient of the KL penalty from one step to the next."""
+class KlController:
+    """Holds the coefficient of the KL penalty from one step to the next.
 
-    @property
-    def value(self) -> float:
-        """The coefficient to use now."""
-
-    def update(self, current_kl: float, n_samples: int) -> None:
-        """Take in a step in which `n_samples` responses had the mean KL `current_kl`."""
-
-    def state_dict(self) -> dict[str, float]:
-        """The state that a checkpoint keeps, so that a resumed run has the same coefficient."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state of either kind of controller."""
-
-
-class FixedKlController:
-    """A coefficient that stays as configured, also when a run is resumed with another one."""
-
-    def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
-
-    def update(self, current_kl: float, n_samples: int) -> None:
-        """Change nothing."""
-
-    def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Change nothing: the configured coefficient stays."""
-
-
-class AdaptiveKlController:
-    """A coefficient that grows while the KL is above its target and shrinks while it is below.
-
-    Proportional control of https://arxiv.org/abs/1909.08593, section 2.2.
+    A `fixed` one stays as configured, also when a run is resumed with another one. An `adaptive`
+    one grows while the KL is above its target and shrinks while it is below: the proportional
+    control of https://arxiv.org/abs/1909.08593, section 2.2. Only it reads `target_kl` and
+    `horizon`, in samples.
     """
 
-    def __init__(self, kl_coef: float, target_kl: float, horizon: float) -> None:
-        assert target_kl > 0 and horizon > 0, (
-            f"target_kl {target_kl} and horizon {horizon} must be positive"
-        )
+    def __init__(
+        self, kind: KlControllerKind, kl_coef: float, target_kl: float, horizon: float
+    ) -> None:
         self.value = kl_coef
+        self._adapts = kind == "adaptive"
         self._target_kl = target_kl
         self._horizon = horizon
+        assert not self._adapts or (target_kl > 0 and horizon > 0), (
+            f"target_kl {target_kl} and horizon {horizon} must be positive"
+        )
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Multiply the coefficient by 1 + (clipped relative error) x `n_samples` / horizon."""
+        """Take in a step in which `n_samples` responses had the mean KL `current_kl`.
+
+        An adaptive coefficient is multiplied by 1 + (clipped relative error) x n_samples / horizon.
+        """
+        if not self._adapts:
+            return
         assert math.isfinite(current_kl), f"KL {current_kl} would destroy the coefficient"
         error = current_kl / self._target_kl - 1
         error = min(max(error, -ADAPTIVE_ERROR_LIMIT), ADAPTIVE_ERROR_LIMIT)
@@ -139,16 +107,6 @@ class AdaptiveKlController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the coefficient reached."""
-        self.value = state["value"]
-
-
-def make_kl_controller(
-    kind: KlControllerKind, kl_coef: float, target_kl: float, horizon: float
-) -> KlController:
-    """The controller named `kind`; only `adaptive` reads `target_kl` and `horizon` (in samples)."""
-    controllers: dict[KlControllerKind, Callable[[], KlController]] = {
-        "fixed": lambda: FixedKlController(kl_coef),
-        "adaptive": lambda: AdaptiveKlController(kl_coef, target_kl, horizon),
-    }
-    return controllers[kind]()
+        """Restore the coefficient of either kind of controller, unless it is fixed."""
+        if self._adapts:
+            self.value = state["value"]

@@ -19,15 +19,10 @@ from mrlhf.rl.names import LossAggMode
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The clipped value loss; each field [batch, response_len].
+    """The clipped value loss; each field [batch, response_len]."""
 
-    Attributes:
-        per_token: the loss, to be aggregated.
-        clipped: bool, whether the clipped branch was taken.
-    """
-
-    per_token: Tensor
-    clipped: Tensor
+    per_token: Tensor  # the loss, to be aggregated
+    clipped: Tensor  # bool, whether the clipped branch was taken
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> ValueLoss:

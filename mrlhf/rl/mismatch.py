@@ -14,13 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mrlhf.rl.correction import (
-    Corrected,
-    Correction,
-    Criterion,
-    normalisation_factor,
-    truncate,
-)
+from mrlhf.rl.correction import Corrected, Correction, Criterion, normalisation_factor, truncate
 from mrlhf.rl.kl import LOG_RATIO_LIMIT
 from mrlhf.rl.masking import local_moments, masked_mean, masked_sum, selected
 
@@ -72,15 +66,10 @@ def mismatch_metrics(
 
 
 class _Block(NamedTuple):
-    """The sums over some rows from which `mismatch_metrics` computes its numbers; float64.
+    """The sums over some rows from which `mismatch_metrics` computes its numbers; float64."""
 
-    Attributes:
-        of_tokens: [3], sums over tokens: of both estimates of KL, and of the squared ratio.
-        of_rows: [3, rows], of each row: its tokens, and the sums of both log-probabilities.
-    """
-
-    of_tokens: Tensor
-    of_rows: Tensor
+    of_tokens: Tensor  # [3], sums over tokens: of both estimates of KL, and of the squared ratio
+    of_rows: Tensor  # [3, rows], of each row: its tokens, and the sums of both log-probabilities
 
 
 def _block(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> _Block:
@@ -136,10 +125,9 @@ def weight_metrics(
       beyond these bounds.
     - `batch_norm_factor`: the number by which the weights were divided; only with normalisation.
     """
-    if corrected.raw is None:
+    if corrected.raw is None or correction.level is None:
         return {}
 
-    assert correction.level is not None
     raw = corrected.raw.double()
     weights = truncate(raw, correction)
     mean = _mean(weights, mask)
@@ -175,8 +163,7 @@ def weight_metrics(
         flat = selected(raw, mask)
         metrics["oob_ratio"] = _share((flat < lower) | (flat > correction.upper))
     if correction.normalise:
-        factor = normalisation_factor(weights, mask, correction.level)
-        metrics["batch_norm_factor"] = float(factor)
+        metrics["batch_norm_factor"] = float(normalisation_factor(weights, mask, correction.level))
     return {f"rollout_is_{name}": number for name, number in metrics.items()}
 
 

@@ -30,46 +30,31 @@ AdvantageEstimator = Literal[
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """Facts about an advantage estimator for those who do not call it.
+    """Facts about an advantage estimator for those who do not call it."""
 
-    Attributes:
-        whitened: whether its advantages are whitened over the batch.
-        needs_values: whether it needs a critic.
-        needs_greedy_answer: whether it needs the score of a greedy answer to each prompt.
-        compares_answers: whether it needs at least two answers to a prompt.
-        sums_later_rewards: whether a token's advantage depends on the rewards from it on, so that
-            the tokens of one response may have different advantages.
-        needs_squared_probabilities: whether each token has a baseline of its own, for which the
-            pass before the update sums the squared probabilities of the vocabulary.
-        compares_within_prompt: whether a response is compared with the others to its prompt, if
-            there are any, so that equal scores teach nothing.
-        compares_terms: whether it is computed from the scores of single terms of the reward, and
-            not from their sum, so that what shapes the sum has no effect.
-    """
-
-    whitened: bool = False
-    needs_values: bool = False
+    whitened: bool = False  # whether its advantages are whitened over the batch
+    needs_values: bool = False  # whether it needs a critic
+    # whether it needs the score of a greedy answer to each prompt
     needs_greedy_answer: bool = False
-    compares_answers: bool = False
+    compares_answers: bool = False  # whether it needs at least two answers to a prompt
+    # whether a token's advantage depends on the rewards from it on, so that the tokens of one
+    # response may have different advantages
     sums_later_rewards: bool = False
+    # whether each token has a baseline of its own, for which the pass before the update sums the
+    # squared probabilities of the vocabulary
     needs_squared_probabilities: bool = False
+    # whether a response is compared with the others to its prompt, if there are any, so that equal
+    # scores teach nothing
     compares_within_prompt: bool = False
+    # whether it is computed from the scores of single terms of the reward, and not from their sum,
+    # so that what shapes the sum has no effect
     compares_terms: bool = False
 
 
 ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
-    "gae": EstimatorTraits(
-        whitened=True,
-        needs_values=True,
-    ),
-    "grpo": EstimatorTraits(
-        compares_answers=True,
-        compares_within_prompt=True,
-    ),
-    "grpo_passk": EstimatorTraits(
-        compares_answers=True,
-        compares_within_prompt=True,
-    ),
+    "gae": EstimatorTraits(whitened=True, needs_values=True),
+    "grpo": EstimatorTraits(compares_answers=True, compares_within_prompt=True),
+    "grpo_passk": EstimatorTraits(compares_answers=True, compares_within_prompt=True),
     "rloo": EstimatorTraits(compares_within_prompt=True),
     "opo": EstimatorTraits(compares_within_prompt=True),
     "gpg": EstimatorTraits(compares_within_prompt=True),
@@ -77,10 +62,7 @@ ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
     "reinforce_plus_plus_baseline": EstimatorTraits(whitened=True, compares_within_prompt=True),
     "remax": EstimatorTraits(needs_greedy_answer=True, sums_later_rewards=True),
     "gdpo": EstimatorTraits(
-        whitened=True,
-        compares_answers=True,
-        compares_within_prompt=True,
-        compares_terms=True,
+        whitened=True, compares_answers=True, compares_within_prompt=True, compares_terms=True
     ),
     "optimal_token_baseline": EstimatorTraits(
         sums_later_rewards=True, needs_squared_probabilities=True, compares_within_prompt=True
@@ -118,19 +100,15 @@ PolicyLossName = Literal[LossMode, "reinforce"]
 
 @dataclass(frozen=True)
 class PolicyLossTraits:
-    """Facts about a policy loss for those who do not call it.
+    """Facts about a policy loss for those who do not call it."""
 
-    Attributes:
-        sequence_level: whether it is aggregated as seq-mean-token-mean unless configured otherwise.
-        selects_tokens: whether it needs tokens that are chosen by a statistic of the whole
-            mini-batch.
-        uses_ratio: whether it uses the ratio of two policies, which truncated sampling breaks.
-        needs_sequences: whether the loss of a token depends on other tokens of its sequence.
-    """
-
+    # whether it is aggregated as seq-mean-token-mean unless configured otherwise
     sequence_level: bool = False
+    # whether it needs tokens that are chosen by a statistic of the whole mini-batch
     selects_tokens: bool = False
+    # whether it uses the ratio of two policies, which truncated sampling breaks
     uses_ratio: bool = True
+    # whether the loss of a token depends on other tokens of its sequence
     needs_sequences: bool = False
 
 

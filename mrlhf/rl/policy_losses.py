@@ -27,21 +27,14 @@ SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """The tensors that a policy loss is computed from; each field [batch, response_len].
+    """The tensors that a policy loss is computed from; each field [batch, response_len]."""
 
-    Attributes:
-        logprob: log-probabilities of the drawn tokens under the policy that is trained.
-        old_logprob: the same before this step's updates.
-        advantages: the advantages of the drawn tokens.
-        mask: bool, the tokens that count; the other fields may hold anything elsewhere.
-        selected: bool, the choice of `select_by_covariance` over the whole mini-batch; `clip_cov`
-            and `kl_cov` need it.
-    """
-
-    logprob: Tensor
-    old_logprob: Tensor
-    advantages: Tensor
-    mask: Tensor
+    logprob: Tensor  # log-probabilities of the drawn tokens under the policy that is trained
+    old_logprob: Tensor  # the same before this step's updates
+    advantages: Tensor  # the advantages of the drawn tokens
+    mask: Tensor  # bool, the tokens that count; the other fields may hold anything elsewhere
+    # bool, the choice of `select_by_covariance` over the whole mini-batch; `clip_cov` and `kl_cov`
+    # need it
     selected: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -58,42 +51,28 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class PolicyLossOptions:
-    """The numbers of the losses.
+    """The numbers of the losses."""
 
-    Attributes:
-        clip_low: the ratio is clipped from below at 1 - clip_low; for `geo_mean` d at -clip_low;
-            for `dppo_*` the divergence at which a probability may fall no further.
-        clip_high: the same from above, at 1 + clip_high.
-        clip_c: `vanilla`: bound > 1 on the loss of a token with a negative advantage, in units of
-            that advantage; `dppo_*`: the largest ratio that a token is weighted with.
-        tau_pos: sharpness of `sapo`'s gate where A > 0.
-        tau_neg: sharpness elsewhere.
-        ppo_kl_coef: weight of |d| at the tokens that `kl_cov` selected.
-    """
-
+    # the ratio is clipped from below at 1 - clip_low; for `geo_mean` d at -clip_low; for `dppo_*`
+    # the divergence at which a probability may fall no further
     clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_high: float = 0.2  # the same from above, at 1 + clip_high
+    # `vanilla`: bound > 1 on the loss of a token with a negative advantage, in units of that
+    # advantage; `dppo_*`: the largest ratio that a token is weighted with
     clip_c: float = 3.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    ppo_kl_coef: float = 0.1
+    tau_pos: float = 1.0  # sharpness of `sapo`'s gate where A > 0
+    tau_neg: float = 1.05  # sharpness elsewhere
+    ppo_kl_coef: float = 0.1  # weight of |d| at the tokens that `kl_cov` selected
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss and its measurements; each field [batch, response_len].
+    """A policy loss and its measurements; each field [batch, response_len]."""
 
-    Attributes:
-        per_token: the loss, to be aggregated; 0 outside the mask.
-        approx_kl: -d, whose mean estimates KL(old || current).
-        clipped: bool, whether the clip of the loss was taken; each loss says what that means.
-        clipped_lower: bool, whether the second clip of the loss was taken.
-    """
-
-    per_token: Tensor
-    approx_kl: Tensor
-    clipped: Tensor
-    clipped_lower: Tensor
+    per_token: Tensor  # the loss, to be aggregated; 0 outside the mask
+    approx_kl: Tensor  # -d, whose mean estimates KL(old || current)
+    clipped: Tensor  # bool, whether the clip of the loss was taken; each loss says what that means
+    clipped_lower: Tensor  # bool, whether the second clip of the loss was taken
 
 
 def make_policy_loss(

@@ -17,17 +17,11 @@ from mrlhf.rl.names import PairLossName
 
 @dataclass(frozen=True)
 class PairLogprobs:
-    """The log-probabilities of pairs; each field [pairs, 2], the chosen response first.
+    """The log-probabilities of pairs; each field [pairs, 2], the chosen response first."""
 
-    Attributes:
-        policy: float64, the log-probability of each whole response under the policy, nats.
-        reference: float64, the same under the reference.
-        tokens: tokens of each response, at least 1; its end token is one of them.
-    """
-
-    policy: Tensor
-    reference: Tensor
-    tokens: Tensor
+    policy: Tensor  # float64, the log-probability of each whole response under the policy, nats
+    reference: Tensor  # float64, the same under the reference
+    tokens: Tensor  # tokens of each response, at least 1; its end token is one of them
 
     def __post_init__(self) -> None:
         shapes = {self.policy.shape, self.reference.shape, self.tokens.shape}
@@ -44,15 +38,10 @@ class PairLogprobs:
 
 @dataclass(frozen=True)
 class PairLossOptions:
-    """The numbers of the losses.
+    """The numbers of the losses."""
 
-    Attributes:
-        beta: how strongly the policy is held to the reference.
-        label_smoothing: `sigmoid`: the share of pairs that are taken to be the wrong way round.
-    """
-
-    beta: float
-    label_smoothing: float
+    beta: float  # how strongly the policy is held to the reference
+    label_smoothing: float  # `sigmoid`: the share of pairs that are taken to be the wrong way round
 
 
 def sigmoid_loss(pairs: PairLogprobs, options: PairLossOptions) -> Tensor:

@@ -22,16 +22,11 @@ ENERGY_EPS = 1e-8
 
 @dataclass(frozen=True)
 class TokenProbabilities:
-    """Probabilities under the policy before the update; each field [batch, response_len].
+    """Probabilities under the policy before the update; each field [batch, response_len]."""
 
-    Attributes:
-        logprobs: the log-probability of the drawn token.
-        sum_of_squares: the sum of the squared probabilities of the whole vocabulary.
-        weights: the importance weights that the policy loss is multiplied by, or None.
-    """
-
-    logprobs: Tensor
-    sum_of_squares: Tensor
+    logprobs: Tensor  # the log-probability of the drawn token
+    sum_of_squares: Tensor  # the sum of the squared probabilities of the whole vocabulary
+    # the importance weights that the policy loss is multiplied by, or None
     weights: Tensor | None = None
 
     def energy(self) -> Tensor:

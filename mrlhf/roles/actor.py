@@ -6,7 +6,7 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -29,42 +29,32 @@ from mrlhf.training.engine import ModelEngine
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of a forward pass over a rollout; float32 [batch, response_len].
+    """The result of a forward pass over a rollout; float32 [batch, response_len]."""
 
-    Attributes:
-        logprobs: log-probabilities of the response tokens, at the rollout temperature.
-        entropy: entropy of the distribution that each token was drawn from, nats.
-        full_kl: KL to the reference over the whole vocabulary, or None where the reference's states
-            were not given.
-        sum_of_squares: the sum of the squared probabilities of the vocabulary, or None where it was
-            not asked for.
-        experts: those that the routers chose, if the update replays them; else None.
-        disagreement: the share of pairs of response token and mixture for which the routers chose
-            other experts than the engine's; None if the engine has recorded none.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
+    logprobs: Tensor  # log-probabilities of the response tokens, at the rollout temperature
+    entropy: Tensor  # entropy of the distribution that each token was drawn from, nats
+    # KL to the reference over the whole vocabulary, or None where the reference's states were not
+    # given
     full_kl: Tensor | None
+    # the sum of the squared probabilities of the vocabulary, or None where it was not asked for
     sum_of_squares: Tensor | None = None
+    # those that the routers chose, if the update replays them; else None
     experts: ExpertRecord | None = None
+    # the share of pairs of response token and mixture for which the routers chose other experts
+    # than the engine's; None if the engine has recorded none
     disagreement: float | None = None
 
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """The results of one update of the policy.
+    """The results of one update of the policy."""
 
-    Attributes:
-        metrics: the `actor/` metrics.
-        logprobs: in bypass mode, float32 [batch, response_len], each token's log-probability when
-            it was first trained on; else None.
-        evaluated: bool [batch, response_len], the tokens drawn by the policy for which `logprobs`
-            holds a number; an update may end before the last row. None outside bypass mode.
-    """
-
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # the `actor/` metrics
+    # in bypass mode, float32 [batch, response_len], each token's log-probability when it was first
+    # trained on; else None
     logprobs: Tensor | None
+    # bool [batch, response_len], the tokens drawn by the policy for which `logprobs` holds a
+    # number; an update may end before the last row. None outside bypass mode.
     evaluated: Tensor | None
 
 
@@ -139,62 +129,70 @@ class Actor:
             Interrupted: the run stops here; `progress` says where.
         """
         progress = progress or UpdateProgress()
-        first_logprobs = _FirstLogprobs(experience.rollout.response_mask, progress)
-        routing = self._pass_routing(experience)
-        stopping: Tally | None = None
-        losses = self._losses(experience, cut, ref_states)
-        count = self._section.ppo_epochs * len(cut.mini_batches)
-
+        kept: list[tuple[Tensor, Tensor]] = []
+        shape = experience.rollout.shape
+        in_bypass = self._settings.bypass is not None
         try:
-            for number, (epoch, mini_batch, make_loss) in enumerate(losses):
-                if number < progress.mini_batches:
-                    first_logprobs.pass_over(mini_batch)
-                    continue
-                self.engine.phases.advance(number, count, "mini-batches")
-                loss = make_loss()
-                result = self.engine.train_mini_batch(
-                    mini_batch.packs, loss, "actor", self._stop, routing
-                )
-                if epoch == 0:
-                    first_logprobs.add(mini_batch, result.kept)
-
-                if result.step is None:
-                    stopping = self.engine.metrics_of([result])
-                    break
-                progress.add(result)
+            stopping = self._train(experience, cut, ref_states, progress, kept)
         except Interrupted:
             progress.complete(self.engine)
-            if self._settings.bypass is not None:
-                progress.first_logprobs = first_logprobs.gather(self.engine)
+            if in_bypass:
+                progress.first_logprobs = self._gather(kept, shape, progress.first_logprobs)
             raise
 
         progress.complete(self.engine)
-        total = progress.total
-        kl_at_stop = None
-        if stopping is not None:
-            kl_at_stop = stopping.values()["actor/ppo_kl"]
-            if progress.mini_batches == 0:
-                total = stopping  # no step was taken
-        metrics = self.engine.end_update("actor", total)
-        self.engine.wait_for_weights()  # the inference engine takes them without a pass
-        if "actor/ppo_kl" in metrics:  # missing if every mini-batch was skipped as not finite
-            metrics["actor/approx_kl"] = metrics["actor/ppo_kl"]
-        if self._section.target_kl_stop is not None:
-            metrics["actor/kl_stopped"] = float(kl_at_stop is not None)
-        if kl_at_stop is not None:
-            metrics["actor/kl_at_stop"] = kl_at_stop
-        if self._settings.bypass is None:
+        metrics = self._end_update(progress, stopping)
+        if not in_bypass:
             return PolicyUpdate(metrics, None, None)
-        evaluated = experience.rollout.loss_mask & first_logprobs.rows[:, None]
-        return PolicyUpdate(metrics, first_logprobs.gather(self.engine), evaluated)
 
-    def _losses(
+        reached = progress.mini_batches + (stopping is not None)
+        trained_on = torch.zeros(shape[0], dtype=torch.bool)
+        for mini_batch in cut.mini_batches[:reached]:
+            trained_on[mini_batch.rows] = True
+        logprobs = self._gather(kept, shape, progress.first_logprobs)
+        return PolicyUpdate(metrics, logprobs, experience.rollout.loss_mask & trained_on[:, None])
+
+    def _train(
         self,
         experience: Experience,
         cut: BatchCut,
         ref_states: Sequence[ReferenceStates] | None,
-    ) -> Iterator[tuple[int, PackedMiniBatch, Callable[[], HiddenObjective]]]:
-        """Epoch, mini-batch and the function that makes its loss, step by step.
+        progress: UpdateProgress,
+        kept: list[tuple[Tensor, Tensor]],
+    ) -> Tally | None:
+        """Train on the mini-batches that are left; returns the metrics of one that ends the update.
+
+        `kept` receives the places and the log-probabilities of this rank's tokens that the loss
+        keeps when they are first trained on.
+        """
+        limit = self._section.target_kl_stop
+        stop = None if limit is None else partial(_kl_is_above, limit)
+        routing = self._pass_routing(experience)
+        makers = self._loss_makers(experience, cut, ref_states)
+        steps = self._section.ppo_epochs * list(zip(cut.mini_batches, makers, strict=True))
+
+        for number in range(progress.mini_batches, len(steps)):
+            mini_batch, make_loss = steps[number]
+            self.engine.phases.advance(number, len(steps), "mini-batches")
+            loss = make_loss()
+            result = self.engine.train_mini_batch(mini_batch.packs, loss, "actor", stop, routing)
+            if number < len(cut.mini_batches):  # the first epoch
+                for pack, logprobs in zip(mini_batch.packs, result.kept, strict=False):
+                    if logprobs is not None:
+                        kept.append((pack.places, logprobs.cpu()))
+
+            if result.step is None:
+                return self.engine.metrics_of([result])
+            progress.add(result)
+        return None
+
+    def _loss_makers(
+        self,
+        experience: Experience,
+        cut: BatchCut,
+        ref_states: Sequence[ReferenceStates] | None,
+    ) -> list[Callable[[], HiddenObjective]]:
+        """For each mini-batch the function that makes its loss, to be called at each of its steps.
 
         A loss that needs no pass over its mini-batch is made once for all epochs.
         """
@@ -206,10 +204,40 @@ class Actor:
             make = partial(self._objective, experience, mini_batch, states)
             makers.append(make if self._settings.needs_mini_batch_pass else cache(make))
             begin = end
+        return makers
 
-        for epoch in range(self._section.ppo_epochs):
-            for mini_batch, maker in zip(cut.mini_batches, makers, strict=True):
-                yield epoch, mini_batch, maker
+    def _end_update(self, progress: UpdateProgress, stopping: Tally | None) -> dict[str, float]:
+        """The metrics; `stopping` are those of the mini-batch that ended the update."""
+        total = progress.total
+        if stopping is not None and progress.mini_batches == 0:
+            total = stopping  # no step was taken
+        metrics = self.engine.end_update("actor", total)
+        self.engine.wait_for_weights()  # the inference engine takes them without a pass
+
+        if "actor/ppo_kl" in metrics:  # missing if every mini-batch was skipped as not finite
+            metrics["actor/approx_kl"] = metrics["actor/ppo_kl"]
+        if self._section.target_kl_stop is not None:
+            metrics["actor/kl_stopped"] = float(stopping is not None)
+        if stopping is not None:
+            metrics["actor/kl_at_stop"] = stopping.values()["actor/ppo_kl"]
+        return metrics
+
+    def _gather(
+        self, kept: list[tuple[Tensor, Tensor]], shape: tuple[int, int], earlier: Tensor | None
+    ) -> Tensor:
+        """What all ranks have kept as one table, [batch, response_len]; every rank calls it once.
+
+        `earlier` is the table of what was trained on before the update was interrupted.
+        """
+        groups = self.engine.groups
+        table = groups.machine.table(shape, torch.float32)
+        if groups.coordinates.tp == 0:
+            for places, logprobs in kept:
+                table.entries.view(-1)[places] = logprobs
+        if earlier is not None and torch.distributed.get_rank() == 0:
+            held = earlier != 0
+            table.entries[held] = earlier[held]
+        return table.complete()
 
     def _objective(
         self,
@@ -256,50 +284,7 @@ class Actor:
             replayed = replayed.of_rows(rows)
         return PassRouting(self.engine.device, replayed)
 
-    @property
-    def _stop(self) -> Callable[[Tally], bool] | None:
-        """A function that says whether the policy has moved too far for the update to go on.
 
-        It is None without a limit.
-        """
-        limit = self._section.target_kl_stop
-        if limit is None:
-            return None
-        return lambda metrics: metrics.values()["actor/ppo_kl"] > limit
-
-
-class _FirstLogprobs:
-    """Each token's log-probability when it is first trained on in an update.
-
-    Attributes:
-        rows: bool [batch], the rows that have been trained on.
-    """
-
-    def __init__(self, response_mask: Tensor, progress: UpdateProgress) -> None:
-        self.rows = torch.zeros(len(response_mask), dtype=torch.bool)
-        self._shape = response_mask.shape
-        self._earlier = progress.first_logprobs
-        self._kept: list[tuple[Tensor, Tensor]] = []
-
-    def pass_over(self, mini_batch: PackedMiniBatch) -> None:
-        """Count a mini-batch that was trained on before the update was interrupted."""
-        self.rows[mini_batch.rows] = True
-
-    def add(self, mini_batch: PackedMiniBatch, kept: Sequence[Tensor | None]) -> None:
-        """Add the log-probabilities that the loss kept of this rank's packs."""
-        self.rows[mini_batch.rows] = True
-        for pack, logprobs in zip(mini_batch.packs, kept, strict=False):
-            if logprobs is not None:
-                self._kept.append((pack.places, logprobs.cpu()))
-
-    def gather(self, engine: ModelEngine) -> Tensor:
-        """The table of all ranks, float32 [batch, response_len]; every rank calls it once."""
-        groups = engine.groups
-        table = groups.machine.table(self._shape, torch.float32)
-        if groups.coordinates.tp == 0:
-            for places, logprobs in self._kept:
-                table.entries.view(-1)[places] = logprobs
-        if self._earlier is not None and torch.distributed.get_rank() == 0:
-            held = self._earlier != 0
-            table.entries[held] = self._earlier[held]
-        return table.complete()
+def _kl_is_above(limit: float, metrics: Tally) -> bool:
+    """Whether the policy has moved too far for the update to go on."""
+    return metrics.values()["actor/ppo_kl"] > limit

@@ -67,19 +67,12 @@ class Critic:
 
 @dataclass(frozen=True)
 class _ValueTokens:
-    """The numbers of the tokens of one pack, [tokens], where the model is.
+    """The numbers of the tokens of one pack, [tokens], where the model is."""
 
-    Attributes:
-        mask: bool, the tokens that train.
-        old_values: the critic's predictions before the update.
-        returns: the targets of the prediction.
-        weights: the weight of each token in the sum of the loss.
-    """
-
-    mask: Tensor
-    old_values: Tensor
-    returns: Tensor
-    weights: Tensor
+    mask: Tensor  # bool, the tokens that train
+    old_values: Tensor  # the critic's predictions before the update
+    returns: Tensor  # the targets of the prediction
+    weights: Tensor  # the weight of each token in the sum of the loss
 
 
 class _ValueObjective:

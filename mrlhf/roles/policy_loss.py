@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mrlhf.batch import Experience
 from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.config.methods import find_method
 from mrlhf.config.sections import ActorSection
-from mrlhf.methods import find_method
 from mrlhf.parallel.packs import Pack, lay_flat
 from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
 from mrlhf.rl.losses import token_weights
@@ -37,27 +37,17 @@ class PolicyBatch:
 
     They are tables of a mini-batch on the host, [sequences, response_len]; or of a pack, where the
     model is: its tokens, [selected], or a table of some of its sequences.
-
-    Attributes:
-        drawn: bool, the response tokens that the policy drew.
-        mask: bool, the drawn tokens that correction has not rejected.
-        old_logprobs: log-probabilities that the ratio starts from.
-        advantages: the advantage of each token.
-        ref_logprobs: log-probabilities under the reference, or None.
-        weights: factors of the policy loss, or None.
-        right: bool, the drawn tokens of right responses, or None.
-        token_weights: the weight of each token in the sum of a loss.
-        selected: bool, the tokens chosen by their covariance, or None where the loss chooses none.
     """
 
-    drawn: Tensor
-    mask: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    ref_logprobs: Tensor | None
-    weights: Tensor | None
-    right: Tensor | None
-    token_weights: Tensor
+    drawn: Tensor  # bool, the response tokens that the policy drew
+    mask: Tensor  # bool, the drawn tokens that correction has not rejected
+    old_logprobs: Tensor  # log-probabilities that the ratio starts from
+    advantages: Tensor  # the advantage of each token
+    ref_logprobs: Tensor | None  # log-probabilities under the reference, or None
+    weights: Tensor | None  # factors of the policy loss, or None
+    right: Tensor | None  # bool, the drawn tokens of right responses, or None
+    token_weights: Tensor  # the weight of each token in the sum of a loss
+    # bool, the tokens chosen by their covariance, or None where the loss chooses none
     selected: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PolicyBatch:
@@ -74,22 +64,15 @@ class PolicyBatch:
 
 @dataclass(frozen=True)
 class PolicyLossSettings:
-    """The loss that is trained, and the numbers it takes.
+    """The loss that is trained, and the numbers it takes."""
 
-    Attributes:
-        name: the per-token loss, by its name or as "path/to/file.py:function".
-        function: the per-token loss.
-        section: its numbers, the aggregation, and the terms beside it.
-        bypass: the correction of the current policy against the engine's, made anew on every
-            mini-batch; None where the experience already holds all correction.
-        needs_mini_batch_pass: see the function of this name.
-    """
-
-    name: str
-    function: PolicyLossFunction
-    section: ActorSection
+    name: str  # the per-token loss, by its name or as "path/to/file.py:function"
+    function: PolicyLossFunction  # the per-token loss
+    section: ActorSection  # its numbers, the aggregation, and the terms beside it
+    # the correction of the current policy against the engine's, made anew on every mini-batch; None
+    # where the experience already holds all correction
     bypass: Correction | None
-    needs_mini_batch_pass: bool
+    needs_mini_batch_pass: bool  # see the function of this name
 
     @staticmethod
     def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
@@ -189,25 +172,17 @@ class PolicyLossSettings:
             return batch
 
         section = self.section.policy_loss
+        fraction = section.kl_cov_ratio
+        bounds = None
+        excluded = None
         if self.name == "clip_cov":
             inputs = PolicyLossInputs(logprobs, batch.old_logprobs, batch.advantages, batch.mask)
-            selected = select_by_covariance(
-                logprobs,
-                batch.advantages,
-                batch.mask,
-                fraction=section.clip_cov_ratio,
-                bounds=(section.clip_cov_lb, section.clip_cov_ub),
-                excluded=clip_cov_excluded(inputs, self.options),
-            )
-        else:
-            selected = select_by_covariance(
-                logprobs,
-                batch.advantages,
-                batch.mask,
-                fraction=section.kl_cov_ratio,
-                bounds=None,
-                excluded=None,
-            )
+            fraction = section.clip_cov_ratio
+            bounds = (section.clip_cov_lb, section.clip_cov_ub)
+            excluded = clip_cov_excluded(inputs, self.options)
+        selected = select_by_covariance(
+            logprobs, batch.advantages, batch.mask, fraction, bounds, excluded
+        )
         return replace(batch, selected=selected)
 
     def loss(self, batch: PolicyBatch, logprobs: Tensor) -> tuple[PolicyLoss, Tensor]:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mrlhf.metrics import Tally
-from mrlhf.parallel.packs import Pack, lay_in_rows
+from mrlhf.parallel.packs import Pack, gather_rows, lay_in_rows
 from mrlhf.parallel.vocab import TokenRange
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
-from mrlhf.parallel.whole_rows import gather_rows
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.masking import masked_sum
@@ -27,19 +26,13 @@ from mrlhf.training.engine import PackResult
 
 @dataclass(frozen=True)
 class PolicyMiniBatch:
-    """One mini-batch as this rank trains on it.
+    """One mini-batch as this rank trains on it."""
 
-    Attributes:
-        sequences: the number of sequences of the mini-batch over all ranks.
-        tokens: the number of their tokens that correction has kept.
-        right_tokens: the number of their drawn tokens in right responses.
-        packs: the numbers of each of this rank's packs, where the model is: of the tokens that this
-            rank holds, or of whole sequences where the loss needs these.
-    """
-
-    sequences: int
-    tokens: int
-    right_tokens: int
+    sequences: int  # the number of sequences of the mini-batch over all ranks
+    tokens: int  # the number of their tokens that correction has kept
+    right_tokens: int  # the number of their drawn tokens in right responses
+    # the numbers of each of this rank's packs, where the model is: of the tokens that this rank
+    # holds, or of whole sequences where the loss needs these
     packs: list[PolicyBatch]
 
     @staticmethod
@@ -71,13 +64,10 @@ class PolicyObjective:
     def __call__(
         self, batch: PolicyBatch, numbers: TokenNumbers, share: float
     ) -> tuple[Tensor, Tally]:
-        """The share of some tokens in the loss, and its tally.
+        """The part of some tokens in the loss, and its tally.
 
-        Args:
-            batch: the numbers of these tokens in the mini-batch.
-            numbers: those under the current policy, each of the batch's shape; None if not
-                computed.
-            share: the share of these tokens in the mini-batch.
+        `numbers` are those under the current policy, each of the batch's shape; `share` is the
+        share of these tokens in the mini-batch.
         """
         section = self._section
         logprobs = numbers.logprobs

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mrlhf.data.preferences import PreferencePairs
-from mrlhf.parallel.packs import Pack, lay_in_rows
+from mrlhf.parallel.packs import Pack, gather_rows, lay_in_rows
 from mrlhf.parallel.vocab import TokenRange, Tokens, token_loss
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
-from mrlhf.parallel.whole_rows import gather_rows
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.training.engine import ModelEngine
 
@@ -30,13 +29,9 @@ have gradients; gives their loss, a scalar."""
 
 @dataclass(frozen=True)
 class ResponseLogprobs:
-    """Turns the hidden states of one language model into a number for each response.
+    """Turns the hidden states of one language model into a number for each response."""
 
-    Attributes:
-        engine: holds the model.
-    """
-
-    engine: ModelEngine
+    engine: ModelEngine  # holds the model
 
     def of_pairs(self, pairs: PreferencePairs) -> Tensor:
         """Run the model over both sides of all pairs, float64 [pairs, 2] on every rank's host."""
@@ -56,14 +51,8 @@ class ResponseLogprobs:
         """A loss of the log-probabilities of whole responses, a scalar with gradients.
 
         All ranks that share the sequences evaluate the objective on the same numbers. Each has the
-        gradient through its own tokens.
-
-        Args:
-            hidden: [selected, hidden], at the pack's selected positions.
-            pack: holds the responses.
-            objective: the loss of some of the rows.
-            together: the number of consecutive rows that are never apart: the objective gets all of
-                them.
+        gradient through its own tokens, whose `hidden` is [selected, hidden]. The objective always
+        gets all of `together` consecutive rows.
         """
         units = len(pack.rows) // together
         counts = pack.rank_counts.view(pack.segments.size, units, together).sum(dim=2)

@@ -19,28 +19,18 @@ from mrlhf.training.engine import ModelEngine
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """The reference's side of a KL over the whole vocabulary, for one pack.
+    """The reference's side of a KL over the whole vocabulary, for one pack."""
 
-    Attributes:
-        layer: the reference's output layer.
-        hidden: [selected, hidden], the reference's hidden states; on any device.
-    """
-
-    layer: OutputLayer
-    hidden: Tensor
+    layer: OutputLayer  # the reference's output layer
+    hidden: Tensor  # [selected, hidden], the reference's hidden states; on any device
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Turns the hidden states of one language model into numbers for each selected token.
+    """Turns the hidden states of one language model into numbers for each selected token."""
 
-    Attributes:
-        engine: holds the model.
-        temperature: divides the logits.
-    """
-
-    engine: ModelEngine
-    temperature: float
+    engine: ModelEngine  # holds the model
+    temperature: float  # divides the logits
 
     @property
     def layer(self) -> OutputLayer:
@@ -52,15 +42,11 @@ class TokenLogprobs:
     def of_batch(
         self, packs: Sequence[Pack], shape: tuple[int, int], routing: PassRouting | None = None
     ) -> Tensor:
-        """Run the model, and take the log-probability of each target token of the whole batch.
-
-        Args:
-            packs: this rank's share of the batch.
-            shape: batch and width of the table.
-            routing: the experts that the pass replays and records.
+        """Run the model over `packs`, this rank's share of a batch with tables of this shape.
 
         Returns:
-            float32 [batch, width] on the host of every rank, 0 where no token is selected.
+            The log-probability of each target token, float32 [batch, width] on the host of every
+            rank, 0 where no token is selected.
         """
 
         def evaluate(hidden: Tensor, number: int) -> Tensor:

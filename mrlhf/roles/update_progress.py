@@ -17,17 +17,13 @@ from mrlhf.training.engine import MiniBatchResult, ModelEngine
 
 @dataclass
 class UpdateProgress:
-    """The mini-batches of an update that are done; the same on every rank once it is complete.
+    """The mini-batches of an update that are done; the same on every rank once it is complete."""
 
-    Attributes:
-        mini_batches: the number that have been trained on, over all epochs.
-        total: their metrics; those of the mini-batches since the last `complete` are missing.
-        first_logprobs: in bypass mode, float32 [batch, response_len], each token's log-probability
-            when it was first trained on, before the update was interrupted; else None.
-    """
-
-    mini_batches: int = 0
+    mini_batches: int = 0  # the number that have been trained on, over all epochs
+    # their metrics; those of the mini-batches since the last `complete` are missing
     total: Tally = field(default_factory=Tally)
+    # in bypass mode, float32 [batch, response_len], each token's log-probability when it was first
+    # trained on, before the update was interrupted; else None
     first_logprobs: Tensor | None = None
     _since: list[MiniBatchResult] = field(default_factory=list)
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics.table import row_of
-from mrlhf.rollout.drawn_batch import DrawnBatch
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
-from mrlhf.rollout.generator import SLOWEST, Generator
+from mrlhf.rollout.generator import SLOWEST, DrawnBatch, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer, Scores
 
@@ -27,40 +26,28 @@ _MERGES: Mapping[str, Callable[[list[float]], float]] = {"max": max, "sum": sum}
 
 @dataclass(frozen=True)
 class Collected:
-    """A training batch with its scores.
-
-    Attributes:
-        greedy_scores: float32 [batch], the shaped score of the greedy response to the row's prompt,
-            or None without a greedy baseline.
-        generated_tokens: tokens that the policy drew, also in responses that are not in the batch.
-        metrics: metrics of generation and of dynamic sampling.
-    """
+    """A training batch with its scores."""
 
     rollout: Rollout
     scores: Scores
+    # float32 [batch], the shaped score of the greedy response to the row's prompt, or None without
+    # a greedy baseline
     greedy_scores: Tensor | None
+    # tokens that the policy drew, also in responses that are not in the batch
     generated_tokens: int
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # metrics of generation and of dynamic sampling
 
 
 @dataclass(frozen=True)
 class Collector:
-    """Fills the batches of training steps; every rank calls each method together.
+    """Fills the batches of training steps; every rank calls each method together."""
 
-    Attributes:
-        generator: holds the current weights when `generate` is called.
-        shaper: adds penalties to the scores of greedy responses.
-        prompts: an endless supply of batches of prompts.
-        dynamic_sampler: if given, it draws the responses, from the same supply.
-        greedy_baseline: whether each prompt gets a greedy response too.
-    """
-
-    generator: Generator
+    generator: Generator  # holds the current weights when `generate` is called
     scorer: Scorer
-    shaper: RewardShaper
-    prompts: Iterator[Prompts]
-    dynamic_sampler: DynamicSampler | None
-    greedy_baseline: bool
+    shaper: RewardShaper  # adds penalties to the scores of greedy responses
+    prompts: Iterator[Prompts]  # an endless supply of batches of prompts
+    dynamic_sampler: DynamicSampler | None  # if given, it draws the responses, from the same supply
+    greedy_baseline: bool  # whether each prompt gets a greedy response too
 
     def generate(self, step: int, sampling: SamplingParams) -> tuple[DrawnBatch, DrawnBatch | None]:
         """Generate the responses of training step `step`; the engine sleeps afterwards.

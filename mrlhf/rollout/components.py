@@ -24,17 +24,11 @@ KEY = "algorithm.gdpo_reward_keys"
 
 @dataclass(frozen=True)
 class RewardComponents:
-    """The scores that are compared one by one.
+    """The scores that are compared one by one."""
 
-    Attributes:
-        names: their full names.
-        weights: the weight of each.
-        scores: float64 [names, batch].
-    """
-
-    names: tuple[str, ...]
-    weights: tuple[float, ...]
-    scores: Tensor
+    names: tuple[str, ...]  # their full names
+    weights: tuple[float, ...]  # the weight of each
+    scores: Tensor  # float64 [names, batch]
 
     def metrics(self) -> dict[str, float]:
         """`gdpo/<name>/mean`, `std`, `max` and `min` of each.

@@ -18,8 +18,7 @@ from torch import Tensor
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.algorithm import FilterGroupsSection
 from mrlhf.inference.base import SamplingParams
-from mrlhf.rollout.drawn_batch import DrawnBatch
-from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.generator import DrawnBatch, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scorer, Scores
@@ -32,20 +31,14 @@ class DynamicSampler:
     """Draws training batches in which the responses to each prompt differ.
 
     Every rank calls it at the same time.
-
-    Attributes:
-        generator: holds the current weights when `draw` is called.
-        shaper: adds the penalties for the metric `seq_reward`.
-        prompts: an endless supply of batches of prompts.
-        train_batch_size: prompts of a training batch.
-        filters: which number has to differ, and how many batches may be generated.
     """
 
-    generator: Generator
+    generator: Generator  # holds the current weights when `draw` is called
     scorer: Scorer
-    shaper: RewardShaper
-    prompts: Iterator[Prompts]
-    train_batch_size: int
+    shaper: RewardShaper  # adds the penalties for the metric `seq_reward`
+    prompts: Iterator[Prompts]  # an endless supply of batches of prompts
+    train_batch_size: int  # prompts of a training batch
+    # which number has to differ, and how many batches may be generated
     filters: FilterGroupsSection
 
     def draw(self, step: int, sampling: SamplingParams) -> DrawnBatch:

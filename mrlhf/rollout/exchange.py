@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrlhf.batch import Parts
 from mrlhf.inference.base import EngineStats, Sample
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import OpenTable
-from mrlhf.parts import Parts
 
 _STATS = len(fields(EngineStats))
 _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
@@ -27,36 +27,23 @@ _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class ReplicaSamples:
-    """The samples of one replica; all of its ranks have the same but for the recorded experts.
+    """The samples of one replica; all of its ranks have the same but for the recorded experts."""
 
-    Attributes:
-        rows: the row of each sample in the batch.
-        recorded: for how many tokens of each sample, prompt included, the experts are recorded.
-    """
-
-    rows: list[int]
+    rows: list[int]  # the row of each sample in the batch
     samples: list[Sample]
+    # for how many tokens of each sample, prompt included, the experts are recorded
     recorded: list[int]
     stats: EngineStats
 
 
-@dataclass(frozen=True)
-class SampleHeaders:
-    """Everything about some samples but their tokens; int64 [samples].
+class SampleHeaders(NamedTuple):
+    """Everything about some samples but their tokens; int64 [samples]."""
 
-    Attributes:
-        rows: the row of each sample in the batch.
-        lengths: its number of tokens.
-        stopped: 1 if a stop token or stop string ended it.
-        versions: the version of the weights that drew it.
-        recorded: for how many tokens of prompt and response the experts are recorded.
-    """
-
-    rows: Tensor
-    lengths: Tensor
-    stopped: Tensor
-    versions: Tensor
-    recorded: Tensor
+    rows: Tensor  # the row of each sample in the batch
+    lengths: Tensor  # its number of tokens
+    stopped: Tensor  # 1 if a stop token or stop string ended it
+    versions: Tensor  # the version of the weights that drew it
+    recorded: Tensor  # for how many tokens of prompt and response the experts are recorded
 
     @property
     def record_begins(self) -> Tensor:
@@ -83,36 +70,19 @@ class SampleHeaders:
     @staticmethod
     def join(parts: Sequence[SampleHeaders]) -> SampleHeaders:
         """The headers of all parts, one part after the other."""
-        columns = zip(*[vars(part).values() for part in parts], strict=True)
-        return SampleHeaders(*(torch.cat(column) for column in columns))
-
-    def to_numbers(self) -> Tensor:
-        """All headers as one tensor, int64 [5 * samples]."""
-        return torch.cat(list(vars(self).values()))
-
-    @staticmethod
-    def from_numbers(numbers: Tensor) -> SampleHeaders:
-        """The inverse of `to_numbers`."""
-        return SampleHeaders(*numbers.view(len(fields(SampleHeaders)), -1).unbind())
+        return SampleHeaders(*map(torch.cat, zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True)
 class DrawnSamples:
-    """The samples of all replicas for one batch.
+    """The samples of all replicas for one batch."""
 
-    Attributes:
-        stats: the statistics of each replica's engine.
-        headers: the samples that are there.
-        token_ids: int32 [batch, response_len], zero after the end.
-        logprobs: float32 [batch, response_len], zero after the end.
-        experts: uint8 or int16 [recorded tokens, mixtures, per_token], the experts of all tokens of
-            one row, then those of the next row.
-    """
-
-    stats: list[EngineStats]
-    headers: SampleHeaders
-    token_ids: Tensor
-    logprobs: Tensor
+    stats: list[EngineStats]  # the statistics of each replica's engine
+    headers: SampleHeaders  # the samples that are there
+    token_ids: Tensor  # int32 [batch, response_len], zero after the end
+    logprobs: Tensor  # float32 [batch, response_len], zero after the end
+    # uint8 or int16 [recorded tokens, mixtures, per_token], the experts of all tokens of one row,
+    # then those of the next row
     experts: Tensor
 
     @staticmethod
@@ -132,7 +102,7 @@ class DrawnSamples:
         is_there = torch.arange(self.token_ids.shape[1]) < headers.lengths[:, None]
         return {
             "stats": [list(astuple(stats)) for stats in self.stats],
-            **vars(headers),
+            **headers._asdict(),
             "tokens": self.token_ids[headers.rows][is_there],
             "logprobs": self.logprobs[headers.rows][is_there],
             "experts": self.experts,
@@ -141,7 +111,7 @@ class DrawnSamples:
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> DrawnSamples:
         """The inverse of `state_dict`."""
-        headers = SampleHeaders(**{item.name: state[item.name] for item in fields(SampleHeaders)})
+        headers = SampleHeaders(*(state[name] for name in SampleHeaders._fields))
         if not len(headers.rows):
             return DrawnSamples.none(len(state["stats"]))
 
@@ -171,17 +141,16 @@ def exchange_samples(
     Each replica writes its samples into tables that its machine shares. Only a few numbers a sample
     are gathered on every rank.
 
-    Args:
-        batch: rows of the batch, including those that have not been drawn.
-        drawn: the samples of this rank's replica.
-        earlier: the samples drawn before an interruption, the same on every rank.
-        experts: the mixtures of the model, if experts are recorded.
+    `batch` counts all rows, also those that have not been drawn. `drawn` are the samples of this
+    rank's replica; `earlier` those drawn before an interruption, the same on every rank. With
+    `experts`, the mixtures of the model, the recorded experts are exchanged too.
     """
     counts = torch.tensor(astuple(drawn.stats), dtype=torch.int64)
-    mine = torch.cat([counts, SampleHeaders.of(drawn).to_numbers()])
+    mine = torch.cat([counts, *SampleHeaders.of(drawn)])
     gathered = all_gather_ragged(mine, groups.replicas)
     every_stats = [EngineStats(*numbers[:_STATS].tolist()) for numbers in gathered]
-    parts = [SampleHeaders.from_numbers(numbers[_STATS:]) for numbers in gathered]
+    columns = len(SampleHeaders._fields)
+    parts = [SampleHeaders(*numbers[_STATS:].view(columns, -1)) for numbers in gathered]
 
     if earlier is None:
         earlier = DrawnSamples.none(len(gathered))

@@ -1,7 +1,8 @@
 """Generates a rollout with all replicas of the inference engine.
 
 Every rank sees the whole rollout, but each machine has it in memory only once. So a few numbers a
-token cross the network, once between any two machines. This file does not know rewards or losses.
+token cross the network, once between any two machines. This file does not know how responses
+are scored, nor losses.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.drawn_batch import DrawnBatch
 from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
+from mrlhf.rollout.scoring import Scores
 
 SLOWEST = "perf/slowest_replica"  # metric; the names of others begin with it
 _SEED_BITS = 63
@@ -49,28 +50,36 @@ _NO_MEMORY = (
 )
 
 
+@dataclass(frozen=True)
+class DrawnBatch:
+    """Responses, and what it took to generate them; the same on every rank."""
+
+    rollout: Rollout
+    # tokens that the policy drew for the batch, in kept and dropped responses
+    generated_tokens: int
+    engine_metrics: list[dict[str, float]]  # the engine's metrics of each generation, one or more
+    scores: Scores | None = None  # None if they have not been scored yet
+    # the metrics of dynamic sampling; empty without it
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass
 class Generator:
-    """The inference engine as the trainer sees it: one thing that spans all ranks.
+    """The inference engine as the trainer sees it: one thing that spans all ranks."""
 
-    Attributes:
-        engine: the replica that this rank is part of.
-        resharder: brings the policy's weights into the engine.
-        lengths: the lengths of the responses so far, by stream. They help to give each replica the
-            same amount of work.
-        phases: is told how many of this replica's samples are done; all ranks may stop before a
-            step of the engine.
-        drawn: the samples of the current training step, by the name of their batch.
-        experts: the policy's mixtures, if the engine can record the experts that they choose.
-    """
-
-    engine: InferenceEngine
+    engine: InferenceEngine  # the replica that this rank is part of
     groups: EngineGroups
-    resharder: Resharder
+    resharder: Resharder  # brings the policy's weights into the engine
     seed: int
+    # the lengths of the responses so far, by stream. They help to give each replica the same amount
+    # of work.
     lengths: dict[str, ResponseLengths] = field(default_factory=dict)
+    # is told how many of this replica's samples are done; all ranks may stop before a step of the
+    # engine
     phases: Phases = field(default_factory=Phases)
+    # the samples of the current training step, by the name of their batch
     drawn: dict[str, DrawnSamples] = field(default_factory=dict)
+    # the policy's mixtures, if the engine can record the experts that they choose
     experts: Experts | None = None
 
     @property
@@ -135,24 +144,12 @@ class Generator:
 
         mine = self._assign(prompts, sampling, lengths)[self.groups.replica]
         earlier = self.drawn.get(name)
-        to_draw = requests_without(prompts, sampling, mine, earlier)
-        samples = sum(len(request.samples) for request in to_draw.requests)
-        finished = Finished([], EngineStats())
-        interrupted = None
+        requests = _requests_without(prompts, sampling, mine, earlier)
         began = time.perf_counter()
-        try:
-            with self.phases.interruptible() as may_begin, _named_memory_error("generating"):
-
-                def may_step(unit: int) -> bool:
-                    self.phases.advance(samples - self.engine.in_flight, samples, "responses")
-                    return may_begin(unit)
-
-                finished = generate(self.engine, to_draw.requests, may_step)
-        except Interrupted as stop:
-            interrupted = stop
+        finished, interrupted = self._draw(requests)
         seconds = time.perf_counter() - began
 
-        drawn = self._exchange(len(prompts), sampling, to_draw, finished, earlier)
+        drawn = self._exchange(prompts, sampling, finished, earlier)
         if step is not None:
             self.drawn[name] = drawn  # an interrupted step need not draw them again
         if interrupted is not None:
@@ -201,11 +198,26 @@ class Generator:
         prompt_lengths = [len(tokens) for tokens in prompts.token_ids]
         return assign(prompt_lengths, expected, sampling.n, self.groups.layout.num_replicas)
 
+    def _draw(self, requests: Sequence[Request]) -> tuple[Finished, Interrupted | None]:
+        """Have this rank's replica serve the requests; with the interruption, if the run stops."""
+        samples = sum(len(request.samples) for request in requests)
+        finished = Finished([], EngineStats())
+        try:
+            with self.phases.interruptible() as may_begin, _named_memory_error("generating"):
+
+                def may_step(unit: int) -> bool:
+                    self.phases.advance(samples - self.engine.in_flight, samples, "responses")
+                    return may_begin(unit)
+
+                finished = generate(self.engine, requests, may_step)
+        except Interrupted as stop:
+            return finished, stop
+        return finished, None
+
     def _exchange(
         self,
-        prompts: int,
+        prompts: Prompts,
         sampling: SamplingParams,
-        to_draw: ReplicaRequests,
         finished: Finished,
         earlier: DrawnSamples | None,
     ) -> DrawnSamples:
@@ -213,13 +225,14 @@ class Generator:
         rows = []
         recorded = []
         for sample in finished.samples:
-            rows.append(to_draw.prompts[sample.request_id] * sampling.n + sample.sample_index)
-            computed = len(to_draw.requests[sample.request_id].prompt) + len(sample.arrays[0]) - 1
+            prompt = sample.request_id // sampling.n
+            rows.append(prompt * sampling.n + sample.sample_index)
+            computed = len(prompts.token_ids[prompt]) + len(sample.arrays[0]) - 1
             recorded.append(computed if sampling.record_experts else 0)
 
         mine = ReplicaSamples(rows, finished.samples, recorded, finished.stats)
         experts = self.experts if sampling.record_experts else None
-        return exchange_samples(self.groups, prompts * sampling.n, mine, earlier, experts)
+        return exchange_samples(self.groups, len(prompts) * sampling.n, mine, earlier, experts)
 
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
         """`perf/slowest_replica` and `perf/slowest_replica_rank`; nothing if there is one replica.
@@ -272,35 +285,28 @@ def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:
     return ExpertRecord(experts, recorded.cumsum(0) - recorded, recorded)
 
 
-@dataclass(frozen=True)
-class ReplicaRequests:
-    """The requests for one replica, numbered by their place, and the index of each one's prompt."""
-
-    requests: list[Request]
-    prompts: list[int]
-
-
-def requests_without(
+def _requests_without(
     prompts: Prompts, sampling: SamplingParams, mine: Sequence[Share], drawn: DrawnSamples | None
-) -> ReplicaRequests:
-    """Requests for the samples of the shares `mine` that have not been drawn already."""
-    rows = set() if drawn is None else set(drawn.headers.rows.tolist())
-    to_draw = ReplicaRequests([], [])
+) -> list[Request]:
+    """Requests for the samples of the shares `mine` that have not been drawn already.
 
+    The id of a request is the row of its first sample.
+    """
+    rows = set() if drawn is None else set(drawn.headers.rows.tolist())
+    requests = []
     for share in mine:
         first_row = share.prompt * sampling.n
         taken = {sample for sample in share.samples if first_row + sample in rows}
         for samples in _gaps(share.samples, taken):
             request = Request(
-                id=len(to_draw.requests),
+                id=first_row + samples.start,
                 prompt=prompts.token_ids[share.prompt],
                 uid=prompts.uid[share.prompt],
                 samples=samples,
                 sampling=sampling,
             )
-            to_draw.requests.append(request)
-            to_draw.prompts.append(share.prompt)
-    return to_draw
+            requests.append(request)
+    return requests
 
 
 def _check_finite(logprobs: Tensor, prompts: Prompts, n: int) -> None:

@@ -24,15 +24,11 @@ from mrlhf.rl.shaping import (
 
 @dataclass
 class RewardShaper:
-    """Shapes scores as configured, and keeps the moments for running normalisation.
-
-    Attributes:
-        max_response_length: tokens at which a response is cut.
-        seen: moments of all scores so far, for running normalisation.
-    """
+    """Shapes scores as configured, and keeps the moments for running normalisation."""
 
     algorithm: AlgorithmSection
-    max_response_length: int
+    max_response_length: int  # tokens at which a response is cut
+    # moments of all scores so far, for running normalisation
     seen: Moments = field(default_factory=lambda: Moments(0, 0.0, 0.0))
 
     def shape(self, scores: Tensor, rollout: Rollout) -> Tensor:

@@ -25,12 +25,13 @@ def check_advantages(
     It names the first such response. `shaped` holds the scores [batch]; all inputs of the
     advantages are finite.
     """
-    for what, table in (("advantage", advantages), ("return", returns)):
-        row = _first(~table.isfinite().all(dim=1))
-        if row is not None:
+    for what, table in (("an advantage", advantages), ("a return", returns)):
+        rows = (~table.isfinite().all(dim=1)).nonzero()
+        if len(rows):
+            row = int(rows[0])
             raise RewardError(
                 f"algorithm.adv_estimator {estimator} gives a token of {_response(rollout, row)}, "
-                f"whose score is {float(shaped[row]):g}, {_article(what)} that is not a finite "
+                f"whose score is {float(shaped[row]):g}, {what} that is not a finite "
                 "float32; the scores of the batch are too large, so make them smaller, for example "
                 "by their weight in reward.terms"
             )
@@ -49,12 +50,6 @@ def check_correctness(correct: Sequence[float] | None, user: str) -> None:
         )
 
 
-def _first(true: Tensor) -> int | None:
-    """The first row at which the bool tensor [batch] is True; None if there is none."""
-    rows = true.nonzero()
-    return int(rows[0]) if len(rows) else None
-
-
 def _response(rollout: Rollout, row: int) -> str:
     """The response in words: which sample of which prompt."""
     prompts = rollout.prompts
@@ -63,7 +58,3 @@ def _response(rollout: Rollout, row: int) -> str:
         text = f"{text[:_LONGEST_PROMPT]}..."
     number = rollout.sample_index[row] + 1
     return f"response {number} to prompt {prompts.uid[row]} ({text!r})"
-
-
-def _article(noun: str) -> str:
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"

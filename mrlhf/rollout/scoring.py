@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from mrlhf.rewards.interface import RewardInput, RewardResult
 from mrlhf.rl.names import CORRECTNESS_TERMS
 from mrlhf.roles.reward_model import RewardModel
 
+T = TypeVar("T")
 REPORTED_CORRECTNESS = "acc"
 
 # Responses that are scored before a rank may stop; a user's function may take long for each.
@@ -32,19 +34,13 @@ _UNIT_ROWS = 4
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a rollout, on every rank.
+    """The scores of a rollout, on every rank."""
 
-    Attributes:
-        total: float32 [batch], the weighted sum of all terms.
-        terms: each term's own score and further numbers, by name; [batch], NaN where a response has
-            none.
-        answers: [batch], the answer of each response, from the term that tells right from wrong;
-            None where it finds none. The field is None if no term says so, or if the caller did not
-            want answers.
-    """
-
-    total: Tensor
+    total: Tensor  # float32 [batch], the weighted sum of all terms
+    # each term's own score and further numbers, by name; [batch], NaN where a response has none
     terms: dict[str, list[float]]
+    # [batch], the answer of each response, from the term that tells right from wrong; None where it
+    # finds none. The field is None if no term says so, or if the caller did not want answers.
     answers: list[str | None] | None = None
 
     @property
@@ -68,13 +64,8 @@ class Scores:
 
         A term that a part lacks is NaN for it; answers are kept only if every part has them.
         """
-        terms: dict[str, list[float]] = {}
-        for name in sorted({name for part in parts for name in part.terms}):
-            terms[name] = []
-            for part in parts:
-                missing = [math.nan] * len(part.total)
-                terms[name] += part.terms.get(name, missing)
-
+        columns = _join_columns([(len(part.total), part.terms) for part in parts], math.nan)
+        terms = dict(sorted(columns.items()))
         total = torch.cat([part.total for part in parts])
         answers: list[str | None] = []
         for part in parts:
@@ -92,32 +83,21 @@ class Scores:
         return means
 
 
+@dataclass(frozen=True)
 class Scorer:
     """Scores responses with the terms of the run, and with the reward model if a term needs it."""
 
-    def __init__(
-        self,
-        function: RewardFunction,
-        tokenizer: Tokenizer,
-        reward_model: RewardModel | None,
-        world: dist.ProcessGroup,
-        phases: Phases | None = None,
-    ) -> None:
-        """Take the terms over; `close` ends them.
-
-        Responses are shared out among the ranks of `world`. `phases` is told how many of this
-        rank's responses are scored; with it, all ranks may stop after every few of them.
-        """
-        self._function = function
-        self._tokenizer = tokenizer
-        self._model = reward_model
-        self._world = world
-        self._phases = phases or Phases()
+    function: RewardFunction  # the terms, which `close` ends
+    tokenizer: Tokenizer
+    reward_model: RewardModel | None
+    world: dist.ProcessGroup  # responses are shared out among its ranks
+    # is told how many of this rank's responses are scored; all ranks may stop after every few
+    phases: Phases = field(default_factory=Phases)
 
     @property
     def has_model(self) -> bool:
         """Whether scoring runs a model, which needs the device's memory."""
-        return self._model is not None
+        return self.reward_model is not None
 
     def score(self, rollout: Rollout, with_answers: bool = False) -> Scores:
         """Score every response; each rank calls it with the same rollout.
@@ -128,19 +108,19 @@ class Scorer:
             RewardError: a term failed, hung or returned no number for this rank's share.
             Interrupted: the run stops here.
         """
-        rank = self._world.rank()
-        world_size = self._world.size()
+        rank = self.world.rank()
+        world_size = self.world.size()
 
         model_scores: dict[str, list[float]] = {}
-        if self._model is not None:
-            model_scores["reward_model"] = self._model.score(rollout).tolist()
+        if self.reward_model is not None:
+            model_scores["reward_model"] = self.reward_model.score(rollout).tolist()
 
         my_rows = range(rank, len(rollout), world_size)
         result = self._score_rows(rollout, my_rows, model_scores)
 
         # After an error above the job ends, so no rank waits here for long.
         my_answers = result.answers if with_answers else {}
-        shares = all_gather_objects((result.scores, result.metrics, my_answers), self._world)
+        shares = all_gather_objects((result.scores, result.metrics, my_answers), self.world)
 
         total = torch.empty(len(rollout), dtype=torch.float32)
         names = sorted({name for _, metrics, _ in shares for name in metrics})
@@ -156,7 +136,7 @@ class Scorer:
 
     def close(self) -> None:
         """End the processes of users' functions."""
-        self._function.close()
+        self.function.close()
 
     def _score_rows(
         self, rollout: Rollout, rows: Sequence[int], model_scores: Mapping[str, Sequence[float]]
@@ -164,16 +144,16 @@ class Scorer:
         """Score the responses at `rows`, unless the run stops meanwhile."""
         parts = []
         lengths = rollout.response_lengths
-        with self._phases.interruptible() as may_begin:
+        with self.phases.interruptible() as may_begin:
             for unit, begin in enumerate(range(0, len(rows), _UNIT_ROWS)):
-                self._phases.advance(begin, len(rows), "responses")
+                self.phases.advance(begin, len(rows), "responses")
                 if not may_begin(unit):
                     break
                 some = rows[begin : begin + _UNIT_ROWS]
                 external = {
                     name: [column[row] for row in some] for name, column in model_scores.items()
                 }
-                parts.append(self._function.score(self._inputs(rollout, lengths, some), external))
+                parts.append(self.function.score(self._inputs(rollout, lengths, some), external))
         return _join_results(parts)
 
     def _inputs(
@@ -181,13 +161,13 @@ class Scorer:
     ) -> list[RewardInput]:
         """The terms' input for each of the responses at `rows`; `lengths` covers all responses."""
         prompts = rollout.prompts
-        reads_text = self._function.reads_text
+        reads_text = self.function.reads_text
 
         inputs = []
         for row in rows:
             text = ""
             if reads_text:
-                text = self._tokenizer.decode(rollout.response_ids[row, : lengths[row]].tolist())
+                text = self.tokenizer.decode(rollout.response_ids[row, : lengths[row]].tolist())
             inputs.append(
                 RewardInput(
                     data_source=prompts.data_source[row],
@@ -203,20 +183,22 @@ class Scorer:
 
 def _join_results(parts: Sequence[RewardResult]) -> RewardResult:
     """Join the results of all parts; where a part lacks a column, it gets NaN or None."""
-    scores: list[float] = []
-    metrics: dict[str, list[float]] = {}
-    answers: dict[str, list[str | None]] = {}
+    scores = [score for part in parts for score in part.scores]
+    metrics = [(len(part.scores), part.metrics) for part in parts]
+    answers = [(len(part.scores), part.answers) for part in parts]
+    return RewardResult(scores, _join_columns(metrics, math.nan), _join_columns(answers, None))
 
-    for part in parts:
-        before = len(scores)
-        scores += part.scores
-        for name in [*metrics, *(name for name in part.metrics if name not in metrics)]:
-            column = metrics.setdefault(name, [math.nan] * before)
-            column += part.metrics.get(name, [math.nan] * len(part.scores))
-        for name in [*answers, *(name for name in part.answers if name not in answers)]:
-            found = answers.setdefault(name, [None] * before)
-            found += part.answers.get(name, [None] * len(part.scores))
-    return RewardResult(scores, metrics, answers)
+
+def _join_columns(
+    parts: Sequence[tuple[int, Mapping[str, list[T]]]], missing: T
+) -> dict[str, list[T]]:
+    """The columns of all parts, each with its number of rows; a part that lacks one is filled."""
+    names = dict.fromkeys(name for _, columns in parts for name in columns)
+    joined: dict[str, list[T]] = {name: [] for name in names}
+    for rows, columns in parts:
+        for name, column in joined.items():
+            column += columns.get(name, [missing] * rows)
+    return joined
 
 
 def _correctness_column(names: Iterable[str]) -> str | None:
@@ -232,15 +214,9 @@ def _join_answers(
     correctness_column: str | None,
     batch: int,
 ) -> list[str | None] | None:
-    """The answers found by the term that tells right from wrong, in the order of the batch.
+    """The answers [batch] of the term that tells right from wrong; None if it found none.
 
-    Args:
-        answers_of_ranks: for each rank the answers in its share of the responses, by term.
-        correctness_column: the column that this term wrote, or None if no term says so.
-        batch: number of responses.
-
-    Returns:
-        [batch], None for a response without an answer; None as a whole if the term found none.
+    For each rank there are the answers in its share of the responses, by term.
     """
     if correctness_column is None:
         return None

@@ -11,22 +11,16 @@ from typing import Literal
 
 from mrlhf.parallel.phases import Phases
 from mrlhf.run.alarms.watch import Alarm
-from mrlhf.terminal import Curve
 
 State = Literal["starting", "training", "finished", "interrupted", "failed"]
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A response that people are shown: prompt, response and score in words.
+    """A response that people are shown: prompt, response and score in words."""
 
-    Attributes:
-        kind: "training" or "held-out".
-        title: for example "training step 10".
-    """
-
-    kind: str
-    title: str
+    kind: str  # "training" or "held-out"
+    title: str  # for example "training step 10"
     text: str
 
 
@@ -35,34 +29,23 @@ class Board:
     """The present state of a run.
 
     The main thread writes and another thread reads, so each attribute is replaced as a whole.
-
-    Attributes:
-        phases: the present phase of this rank, and its progress.
-        has_view: whether a view on the terminal shows the board.
-        message: why the run was interrupted or has failed.
-        step: the last training step that is complete.
-        steps: training steps of the whole run; None while that is not known.
-        seconds_left: estimated time until the last step is complete.
-        metrics: those of the last complete step.
-        curves: the metrics that people are shown, over the latest steps.
-        alarms: those that are on.
-        sample: the latest one.
-        new_samples: those since the last report.
-        distributions: numbers of each response of the present step, by name.
     """
 
+    # The present phase of this rank, and its progress.
     phases: Phases = field(default_factory=Phases)
-    has_view: bool = False
+    has_view: bool = False  # whether a view on the terminal shows the board
     state: State = "starting"
-    message: str = ""
-    step: int = 0
-    steps: int | None = None
-    seconds_left: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    curves: Sequence[Curve] = ()
-    alarms: Sequence[Alarm] = ()
-    sample: ShownSample | None = None
-    new_samples: list[ShownSample] = field(default_factory=list)
+    message: str = ""  # why the run was interrupted or has failed
+    step: int = 0  # the last training step that is complete
+    steps: int | None = None  # training steps of the whole run; None while that is not known
+    seconds_left: float | None = None  # estimated time until the last step is complete
+    metrics: Mapping[str, float] = field(default_factory=dict)  # those of the last complete step
+    # The metrics that people are shown, by label, over the latest steps; at least one value each.
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    alarms: Sequence[Alarm] = ()  # those that are on
+    sample: ShownSample | None = None  # the latest one
+    new_samples: list[ShownSample] = field(default_factory=list)  # those since the last report
+    # Numbers of each response of the present step, by name.
     distributions: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def add_sample(self, sample: ShownSample) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from mrlhf.checkpoint.manifest import (
@@ -28,8 +29,7 @@ from mrlhf.checkpoint.manifest import (
 )
 from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, RUN_RECORD, TENSORBOARD, WRITTEN
 from mrlhf.checkpoint.summary import SUMMARY
-from mrlhf.config.compare import changed_keys
-from mrlhf.config.load import dump_yaml
+from mrlhf.config.load import changed_keys, dump_yaml
 from mrlhf.config.roots import Root
 from mrlhf.config.tree import flatten
 from mrlhf.errors import ConfigError
@@ -40,36 +40,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpeningOptions:
-    """The keys, starters and inputs that decide what becomes of an earlier run.
+    """The keys, starters and inputs that decide what becomes of an earlier run."""
 
-    Attributes:
-        resume: `trainer.resume`.
-        overwrite: `trainer.overwrite`.
-        names: names of what started this run: a scheduler's job, a launcher's run.
-        again: those of `names` that have started it before.
-        inputs: files and directories that the run reads; they are not deleted.
-    """
-
-    resume: str
-    overwrite: bool
-    names: Collection[str]
-    again: Collection[str]
-    inputs: Collection[Path]
+    resume: str  # `trainer.resume`
+    overwrite: bool  # `trainer.overwrite`
+    names: Collection[str]  # names of what started this run: a scheduler's job, a launcher's run
+    again: Collection[str]  # those of `names` that have started it before
+    inputs: Collection[Path]  # files and directories that the run reads; they are not deleted
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The parts of a run that a directory holds.
+    """The parts of a run that a directory holds."""
 
-    Attributes:
-        rows: whether there are metrics.
-        finished: whether there is a summary, which is written last.
-        newest: name of the newest checkpoint; None if there is none.
-    """
-
-    rows: bool
-    finished: bool
-    newest: str | None
+    rows: bool  # whether there are metrics
+    finished: bool  # whether there is a summary, which is written last
+    newest: str | None  # name of the newest checkpoint; None if there is none
 
     @property
     def is_run(self) -> bool:
@@ -79,31 +65,23 @@ class Contents:
 
 @dataclass(frozen=True)
 class _RunRecord:
-    """The record in `run.json` of how a run began.
+    """The record in `run.json` of how a run began."""
 
-    Attributes:
-        started_by: names of what has started it last.
-        begun_from: the absolute path in `trainer.resume` when the run began from a checkpoint of
-            another run; else None.
-    """
-
-    started_by: tuple[str, ...]
+    started_by: tuple[str, ...]  # names of what has started it last
+    # The absolute path in `trainer.resume` when the run began from a checkpoint of another run;
+    # else None.
     begun_from: str | None
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A plan for the output directory.
+    """A plan for the output directory."""
 
-    Attributes:
-        resume_from: a checkpoint, or a folder of checkpoints whose newest whole one is meant; None
-            to start from the beginning.
-        change: sets aside or deletes what lies in the way.
-    """
-
+    # A checkpoint, or a folder of checkpoints whose newest whole one is meant; None to start from
+    # the beginning.
     resume_from: Path | None
     begun_from: str | None = None
-    change: Callable[[], None] = lambda: None
+    change: Callable[[], None] = lambda: None  # sets aside or deletes what lies in the way
 
 
 def plan_opening(directory: Path, options: OpeningOptions) -> Opening:
@@ -292,22 +270,22 @@ def _read_record(directory: Path) -> _RunRecord:
 
 def _set_aside_rows(directory: Path) -> None:
     """Rename the rows and curves of a run that left no checkpoint."""
-    number = 1
-    while any(directory.glob(f"*.before_{number}*")):
-        number += 1
+    number = next(n for n in count(1) if not any(directory.glob(f"*.before_{n}*")))
+    kept = f"metrics.before_{number}.jsonl"
+    aside = {
+        TENSORBOARD: f"{TENSORBOARD}.before_{number}",
+        ALARMS: f"alarms.before_{number}.jsonl",
+        METRICS: kept,
+    }
+    for name, other in aside.items():
+        with suppress(FileNotFoundError):
+            (directory / name).rename(directory / other)
 
-    kept = directory / f"metrics.before_{number}.jsonl"
-    with suppress(FileNotFoundError):
-        (directory / TENSORBOARD).rename(directory / f"{TENSORBOARD}.before_{number}")
-    with suppress(FileNotFoundError):
-        (directory / ALARMS).rename(directory / f"alarms.before_{number}.jsonl")
-    with suppress(FileNotFoundError):
-        (directory / METRICS).rename(kept)
     logger.warning(
         "%s holds a run that ended before its first checkpoint: it begins anew, and its metrics "
         "are kept in %s",
         directory,
-        kept.name,
+        kept,
     )
 
 
@@ -319,10 +297,8 @@ def _set_aside_checkpoints_after(named: Path) -> None:
     newest_first = checkpoints_in(named.parent)
     newer = newest_first[: newest_first.index(named)] if named in newest_first else []
     for path in newer:
-        number = 1
-        while (kept := path.with_name(f"before_{number}.{path.name}")).exists():
-            number += 1
-        path.rename(kept)
+        names = (path.with_name(f"before_{number}.{path.name}") for number in count(1))
+        kept = path.rename(next(name for name in names if not name.exists()))
         logger.warning(
             "going back to %s: the later %s is kept as %s", named.name, path.name, kept.name
         )
@@ -366,9 +342,7 @@ def _keep_earlier_config(directory: Path, config: Root) -> None:
     if earlier == dump_yaml(config):
         return
 
-    number = 1
-    while (kept := directory / f"config.{number}.yaml").exists():
-        number += 1
-    path.rename(kept)
+    names = (directory / f"config.{number}.yaml" for number in count(1))
+    kept = path.rename(next(name for name in names if not name.exists()))
     changed = ", ".join(changed_keys(earlier, config))
     logger.warning("the configuration has changed: %s; the earlier is %s", changed, kept.name)

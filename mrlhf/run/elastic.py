@@ -35,9 +35,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import get_args_parser, run
 
 from mrlhf.printable import printable
-from mrlhf.run.failures import BAD_INPUT, FAILED, STOP_SIGNALS
+from mrlhf.run.failures import BAD_INPUT, FAILED, QUEUE_AGAIN, STOP_SIGNALS
 from mrlhf.run.leaving import end_on_signals
-from mrlhf.run.program import QUEUE_AGAIN
 from mrlhf.run.watcher import HELD_SIGNALS
 from mrlhf.version import add_version_option
 
@@ -56,10 +55,7 @@ class FailFastAgent(LocalElasticAgent):
     def __init__(self, *args: Any, stop_s: float, signals: set[int], **kwargs: Any) -> None:
         """Start nothing yet.
 
-        Args:
-            args: for torchrun's agent, as `kwargs`.
-            stop_s: seconds that the workers have to end after a signal.
-            signals: the agent adds the numbers of the signals that come.
+        The workers have `stop_s` seconds to end after a signal, whose number goes into `signals`.
         """
         super().__init__(*args, **kwargs)
         self._stop_s = stop_s

@@ -24,7 +24,7 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import save_config
 from mrlhf.models.generation_config import write_generation_config
-from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.collectives import all_gather_objects, raise_together
 from mrlhf.parallel.machine import name_of_this_machine
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.files import flush
@@ -53,10 +53,8 @@ def export_result(
     into the machine's directory for temporary files, so that it is not lost.
 
     Args:
-        directory: where the files go, in the output directory.
-        step: the run's last step.
-        save: makes sure that there is a checkpoint of the last step; it raises a CheckpointError on
-            every rank if there cannot be one.
+        save: makes sure that there is a checkpoint of the last step, which is `step`; it raises a
+            CheckpointError on every rank if there cannot be one.
 
     Raises:
         CheckpointError: it could not be written there, on every rank; the message says where the
@@ -104,34 +102,29 @@ def _is_saved(save: Callable[[], None]) -> bool:
 def export_checkpoint(model: ExportedModel, directory: Path) -> None:
     """Write a model as a complete Hugging Face checkpoint; every rank calls it.
 
-    Args:
-        directory: where the files go, possibly a link; an earlier checkpoint in it is replaced when
-            the new one is complete, and other files stay.
+    An earlier checkpoint in `directory`, which may be a link, is replaced when the new one is
+    complete, and other files stay.
 
     Raises:
         CheckpointError: there is no room, or a rank could not write, on every rank.
     """
     engine = model.engine
+    world = engine.groups.world
     is_main = dist.get_rank() == 0
     place = Path(os.path.realpath(directory))
     partial = place.with_name(f"{place.name}.partial")
     try:
-        _agree(_prepare(engine, place, partial) if is_main else None, engine)
-        _agree(_write(model, partial), engine)
-        _agree(_install(partial, place) if is_main else None, engine)
+        prepared = _prepare(engine, place, partial) if is_main else None
+        raise_together(prepared, CheckpointError, world)
+        raise_together(_write(model, partial), CheckpointError, world)
+        installed = _install(partial, place) if is_main else None
+        raise_together(installed, CheckpointError, world)
     except CheckpointError as error:
         if is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{directory} was not written: {error}") from error
     if is_main:
         logger.info("wrote the Hugging Face checkpoint %s", directory)
-
-
-def _agree(error: str | None, engine: ModelEngine) -> None:
-    """Raise the error of the first rank that has one, as a CheckpointError, on every rank."""
-    for other in all_gather_objects(error, engine.groups.world):
-        if other is not None:
-            raise CheckpointError(other)
 
 
 def _prepare(engine: ModelEngine, place: Path, partial: Path) -> str | None:

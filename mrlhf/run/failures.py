@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from mrlhf.errors import ConfigError, DataError, HangError, MethodError, MrlhfError, UserTraceback
-from mrlhf.job import STORE_S, Launch, connect_before_start, write_error_file
+from mrlhf.parallel.job import STORE_S, Launch, connect_before_start, write_error_file
 from mrlhf.run.hangs import is_time_out
 
 logger = logging.getLogger(__name__)
 
 BAD_INPUT = 2
 FAILED = 1
+QUEUE_AGAIN = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _POLL_S = 0.02
@@ -46,22 +47,16 @@ class FailureReported(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why the job fails.
+    """The reason why the job fails."""
 
-    Attributes:
-        rank: the rank that reports it.
-        code: the exit code of every rank.
-        moment: when it failed, in seconds since 1970.
-        is_cause: whether the message gives the cause, and not only that another rank is gone.
-        trace: a traceback, on lines of its own, that the user sees after the message; the summary
-            leaves it out.
-    """
-
-    rank: int
-    code: int
+    rank: int  # the rank that reports it
+    code: int  # the exit code of every rank
     text: str
-    moment: float
+    moment: float  # when it failed, in seconds since 1970
+    # Whether the message gives the cause, and not only that another rank is gone.
     is_cause: bool = True
+    # A traceback, on lines of its own, that the user sees after the message; the summary leaves it
+    # out.
     trace: str = ""
 
     @property
@@ -116,13 +111,9 @@ class Failures:
     def report(self, own: Failure, say: Callable[[str], object]) -> Failure:
         """Report why this rank fails, unless another rank does; call it in the main thread.
 
-        It returns the failure that ends the job, when one rank has reported, and the others know or
-        are gone. From then on signals that ask for a stop are ignored, since the process ends
-        anyway.
-
-        Args:
-            own: the failure of this rank.
-            say: shows a message to the user.
+        It returns the failure that ends the job, when one rank has reported with `say`, and the
+        others know or are gone. From then on signals that ask for a stop are ignored, since the
+        process ends anyway.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -36,19 +36,12 @@ _WAITING_IN = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_commun
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer to the question where it is.
+    """A rank's answer to the question where it is."""
 
-    Attributes:
-        phase: the phase of the trainer.
-        seconds: how long the rank has been in the phase.
-        waits: whether it waits for other ranks.
-        where: the innermost place of its main thread that is not in a library.
-    """
-
-    phase: str
-    seconds: float
-    waits: bool
-    where: str
+    phase: str  # the phase of the trainer
+    seconds: float  # how long the rank has been in the phase
+    waits: bool  # whether it waits for other ranks
+    where: str  # the innermost place of its main thread that is not in a library
 
 
 @dataclass(frozen=True)
@@ -65,13 +58,7 @@ class HangReports:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, directory: Path, phases: Phases
     ) -> None:
-        """Begin without a question.
-
-        Args:
-            store: shared by all ranks, and used by nothing else.
-            directory: where a directory for each report is made.
-            phases: the phases of this rank.
-        """
+        """Begin without a question; `store` is shared by all ranks, and used by nothing else."""
         self._store = store
         self._rank = rank
         self._world_size = world_size

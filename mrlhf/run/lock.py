@@ -42,27 +42,17 @@ _RELEASED = 0  # the touch of a file that could not say so otherwise
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds an output directory, or held it.
+    """The process that holds an output directory, or held it."""
 
-    Attributes:
-        token: random, new each time that a lock is taken.
-        host: name of its machine.
-        pid: its process.
-        process: distinguishes it from any other on its machine, see `_process`; "" if nothing does.
-        job: the scheduler's name of the job; None if there is no scheduler.
-        since: local time at which it took the directory, for people.
-        interval_s: seconds between two touches of its file.
-        released: whether it has given the directory back.
-    """
-
-    token: str
-    host: str
-    pid: int
+    token: str  # random, new each time that a lock is taken
+    host: str  # name of its machine
+    pid: int  # its process
+    # Distinguishes it from any other on its machine, see `_process`; "" if nothing does.
     process: str
-    job: str | None
-    since: str
-    interval_s: float
-    released: bool = False
+    job: str | None  # the scheduler's name of the job; None if there is no scheduler
+    since: str  # local time at which it took the directory, for people
+    interval_s: float  # seconds between two touches of its file
+    released: bool = False  # whether it has given the directory back
 
     def __str__(self) -> str:
         job = f" of job {self.job}" if self.job else ""
@@ -81,13 +71,8 @@ class DirectoryLock:
     ) -> None:
         """Prepare the lock; nothing is written yet.
 
-        Args:
-            directory: the output directory; `acquire` creates it if it is missing.
-            job: the scheduler's name of this job.
-            on_lost: called in a thread of the lock, with a message, if another job has taken the
-                directory; it must end the process.
-            interval_s: seconds between two touches of the lock's file. A holder on another machine
-                counts as dead after six missing ones.
+        If another job has taken the directory, `on_lost` is called in a thread of the lock, with a
+        message; it must end the process. `job` and `interval_s` are those of `Owner`.
         """
         self._directory = directory
         self._folder = directory / _FOLDER

@@ -7,6 +7,7 @@ not know how a metric is computed.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,8 +15,8 @@ from typing import Any
 
 from mrlhf.checkpoint.output_files import METRICS
 from mrlhf.checkpoint.summary import write_summary
-from mrlhf.errors import CheckpointError, MrlhfError
-from mrlhf.log import is_held_out, plot_curves, read_metrics
+from mrlhf.errors import CheckpointError, ConfigError, MrlhfError
+from mrlhf.log import is_held_out, read_metrics
 from mrlhf.metrics.table import CURVES
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
         measured = _curves(records)
         if measured:
             picture = output_dir / "curves.png"
-            plot_curves(output_dir / METRICS, picture, measured)
+            plot_curves(records, picture, measured)
             lines.append(f"curves: {picture}")
     except (OSError, MrlhfError) as error:
         logger.warning("no curves are drawn: %s", error)
@@ -50,6 +51,33 @@ def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
             "the same command again when there is room, or leave it"
         ) from error
     logger.info("finished\n%s", "\n".join(f"  {line}" for line in lines))
+
+
+def plot_curves(records: Sequence[Record], png_path: Path, names: Sequence[str]) -> None:
+    """Draw metrics of the records over the steps into one PNG file, with a panel for each.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("curves need matplotlib: pip install matplotlib") from error
+
+    width = min(3, len(names))
+    height = math.ceil(len(names) / width)
+    figure = Figure(figsize=(4.5 * width, 3.2 * height), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, name in enumerate(names, start=1):
+        axes = figure.add_subplot(height, width, panel)
+        steps = [record["step"] for record in records if name in record]
+        numbers = [math.nan if x is None else x for x in _values(records, name)]
+        axes.plot(steps, numbers, marker=".")
+        axes.set_xlabel("step")
+        axes.set_ylabel(name)
+        axes.grid(alpha=0.3)
+    figure.savefig(png_path, dpi=120)
 
 
 def ppo_achievements(output_dir: Path) -> dict[str, float | None]:

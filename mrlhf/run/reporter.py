@@ -7,26 +7,43 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import shutil
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from mrlhf.checkpoint.output_files import ALARMS, METRICS
 from mrlhf.config.roots import AnyConfig
-from mrlhf.log import HELD_OUT, MetricsWriter, Progress, read_metrics
+from mrlhf.log import (
+    HELD_OUT,
+    MetricsWriter,
+    Progress,
+    metrics_line,
+    parse_metrics_line,
+    read_metrics,
+)
 from mrlhf.metrics.table import COLUMNS
-from mrlhf.run.alarms.watch import AlarmsFile, Watch
+from mrlhf.metrics.trackers import Tracked, TrackedRun, Trackers, finite
+from mrlhf.run.alarms.watch import Watch, write_alarms
 from mrlhf.run.board import Board
-from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
 from mrlhf.run.monitor import Monitor
 from mrlhf.run.startup import Run
-from mrlhf.terminal import Curve
-from mrlhf.trackers import Tracked, TrackedRun, Trackers, finite
 
 logger = logging.getLogger(__name__)
 
 _CURVE_POINTS = 48
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The point from which a resumed run continues."""
+
+    step: int  # the last step that the checkpoint holds in full
+    # The metrics of that step; empty if nothing has been measured in it yet, as before the
+    # validation that comes before the first step.
+    row: Mapping[str, float]
 
 
 class Reporter:
@@ -67,7 +84,7 @@ class Reporter:
         if resumed is not None:
             rewind_metrics(output_dir / METRICS, resumed)
         self._writer = MetricsWriter(output_dir)
-        self._alarms = AlarmsFile(output_dir / ALARMS)
+        self._alarms_file = output_dir / ALARMS
         self._trackers = _open_trackers(config, output_dir, resumed)
 
         first_step = 0
@@ -84,9 +101,10 @@ class Reporter:
         self._writer.write(step, metrics)
         self._progress.update(step, metrics)
         if step:
-            for alarm in self._watch.look(step, metrics):
+            raised = self._watch.look(step, metrics)
+            for alarm in raised:
                 logger.warning("%s", alarm.line)
-                self._alarms.write(alarm)
+            write_alarms(self._alarms_file, raised)
 
         board = self._board
         self._add_to_curves(metrics)
@@ -101,17 +119,6 @@ class Reporter:
         if self._monitor is not None:
             self._monitor.write()
 
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close files and trackers."""
         self._writer.close()
@@ -121,7 +128,7 @@ class Reporter:
         """Take the metrics of the earlier steps, as if the run had never been interrupted."""
         for record in records:
             self._add_to_curves({name: value for name, value in record.items() if name != "step"})
-        self._alarms.replace(self._watch.replay(records))
+        write_alarms(self._alarms_file, self._watch.replay(records), replace=True)
         self._board.alarms = self._watch.on
         self._board.metrics = resumed.row
         # The trackers' last step is written again, since the process may have ended before that.
@@ -134,7 +141,7 @@ class Reporter:
             value = metrics.get(name)
             if value is not None and math.isfinite(value):
                 self._curves.setdefault(label, deque(maxlen=_CURVE_POINTS)).append(value)
-        self._board.curves = [Curve(label, list(x)) for label, x in self._curves.items()]
+        self._board.curves = {label: list(values) for label, values in self._curves.items()}
 
 
 class NoReporter(Reporter):
@@ -163,3 +170,62 @@ def _open_trackers(config: AnyConfig, output_dir: Path, resumed: ResumePoint | N
         first_step=first_step,
     )
     return Trackers(section.trackers, run)
+
+
+def rewind_metrics(file: Path, point: ResumePoint) -> None:
+    """Drop the rows after the checkpoint's step, and add the row of that step if it is missing.
+
+    If the checkpoint has no row, its step has yet to be measured, so a row of it is dropped too. An
+    incomplete last line and damaged lines are dropped as well; if there are damaged ones, the file
+    is first copied to `metrics.damaged_<n>.jsonl`. Whenever the process is killed, the file holds
+    either the old rows or the new ones. If it is missing, it is written.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    lines = text.split("\n")
+    torn = lines.pop()  # what stands after the last line's end: nothing, if all lines are whole
+
+    steps = []
+    kept = []
+    damaged = []
+    for number, line in enumerate(lines, start=1):
+        record = parse_metrics_line(line)
+        if record is None:
+            damaged.append(str(number))
+            continue
+        step = record["step"]
+        if step < point.step or (step == point.step and point.row):
+            steps.append(step)
+            kept.append(line)
+    missing = bool(point.row) and point.step not in steps
+    if not torn and not missing and len(kept) == len(lines):
+        return
+
+    if damaged:
+        logger.warning(
+            "%s: damaged lines are left out: %s; the file as it was is kept as %s",
+            file,
+            ", ".join(damaged),
+            _copy_aside(file).name,
+        )
+    if missing:
+        kept.append(metrics_line(point.step, point.row))
+    _replace(file, "".join(f"{line}\n" for line in kept))
+
+
+def _copy_aside(file: Path) -> Path:
+    """Copy the file beside it, under a name of its own."""
+    number = 1
+    while (aside := file.with_name(f"{file.stem}.damaged_{number}{file.suffix}")).exists():
+        number += 1
+    shutil.copyfile(file, aside)
+    return aside
+
+
+def _replace(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as output:
+        output.write(text)
+        output.flush()
+        os.fsync(output.fileno())
+    temporary.replace(file)

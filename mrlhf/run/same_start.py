@@ -19,7 +19,7 @@ import xxhash
 from mrlhf.config.roots import Root
 from mrlhf.config.tree import flatten
 from mrlhf.errors import ConfigError
-from mrlhf.job import Launch, connect, meet, wait_for
+from mrlhf.parallel.job import Launch, connect, meet, wait_for
 
 _CODE = (".py", ".cpp", ".h")
 _MODEL = (".json", ".jinja", ".model", ".txt", ".safetensors")

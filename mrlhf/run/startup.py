@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,10 @@ from mrlhf.config.sections import RoleSection
 from mrlhf.config.trainer import DistributedSection, TrainerSection
 from mrlhf.device import Device, pick_device, seed_everything
 from mrlhf.errors import CheckpointError, ConfigError, Interrupted, MrlhfError
-from mrlhf.job import (
+from mrlhf.log import configure_logging
+from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.parallel.groups import GroupFactory, RoleGroups
+from mrlhf.parallel.job import (
     STORE_S,
     Job,
     connect_before_start,
@@ -32,15 +35,10 @@ from mrlhf.job import (
     read_launch,
     read_launch_history,
 )
-from mrlhf.log import configure_logging
-from mrlhf.parallel.agreed_stop import AgreedStop
-from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.phases import Phases, seconds_by_phase
 from mrlhf.run.board import Board
-from mrlhf.run.deadline import Deadline
 from mrlhf.run.directory import (
-    Opening,
     OpeningOptions,
     describe_opening,
     inputs_in,
@@ -51,45 +49,36 @@ from mrlhf.run.failures import FAILED, FailureReported, Failures, explain, log_f
 from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
 from mrlhf.run.lock import DirectoryLock
-from mrlhf.run.monitor import Monitor
-from mrlhf.run.status import StatusFile
-from mrlhf.run.timeline import Timeline
-from mrlhf.run.view import View, console_of_log, is_drawn
-from mrlhf.run.watcher import Watcher
-from mrlhf.terminal import LinesAboveView
+from mrlhf.run.monitor import Monitor, Timeline
+from mrlhf.run.terminal import LinesAboveView, TerminalView, console_of_log, is_drawn
+from mrlhf.run.watcher import Deadline, Watcher
 
 
 @dataclass(frozen=True)
 class Run:
-    """This process's part in the job.
-
-    Attributes:
-        factory: creates the process groups, in the same order on every rank.
-        resume_from: a checkpoint to continue from, or a folder of checkpoints, of which the newest
-            whole one is meant; None for a new run.
-        lock: keeps other jobs out of `output_dir`; the main rank holds it.
-        changes: what the main rank does in `output_dir` when the run begins, in this order.
-        watcher: None in a program that nobody may interrupt.
-        failures: where the ranks agree on why the job fails; None if each one reports for itself.
-        timeline: where this rank writes down its phases; None: nowhere.
-        deadline: when this job stops by itself; the main rank's counts.
-        monitor: shows the board to people and programs; None on other ranks than the main one, and
-            in a program that nobody watches.
-    """
+    """This process's part in the job."""
 
     device: Device
     rank: int
     world_size: int
-    factory: GroupFactory
+    factory: GroupFactory  # creates the process groups, in the same order on every rank
     output_dir: Path
+    # A checkpoint to continue from, or a folder of checkpoints, of which the newest whole one is
+    # meant; None for a new run.
     resume_from: Path | None = None
+    # Keeps other jobs out of `output_dir`; the main rank holds it.
     lock: DirectoryLock | None = None
+    # What the main rank does in `output_dir` when the run begins, in this order.
     changes: list[Callable[[], None]] = field(default_factory=list)
-    watcher: Watcher | None = None
+    watcher: Watcher | None = None  # None in a program that nobody may interrupt
+    # Where the ranks agree on why the job fails; None if each one reports for itself.
     failures: Failures | None = None
-    timeline: Timeline | None = None
+    timeline: Timeline | None = None  # where this rank writes down its phases; None: nowhere
+    # When this job stops by itself; the main rank's counts.
     deadline: Deadline = field(default_factory=Deadline)
     board: Board = field(default_factory=Board)
+    # Shows the board to people and programs; None on other ranks than the main one, and in a
+    # program that nobody watches.
     monitor: Monitor | None = None
 
     @property
@@ -166,11 +155,9 @@ class Run:
     def require_directory(self, model: Path) -> None:
         """Make sure that the run's files are still there; the main rank calls it.
 
-        Args:
-            model: where the trained model is, for the message.
-
         Raises:
-            CheckpointError: the output directory or the metrics file was deleted during the run.
+            CheckpointError: the output directory or the metrics file was deleted during the run;
+                the trained model is in `model`.
         """
         try:
             if self.lock is not None:
@@ -236,16 +223,12 @@ def _reported(failures: Failures, error: Exception, rank: int) -> FailureReporte
 
 @dataclass(frozen=True)
 class JobContext:
-    """A process that has joined the job, and the means to run and to fail in it.
-
-    Attributes:
-        began: when it started, in seconds since 1970.
-    """
+    """A process that has joined the job, and the means to run and to fail in it."""
 
     device: Device
     job: Job
     failures: Failures
-    began: float
+    began: float  # when it started, in seconds since 1970
     deadline: Deadline
 
 
@@ -262,35 +245,23 @@ def _begin(
     seed_everything(seed)
 
     directory = Path(trainer.output_dir)
-    lock = None
     changes: list[Callable[[], None]] = []
-    outcome: list[Path | MrlhfError | None] = [None]
-    if job.rank == 0:
-        lock = DirectoryLock(directory, read_launch_history().job, partial(leave, FAILED))
-        options = _opening_options(config, trainer)
-        opening = _take(directory, lock, options)
-        if isinstance(opening, Opening):
-            outcome = [opening.resume_from]
-            changes.append(partial(open_directory, directory, config, options, opening))
-            changes.append(lock.remove_earlier)
-        else:
-            outcome = [opening]
-
-    dist.broadcast_object_list(outcome, src=0)
-    resume_from = outcome[0]
-    if isinstance(resume_from, MrlhfError):
-        raise resume_from
+    lock, resume_from = _take(config, trainer, job.rank, changes)
 
     stops = AgreedStop(dist.PrefixStore("stop", job.store), job.rank, job.world_size)
     phases = Phases(stops, context.device.synchronize)
     board = Board(phases)
-    monitor = None
-    if job.rank == 0:
-        monitor = Monitor(board, View(board, directory) if is_drawn(trainer.console) else None)
-        changes.append(partial(monitor.write_to, StatusFile(directory, job.world_size)))
-    if is_drawn(trainer.console):
-        # The view, which is built by now and writes to the terminal itself, stands below them.
-        sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))
+    monitor = _monitor(board, directory, job, trainer)
+    if monitor is not None:
+        changes.append(monitor.begin)
+
+    def end_failed(text: str) -> None:
+        """Show that the run has failed; if it has not begun, leave no trace of it."""
+        if monitor is not None:
+            monitor.end("failed", text)
+        if lock is not None and changes:
+            lock.withdraw()
+
     watcher = Watcher(
         job.store,
         job.rank,
@@ -300,11 +271,12 @@ def _begin(
         phases,
         context.deadline,
         context.failures,
-        None if monitor is None else partial(_end_failed, monitor, lock, changes),
+        end_failed,
     )
     watcher.start()
     if monitor is not None:
         monitor.start()
+    process = {**context.device.describe(), "ranks": job.world_size, "began": context.began}
     return Run(
         device=context.device,
         rank=job.rank,
@@ -316,26 +288,24 @@ def _begin(
         changes=changes,
         watcher=watcher,
         failures=context.failures,
-        timeline=_timeline(directory, trainer.timeline_freq, context),
+        timeline=Timeline(directory, job.rank, trainer.timeline_freq, process),
         deadline=context.deadline,
         board=board,
         monitor=monitor,
     )
 
 
-def _end_failed(
-    monitor: Monitor, lock: DirectoryLock | None, changes: Collection[object], text: str
-) -> None:
-    """Show that the run has failed; if it has not begun, leave no trace of it."""
-    monitor.end("failed", text)
-    if lock is not None and changes:
-        lock.withdraw()
-
-
-def _timeline(directory: Path, every: int, context: JobContext) -> Timeline:
-    """This rank's timeline, with a description of the process."""
-    process = {**context.device.describe(), "ranks": context.job.world_size, "began": context.began}
-    return Timeline(directory, context.job.rank, every, process)
+def _monitor(board: Board, directory: Path, job: Job, trainer: TrainerSection) -> Monitor | None:
+    """What shows the board, on the main rank; the lines of all ranks then stand above a view."""
+    monitor = None
+    drawn = is_drawn(trainer.console)
+    if job.rank == 0:
+        view = TerminalView(str(directory)) if drawn else None
+        monitor = Monitor(board, directory, job.world_size, view)
+    if drawn:
+        # The view, which is built by now, writes to the terminal itself.
+        sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))
+    return monitor
 
 
 def _deadline(save_by_minutes: float | None) -> Deadline:
@@ -363,17 +333,34 @@ def _opening_options(config: Root, trainer: TrainerSection) -> OpeningOptions:
     )
 
 
-def _take(directory: Path, lock: DirectoryLock, options: OpeningOptions) -> Opening | MrlhfError:
-    """Lock the output directory and plan what to do with it; returns the plan or the error."""
-    try:
-        lock.acquire()
-        return plan_opening(directory, options)
-    except MrlhfError as error:
-        lock.withdraw()
-        return error
-    except OSError as error:
-        lock.withdraw()
-        return _unusable(directory, error)
+def _take(
+    config: Root, trainer: TrainerSection, rank: int, changes: list[Callable[[], None]]
+) -> tuple[DirectoryLock | None, Path | None]:
+    """Lock the output directory on the main rank, and plan what to do with it; every rank calls it.
+
+    The plan goes into `changes`. Returns the lock and the checkpoint to continue from.
+    """
+    directory = Path(trainer.output_dir)
+    lock = None
+    outcome: list[Path | Exception | None] = [None]
+    if rank == 0:
+        lock = DirectoryLock(directory, read_launch_history().job, partial(leave, FAILED))
+        options = _opening_options(config, trainer)
+        try:
+            lock.acquire()
+            opening = plan_opening(directory, options)
+            outcome = [opening.resume_from]
+            changes.append(partial(open_directory, directory, config, options, opening))
+            changes.append(lock.remove_earlier)
+        except (MrlhfError, OSError) as error:
+            lock.withdraw()
+            outcome = [error if isinstance(error, MrlhfError) else _unusable(directory, error)]
+
+    dist.broadcast_object_list(outcome, src=0)
+    resume_from = outcome[0]
+    if isinstance(resume_from, Exception):
+        raise resume_from
+    return lock, resume_from
 
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:

@@ -19,9 +19,8 @@ from types import FrameType
 import torch.distributed as dist
 
 from mrlhf.errors import HangError
-from mrlhf.job import connect, is_store_of_launcher
+from mrlhf.parallel.job import connect, is_store_of_launcher
 from mrlhf.parallel.phases import Phases
-from mrlhf.run.deadline import Deadline
 from mrlhf.run.failures import STOP_SIGNALS, Failures
 from mrlhf.run.hangs import HangReports, describe
 from mrlhf.run.leaving import ENDED_BY_SIGTERM, leave
@@ -32,6 +31,8 @@ logger = logging.getLogger(__name__)
 HELD_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED_TWICE = 130
 
+_TIME_TO_SAVE_S = 120.0
+_TIME_TO_STOP_S = 60.0
 _POLL_S = 0.5
 _POLL_SOON_S = 0.02
 _ANSWER_S = 15.0  # a rank whose watcher is silent for so long is not there any more
@@ -41,13 +42,37 @@ _SAY_S = 5.0  # a rank that fails has said why by then
 _STALL = 0.95  # of the time-out of a collective; then all ranks still answer
 
 
-class Watcher:
-    """Watches over one rank, from `start` to `close`.
+def time_to_save(longest_s: float) -> float:
+    """Seconds before a job's end at which a save must begin; `longest_s`: the longest so far."""
+    # Two saves: the last one may have to wait for another that is still being written.
+    return max(_TIME_TO_SAVE_S, _TIME_TO_STOP_S + 2 * longest_s)
 
-    Attributes:
-        phases: the phases of this rank. Others read them in a report of a hang, and the ranks agree
-            there to stop after a signal or at the time limit.
+
+class Deadline:
+    """When to stop: at a moment, or early enough before the end of the job for the last save.
+
+    All times are those of the monotonic clock.
     """
+
+    def __init__(self, stop_at: float | None = None, end: float | None = None) -> None:
+        """Stop at `stop_at`; if that is None, in time before `end`, the end of the job."""
+        self._stop_at = stop_at
+        self._end = end
+        self._longest_save_s = 0.0
+
+    def saved(self, seconds: float) -> None:
+        """Note that a save has taken `seconds`."""
+        self._longest_save_s = max(self._longest_save_s, seconds)
+
+    def is_reached(self, now: float) -> bool:
+        """Whether it is time to stop."""
+        if self._stop_at is not None:
+            return now >= self._stop_at
+        return self._end is not None and now >= self._end - time_to_save(self._longest_save_s)
+
+
+class Watcher:
+    """Watches over one rank, from `start` to `close`."""
 
     def __init__(
         self,
@@ -65,13 +90,12 @@ class Watcher:
 
         Args:
             store: shared by all ranks; its connection is used by this object's thread alone.
-            output_dir: reports of hangs go to `hangs` in it.
             timeout_s: seconds after which a collective gives up.
-            phases: those of this rank; its `stops` may have the same store.
-            deadline: when to stop; None: never. Rank 0 alone looks at the clock.
-            failures: where another rank reports that the job fails; this one then ends.
-            on_failure: called with the message before this rank ends because of another one's
-                failure.
+            phases: those of this rank; the ranks agree there to stop after a signal or at the time
+                limit. Its `stops` may have the same store.
+            deadline: rank 0 alone looks at the clock.
+            failures: where another rank reports that the job fails; this one then ends, after a
+                call of `on_failure` with the message.
         """
         self.phases = phases
         self._hangs = HangReports(

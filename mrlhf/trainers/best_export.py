@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,10 @@ class BestExport:
         `export` writes the model as it is now into `directory`, and replaces a worse one there. If
         `best` names no metric, nothing is exported.
         """
-        self._best = best
+        self.best = best
         self._export = export
         self._directory = directory
         self._world = world
-
-    def check(self, measured: AbstractSet[str]) -> None:
-        """Raise a ConfigError, naming the nearest metric, if the run does not measure this one."""
-        self._best.check(measured)
-
-    def check_validation(self, measured: AbstractSet[str]) -> None:
-        """Raise a ConfigError if it is a metric of the validation that is not measured there."""
-        self._best.check_validation(measured)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Export the model if step `step` is the best so far; step 0 is before training.
@@ -55,10 +46,10 @@ class BestExport:
         If the model cannot be written, the error is logged and training goes on. The next step that
         is better than the best one written is tried again.
         """
-        if self._best.metric is None:
+        if self.best.metric is None:
             return
-        best = copy.copy(self._best)
-        if not self._on_every_rank(best.is_improved_by(step, metrics)):
+        best = copy.copy(self.best)
+        if not of_rank_0(best.is_improved_by(step, metrics), self._world):
             return
 
         try:
@@ -67,34 +58,31 @@ class BestExport:
             if dist.get_rank(self._world) == 0:
                 logger.error("the best model so far is not exported: %s; training goes on", error)
             return
-        self._best = best
+        self.best = best
         if dist.get_rank(self._world) == 0:
             logger.info("best so far: step %d, %s %.4g", step, best.metric, best.value)
 
     def summary(self) -> dict[str, Any]:
         """For summary.json: the best step, its value, and the path of its model, if any."""
-        if self._best.step is None:
+        if self.best.step is None:
             return {}
         return {
-            "best_step": self._best.step,
-            "best_value": self._best.value,
+            "best_step": self.best.step,
+            "best_value": self.best.value,
             "best_checkpoint": str(self._directory),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """The best step so far and its value."""
-        return self._best.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` gave, unless its model has been deleted.
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of `best`, unless its model has been deleted.
 
         Every rank calls it. Only rank 0 looks at the disk.
         """
-        if self._on_every_rank(self._directory.is_dir()):
-            self._best.load_state_dict(state)
+        if of_rank_0(self._directory.is_dir(), self._world):
+            self.best.load_state_dict(state)
 
-    def _on_every_rank(self, verdict: bool) -> bool:
-        """The verdict of rank 0."""
-        said = torch.tensor(float(verdict), dtype=torch.float32)
-        dist.broadcast(said, src=0, group=self._world)
-        return bool(said)
+
+def of_rank_0(verdict: bool, world: dist.ProcessGroup) -> bool:
+    """The verdict of rank 0 on every rank."""
+    said = torch.tensor(float(verdict), dtype=torch.float32)
+    dist.broadcast(said, src=0, group=world)
+    return bool(said)

@@ -9,13 +9,11 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mrlhf.checkpoint.frozen import check_frozen, fingerprint
@@ -30,27 +28,13 @@ from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig
 from mrlhf.errors import CheckpointError
+from mrlhf.run.export import ExportedModel, export_result
+from mrlhf.run.report import closing_report
 from mrlhf.run.startup import Run
-from mrlhf.trainers.best_export import BestExport
+from mrlhf.trainers.best_export import BestExport, of_rank_0
 from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Says when a run has measured all its metrics, so that an unknown name is known to be wrong.
-
-    Attributes:
-        from_step: the first step that trains everything.
-    """
-
-    has_validation: bool
-    from_step: int = 1
-
-    def is_validated(self, names: AbstractSet[str]) -> bool:
-        """Whether a validation is among the metrics so far, or the run has none."""
-        return not self.has_validation or any(name.startswith("val") for name in names)
 
 
 class Checkpoints:
@@ -63,12 +47,16 @@ class Checkpoints:
         models: Mapping[str, ModelEngine],
         last_step: int,
         export: Callable[[Path], None],
-        measured: Measured,
+        has_validation: bool,
+        first_full_step: int = 1,
     ) -> None:
         """Save nothing yet.
 
-        The first of `models` is what the run is for; `export` writes it as a Hugging Face
-        checkpoint.
+        Args:
+            models: the first of them is what the run is for.
+            export: writes it as a Hugging Face checkpoint.
+            has_validation: whether the run measures more than its steps.
+            first_full_step: the first step that trains everything, and so measures everything.
         """
         self._run = run
         self._section = config.trainer
@@ -85,8 +73,8 @@ class Checkpoints:
         identity = RunIdentity(self._program, config.model_dump(), frozen)
         directory = run.output_dir / CHECKPOINTS
         verify = None if run.lock is None else run.lock.verify
-        self._saver = Saver(directory, identity, _world(), config.trainer.async_save, verify)
         trainer = config.trainer
+        self._saver = Saver(directory, identity, _world(), trainer.async_save, verify)
         self._best = Best("trainer.keep_best", trainer.keep_best, trainer.keep_best_mode)
         self._saved_best = copy.copy(self._best)
         self._best_export = BestExport(
@@ -97,7 +85,8 @@ class Checkpoints:
         )
         self._last_saved = time.monotonic()
         self._began = time.monotonic()
-        self._measured = measured
+        self._has_validation = has_validation
+        self._first_full_step = first_full_step
         self._names: set[str] = set()
         # Name of the newest whole checkpoint in the run's directory, if it has its step's metrics.
         self._newest = ""
@@ -123,7 +112,7 @@ class Checkpoints:
         self._best.load_state_dict(state["best"])
         self._saved_best = copy.copy(self._best)
         if "best_export" in state:
-            self._best_export.load_state_dict(state["best_export"])
+            self._best_export.restore(state["best_export"])
         is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
         self._began -= state.get("seconds", 0.0)
         if is_own and checkpoint.manifest.metrics:
@@ -133,8 +122,7 @@ class Checkpoints:
             manifest = checkpoint.manifest
             part = " and a part of the next" if manifest.unfinished_step else ""
             logger.info("going on from %s: step %d%s", checkpoint.path, manifest.step, part)
-        own: dict[str, Any] = state["trainer"]
-        return own
+        return dict(state["trainer"])
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
         """Note the metrics that were validated with the initial model, before the first step.
@@ -144,16 +132,9 @@ class Checkpoints:
                 measured.
         """
         self._best.check_validation(metrics.keys())
-        self._best_export.check_validation(metrics.keys())
+        self._best_export.best.check_validation(metrics.keys())
         self._names |= metrics.keys()
         self._best_export.after_step(0, metrics)
-
-    def summary(self) -> dict[str, Any]:
-        """For summary.json: the best step, if its model was exported, and the run's seconds."""
-        return {**self._best_export.summary(), "seconds": round(self._seconds(), 1)}
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
 
     def after_step(
         self, step: int, metrics: Mapping[str, float], state: Callable[[], Mapping[str, Any]]
@@ -172,9 +153,10 @@ class Checkpoints:
         """
         began = time.monotonic()
         self._names |= metrics.keys()
-        if step >= self._measured.from_step and self._measured.is_validated(self._names):
+        is_validated = any(name.startswith("val") for name in self._names)
+        if step >= self._first_full_step and (is_validated or not self._has_validation):
             self._best.check(self._names)
-            self._best_export.check(self._names)
+            self._best_export.best.check(self._names)
         self._best_export.after_step(step, metrics)
         waited = self._attempt(lambda: self._saver.finish(wait=False))
         if self._is_due(step, metrics):
@@ -207,6 +189,32 @@ class Checkpoints:
         self._saver.finish(wait=True)
         self._delete_old()
 
+    def end_run(
+        self,
+        model: ExportedModel,
+        metrics: Mapping[str, float],
+        state: Callable[[], Mapping[str, Any]],
+        achievements: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Export the trained model, and report; `achievements` begin the summary.
+
+        If the export fails, a checkpoint of the last step is saved with `metrics` and `state`.
+        """
+        directory = self._run.output_dir / next(iter(self._models))
+        last = self._last_step
+        with self._run.phases.enter("export"):
+            export_result(model, directory, last, lambda: self.save_at_end(last, metrics, state()))
+        if self._run.is_main_rank:
+            self._run.require_directory(directory)
+            summary = {
+                **achievements(),
+                "steps": last,
+                **self._best_export.summary(),
+                "seconds": round(time.monotonic() - self._began, 1),
+                "checkpoint": str(directory),
+            }
+            closing_report(self._run.output_dir, summary)
+
     def finish(self) -> None:
         """Wait until the last checkpoint is complete, or could not be written."""
         self._attempt(lambda: self._saver.finish(wait=True))
@@ -222,8 +230,8 @@ class Checkpoints:
             "trainer": state,
             "models": {role: engine.state_dict() for role, engine in self._models.items()},
             "best": self._best.state_dict(),
-            "best_export": self._best_export.state_dict(),
-            "seconds": self._seconds(),
+            "best_export": self._best_export.best.state_dict(),
+            "seconds": time.monotonic() - self._began,
         }
         return Contents(step, unfinished_step, self._models, whole, metrics, self._exports)
 
@@ -234,9 +242,7 @@ class Checkpoints:
         due = is_due(self._section, step, self._last_step, elapsed, improved)
         if self._section.save_every_minutes is None and self._section.keep_best is None:
             return due
-        verdict = torch.tensor(float(due), dtype=torch.float32)
-        dist.broadcast(verdict, src=0, group=_world())
-        return bool(verdict)
+        return of_rank_0(due, _world())
 
     def _attempt(self, save: Callable[[], Path | None]) -> bool:
         """Save or go on saving; returns whether there was anything to do."""

@@ -13,19 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrlhf.config.preference import DPOSection
+from mrlhf.batch import Sequences
 from mrlhf.config.roots import DPOConfig
+from mrlhf.config.sections import DPOSection
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
+from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
 from mrlhf.preflight import read_preference_inputs
 from mrlhf.rl.preference import PairLogprobs, PairLossOptions, measure_pairs
 from mrlhf.roles.response_logprobs import ResponseLogprobs
 from mrlhf.run.startup import start
 from mrlhf.trainers.reference_logprobs import reference_logprobs
-from mrlhf.trainers.supervised import SupervisedTrainer
-from mrlhf.training.engine import ModelEngine, PackResult
+from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
+from mrlhf.training.engine import Loss, ModelEngine, PackResult
 
 
 def train_dpo(config: DPOConfig) -> None:
@@ -58,6 +60,9 @@ class ScoredPairs:
     def __post_init__(self) -> None:
         assert self.reference.shape == (len(self.pairs), 2), self.reference.shape
 
+    def __len__(self) -> int:
+        return len(self.pairs)
+
     def seen(self, rows: Sequence[int], policy: Tensor) -> PairLogprobs:
         """The log-probabilities of these pairs for a loss; `policy` is float64 [rows, 2]."""
         sides = (self.pairs.chosen_ids, self.pairs.rejected_ids)
@@ -70,31 +75,23 @@ class ScoredPairs:
         )
 
 
-class PreferenceOptimization:
+class PreferenceOptimization(SupervisedTask[ScoredPairs]):
     """Learns to prefer the chosen response of each pair by more than the reference does."""
+
+    name = "dpo"
 
     def __init__(
         self, section: DPOSection, train: ScoredPairs, held_out: ScoredPairs | None
     ) -> None:
         """Take the loss, the training pairs, and the validation pairs, if there are any."""
-        self._name = section.loss_type
+        super().__init__(train, held_out)
+        self._loss_type = section.loss_type
         self._options = PairLossOptions(section.beta, section.label_smoothing)
-        self._train = train
-        self._held_out = held_out
 
-    @property
-    def has_held_out(self) -> bool:
-        """Whether there are held-out rows to validate on."""
-        return self._held_out is not None
-
-    def __len__(self) -> int:
-        return len(self._train.pairs)
-
-    def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these pairs; returns its metrics.
-
-        Those of `measure_pairs`, averaged over the pairs, are named `dpo/<name>`.
-        """
+    def _loss_on(
+        self, engine: ModelEngine, rows: Sequence[int]
+    ) -> tuple[Sequences, BatchCut, Loss]:
+        """The metrics of `measure_pairs`, averaged over the pairs, are named `dpo/<name>`."""
         responses = ResponseLogprobs(engine)
         sequences = self._train.pairs.sequences(rows)
         cut = engine.cut(sequences, "response", together=2)
@@ -110,10 +107,7 @@ class PreferenceOptimization:
             total = responses.loss(hidden, pack, objective, together=2)
             return total / len(rows), PackResult(tally)
 
-        result = engine.train_mini_batch(cut.packs, loss, "dpo")
-        metrics = engine.end_update("dpo", engine.metrics_of([result]))
-        metrics |= cut.balance.metrics("dpo", engine.groups.layout)
-        return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
+        return sequences, cut, loss
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:
         """Under `val/`, the means over the held-out pairs of what `measure_pairs` gives."""
@@ -121,7 +115,7 @@ class PreferenceOptimization:
             return {}
         logprobs = ResponseLogprobs(engine).of_pairs(self._held_out.pairs)
         seen = self._held_out.seen(range(len(logprobs)), logprobs)
-        measured = measure_pairs(self._name, seen, self._options)
+        measured = measure_pairs(self._loss_type, seen, self._options)
         return {f"val/{name}": float(each.double().mean()) for name, each in measured.items()}
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -138,7 +132,7 @@ class PreferenceOptimization:
         `logprobs` is float64 [rows, 2], under the policy.
         """
         seen = self._train.seen(rows, logprobs)
-        measured = measure_pairs(self._name, seen, self._options)
+        measured = measure_pairs(self._loss_type, seen, self._options)
         if pack.segments.rank == 0:  # the other ranks that share the pairs have the same numbers
             for name, each in measured.items():
                 tally.add(f"dpo/{name}", each.sum(), len(each))

@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from mrlhf.batch import Sequences
 from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
-from mrlhf.parallel.whole_rows import gather_rows
+from mrlhf.parallel.microbatch import BatchCut
+from mrlhf.parallel.packs import gather_rows
 from mrlhf.preflight import read_preference_inputs
 from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start
-from mrlhf.trainers.supervised import SupervisedTrainer
-from mrlhf.training.engine import ModelEngine, PackResult
+from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
+from mrlhf.training.engine import Loss, ModelEngine, PackResult
 
 
 def train_reward_model(config: RewardModelConfig) -> None:
@@ -37,25 +39,16 @@ def train_reward_model(config: RewardModelConfig) -> None:
         trainer.fit()
 
 
-class PreferenceLearning:
+class PreferenceLearning(SupervisedTask[PreferencePairs]):
     """Learns to score the chosen response of each pair above the rejected one."""
 
-    def __init__(self, pairs: PreferencePairs, held_out: PreferencePairs | None) -> None:
-        """Take the training pairs and the validation pairs, if there are any."""
-        self._pairs = pairs
-        self._held_out = held_out
+    name = "rm"
 
-    @property
-    def has_held_out(self) -> bool:
-        """Whether there are held-out rows to validate on."""
-        return self._held_out is not None
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these pairs; returns loss (nats), accuracy and margin over them."""
-        sequences = up_to_scored(self._pairs.sequences(rows), engine.spec)
+    def _loss_on(
+        self, engine: ModelEngine, rows: Sequence[int]
+    ) -> tuple[Sequences, BatchCut, Loss]:
+        """Loss (nats), accuracy and margin are means over the pairs."""
+        sequences = up_to_scored(self._train.sequences(rows), engine.spec)
         cut = engine.cut(sequences, "last", together=2)
 
         def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
@@ -72,10 +65,7 @@ class PreferenceLearning:
                 tally.add("rm/margin", margin.sum(), len(margin))
             return total / len(rows), PackResult(tally)
 
-        result = engine.train_mini_batch(cut.packs, loss, "rm")
-        metrics = engine.end_update("rm", engine.metrics_of([result]))
-        metrics |= cut.balance.metrics("rm", engine.groups.layout)
-        return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
+        return sequences, cut, loss
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:
         """Loss on the held-out pairs, and the share whose chosen response scores higher."""
@@ -91,5 +81,5 @@ class PreferenceLearning:
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """`rm_pair_accuracy` on the held-out pairs; without them, that of the last step."""
-        held_out = self._held_out is not None
-        return {"rm_pair_accuracy": metrics["val/accuracy"] if held_out else metrics["rm/accuracy"]}
+        kind = "val" if self.has_held_out else "rm"
+        return {"rm_pair_accuracy": metrics[f"{kind}/accuracy"]}

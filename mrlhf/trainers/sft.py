@@ -15,13 +15,14 @@ from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
+from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.vocab import TokenRange
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.preflight import read_sft_inputs
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import start
-from mrlhf.trainers.supervised import SupervisedTrainer
-from mrlhf.training.engine import ModelEngine, PackResult
+from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
+from mrlhf.training.engine import Loss, ModelEngine, PackResult
 
 
 def train_sft(config: SFTConfig) -> None:
@@ -36,31 +37,18 @@ def train_sft(config: SFTConfig) -> None:
         trainer.fit()
 
 
-class FineTuning:
+class FineTuning(SupervisedTask[Sequence[SftExample]]):
     """Learns the responses of prompt-response rows."""
 
-    def __init__(self, examples: Sequence[SftExample], held_out: Sequence[SftExample]) -> None:
-        """Take the training rows and the validation rows; the latter may be empty."""
-        self._examples = examples
-        self._held_out = held_out
+    name = "sft"
 
-    @property
-    def has_held_out(self) -> bool:
-        """Whether there are held-out rows to validate on."""
-        return bool(self._held_out)
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these rows; returns its metrics.
-
-        `sft/loss` is the mean over the response tokens of the rows, nats.
-        """
+    def _loss_on(
+        self, engine: ModelEngine, rows: Sequence[int]
+    ) -> tuple[Sequences, BatchCut, Loss]:
+        """`sft/loss` is the mean over the response tokens of the rows, nats."""
         token_logprobs = TokenLogprobs(engine, temperature=1.0)
-        sequences = _sequences([self._examples[row] for row in rows])
-        tokens = int(sequences.lengths.sum())
-        response_tokens = tokens - int(sequences.prompt_lengths.sum())
+        sequences = _sequences([self._train[row] for row in rows])
+        response_tokens = int((sequences.lengths - sequences.prompt_lengths).sum())
         cut = engine.cut(sequences, "response")
         packs = cut.packs
 
@@ -74,10 +62,7 @@ class FineTuning:
             tally.add("sft/loss", total, len(pack.select))
             return total / response_tokens, PackResult(tally)
 
-        result = engine.train_mini_batch(packs, loss, "sft")
-        metrics = engine.end_update("sft", engine.metrics_of([result]))
-        metrics |= cut.balance.metrics("sft", engine.groups.layout)
-        return metrics | {"perf/total_num_tokens": tokens}
+        return sequences, cut, loss
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:
         """`val/loss`: the mean over the response tokens of the held-out rows, nats."""

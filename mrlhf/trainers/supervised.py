@@ -7,44 +7,69 @@ not know the loss; its task does.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence, Sized
+from contextlib import closing
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from mrlhf.batch import Sequences
 from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PreferenceConfig, SFTConfig
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
 from mrlhf.preflight import PreferenceInputs, SFTInputs
-from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
-from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.report import closing_report
-from mrlhf.run.reporter import Reporter
+from mrlhf.run.export import ExportedModel, export_checkpoint
+from mrlhf.run.reporter import Reporter, ResumePoint
 from mrlhf.run.startup import Run
-from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
-from mrlhf.training.engine import ModelEngine
+from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
+from mrlhf.training.engine import Loss, ModelEngine
+
+RowsT = TypeVar("RowsT", bound=Sized)
 
 
-class SupervisedTask(Protocol):
+class SupervisedTask(ABC, Generic[RowsT]):
     """The rows to learn from and the loss on them."""
+
+    name: str  # of the task's metrics: <name>/loss
+
+    def __init__(self, train: RowsT, held_out: RowsT | None) -> None:
+        """Take the training rows and the validation rows, which may be empty or missing."""
+        self._train = train
+        self._held_out = held_out or None
 
     @property
     def has_held_out(self) -> bool:
         """Whether there are held-out rows to validate on."""
+        return self._held_out is not None
 
     def __len__(self) -> int:
-        """Number of training rows."""
+        return len(self._train)
 
     def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step of the model on these rows; returns its metrics."""
+        sequences, cut, loss = self._loss_on(engine, rows)
+        result = engine.train_mini_batch(cut.packs, loss, self.name)
+        metrics = engine.end_update(self.name, engine.metrics_of([result]))
+        metrics |= cut.balance.metrics(self.name, engine.groups.layout)
+        return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
 
+    @abstractmethod
+    def _loss_on(
+        self, engine: ModelEngine, rows: Sequence[int]
+    ) -> tuple[Sequences, BatchCut, Loss]:
+        """These rows, their packs, and the loss on the model's output for one of the packs."""
+
+    @abstractmethod
     def validate(self, engine: ModelEngine) -> dict[str, float]:
         """Metrics on the held-out rows; empty if there are no such rows."""
 
+    @abstractmethod
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The few numbers by which the run is judged, from the last step's metrics."""
 
@@ -58,7 +83,7 @@ class SupervisedTrainer:
         inputs: SFTInputs | PreferenceInputs,
         run: Run,
         spec: ModelSpec,
-        task: SupervisedTask,
+        task: SupervisedTask[Any],
     ) -> None:
         """Build the model with its optimizer, and go on from a checkpoint if there is one.
 
@@ -102,8 +127,8 @@ class SupervisedTrainer:
             config,
             {"model": self._engine},
             self._steps,
-            self._export,
-            Measured(task.has_held_out),
+            partial(export_checkpoint, self._exported),
+            task.has_held_out,
         )
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -114,7 +139,7 @@ class SupervisedTrainer:
         Raises:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
-        with Reporter.of(self._run, self._config, self._steps, self._resumed) as reporter:
+        with closing(Reporter.of(self._run, self._config, self._steps, self._resumed)) as reporter:
             while self._completed < self._steps:
                 self._one_step(self._completed + 1, reporter)
             self._checkpoints.finish()
@@ -123,7 +148,9 @@ class SupervisedTrainer:
         if self._task.has_held_out and not any(name.startswith("val/") for name in metrics):
             # An earlier start had reached the last step, and that step had no validation.
             metrics |= self._task.validate(self._engine)
-        self._finish(metrics)
+        self._checkpoints.end_run(
+            self._exported, self._metrics, self._state, lambda: self._task.summary(metrics)
+        )
 
     def _one_step(self, number: int, reporter: Reporter) -> None:
         """Do training step `number`, or the rest of it: train, validate, save, report."""
@@ -179,14 +206,6 @@ class SupervisedTrainer:
         self._metrics = checkpoint.manifest.metrics
         self._resumed = ResumePoint(self._completed, self._metrics)
 
-    def _save_last(self) -> None:
-        """Save a checkpoint of the last step, unless there is one."""
-        self._checkpoints.save_at_end(self._completed, self._metrics, self._state())
-
-    def _export(self, directory: Path) -> None:
-        """Write the model as a Hugging Face checkpoint."""
-        export_checkpoint(self._exported, directory)
-
     def _with_saved_rows(
         self, error: TrainingError, step: int, rows: Sequence[int]
     ) -> TrainingError:
@@ -198,17 +217,3 @@ class SupervisedTrainer:
         return TrainingError(
             f"training step {step}: {error}; the numbers of the batch's rows are in {path}"
         )
-
-    def _finish(self, metrics: Mapping[str, float]) -> None:
-        directory = self._run.output_dir / "model"
-        with self._run.phases.enter("export"):
-            export_result(self._exported, directory, self._steps, self._save_last)
-        if self._run.is_main_rank:
-            self._run.require_directory(directory)
-            summary = {
-                **self._task.summary(metrics),
-                "steps": self._steps,
-                **self._checkpoints.summary(),
-                "checkpoint": str(directory),
-            }
-            closing_report(self._run.output_dir, summary)

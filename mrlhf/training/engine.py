@@ -20,7 +20,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mrlhf.batch import Sequences
+from mrlhf.batch import Parts, Sequences
 from mrlhf.config.sections import OptimSection, RoleSection, RouterSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
@@ -39,7 +39,6 @@ from mrlhf.parallel.packing import Select, make_packs
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.schedule import Pipeline
-from mrlhf.parts import Parts
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
@@ -66,8 +65,7 @@ class MiniBatchResult:
 
     role: str  # prefix of the names of the metrics
     tally: Tally  # this rank's part of the metrics
-    # `PackResult.kept` of each of this rank's packs; empty before the last stage
-    kept: list[Tensor | None]
+    kept: list[Tensor | None]  # `PackResult.kept` of each pack; empty before the last stage
     step: OptimizerStep | None  # the outcome of the optimizer step; None if `stop` prevented it
     load: ExpertLoad | None = None  # of the experts; None for a dense model
 
@@ -75,12 +73,8 @@ class MiniBatchResult:
 class ModelEngine:
     """One model, sharded over the ranks of its layout.
 
-    A frozen model's engine has no optimizer; after `attach_optimizer` it can be trained.
-
-    Attributes:
-        chunks: this rank's parts of the model, one for each virtual pipeline stage; each is wrapped
-            in DistributedDataParallel once there is an optimizer.
-        optimizer: None for a frozen model.
+    A frozen model's engine has no optimizer; after `attach_optimizer` it can be trained. `chunks`
+    are this rank's virtual pipeline stages, wrapped in DistributedDataParallel from then on.
     """
 
     def __init__(
@@ -193,10 +187,8 @@ class ModelEngine:
 
         The packs are on this engine's device, ready for every pass of the step.
 
-        Args:
-            select: the positions whose output is wanted; see `make_packs`.
-            mini_batch_rows: rows of one optimizer step; None for all rows.
-            together: number of consecutive rows that must stay in one micro-batch.
+        `select` are the positions whose output is wanted, as in `make_packs`; `mini_batch_rows`
+        those of one optimizer step, None for all; `together` is as in `cut_mini_batches`.
         """
         layout = self.groups.layout
         segments = self.groups.segments
@@ -212,9 +204,8 @@ class ModelEngine:
             in_step=layout.ep > 1,
         )
 
-        shares = [
-            mini_batch.micro_batches[self.groups.coordinates.dp] for mini_batch in mini_batches
-        ]
+        dp_rank = self.groups.coordinates.dp
+        shares = [mini_batch.micro_batches[dp_rank] for mini_batch in mini_batches]
         multiple = layout.tp if self._section.sequence_parallel else 1
         packs = make_packs(
             sequences, list(chain.from_iterable(shares)), select, multiple, self.device, segments
@@ -246,22 +237,15 @@ class ModelEngine:
     ) -> Tensor:
         """Evaluate every selected position of the whole batch.
 
-        Args:
-            packs: this rank's packs of the batch.
-            shape: batch and width of the tables that the packs' places refer to.
-            evaluate: as for `Pipeline.forward`; returns [channels, selected].
-            channels: numbers for each position.
-            routing: as for `Pipeline.forward`.
+        `packs` are this rank's, `shape` is the batch and width of the tables that their places
+        refer to. `evaluate` returns [channels, selected]; see `Pipeline.forward`.
 
         Returns:
             float32 [channels, batch, width] on the host, shared by the ranks of a machine; 0 where
             nothing is selected.
         """
-        results = [
-            result
-            for result in self._pipeline.forward(packs, evaluate, routing)
-            if result is not None
-        ]
+        evaluated = self._pipeline.forward(packs, evaluate, routing)
+        results = [result for result in evaluated if result is not None]
         table = self.groups.machine.table((channels, *shape), torch.float32)
 
         # Only the last stage has results, and its tensor-parallel peers have the same ones.
@@ -316,14 +300,10 @@ class ModelEngine:
     ) -> MiniBatchResult:
         """Take one optimizer step on one mini-batch, unless `stop` or the gradient forbids it.
 
-        Args:
-            loss: as for `Pipeline.forward_backward`; its scalar is already divided by the global
-                count.
-            role: prefix of the names of the metrics; the table of metrics has a row for each name
-                in a tally.
-            stop: takes the metrics of the whole mini-batch, for which the ranks exchange their
-                parts, and returns whether to leave the step out.
-            routing: as for `Pipeline.forward`.
+        `loss` and `routing` are those of `Pipeline.forward_backward`; the scalar of `loss` is
+        already divided by the global count. `role` is the prefix of the metrics' names; the table
+        of metrics has a row for each name in a tally. `stop` takes the metrics of the whole
+        mini-batch, for which the ranks exchange their parts; if it is true, no step is taken.
 
         Raises:
             TrainingError: `max_skipped_steps` steps in a row had a gradient that cannot be used.
@@ -346,15 +326,11 @@ class ModelEngine:
     def metrics_of(self, results: Sequence[MiniBatchResult], total: Tally | None = None) -> Tally:
         """Return the metrics of mini-batches over all ranks, in one exchange; every rank calls it.
 
-        Args:
-            results: the mini-batches in order, of the same role.
-            total: the metrics of the mini-batches before them, which are added.
+        The mini-batches are of one role and in order; `total` has the metrics of those before them.
 
         Returns:
-            The same on every rank. Beside the tallies of the losses it has, under `<role>/`:
-            `grad_norm`, `optimizer_steps` and `skipped_steps`, with a mixture of experts also
-            `expert_load_max` and `expert_load_entropy`. The metrics of a skipped step that are not
-            finite are left out.
+            The same on every rank: the tallies of the losses, and the gradient norms, steps and
+            loads of experts. The metrics of a skipped step that are not finite are left out.
         """
         merged = total or Tally()
         if not results:
@@ -386,12 +362,10 @@ class ModelEngine:
         return merged
 
     def end_update(self, role: str, total: Tally) -> dict[str, float]:
-        """Advance the learning-rate schedule by one update, and report the update.
+        """Advance the learning-rate schedule by one update.
 
-        Returns:
-            The metrics of `total`, the merged tallies of the mini-batches; under `<role>/` the
-            learning rate `lr` of these steps, and `head_lr` if the scalar head has its own; and
-            `UpdateClock.metrics`.
+        Returns the metrics of `total`, the merged tallies of the mini-batches, the learning rates
+        of these steps, and `UpdateClock.metrics`.
         """
         assert self.optimizer is not None, "a frozen model has no update"
         metrics = total.values()

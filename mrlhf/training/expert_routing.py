@@ -21,15 +21,10 @@ from mrlhf.parallel.packs import Pack
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The evenness of the experts' loads in a mini-batch; equal on every rank.
+    """The evenness of the experts' loads in a mini-batch; equal on every rank."""
 
-    Attributes:
-        largest: tokens of an expert over the mean of its layer; the largest of all layers.
-        entropy: of the distribution of a layer's tokens, over that of an even one; the smallest of
-            all layers.
-    """
-
-    largest: float
+    largest: float  # tokens of an expert over the mean of its layer; the largest of all layers
+    # Of the distribution of a layer's tokens, over that of an even one; the smallest of all layers.
     entropy: float
 
 

@@ -21,10 +21,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer_param_scheduler import (
-    OptimizerParamScheduler,
-    ParamGroupOverride,
-)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
@@ -56,16 +53,11 @@ class OptimizedRange:
 
     start: int  # the first element of the flat parameter that is held
     main: Tensor  # float32 main weights of the elements that are held
-    # Adam's running means of the same elements, by name; empty before the first step
-    moments: dict[str, Tensor]
+    moments: dict[str, Tensor]  # Adam's running means by name; empty before the first step
 
 
 class ShardedOptimizer:
-    """The optimizer of one model; every rank of the model calls each method together.
-
-    Attributes:
-        skipped_in_a_row: the number of steps skipped since the last step that was taken.
-    """
+    """The optimizer of one model; every rank of the model calls each method together."""
 
     def __init__(
         self,
@@ -77,10 +69,8 @@ class ShardedOptimizer:
     ) -> None:
         """Build the optimizer around weights that have been loaded.
 
-        Args:
-            chunks: this rank's parts of the model, each wrapped in DistributedDataParallel.
-            dtype: of the parameters; bfloat16 gets main weights in float32.
-            total_updates: how often `advance_schedule` will be called in the whole run.
+        The `chunks` are wrapped in DistributedDataParallel. Parameters of bfloat16 get main weights
+        in float32. `advance_schedule` will be called `total_updates` times in the whole run.
         """
         self._optim = optim
         self._world = groups.world
@@ -113,7 +103,7 @@ class ShardedOptimizer:
             overlapped = overlaps(optim.overlap_param_gather, groups, device)
             self._gather = WeightGather(chunks, overlapped)
         self._wait_for_reader: Callable[[], None] | None = None
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = 0  # steps skipped since the last one that was taken
 
     @property
     def learning_rate(self) -> float:

@@ -50,14 +50,10 @@ class UpdateClock:
         self._seconds += self._now() - self._began
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Return the metrics since the last call, each as `perf/<name>/<prefix>`.
+        """Return `perf/{bubble,slowest_update,slowest_update_rank}/<prefix>` since the last call.
 
-        Returns:
-            `bubble`: the time in which the stages of the pipeline stood idle over the time in which
-            they computed. `slowest_update`: the seconds for an operation of the slowest replica
-            over the median of the others; `slowest_update_rank`: its first rank. A metric is absent
-            if it cannot be measured in this layout, or because an earlier process trained all
-            mini-batches.
+        A metric is absent if it cannot be measured in this layout, or because an earlier process
+        trained all mini-batches.
         """
         return self._bubble(prefix) | self._slowest(prefix)
 

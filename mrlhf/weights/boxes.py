@@ -56,14 +56,10 @@ class Box:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box, and where its elements lie in a flat parameter.
-
-    Attributes:
-        box: the named elements.
-        runs: intervals of the flat parameter; one after the other they are the box, row by row.
-    """
+    """A box, and where its elements lie in a flat parameter."""
 
     box: Box
+    # Intervals of the flat parameter; one after the other they are the box, row by row.
     runs: tuple[tuple[int, int], ...]
 
 

@@ -12,18 +12,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from mrlhf.weights.stored import INDEX, SINGLE, survey
+from mrlhf.weights.stored import INDEX, SINGLE
 
 _ANY = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-
-
-def find_files(directory: Path) -> dict[str, Path]:
-    """The file of each tensor of the checkpoint in `directory`.
-
-    Raises:
-        WeightError: there is no safetensors checkpoint, or a file of it is missing or damaged.
-    """
-    return {name: tensor.file for name, tensor in survey(directory).tensors.items()}
 
 
 def split_files(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mrlhf.errors import WeightError
-from mrlhf.parallel.collectives import all_gather_objects, connect, exchange
+from mrlhf.parallel.collectives import all_gather_objects, connect, exchange, raise_together
 from mrlhf.weights.files import (
     file_names,
     flush,
@@ -36,26 +35,18 @@ from mrlhf.weights.stored import ExpectedTensors, FileTensor, OpenFiles, match, 
 
 @dataclass(frozen=True)
 class FileOptions:
-    """How the files of a checkpoint are written.
+    """How the files of a checkpoint are written."""
 
-    Attributes:
-        max_shard_bytes: largest file, in bytes of tensors; a larger tensor has a file of its own.
-        metadata: more header entries of each file, beside `format: pt`.
-        dtype: dtype in the files; None: that of the parameters.
-    """
-
-    max_shard_bytes: int = 5 * 10**9
+    max_shard_bytes: int = 5 * 10**9  # of tensors; a larger tensor has a file of its own
+    # More header entries of each file, beside `format: pt`.
     metadata: Mapping[str, str] = field(default_factory=dict)
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # in the files; None: that of the parameters
 
 
 def read_weights(path: str | Path, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
-    """Fill `slots` from the safetensors in directory `path`.
+    """Fill `slots` from the safetensors in directory `path`, in each parameter's dtype and device.
 
-    The numbers are converted to each parameter's dtype and device.
-
-    Returns:
-        The tensors that the directory may lack, and lacks; their slots stay as they are.
+    Returns the tensors that the directory may lack, and lacks; their slots stay as they are.
 
     Raises:
         WeightError: there are no safetensors, or they are damaged, not those of the model or not
@@ -101,21 +92,16 @@ def write_weights(
         shapes: full shape of every tensor of the model, in the order in which files are filled.
         group: the model-parallel ranks of one data-parallel replica. The ranks of other replicas do
             not call this.
-        options: how files are written.
 
     Raises:
         WeightError: the ranks do not hold the whole model, or a rank could not write, on all of
             them.
     """
     directory = Path(path)
-    rank = dist.get_rank()
-    ranks = dist.get_process_group_ranks(group)
-
     model = _survey(slots, shapes, group, options.dtype)
     sizes = {name: tensor.nbytes for name, tensor in model.items()}
     contents = split_files(sizes, options.max_shard_bytes)
-    files = file_names(len(contents))
-    metadata = {"format": "pt", **options.metadata}
+    files = dict(zip(file_names(len(contents)), contents, strict=True))
 
     error = None
     try:
@@ -124,61 +110,51 @@ def write_weights(
         error = f"cannot make {directory}: {failure}"
 
     connect(group, slots[0].parameter.device)
+    ranks = dist.get_process_group_ranks(group)
+    metadata = {"format": "pt", **options.metadata}
     for first in range(0, len(files), len(ranks)):
         # In the last turn some ranks may have no file to write.
-        turn = contents[first : first + len(ranks)]
-        writers = dict(zip(ranks, turn, strict=False))
+        own = dict(zip(ranks, list(files.items())[first:], strict=False))
+        writers = {rank: names for rank, (_, names) in own.items()}
         tensors = _collect(writers, model, slots, group)
-        if rank in writers and error is None:
-            file = directory / files[first + ranks.index(rank)]
-            try:
-                save_file(tensors, temporary(file), metadata=metadata)
-                open_to_readers(temporary(file))
-                flush(temporary(file))
-            except Exception as failure:  # other ranks wait to be told
-                error = f"cannot write {file}: {failure}"
+        if dist.get_rank() in own and error is None:
+            file, _ = own[dist.get_rank()]
+            error = _write(tensors, directory / file, metadata)
         del tensors
 
-    _raise_together(error, group)  # all files are complete
-    if rank == ranks[0]:
+    raise_together(error, WeightError, group)  # all files are complete
+    if dist.get_rank() == ranks[0]:
         try:
-            publish(directory, dict(zip(files, contents, strict=True)), sum(sizes.values()))
+            publish(directory, files, sum(sizes.values()))
         except OSError as failure:
             error = f"cannot write {directory}: {failure}"
-    _raise_together(error, group)
+    raise_together(error, WeightError, group)
 
 
-def _raise_together(error: str | None, group: dist.ProcessGroup) -> None:
-    """Raise a WeightError on every rank of the group if one of them has an error."""
-    for other in all_gather_objects(error, group):
-        if other is not None:
-            raise WeightError(other)
+def _write(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> str | None:
+    """Write a file under its temporary name; returns the error, if any, to tell other ranks."""
+    try:
+        save_file(tensors, temporary(file), metadata=metadata)
+        open_to_readers(temporary(file))
+        flush(temporary(file))
+    except Exception as failure:
+        return f"cannot write {file}: {failure}"
+    return None
 
 
 @dataclass(frozen=True)
 class _SharedTensor:
-    """A named tensor of the model, whose slices the ranks hold.
-
-    Attributes:
-        shape: full shape.
-        dtype: dtype in the file.
-        holders: the global ranks that hold each slice. The slices are in order and cover the
-            tensor.
-    """
+    """A named tensor of the model, whose slices the ranks hold."""
 
     shape: Shape
-    dtype: torch.dtype
+    dtype: torch.dtype  # in the file
+    # The global ranks that hold each slice. The slices are in order and cover the tensor.
     holders: dict[Key, list[int]]
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def slice_shape(self, key: Key) -> Shape:
-        """Shape of the slice `key`."""
-        _, dim, start, stop = key
-        return (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
 
 
 def _survey(
@@ -245,39 +221,34 @@ def _collect(
     for number in range(max(len(names) for names in writers.values())):
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
-        arrivals: list[tuple[Key, Tensor]] = []
+        arrivals: list[tuple[Tensor, Tensor]] = []
         for writer, source, key in _transfers(writers, model, number):
-            tensor = model[key[0]]
+            name, dim, start, stop = key
             if rank == source:
-                values = held[key].load().to(tensor.dtype).contiguous()
+                values = held[key].load().to(model[name].dtype).contiguous()
                 if rank != writer:
                     sends.append((writer, values))
-            elif rank == writer:
-                values = torch.empty(tensor.slice_shape(key), dtype=tensor.dtype, device=device)
-                receives.append((source, values))
             if rank == writer:
-                arrivals.append((key, values))
+                place = whole[name].narrow(dim, start, stop - start)
+                if rank != source:
+                    values = torch.empty(place.shape, dtype=place.dtype, device=device)
+                    receives.append((source, values))
+                arrivals.append((place, values))
 
         exchange(sends, receives, group)
-        for (name, dim, start, stop), values in arrivals:
-            whole[name].narrow(dim, start, stop - start).copy_(values)
+        for place, values in arrivals:
+            place.copy_(values)
     return whole
-
-
-class _Transfer(NamedTuple):
-    """The slice `key` goes from rank `source` to rank `writer`, which may be the same."""
-
-    writer: int
-    source: int
-    key: Key
 
 
 def _transfers(
     writers: Mapping[int, list[str]], model: Mapping[str, _SharedTensor], number: int
-) -> Iterator[_Transfer]:
-    """The transfers of each writer's tensor number `number`."""
+) -> Iterator[tuple[int, int, Key]]:
+    """The transfers of each writer's tensor number `number`: writer, source, slice.
+
+    The source may be the writer itself.
+    """
     for writer, names in writers.items():
         if number < len(names):
             for key, holders in model[names[number]].holders.items():
-                source = writer if writer in holders else holders[0]
-                yield _Transfer(writer, source, key)
+                yield writer, (writer if writer in holders else holders[0]), key

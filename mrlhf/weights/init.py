@@ -29,9 +29,8 @@ def initialise(
     does.
 
     Args:
-        slots: the slices to fill; they may be a part of the model.
+        slots: they may be a part of the model.
         shapes: full shape of every tensor of the whole model.
-        seed: seed of the run.
         std: standard deviation of the matrices; `initializer_range` of a `config.json`.
         scalar_head: the tensor that has a standard deviation of its own, if there is one.
         head_std: standard deviation of `scalar_head`.

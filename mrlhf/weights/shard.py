@@ -34,28 +34,25 @@ Key = tuple[str, int, int, int]
 
 
 class Rule(NamedTuple):
-    """How a parameter is made of named tensors.
+    """How a parameter is made of named tensors."""
 
-    Attributes:
-        names: the fused tensors, in the order in which they follow each other in a period.
-        dim: the dimension that tensor parallelism splits; None if every rank holds the whole.
-        periods: number of periods in the whole (unsplit) parameter, which are divided over the
-            ranks; None for one period a rank. If there are more ranks, their number must be a
-            multiple of the periods, and each rank has a smaller period of its own.
-        shared_kv_heads: number of KV heads in each tensor after the first, if several ranks may
-            hold the same one. With more ranks than KV heads there is one period a rank, and
-            neighbouring ranks hold the same KV head. None if every tensor is split over all ranks.
-        intervals: the rows [start, stop) along `dim` that the parameter holds of each tensor, which
-            may then be named several times; None for all rows of each.
-        of_expert: whether the parameter belongs to one expert of a mixture. It is then split over
-            the expert tensor-parallel ranks, and held by other ranks than the dense parameters.
-    """
-
+    # The fused tensors, in the order in which they follow each other in a period.
     names: tuple[str, ...]
+    # The dimension that tensor parallelism splits; None if every rank holds the whole.
     dim: int | None
+    # Number of periods in the whole (unsplit) parameter, which are divided over the ranks; None for
+    # one period a rank. If there are more ranks, their number must be a multiple of the periods,
+    # and each rank has a smaller period of its own.
     periods: int | None = None
+    # Number of KV heads in each tensor after the first, if several ranks may hold the same one.
+    # With more ranks than KV heads there is one period a rank, and neighbouring ranks hold the same
+    # KV head. None if every tensor is split over all ranks.
     shared_kv_heads: int | None = None
+    # The rows [start, stop) along `dim` that the parameter holds of each tensor, which may then be
+    # named several times; None for all rows of each.
     intervals: tuple[tuple[int, int], ...] | None = None
+    # Whether the parameter belongs to one expert of a mixture. It is then split over the expert
+    # tensor-parallel ranks, and held by other ranks than the dense parameters.
     of_expert: bool = False
 
     def interval(self, number: int, shapes: Mapping[str, Shape]) -> tuple[int, int]:
@@ -68,10 +65,8 @@ class Rule(NamedTuple):
     def blocks(self, shapes: Mapping[str, Shape], tp_size: int) -> tuple[int, tuple[int, ...]]:
         """The number of periods on each of `tp_size` ranks, and each tensor's rows in a period.
 
-        `dim` is not None. Vocabulary rows need not divide: the block is rounded up.
-
-        Raises:
-            WeightError: a fused parameter does not divide over the ranks.
+        `dim` is not None. Vocabulary rows need not divide: the block is rounded up. A WeightError
+        says that a fused parameter does not divide over the ranks.
         """
         intervals = [self.interval(number, shapes) for number in range(len(self.names))]
         sizes = [stop - start for start, stop in intervals]
@@ -194,12 +189,8 @@ def pieces_of(
     """The pieces that tensor-parallel rank `tp_rank` of `tp_size` holds in `parameter`.
 
     For a parameter of an expert these are the rank and size of expert tensor parallelism.
-
     Vocabulary rows need not divide: each rank has ceil(vocab / tp_size) rows, and the padding rows
-    of the last rank belong to no piece.
-
-    Raises:
-        WeightError: a fused parameter does not divide over the ranks.
+    of the last rank belong to no piece. A WeightError says that a fused parameter does not divide.
     """
     if rule.dim is None:
         (name,) = rule.names
@@ -231,11 +222,7 @@ def pieces_of(
 
 
 def local_shape(rule: Rule, shapes: Mapping[str, Shape], tp_size: int) -> Shape:
-    """The shape of a parameter on each of `tp_size` ranks, vocabulary padding included.
-
-    Raises:
-        WeightError: a fused parameter does not divide over the ranks.
-    """
+    """The shape of a parameter on each of `tp_size` ranks, vocabulary padding included."""
     full = shapes[rule.names[0]]
     if rule.dim is None:
         return full

@@ -17,14 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mrlhf.data.hub_files import refuse_pointer
 from mrlhf.errors import WeightError
-from mrlhf.hub_files import refuse_pointer
 from mrlhf.weights.shard import Shape
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -32,7 +32,7 @@ _DTYPES = {
 }
 _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _PREFIX = "model."
-_BUFFER = "rotary_emb.inv_freq"
+BUFFER = "rotary_emb.inv_freq"
 _ROWS_AT_ONCE = 4096
 
 
@@ -47,69 +47,44 @@ class MatrixRows:
 
 @dataclass(frozen=True)
 class OtherForm:
-    """A tensor of a file that holds one or several tensors of a model.
-
-    Attributes:
-        shape: its full shape.
-        parts: the part of it that each of the model's tensors is, by name; None: all of it.
-    """
+    """A tensor of a file that holds one or several tensors of a model."""
 
     shape: Shape
+    # The part of it that each of the model's tensors is, by name; None: all of it.
     parts: Mapping[str, MatrixRows | None]
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor as the header of its file describes it.
+    """A tensor as the header of its file describes it."""
 
-    Attributes:
-        name: its name in the file.
-        file: the file that holds it.
-        dtype: its number format, as safetensors calls it.
-        shape: its full shape, or that of the part.
-        part: the part of the named tensor that it is; None: all of it.
-    """
-
-    name: str
+    name: str  # in the file
     file: Path
-    dtype: str
-    shape: Shape
-    part: MatrixRows | None = None
+    dtype: str  # as safetensors calls it
+    shape: Shape  # its full shape, or that of the part
+    part: MatrixRows | None = None  # the part of the named tensor that it is; None: all of it
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """All tensors of a directory.
-
-    Attributes:
-        directory: the directory.
-        tensors: by the name in the file.
-        remarks: hints for the user about the files, one line each.
-    """
+    """All tensors of a directory."""
 
     directory: Path
-    tensors: Mapping[str, FileTensor]
-    remarks: tuple[str, ...] = ()
+    tensors: Mapping[str, FileTensor]  # by the name in the file
+    remarks: tuple[str, ...] = ()  # hints for the user about the files, one line each
 
 
 @dataclass(frozen=True)
 class ExpectedTensors:
-    """The tensors that a model expects in a directory.
+    """The tensors that a model expects in a directory."""
 
-    Attributes:
-        shapes: full shape of every tensor of the model.
-        may_lack: tensors that the directory need not have.
-        ignored: tensors that the directory may have although the model does not.
-        ignored_prefixes: how the names of more such tensors begin.
-        stand_ins: a tensor, and the one that is read in its place where the directory lacks it.
-        other_forms: by their names in a file, tensors that may be there in place of the model's.
-    """
-
-    shapes: Mapping[str, Shape]
-    may_lack: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    ignored_prefixes: tuple[str, ...] = ()
-    stand_ins: Mapping[str, str] | None = None
+    shapes: Mapping[str, Shape]  # of every tensor of the model
+    may_lack: tuple[str, ...] = ()  # tensors that the directory need not have
+    ignored: tuple[str, ...] = ()  # tensors that the directory may have although the model does not
+    ignored_prefixes: tuple[str, ...] = ()  # how the names of more such tensors begin
+    # A tensor, and the one that is read in its place where the directory lacks it.
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    # By their names in a file, tensors that may be there in place of the model's.
     other_forms: Mapping[str, OtherForm] = field(default_factory=dict)
 
 
@@ -185,11 +160,11 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
             )
         if name in known:
             found[name] = tensor
-        elif not name.endswith(_BUFFER) and not name.startswith(expected.ignored_prefixes):
+        elif not name.endswith(BUFFER) and not name.startswith(expected.ignored_prefixes):
             unknown.append(tensor.name)
     _check_formats(stored)
 
-    for name, stand_in in (expected.stand_ins or {}).items():
+    for name, stand_in in expected.stand_ins.items():
         if name not in found and stand_in in found:
             found[name] = found[stand_in]
 
@@ -198,12 +173,12 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
     ]
     if missing:
         raise WeightError(
-            f"{directory}: no tensor {_first_three(missing)}; the checkpoint is not of this model "
+            f"{directory}: no tensor {first_three(missing)}; the checkpoint is not of this model "
             "or not whole"
         )
     if unknown:
         raise WeightError(
-            f"{directory}: the model has no place for tensor {_first_three(unknown)}; check "
+            f"{directory}: the model has no place for tensor {first_three(unknown)}; check "
             "config.json beside it"
         )
     for name, shape in expected.shapes.items():
@@ -213,15 +188,10 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
 
 
 def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> bool:
-    """Whether two matrices are equal once they are converted to `dtype`, or to that of the first
-    one.
-
-    Raises:
-        WeightError: a file cannot be read.
-    """
+    """Whether two matrices are equal in `dtype`, or in that of the first one."""
     if one.shape != other.shape:
         return False
-    target = dtype or _DTYPES.get(one.dtype)
+    target = dtype or DTYPES.get(one.dtype)
     with OpenFiles((one, other)) as files:
         first = files.slice(one)
         second = files.slice(other)
@@ -337,11 +307,7 @@ def _absence(directory: Path) -> str:
 def _by_model_name(
     stored: ModelFiles, known: Collection[str], other_forms: Mapping[str, OtherForm]
 ) -> Iterator[tuple[str, FileTensor]]:
-    """The stored tensors by the model's names, or by their own where the model does not know them.
-
-    Raises:
-        WeightError: a tensor that holds several of the model's is not of their shape.
-    """
+    """The stored tensors by the model's names, or by their own where it does not know them."""
     names = {*known, *other_forms}
     for tensor in stored.tensors.values():
         name = _model_name(tensor.name, names)
@@ -376,14 +342,15 @@ def _model_name(name: str, known: Collection[str]) -> str:
 def _check_formats(stored: ModelFiles) -> None:
     """Refuse integers and numbers of 8 bits or fewer: they need scales to mean anything."""
     for tensor in stored.tensors.values():
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise WeightError(
                 f"{tensor.file}: {tensor.name} is of type {tensor.dtype}; quantised weights are "
                 "not supported, give the model in bfloat16, float16 or float32"
             )
 
 
-def _first_three(names: list[str]) -> str:
+def first_three(names: list[str]) -> str:
+    """The first names of a list, for messages."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 

@@ -48,30 +48,20 @@ ROLES = ("sft", "rm", "critic", "actor")
 
 @dataclass(frozen=True)
 class Trained:
-    """One role of one row, as one rank sees it.
+    """One role of one row, as one rank sees it."""
 
-    Attributes:
-        metrics: those of the last step, or of the update; the validation's too.
-        digests: of each slice of a weight that this rank holds.
-    """
-
-    metrics: dict[str, float]
-    digests: dict[Key, int]
+    metrics: dict[str, float]  # those of the last step, or of the update; the validation's too
+    digests: dict[Key, int]  # of each slice of a weight that this rank holds
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """One row, as one rank sees it.
+    """One row, as one rank sees it."""
 
-    Attributes:
-        tables: what actor, critic and reference say of the batch before training, by name.
-        trained: by role.
-        fresh: metrics of one more step of the actor, on log-probabilities that it has just
-            computed.
-    """
-
+    # What actor, critic and reference say of the batch before training, by name.
     tables: dict[str, list[list[float]]]
-    trained: dict[str, Trained]
+    trained: dict[str, Trained]  # by role
+    # Metrics of one more step of the actor, on log-probabilities that it has just computed.
     fresh: dict[str, float]
 
 

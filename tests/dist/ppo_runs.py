@@ -8,7 +8,7 @@ trainer stands in this file.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ class Scenario:
 
     name: str
     overrides: Sequence[str] = field(default_factory=list)
+    # Puts a fault into a rank, whose number it is given.
+    fault: Callable[[pytest.MonkeyPatch, int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,16 +103,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a module's scenarios.
+    """The runs of a module's scenarios."""
 
-    Attributes:
-        root: holds the models, the user's reward functions, and `runs/<scenario>`.
-        scenarios: in the order in which they ran.
-        of_ranks: for each rank, by the scenario's name: its steps, or the error that ended it.
-    """
-
-    root: Path
-    scenarios: list[Scenario]
+    root: Path  # holds the models, the user's reward functions, and `runs/<scenario>`
+    scenarios: list[Scenario]  # in the order in which they ran
+    # For each rank, by the scenario's name: its steps, or the error that ended it.
     of_ranks: list[dict[str, list[Step] | str]]
 
     def steps(self, scenario: Scenario, rank: int = 0) -> list[Step]:
@@ -192,6 +189,29 @@ def assert_engine_and_trainer_agree(runs: Runs, without: Sequence[Scenario] = ()
             assert (rollout.versions[rollout.loss_mask] == number).all(), title
 
 
+def assert_experience_by_hand(step: Step, terminal: bool) -> None:
+    """The KL is taken off each token's reward, or all of it off the last token's if `terminal`."""
+    experience = step.experience
+    kl = (experience.old_logprobs - experience.ref_logprobs).double()
+    rewards = torch.zeros_like(kl)
+    returns = torch.zeros_like(kl)
+    for row, length in enumerate(experience.rollout.response_lengths):
+        if terminal:
+            rewards[row, length - 1] = -KL_COEF * kl[row, :length].sum()
+        else:
+            rewards[row, :length] = -KL_COEF * kl[row, :length]
+        rewards[row, length - 1] += experience.scores[row]
+        for t in range(length):  # gamma = lambda = 1: all the reward to come
+            returns[row, t] = rewards[row, t:length].sum()
+
+    mask = experience.rollout.response_mask
+    advantages = (returns - experience.values)[mask]
+    assert_close(experience.token_rewards, rewards)
+    assert_close(experience.returns, returns)
+    assert_close(experience.advantages[mask], (advantages - advantages.mean()) / advantages.std())
+    assert not experience.advantages[~mask].any()
+
+
 def assert_close(value: Tensor, wanted: Tensor) -> None:
     """Equal up to the rounding of the models."""
     torch.testing.assert_close(value.double(), wanted.double(), rtol=0, atol=2e-5)
@@ -251,10 +271,13 @@ def _in_ranks(rank: int, world_size: int, root: str, scenarios: list[Scenario]) 
     factory = GroupFactory(timeout_s=600.0)
     results: dict[str, list[Step] | str] = {}
     for scenario in scenarios:
-        try:
-            results[scenario.name] = _steps(Path(root), scenario, rank, factory)
-        except (ConfigError, RewardError, TrainingError) as error:
-            results[scenario.name] = str(error)
+        with pytest.MonkeyPatch.context() as patch:
+            if scenario.fault is not None:
+                scenario.fault(patch, rank)
+            try:
+                results[scenario.name] = _steps(Path(root), scenario, rank, factory)
+            except (ConfigError, RewardError, TrainingError) as error:
+                results[scenario.name] = str(error)
     torch.save(results, _result_file(Path(root), rank))
 
 

@@ -107,19 +107,12 @@ SEQUENCE_PARALLEL = Form(
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how roles are built in this rank.
+    """Where and how roles are built in this rank."""
 
-    Attributes:
-        root: holds the models and the experiences, as `save_inputs` writes them.
-        groups: the process groups of the layout.
-        form: how the roles are run.
-        device: where they are run.
-    """
-
-    root: Path
-    groups: RoleGroups
-    form: Form
-    device: Device = CPU
+    root: Path  # holds the models and the experiences, as `save_inputs` writes them
+    groups: RoleGroups  # the process groups of the layout
+    form: Form  # how the roles are run
+    device: Device = CPU  # where they are run
 
     @property
     def layout(self) -> tuple[int, AxisSizes]:

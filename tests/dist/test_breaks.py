@@ -1,8 +1,10 @@
-"""The comparisons of `test_invariance` see a fault: each break is put into the ranks, one by one.
+"""The comparisons of `test_invariance` and `test_ppo_step` see a fault: each break is put into the
+ranks, one by one.
 
 A break changes one function of ours, or of megatron-core, in two ranks that train a tiny model.
-Without a break every comparison passes, and with it those fail that the break names. A break of
-what moves weights stands in `test_reshard`, of a checkpoint in `test_checkpoint_layouts`.
+Without a break every comparison passes, and with it those fail that the break names. Breaks of a
+step of PPO stand at the end, each as a scenario above the test of it. A break of what moves
+weights stands in `test_reshard`, of a checkpoint in `test_checkpoint_layouts`.
 """
 
 from __future__ import annotations
@@ -20,14 +22,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrlhf.batch import Sequences
+from mrlhf.batch import Experience, Sequences
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.vocab_sums import LocalSums
+from mrlhf.roles.actor import Actor
+from mrlhf.trainers.ppo import experience as experience_of_ppo
 from mrlhf.training import engine
 from mrlhf.weights.shard import Slot
 from tests.covering import Row
 from tests.dist.invariance_checks import PlainRuns, comparisons
 from tests.dist.invariance_runs import RowResult, train_row
+from tests.dist.ppo_runs import (
+    DP4,
+    TP2_PP2,
+    Runs,
+    Scenario,
+    assert_experience_by_hand,
+    assert_same_on_every_layout,
+)
 from tests.dist.role_runs import save_inputs
 from tests.ranks import run_ranks
 
@@ -62,17 +74,11 @@ Patch = Callable[[pytest.MonkeyPatch, int], None]
 
 @dataclass(frozen=True)
 class Break:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        row: where it is put.
-        patch: puts it there.
-        seen: comparisons that must fail, among others.
-    """
-
-    row: Row
-    patch: Patch
-    seen: tuple[str, ...]
+    row: Row  # where it is put
+    patch: Patch  # puts it there
+    seen: tuple[str, ...]  # comparisons that must fail, among others
 
 
 def _lose_a_gradient(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -237,3 +243,43 @@ def test_nothing_fails_without_a_break(trained: Trained, name: str) -> None:
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_seen(trained: Trained, name: str) -> None:
     assert trained.failing(name).keys() >= set(BREAKS[name].seen)
+
+
+def _take_the_advantages_of_other_rows(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Rank 1 trains on the advantages of the rows before."""
+    right = Actor.update
+
+    def wrong(actor: Actor, experience: Experience, *arguments: Any) -> Any:
+        moved = replace(experience, advantages=experience.advantages.roll(1, dims=0))
+        return right(actor, moved if rank == 1 else experience, *arguments)
+
+    patch.setattr(Actor, "update", wrong)
+
+
+def _whiten_over_other_tokens(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The mask of the advantages' mean and variance is off by one token."""
+    right = experience_of_ppo.local_moments
+    patch.setattr(
+        experience_of_ppo, "local_moments", lambda x, mask: right(x, mask.roll(1, dims=1))
+    )
+
+
+SOUND_STEP = Scenario("sound", DP4)
+SOUND_STEP_DEEP = Scenario("sound, tp2 pp2", TP2_PP2)
+OTHER_ROWS = Scenario("advantages of other rows", DP4, _take_the_advantages_of_other_rows)
+OTHER_TOKENS = Scenario("whitened over other tokens", DP4, _whiten_over_other_tokens)
+
+
+def test_a_step_passes_without_a_break(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, SOUND_STEP_DEEP, SOUND_STEP)
+    assert_experience_by_hand(runs.steps(SOUND_STEP)[0], terminal=False)
+
+
+def test_an_advantage_of_another_row_is_seen(runs: Runs) -> None:
+    with pytest.raises(AssertionError, match="advantages of other rows, step 1"):
+        assert_same_on_every_layout(runs, SOUND_STEP_DEEP, OTHER_ROWS)
+
+
+def test_a_mask_of_a_step_that_is_off_by_one_is_seen(runs: Runs) -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        assert_experience_by_hand(runs.steps(OTHER_TOKENS)[0], terminal=False)

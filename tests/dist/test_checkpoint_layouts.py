@@ -16,16 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from mrlhf.checkpoint.manifest import Manifest, read_manifest
-from mrlhf.checkpoint.model_slices import SliceReader
 from mrlhf.checkpoint.restorer import open_checkpoint
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.checkpoint.slice_reader import SliceReader
 from mrlhf.errors import CheckpointError
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.roles.actor import Actor
-from mrlhf.weights.boxes import whole
 from tests.dist.role_runs import (
     STAGED,
     Form,
@@ -36,6 +33,7 @@ from tests.dist.role_runs import (
     settings,
     update_actor,
 )
+from tests.dist.saved_checkpoints import assert_equal_checkpoints
 from tests.oracle import plain_models, plain_ppo
 from tests.oracle.plain_ppo import Case
 from tests.ranks import run_ranks
@@ -139,7 +137,7 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[Any]
             saver = _saver(again, asynchronous=False)
             saver.save(Contents(1, False, {"actor": actor.engine}, {}))
             if rank == 0:
-                _assert_equal(directory / "step_000001", again / "step_000001")
+                assert_equal_checkpoints(directory / "step_000001", again / "step_000001")
 
             metrics = update_actor(actor, load_experience(root, case), plain_ppo.MINI_BATCH)
             wanted = torch.load(directory / "metrics", weights_only=True)
@@ -148,7 +146,7 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[Any]
             if exact:
                 saver.save(Contents(2, False, {"actor": actor.engine}, {}))
                 if rank == 0:
-                    _assert_equal(directory / "step_000002", again / "step_000002")
+                    assert_equal_checkpoints(directory / "step_000002", again / "step_000002")
             layout = (setting.layout, setting.is_staged, dtype)
             loaded.append((layout, directory.name))
             dist.barrier()
@@ -179,31 +177,6 @@ def _empty_actor(setting: Setting, case: Case) -> Actor:
         for parameter in chunk.parameters():
             parameter.data.zero_()
     return actor
-
-
-def _tensors(directory: Path) -> dict[str, Tensor]:
-    """Every stored tensor, whole, by kind and name."""
-    manifest: Manifest = read_manifest(directory)
-    model = manifest.models["actor"]
-    tensors = {}
-    with SliceReader(directory, manifest) as reader:
-        for name, stored in model.tensors.items():
-            for kind in model.kinds:
-                tensors[f"{kind} {name}"] = reader.read("actor", kind, whole(name, stored.shape))
-    return tensors
-
-
-def _assert_equal(first: Path, second: Path) -> None:
-    assert read_manifest(first).models["actor"].optimizer_steps > 0
-    steps = {read_manifest(path).models["actor"].optimizer_steps for path in (first, second)}
-    assert len(steps) == 1, steps
-    wanted = _tensors(first)
-    tensors = _tensors(second)
-    assert tensors.keys() == wanted.keys()
-    assert any(name.startswith("exp_avg_sq") for name in tensors)
-    for name, tensor in tensors.items():
-        assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, wanted[name]), f"{name} of {first} in {second}"
 
 
 def _assert_metrics_near(
@@ -247,7 +220,7 @@ def _load_with_a_shift(rank: int, world_size: int, root: Path) -> None:
     _saver(again, asynchronous=False).save(Contents(1, False, {"actor": actor.engine}, {}))
     if rank == 0:
         with pytest.raises(AssertionError):
-            _assert_equal(saved / "step_000001", again / "step_000001")
+            assert_equal_checkpoints(saved / "step_000001", again / "step_000001")
     dist.barrier()
 
 

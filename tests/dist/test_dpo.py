@@ -12,13 +12,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from mrlhf.config.preference import DPOSection
-from mrlhf.config.roots import TrainedModelSection
-from mrlhf.config.sections import OptimSection, ReferenceSection, RoleSection
-from mrlhf.device import Device
-from mrlhf.models.families import load_spec
+from mrlhf.config.sections import DPOSection, ReferenceSection, RoleSection
 from mrlhf.parallel import vocab
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
@@ -26,14 +21,14 @@ from mrlhf.run.startup import Run
 from mrlhf.trainers import reference_logprobs as references
 from mrlhf.trainers.dpo import PreferenceOptimization, ScoredPairs
 from mrlhf.training.engine import ModelEngine
-from tests.oracle import plain_dpo, plain_optimizer
+from tests.dist.role_runs import CPU, Form, Setting, assert_near, build_supervised
+from tests.oracle import plain_dpo, plain_ppo
 from tests.oracle.plain_dpo import Method
 from tests.oracle.plain_models import save_models
 from tests.oracle.plain_optimizer import Outcome
 from tests.ranks import run_ranks
 
 WORLD = 4
-CPU = Device("cpu", torch.device("cpu"), "gloo")
 # These depend on the layout.
 OF_THE_LAYOUT = ("train/", "perf/")
 
@@ -123,12 +118,11 @@ def _train(root: Path, factory: GroupFactory, case: Case, rank: int, world_size:
         for both in zip(data, references.reference_logprobs(reference, run, data, 0), strict=True)
     ]
 
-    section = TrainedModelSection(path=str(root / case.model), **case.keys)
-    sizes = ParallelLayout.for_world("model", world_size, AxisSizes.of(section))
-    spec = load_spec(section.path, "lm")
-    engine = ModelEngine(section, spec, factory.role_groups(sizes), CPU)
-    engine.load(section.path, seed=0)
-    engine.attach_optimizer(_optim(case), total_updates=len(plain_dpo.STEPS))
+    sizes = AxisSizes.of(RoleSection(path=".", **layout))
+    groups = factory.role_groups(ParallelLayout.for_world("model", world_size, sizes))
+    form = Form(case.name, 1000, distributed_optimizer=True, keys=case.keys, optim=case.optim)
+    plain = plain_ppo.Case(case.model, "token-mean", clip_grad=case.clip_grad)
+    engine = build_supervised(Setting(root, groups, form), plain, case.model, "lm")
 
     task = PreferenceOptimization(DPOSection(**vars(case.method)), *scored)
     metrics: dict[str, float] = {}
@@ -137,20 +131,6 @@ def _train(root: Path, factory: GroupFactory, case: Case, rank: int, world_size:
     metrics |= task.validate(engine)
     engine.export(directory / "weights", 10**9)
     return Trained(metrics, scored[0].reference.tolist())
-
-
-def _optim(case: Case) -> OptimSection:
-    """The optimizer of the plain loop."""
-    beta1, beta2 = plain_optimizer.BETAS
-    keys: dict[str, Any] = {
-        "lr": plain_optimizer.LR,
-        "weight_decay": plain_optimizer.WEIGHT_DECAY,
-        "adam_beta1": beta1,
-        "adam_beta2": beta2,
-        "adam_eps": plain_optimizer.EPS,
-        "clip_grad": 0.0,
-    }
-    return OptimSection(**(keys | case.optim))
 
 
 @pytest.fixture(scope="module")
@@ -179,14 +159,15 @@ def test_training_equals_a_plain_loop(
 
     wanted = plain_dpo.table(reference, pairs)
     for trained in seen:
-        _assert_near(torch.tensor(trained.reference), wanted, 2e-5, "reference")
+        reference_table = torch.tensor(trained.reference).float()
+        assert_near(reference_table, wanted, atol=2e-5, title="reference")
     _assert_metrics([trained.metrics for trained in seen], plain)
     weights = load_file(root / case.name / "weights" / "model.safetensors")
     assert weights.keys() == plain.weights.keys()
     for name, tensor in weights.items():
         # Two steps of up to 1e-2; a gradient is rounded by up to 4e-6, so a step by 1e-2 * that /
         # EPS.
-        _assert_near(tensor, plain.weights[name], 8e-5, name)
+        assert_near(tensor.float(), plain.weights[name], atol=8e-5, title=name)
 
 
 def _assert_metrics(ranks: list[dict[str, float]], plain: Outcome) -> None:
@@ -196,12 +177,6 @@ def _assert_metrics(ranks: list[dict[str, float]], plain: Outcome) -> None:
     for name, value in plain.metrics.items():
         assert metrics[name] == pytest.approx(value, rel=5e-5, abs=1e-5), name
         assert all(rank[name] == metrics[name] for rank in ranks), name
-
-
-def _assert_near(value: Tensor, wanted: Tensor, atol: float, title: str) -> None:
-    torch.testing.assert_close(
-        value.float(), wanted, rtol=0, atol=atol, msg=lambda message: f"{title}: {message}"
-    )
 
 
 def _ask_again(rank: int, world_size: int, root: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrlhf.config import PPOConfig, load_config, parse_args
+from mrlhf.config.methods import find_method
 from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from mrlhf.device import Device
 from mrlhf.errors import EngineError
@@ -31,7 +32,6 @@ from mrlhf.inference.base import (
     generate,
     requests_for,
 )
-from mrlhf.methods import find_method
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import dry_run, read_ppo_inputs
 from mrlhf.rewards.custom import load_custom

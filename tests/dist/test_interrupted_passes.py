@@ -32,19 +32,12 @@ ROWS = 24
 
 @dataclass(frozen=True)
 class Way:
-    """One way of running a model.
+    """One way of running a model."""
 
-    Attributes:
-        sizes: of its axes.
-        sequence_parallel: whether tensor-parallel ranks share tokens.
-        overlapped: whether replicas exchange gradients and weights while they compute.
-        model: its name.
-    """
-
-    sizes: AxisSizes
-    sequence_parallel: bool = False
-    overlapped: bool = False
-    model: str = "qwen2-tied"
+    sizes: AxisSizes  # of its axes
+    sequence_parallel: bool = False  # whether tensor-parallel ranks share tokens
+    overlapped: bool = False  # whether replicas exchange gradients and weights while they compute
+    model: str = "qwen2-tied"  # its name
 
 
 WAYS = [
@@ -104,19 +97,14 @@ class AskingPhases(Phases):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw on one layout.
+    """What one rank saw on one layout."""
 
-    Attributes:
-        reasons: why the forward pass and the update stopped.
-        computed: packs that were evaluated in each of them, and the packs that there are.
-        interrupted: log-probabilities and metrics after both, of the whole passes.
-        undisturbed: the same of an engine that was never interrupted.
-    """
-
-    reasons: list[str]
-    computed: list[int]
+    reasons: list[str]  # why the forward pass and the update stopped
+    computed: list[int]  # packs that were evaluated in each of them, and the packs that there are
     packs: int
+    # Log-probabilities and metrics after both, of the whole passes.
     interrupted: tuple[list[float], dict[str, float]]
+    # The same of an engine that was never interrupted.
     undisturbed: tuple[list[float], dict[str, float]]
 
 

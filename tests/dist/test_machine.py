@@ -207,9 +207,7 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
         and torch.equal(both.experts, whole.experts)
         and torch.equal(both.logprobs, whole.logprobs)
         and both.stats == whole.stats,
-        "headers": sorted(
-            zip(*(column.tolist() for column in vars(both.headers).values()), strict=True)
-        ),
+        "headers": sorted(zip(*(column.tolist() for column in both.headers), strict=True)),
         "steps": [one.steps for one in whole.stats],
     }
 

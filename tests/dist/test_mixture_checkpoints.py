@@ -6,7 +6,6 @@ One family has experts in its second half alone, and numbers that no optimizer k
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ import transformers
 from torch import Tensor
 
 from mrlhf.batch import Sequences
-from mrlhf.checkpoint.manifest import read_manifest
-from mrlhf.checkpoint.model_slices import SliceReader
 from mrlhf.checkpoint.restorer import open_checkpoint
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.sections import ActorOptimSection, ActorSection
@@ -26,7 +23,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine, PackResult
-from mrlhf.weights.boxes import whole
+from tests.dist.saved_checkpoints import assert_equal_checkpoints
 from tests.models.mixtures import mixture_configs
 from tests.ranks import run_ranks
 
@@ -140,7 +137,7 @@ def _load(rank: int, world_size: int, root: Path) -> int:
                 again = root / "again" / f"{name}-{world_size}-{number}-{directory.name}"
                 _saver(again).save(Contents(1, False, {"actor": engine}, {}))
                 if rank == 0:
-                    _assert_equal(directory / "step_000001", again / "step_000001")
+                    assert_equal_checkpoints(directory / "step_000001", again / "step_000001")
                 wanted = torch.load(directory / "norm", weights_only=True)
                 tolerance = 1e-5 if dtype == "float32" else 5e-2
                 norm = _train(engine)
@@ -148,27 +145,6 @@ def _load(rank: int, world_size: int, root: Path) -> int:
                 loaded += 1
                 dist.barrier()
     return loaded
-
-
-def _assert_equal(first: Path, second: Path) -> None:
-    wanted = _tensors(first)
-    tensors = _tensors(second)
-    assert tensors.keys() == wanted.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, wanted[name]), f"{name} of {first} in {second}"
-
-
-def _tensors(directory: Path) -> dict[str, Any]:
-    """Every stored tensor, whole, by kind and name."""
-    manifest = read_manifest(directory)
-    model = manifest.models["actor"]
-    assert model.optimizer_steps == 1 and len(model.kinds) == 3
-    tensors = {}
-    with SliceReader(directory, manifest) as reader:
-        for name, stored in model.tensors.items():
-            for kind in model.kinds:
-                tensors[f"{kind} {name}"] = reader.read("actor", kind, whole(name, stored.shape))
-    return tensors
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.device import Device
-from mrlhf.models import attention
+from mrlhf.host import kernels
 from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import chunk_prefix, parameter_names, role_pieces
@@ -321,7 +321,7 @@ def _parity(
     rank: int, world_size: int, sizes: AxisSizes, root: str, compiled: bool
 ) -> dict[str, float]:
     if not compiled:
-        attention.compiled_attention.is_available = lambda dtype: False  # type: ignore[assignment]
+        kernels.find = lambda dtype: None  # type: ignore[assignment]
     layout = ParallelLayout.for_world("actor", world_size, sizes)
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     worst = {}

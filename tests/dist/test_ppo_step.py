@@ -21,9 +21,9 @@ from tests.dist.ppo_runs import (
     WORLD_SIZE,
     Runs,
     Scenario,
-    Step,
     assert_close,
     assert_engine_and_trainer_agree,
+    assert_experience_by_hand,
     assert_same_on_every_layout,
 )
 from tests.oracle import plain_tables
@@ -184,31 +184,8 @@ def test_the_mismatch_is_measured_in_every_step(runs: Runs) -> None:
         assert perplexity > 5
 
 
-def _assert_experience_by_hand(step: Step, terminal: bool) -> None:
-    """The KL is taken off each token's reward, or all of it off the last token's if `terminal`."""
-    experience = step.experience
-    kl = (experience.old_logprobs - experience.ref_logprobs).double()
-    rewards = torch.zeros_like(kl)
-    returns = torch.zeros_like(kl)
-    for row, length in enumerate(experience.rollout.response_lengths):
-        if terminal:
-            rewards[row, length - 1] = -KL_COEF * kl[row, :length].sum()
-        else:
-            rewards[row, :length] = -KL_COEF * kl[row, :length]
-        rewards[row, length - 1] += experience.scores[row]
-        for t in range(length):  # gamma = lambda = 1: all the reward to come
-            returns[row, t] = rewards[row, t:length].sum()
-
-    mask = experience.rollout.response_mask
-    advantages = (returns - experience.values)[mask]
-    assert_close(experience.token_rewards, rewards)
-    assert_close(experience.returns, returns)
-    assert_close(experience.advantages[mask], (advantages - advantages.mean()) / advantages.std())
-    assert not experience.advantages[~mask].any()
-
-
 def test_rewards_and_advantages_by_hand(runs: Runs) -> None:
-    _assert_experience_by_hand(runs.steps(WIDE)[0], terminal=False)
+    assert_experience_by_hand(runs.steps(WIDE)[0], terminal=False)
 
 
 # One mini-batch, so that the only update of a step must see the very log-probs of before.
@@ -224,7 +201,7 @@ TERMINAL = Scenario(
 
 
 def test_rewards_and_advantages_by_hand_with_a_terminal_kl(runs: Runs) -> None:
-    _assert_experience_by_hand(runs.steps(TERMINAL)[0], terminal=True)
+    assert_experience_by_hand(runs.steps(TERMINAL)[0], terminal=True)
 
 
 def test_the_first_update_sees_the_ratio_one(runs: Runs) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from mrlhf.checkpoint.output_files import TIMELINE
 from mrlhf.device import pick_device
 from mrlhf.errors import ConfigError
-from mrlhf.job import Launch
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.job import Launch
+from mrlhf.run.monitor import Timeline
 from mrlhf.run.same_start import describe_differences, describe_start, require_same_start
 from mrlhf.run.startup import Run
-from mrlhf.run.timeline import Timeline
 from tests.ranks import run_ranks
 from tests.unit.configurations import ppo
 

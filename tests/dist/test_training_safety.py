@@ -42,21 +42,14 @@ LAYOUTS = ((1, AxisSizes()), (4, AxisSizes(tp=2)))  # by world size; the others 
 
 @dataclass(frozen=True)
 class Update:
-    """One update of the actor: two epochs of two mini-batches.
+    """One update of the actor: two epochs of two mini-batches."""
 
-    Attributes:
-        name: no two updates have the same.
-        distances: for each mini-batch, by how much its old log-probs exceed the actor's.
-        broken: whether an advantage of the second mini-batch is no number.
-        keys: keys of the actor section.
-        optim: keys of its `optim`.
-    """
-
-    name: str
+    name: str  # no two updates have the same
+    # For each mini-batch, by how much its old log-probs exceed the actor's.
     distances: tuple[float, float]
-    broken: bool = False
-    keys: dict[str, Any] = field(default_factory=dict)
-    optim: dict[str, Any] = field(default_factory=dict)
+    broken: bool = False  # whether an advantage of the second mini-batch is no number
+    keys: dict[str, Any] = field(default_factory=dict)  # keys of the actor section
+    optim: dict[str, Any] = field(default_factory=dict)  # keys of its `optim`
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrlhf.batch import Prompts
+from mrlhf.commands.train import main
 from mrlhf.config import PPOConfig
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import Request, SamplingParams
 from mrlhf.parallel.engine_layout import EngineLayout
-from mrlhf.preflight import dry_run, preflight
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator
-from mrlhf.run.program import Program, main
 from mrlhf.run.startup import Run, start
 from tests.fake_engine import FakeEngine, FakeResharder
 
@@ -46,4 +45,4 @@ def _generate(config: PPOConfig, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Program(PPOConfig, preflight, dry_run, train), sys.argv[1:]))
+    sys.exit(main(PPOConfig, train, sys.argv[1:]))

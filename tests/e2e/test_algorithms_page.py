@@ -10,7 +10,8 @@ import pytest
 
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.config.correction import PRESETS, CorrectionPreset
-from mrlhf.config.schema import keys
+from mrlhf.config.schema import default_in_words
+from mrlhf.config.tree import nodes
 from mrlhf.rl.names import (
     AdvantageEstimator,
     BypassLoss,
@@ -30,7 +31,7 @@ from tests.pages import commands_of
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 SECTIONS = {section.split("\n")[0]: section for section in PAGE.split("\n## ")[1:]}
-KEYS = {key.name: key for key in keys(PPOConfig)}
+KEYS = nodes(PPOConfig)
 FULL_KEY = re.compile(r"`((?:algorithm|actor|critic|rollout|data|trainer)(?:\.\w+)+)`")
 CHOICES: list[Any] = [
     AdvantageEstimator,
@@ -86,7 +87,7 @@ def test_its_defaults_are_the_defaults() -> None:
     wrong = {
         name: (text, number)
         for name, text, number in stated
-        if plain(KEYS[name].default) != plain(text or number)
+        if plain(default_in_words(PPOConfig, KEYS[name])) != plain(text or number)
     }
     assert not wrong
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mrlhf.commands.train import main
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.data.subword import train_sentencepiece
-from mrlhf.preflight import dry_run, preflight
 from mrlhf.run.lock import DirectoryLock
-from mrlhf.run.program import Program, main
 from tests.e2e.programs import ROOT, run_program, succeed
 
 DEMO = "configs/demo_cpu.yaml"
@@ -26,7 +25,7 @@ def _never(_: object) -> None:
 
 
 def _main(root: type[PPOConfig | SFTConfig | RewardModelConfig], arguments: list[str]) -> int:
-    return main(Program(root, preflight, dry_run, _never), arguments)
+    return main(root, _never, arguments)
 
 
 @pytest.mark.parametrize(

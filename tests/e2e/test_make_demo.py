@@ -29,17 +29,11 @@ VARIABLES = [f"VENV={sys.prefix}", "READY=ready", "DEV_READY=dev-ready"]
 
 @dataclass(frozen=True)
 class Demo:
-    """`make demo` in a copy of the repository in which the two trainings take two steps.
+    """`make demo` in a copy of the repository in which the two trainings take two steps."""
 
-    Attributes:
-        place: the copy.
-        code: the exit code.
-        screen: what the terminal has got.
-    """
-
-    place: Path
-    code: int
-    screen: str
+    place: Path  # the copy
+    code: int  # the exit code
+    screen: str  # what the terminal has got
 
 
 @pytest.fixture(scope="module")

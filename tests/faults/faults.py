@@ -50,25 +50,18 @@ _FULL_BYTES = 64 * 1024  # more than a metrics file, less than a model
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank, and when.
+    """What happens to one rank, and when."""
 
-    Attributes:
-        where: "module:function" or "module:Class.method"; the fault comes before a call of it.
-        call: which call, from 1, counted in this process.
-        action: names of signals that the process sends itself, separated by spaces; or "NAN", from
-            this call on the actor's gradients are no numbers; "FULL", from this call on no file may
-            be longer than 64 kB; "ROOM", files may again have any length; "HOLD", the process waits
-            there until it is asked to stop; "TOUCH=<file>" makes a file, "AWAIT=<file>" waits
-            for one; "DATA" raises a DataError and "BUG" an error of no user.
-        rank: the rank; -1: every rank.
-        attempt: which start of the job by the same launcher, from 0.
-    """
-
-    where: str
-    call: int
+    where: str  # "module:function" or "module:Class.method"; the fault comes before a call of it
+    call: int  # which call, from 1, counted in this process
+    # Names of signals that the process sends itself, separated by spaces; or "NAN", from this call
+    # on the actor's gradients are no numbers; "FULL", from this call on no file may be longer than
+    # 64 kB; "ROOM", files may again have any length; "HOLD", the process waits there until it is
+    # asked to stop; "TOUCH=<file>" makes a file, "AWAIT=<file>" waits for one; "DATA" raises a
+    # DataError and "BUG" an error of no user.
     action: str
-    rank: int = 1
-    attempt: int = 0
+    rank: int = 1  # the rank; -1: every rank
+    attempt: int = 0  # which start of the job by the same launcher, from 0
 
     def to_plain(self) -> dict[str, Any]:
         """As a JSON object."""

@@ -44,15 +44,10 @@ Program = Literal["ppo", "sft", "rm", "dpo"]
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended.
+    """A job that has ended."""
 
-    Attributes:
-        codes: exit code of each rank; negative: the signal that ended it.
-        outputs: what each rank printed.
-    """
-
-    codes: list[int]
-    outputs: list[str]
+    codes: list[int]  # exit code of each rank; negative: the signal that ended it
+    outputs: list[str]  # what each rank printed
 
     @property
     def text(self) -> str:

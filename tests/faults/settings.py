@@ -12,7 +12,7 @@ import yaml
 from mrlhf.data.rows import write_rows
 from tests.faults.runs import Setting
 from tests.oracle import plain_models, plain_optimizer
-from tests.tiny_task import write_tiny_task
+from tests.tiny_task import ppo_keys, sft_keys, write_tiny_task
 
 STEPS = 4
 
@@ -110,32 +110,17 @@ def _trainer() -> dict[str, Any]:
 
 
 def _ppo(root: Path) -> dict[str, Any]:
-    trained = {
+    trained: dict[str, Any] = {
         "ppo_mini_batch_size": 4,
         "ppo_epochs": 2,
         "micro_batch_tokens": 64,
         "optim": {"lr": 1e-3, "adam_eps": plain_optimizer.EPS, "lr_decay_style": "linear"},
     }
 
-    return {
-        "seed": 3,
-        "actor": {"path": str(root / "llama"), "tp": 2, **trained},
-        "critic": {
-            "path": str(root / "llama-critic"),
-            **trained,
-            "optim": {**trained["optim"], "head_lr": 5e-3},
-        },
-        "reference": {"path": str(root / "llama-ref")},
+    keys = ppo_keys(root, trained)
+    keys["critic"]["optim"] = {**trained["optim"], "head_lr": 5e-3}
+    return keys | {
         "reward": {"terms": [{"name": f"{root}/rewards.py:digits"}]},
-        "rollout": {"n": 2},
-        "data": {
-            "train_files": str(root / "data" / "train.jsonl"),
-            "val_files": str(root / "data" / "held_out.jsonl"),
-            "tokenizer": str(root / "data" / "tokenizer"),
-            "train_batch_size": 8,
-            "max_prompt_length": 6,
-            "max_response_length": 12,
-        },
         "algorithm": {
             "use_kl_in_reward": True,
             "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.01, "horizon": 100},
@@ -147,19 +132,11 @@ def _ppo(root: Path) -> dict[str, Any]:
 
 
 def _sft(root: Path) -> dict[str, Any]:
-    return {
-        "seed": 3,
-        "model": {"path": str(root / "llama"), "tp": 1, "micro_batch_tokens": 32},
-        "optim": {"lr": 1e-3, "lr_decay_style": "cosine"},
-        "data": {
-            "train_files": str(root / "data" / "sft.jsonl"),
-            "val_files": str(root / "data" / "sft.jsonl"),
-            "tokenizer": str(root / "data" / "tokenizer"),
-            "batch_size": 8,
-            "max_length": 16,
-        },
-        "trainer": _trainer(),
-    }
+    keys = sft_keys(root, max_length=16)
+    keys["model"] |= {"tp": 1, "micro_batch_tokens": 32}
+    keys["optim"]["lr_decay_style"] = "cosine"
+    keys["data"]["val_files"] = keys["data"]["train_files"]
+    return keys | {"trainer": _trainer()}
 
 
 def _rm(root: Path) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from mrlhf.device import pick_device
 from mrlhf.errors import Interrupted
-from mrlhf.job import init_distributed
 from mrlhf.log import configure_logging
 from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.parallel.job import init_distributed
 from mrlhf.parallel.phases import Phases
 from mrlhf.run.leaving import end_with_launcher
 from mrlhf.run.watcher import Watcher

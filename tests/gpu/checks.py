@@ -51,15 +51,10 @@ BFLOAT16 = replace(MANY_PACKS, dtype="bfloat16")
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run.
+    """Where the checks run."""
 
-    Attributes:
-        setting: one rank of its own on the device, with the models and experiences on disk.
-        work: a directory for what a check writes.
-    """
-
-    setting: Setting
-    work: Path
+    setting: Setting  # one rank of its own on the device, with the models and experiences on disk
+    work: Path  # a directory for what a check writes
 
     @property
     def device(self) -> torch.device:
@@ -252,17 +247,11 @@ def _with_transformers(place: Place, case: Case) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Trained:
-    """An update beside that of the plain loop.
+    """An update beside that of the plain loop."""
 
-    Attributes:
-        metrics: by name ours and those of the plain loop.
-        largest_gap: of any weight.
-        gap_over_way: the sum of all gaps over the sum of how far the weights went.
-    """
-
-    metrics: dict[str, tuple[float, float]]
-    largest_gap: float
-    gap_over_way: float
+    metrics: dict[str, tuple[float, float]]  # by name ours and those of the plain loop
+    largest_gap: float  # of any weight
+    gap_over_way: float  # the sum of all gaps over the sum of how far the weights went
 
 
 def _update(place: Place, form: Form) -> _Trained:

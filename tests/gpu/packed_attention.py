@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrlhf.models.attention import CoreAttention
+from mrlhf.models.self_attention import CoreAttention
 from mrlhf.parallel.packed_sequences import PackedSequences
 
 LENGTHS = [1, 5, 48, 97, 7, 203]
@@ -63,7 +63,8 @@ def _outputs(mixed: Tensor, slopes: Tensor, window: int | None) -> tuple[Tensor,
     packed = _packed(mixed.device)
     rotation = packed.rotation(1.0 / 100 ** (torch.arange(0, 48, 2) / 48), 1.0)
     mixed = mixed.requires_grad_()
-    output = _attention(window)((mixed,), rotation, packed)
+    query, key, value = mixed.split([3, 1, 1], dim=2)
+    output = _attention(window)(query, key.squeeze(2), value.squeeze(2), rotation, packed)
     (gradient,) = torch.autograd.grad((output.float() * slopes).sum(), [mixed])
     return output.detach().float().cpu(), gradient.float().cpu()
 
@@ -74,9 +75,9 @@ def _outputs_of_last_tokens(
     """The same of the last tokens alone; the gradient is that in the keys and values."""
     packed = _last_tokens(mixed.device)
     tokens = int(packed.cu_seqlens_q[-1])
-    query = mixed[:tokens, :, :-2].flatten(1, 2)
+    query = mixed[:tokens, :, :-2]
     both = mixed[:, :, -2:].clone().requires_grad_()
-    output = _attention(window)((query, both[:, :, 0], both[:, :, 1]), None, packed)
+    output = _attention(window)(query, both[:, :, 0], both[:, :, 1], None, packed)
     (gradient,) = torch.autograd.grad((output.float() * slopes[:tokens]).sum(), [both])
     return output.detach().float().cpu(), gradient.float().cpu()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor
 
 from mrlhf.inference.base import (
     EngineLimits,
@@ -66,10 +67,14 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
         four = {**SIZES, "num_hidden_layers": 4}
         config = (feature_configs(four) | mixture_configs(four))[name]
 
+    return random_model(config, seed).to(dtype)
+
+
+def random_model(config: transformers.PreTrainedConfig, seed: int = 0) -> Any:
+    """A model with random float32 weights, the same in every process."""
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     ).eval()
-
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -77,20 +82,24 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
     for key, buffer in model.named_buffers():
         if "correction" in key:
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
-
-    return model.to(dtype)
+    return model
 
 
 def spec_of(model: Any) -> ModelSpec:
     return FAMILIES[model.config.model_type].read_config(model.config.to_dict(), "lm")
 
 
-def fill(slots: list[Slot], model: Any) -> None:
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """The model's tensors as in its files."""
+    return as_in_files(model.state_dict(), model.config.model_type)
+
+
+def fill(slots: Iterable[Slot], model: Any) -> None:
     """Copy the model's tensors into the slots."""
-    state = as_in_files(model.state_dict(), model.config.model_type)
+    tensors = tensors_of(model)
     for slot in slots:
         piece = slot.piece
-        slot.store(state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start))
+        slot.store(tensors[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start))
 
 
 def empty_engine(

@@ -99,13 +99,44 @@ def build(job: dict[str, Any]) -> Any:
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
     )
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     args = arguments(job)
     mixtures = dict(job["model"].get("mixtures", {}))
     if mixtures:
         mixtures["num_moe_experts"] = mixtures.pop("num_experts")
-    config = TransformerConfig(
+    config = _transformer_config(args, mixtures)
+    if mixtures:
+        spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization="RMSNorm")
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=args.rotary_base,
+        rotary_percent=args.rotary_percent,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        parallel_output=False,
+    )
+    # Norms of 1 and biases of 0 would hide an exchange.
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    for correction in corrections(model):
+        correction.normal_(std=0.1)
+    # megatron-core refuses to train mixtures with tensor but without sequence parallelism.
+    return model.eval() if mixtures else model
+
+
+def _transformer_config(args: argparse.Namespace, mixtures: dict[str, Any]) -> Any:
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -133,31 +164,6 @@ def build(job: dict[str, Any]) -> Any:
         cuda_graph_scope=[],
         **mixtures,
     )
-    if mixtures:
-        spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
-    else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization="RMSNorm")
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        rotary_base=args.rotary_base,
-        rotary_percent=args.rotary_percent,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        parallel_output=False,
-    )
-    # Norms of 1 and biases of 0 would hide an exchange.
-    for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    for correction in corrections(model):
-        correction.normal_(std=0.1)
-    # megatron-core refuses to train mixtures with tensor but without sequence parallelism.
-    return model.eval() if mixtures else model
 
 
 def corrections(model: Any) -> list[Any]:

@@ -67,4 +67,3 @@ def save_training(
         models={role: described},
     )
     write_bytes(directory, MANIFEST, manifest.to_bytes())
-    source.close()

@@ -1,13 +1,13 @@
-"""Every policy loss and the bypass correction once more, for one unpadded sequence at a time.
+"""Every policy loss and the bypass correction once more, for one sequence at a time.
 
-`tests.oracle.plain_ppo` trains with them. They share no code with mrlhf and are written from the
-formulas of the papers.
+`tests.oracle.plain_ppo` trains with them, and `tests/unit/test_policy_losses.py` compares losses
+and gradients with them. They share no code with mrlhf and are written from the papers' formulas.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,14 +28,33 @@ BAND = 1.7  # of rejection
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """The numbers of the losses; those of the divergences of dppo_* are `trust_low` and so on."""
+
+    clip_low: float = CLIP_LOW
+    clip_high: float = CLIP_HIGH
+    clip_c: float = CLIP_C
+    trust_low: float = TRUST_LOW
+    trust_high: float = TRUST_HIGH
+    tau_pos: float = TAU_POS
+    tau_neg: float = TAU_NEG
+    ppo_kl_coef: float = PPO_KL_COEF
+
+
+@dataclass(frozen=True)
 class Row:
-    """One response: `logprobs` with gradient, the rest without; all [response_len], `kept` bool."""
+    """One response: `logprobs` with gradient, the rest without; all [response_len].
+
+    `kept` and `selected` are bool. The latter are the tokens that a covariance loss treats in
+    another way; None: they are found.
+    """
 
     logprobs: Tensor
     old: Tensor
     advantages: Tensor
     kept: Tensor
     weights: Tensor
+    selected: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -47,11 +66,15 @@ class RowLoss:
     clipped_lower: Tensor
 
 
-def token_losses(name: str, rows: list[Row]) -> list[RowLoss]:
+def token_losses(name: str, rows: list[Row], numbers: Numbers = Numbers()) -> list[RowLoss]:
     """The loss of a mini-batch, row by row."""
     if name in ("clip_cov", "kl_cov"):
-        return _by_covariance(name, rows)
-    return [_of_row(name, row) for row in rows]
+        selected = _selected_by_covariance(name, rows, numbers)
+        rows = [
+            row if row.selected is not None else replace(row, selected=mine)
+            for row, mine in zip(rows, selected, strict=True)
+        ]
+    return [_of_row(name, row, numbers) for row in rows]
 
 
 def bypass(kind: str, rows: list[Row]) -> list[Row]:
@@ -65,10 +88,10 @@ def bypass(kind: str, rows: list[Row]) -> list[Row]:
     if kind == "reinforce":
         cut = [ratio.clamp(max=THRESHOLD) for ratio in ratios]
         mean = torch.cat([c[row.kept] for c, row in zip(cut, rows, strict=True)]).mean()
-        return [_with(row, weights=c / mean) for c, row in zip(cut, rows, strict=True)]
+        return [replace(row, weights=c / mean) for c, row in zip(cut, rows, strict=True)]
     if kind == "sequence":
         return [
-            _with(
+            replace(
                 row,
                 weights=torch.full_like(row.old, min(math.prod(r[row.kept].tolist()), THRESHOLD)),
             )
@@ -79,7 +102,7 @@ def bypass(kind: str, rows: list[Row]) -> list[Row]:
         1 / BAND <= 1 / math.exp(r[row.kept].log().mean().item()) <= BAND
         for r, row in zip(ratios, rows, strict=True)
     ]
-    return [_with(row, kept=row.kept & ok) for ok, row in zip(inside, rows, strict=True)]
+    return [replace(row, kept=row.kept & ok) for ok, row in zip(inside, rows, strict=True)]
 
 
 def geometric_mean(row: Row) -> Tensor:
@@ -90,14 +113,7 @@ def geometric_mean(row: Row) -> Tensor:
     return torch.full_like(row.weights, math.exp(sum(logs) / max(1, len(logs))))
 
 
-def _with(row: Row, kept: Tensor | None = None, weights: Tensor | None = None) -> Row:
-    return Row(
-        row.logprobs, row.old, row.advantages, row.kept if kept is None else kept,
-        row.weights if weights is None else weights,
-    )  # fmt: skip
-
-
-def _of_row(name: str, row: Row) -> RowLoss:
+def _of_row(name: str, row: Row, o: Numbers) -> RowLoss:
     logp = row.logprobs
     old = row.old
     a = row.advantages
@@ -108,25 +124,27 @@ def _of_row(name: str, row: Row) -> RowLoss:
 
     if name == "vanilla":
         plain = -a * ratio
-        clipped = -a * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        clipped = -a * ratio.clamp(1 - o.clip_low, 1 + o.clip_high)
         worse = torch.maximum(plain, clipped)
-        losses = torch.where(a < 0, torch.minimum(worse, -a * CLIP_C), worse)
-        return RowLoss(losses, clipped > plain, (a < 0) & (worse > -a * CLIP_C))
+        losses = torch.where(a < 0, torch.minimum(worse, -a * o.clip_c), worse)
+        return RowLoss(losses, clipped > plain, (a < 0) & (worse > -a * o.clip_c))
 
     if name == "gspo":
         whole = ((logp - old)[kept].sum() / count).exp()
         # Its gradient reaches each token as that of its own log-probability.
         s = whole.detach() * (logp - logp.detach()).exp()
         plain = -a * s
-        clipped = -a * s.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        clipped = -a * s.clamp(1 - o.clip_low, 1 + o.clip_high)
         return RowLoss(torch.maximum(plain, clipped), clipped > plain, none)
 
     if name == "cispo":
-        held = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH).detach()
-        return RowLoss(-held * a * logp, ratio != ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH), none)
+        held = ratio.clamp(1 - o.clip_low, 1 + o.clip_high).detach()
+        return RowLoss(
+            -held * a * logp, ratio != ratio.clamp(1 - o.clip_low, 1 + o.clip_high), none
+        )
 
     if name == "sapo":
-        tau = torch.tensor([TAU_POS if x > 0 else TAU_NEG for x in a])
+        tau = torch.full_like(a, o.tau_neg).masked_fill(a > 0, o.tau_pos)
         return RowLoss(-4 / tau / (1 + (-tau * (ratio - 1)).exp()) * a, none, none)
 
     if name in ("gpg", "reinforce"):
@@ -134,9 +152,18 @@ def _of_row(name: str, row: Row) -> RowLoss:
     if name == "surrogate":
         return RowLoss(-a * ratio, none, none)
 
+    if name == "clip_cov":
+        clipped = -a * ratio.clamp(1 - o.clip_low, 1 + o.clip_high)
+        assert row.selected is not None
+        losses = torch.maximum(-a * ratio, clipped) * ~row.selected
+        return RowLoss(losses, row.selected, none)
+    if name == "kl_cov":
+        penalty = o.ppo_kl_coef * (logp - old).abs() * row.selected
+        return RowLoss(-a * ratio + penalty, none, none)
+
     if name == "geo_mean":
         d = logp - old
-        narrow = d.clamp(-CLIP_LOW, CLIP_HIGH)
+        narrow = d.clamp(-o.clip_low, o.clip_high)
         held = torch.where(
             a > 0, torch.minimum(d, narrow), torch.where(a < 0, torch.maximum(d, narrow), 0.0)
         )
@@ -144,26 +171,34 @@ def _of_row(name: str, row: Row) -> RowLoss:
         loss = -mean_a * (held[kept].sum() / count).exp()
         return RowLoss(loss.expand(len(d)), (d != narrow) & (a > 0), (d != narrow) & (a < 0))
 
-    p = logp.exp().detach()
-    q = old.exp()
+    return _of_trust_region(name, row, o)
+
+
+def _of_trust_region(name: str, row: Row, o: Numbers) -> RowLoss:
+    """A token trains while its probability is in the region, or moves back to it."""
+    a = row.advantages
+    p = row.logprobs.exp().detach()
+    q = row.old.exp()
+    ratio = p / q
     if name == "dppo_tv":
-        valid = torch.where(a > 0, p - q <= TRUST_HIGH, q - p <= TRUST_LOW)
+        valid = torch.where(a > 0, p - q <= o.trust_high, q - p <= o.trust_low)
     else:
         assert name == "dppo_kl"
         kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
-        valid = torch.where(a > 0, (kl <= TRUST_HIGH) | (p <= q), (kl <= TRUST_LOW) | (p >= q))
-    losses = -a * ratio.detach().clamp(max=CLIP_C) * logp * valid
-    return RowLoss(losses, ~valid, valid & (ratio > CLIP_C))
+        valid = torch.where(a > 0, (kl <= o.trust_high) | (p <= q), (kl <= o.trust_low) | (p >= q))
+    losses = -a * ratio.clamp(max=o.clip_c) * row.logprobs * valid
+    return RowLoss(losses, ~valid, valid & (ratio > o.clip_c))
 
 
-def _by_covariance(name: str, rows: list[Row]) -> list[RowLoss]:
+def _selected_by_covariance(name: str, rows: list[Row], o: Numbers) -> list[Tensor]:
+    """Which tokens have the largest covariances of log-probability and advantage, row by row."""
     kept = torch.cat([row.kept for row in rows])
     logp = torch.cat([row.logprobs.detach() for row in rows])
     a = torch.cat([row.advantages for row in rows])
     old = torch.cat([row.old for row in rows])
     cov = ((a - a[kept].mean()) * (logp - logp[kept].mean())).tolist()
     ratio = (logp - old).exp()
-    clips = -a * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) > -a * ratio
+    clips = -a * ratio.clamp(1 - o.clip_low, 1 + o.clip_high) > -a * ratio
 
     candidates = [i for i in range(len(cov)) if kept[i]]
     if name == "clip_cov":
@@ -172,17 +207,4 @@ def _by_covariance(name: str, rows: list[Row]) -> list[RowLoss]:
     count = max(1, int(COV_FRACTION * int(kept.sum())))
     selected = torch.zeros(len(cov), dtype=torch.bool)
     selected[sorted(candidates, key=lambda i: -cov[i])[:count]] = True
-
-    result = []
-    lengths = [len(row.old) for row in rows]
-    for row, mine in zip(rows, selected.split(lengths), strict=True):
-        none = torch.zeros_like(mine)
-        r = (row.logprobs - row.old).exp()
-        plain = -row.advantages * r
-        if name == "clip_cov":
-            clipped = -row.advantages * r.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-            result.append(RowLoss(torch.maximum(plain, clipped) * ~mine, mine, none))
-        else:
-            penalty = PPO_KL_COEF * (row.logprobs - row.old).abs() * mine
-            result.append(RowLoss(plain + penalty, none, none))
-    return result
+    return list(selected.split([len(row.old) for row in rows]))

@@ -36,32 +36,21 @@ Tables = dict[str, list[Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training.
+    """One way of training."""
 
-    Attributes:
-        model: name of the checkpoint, as `save_models` writes it.
-        agg: how the losses of tokens become one, as `aggregated` knows it.
-        settings: more keys of the actor section.
-        clip_grad: the norm that the gradient is clipped to; 0 clips nothing.
-        loss: name of the policy loss.
-        corrected: whether the experience has weights and rejected tokens.
-        bypass: a correction of `tests.oracle.plain_losses`.
-        broken: whether the experience has an advantage that is no number, so that the last
-            mini-batch of each epoch is skipped.
-        holes: whether the policy did not draw the tokens at `HOLES`, which then do not train.
-        router_losses: whether the routers of a mixture have losses of their own.
-    """
-
-    model: str
-    agg: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    clip_grad: float = 0.0
-    loss: str = "vanilla"
-    corrected: bool = False
-    bypass: str | None = None
+    model: str  # name of the checkpoint, as `save_models` writes it
+    agg: str  # how the losses of tokens become one, as `aggregated` knows it
+    settings: dict[str, Any] = field(default_factory=dict)  # more keys of the actor section
+    clip_grad: float = 0.0  # the norm that the gradient is clipped to; 0 clips nothing
+    loss: str = "vanilla"  # name of the policy loss
+    corrected: bool = False  # whether the experience has weights and rejected tokens
+    bypass: str | None = None  # a correction of `tests.oracle.plain_losses`
+    # Whether the experience has an advantage that is no number, so that the last mini-batch of each
+    # epoch is skipped.
     broken: bool = False
+    # Whether the policy did not draw the tokens at `HOLES`, which then do not train.
     holes: bool = False
-    router_losses: bool = False
+    router_losses: bool = False  # whether the routers of a mixture have losses of their own
 
     @property
     def has_full_kl(self) -> bool:

@@ -141,19 +141,14 @@ _SFT = (
 
 @dataclass(frozen=True)
 class Recorded:
-    """How a run is made.
+    """How a run is made."""
 
-    Attributes:
-        arguments: of torchrun: the launcher, its configurations and overrides. `REWARDS` stands for
-            a file of reward functions, and `ROWS` for rows of which one batch is nonsense.
-        steps: training steps.
-        ranks: processes.
-        through: the text of a program that changes something and then runs the launcher.
-    """
-
+    # Of torchrun: the launcher, its configurations and overrides. `REWARDS` stands for a file of
+    # reward functions, and `ROWS` for rows of which one batch is nonsense.
     arguments: tuple[str, ...]
-    steps: int = 16
-    ranks: int = 1
+    steps: int = 16  # training steps
+    ranks: int = 1  # processes
+    # The text of a program that changes something and then runs the launcher.
     through: str | None = None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mrlhf.commands.init import FOLDERS
 from mrlhf.config import PPOConfig
-from mrlhf.config.schema import keys
+from mrlhf.config.tree import nodes
 from tests.e2e.programs import ROOT
 from tests.pages import commands_of
 
@@ -61,7 +61,7 @@ def test_its_variables_are_those_of_the_script() -> None:
 
 
 def test_its_keys_exist() -> None:
-    known = {key.name for key in keys(PPOConfig)}
+    known = set(nodes(PPOConfig))
     named = set(re.findall(r"`((?:trainer|actor|rollout)\.\w+)`", PAGE))
     assert len(named) >= 4
     assert named <= known

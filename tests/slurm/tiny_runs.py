@@ -10,7 +10,7 @@ import yaml
 
 from tests.e2e.programs import read_lines
 from tests.oracle import plain_models
-from tests.tiny_task import write_tiny_task
+from tests.tiny_task import ppo_keys, sft_keys, write_tiny_task
 
 # What no two runs have alike: times, and what follows from them or from an interruption.
 FREE = ("timing", "perf/", "reshard/seconds", "rollout/")
@@ -38,13 +38,9 @@ def variety(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Gate:
-    """Holds up a run in the scoring of its responses, at the step that a test chooses.
+    """Holds up a run in the scoring of its responses, at the step that a test chooses."""
 
-    Attributes:
-        folder: belongs to this gate.
-    """
-
-    folder: Path
+    folder: Path  # belongs to this gate
 
     @property
     def reward(self) -> str:
@@ -91,24 +87,11 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 def _ppo(root: Path) -> dict[str, Any]:
-    trained = {"ppo_mini_batch_size": 4, "optim": {"lr": 1e-3}}
+    keys = ppo_keys(root, {"ppo_mini_batch_size": 4, "optim": {"lr": 1e-3}})
     kl_ctrl = {"type": "adaptive", "kl_coef": 0.2, "target_kl": 1e-4, "horizon": 100}
-
-    return {
-        "seed": 3,
-        "actor": {"path": str(root / "llama"), "tp": 2, **trained},
-        "critic": {"path": str(root / "llama-critic"), **trained},
-        "reference": {"path": str(root / "llama-ref")},
+    return keys | {
         "reward": {"terms": [{"name": "exact_match"}]},
         "rollout": {"n": 2, "tp": 1},
-        "data": {
-            "train_files": str(root / "data" / "train.jsonl"),
-            "val_files": str(root / "data" / "held_out.jsonl"),
-            "tokenizer": str(root / "data" / "tokenizer"),
-            "train_batch_size": 8,
-            "max_prompt_length": 6,
-            "max_response_length": 12,
-        },
         "algorithm": {"use_kl_in_reward": True, "kl_ctrl": kl_ctrl},
         "trainer": {"total_steps": 4, "save_freq": 1, "output_dir": "set by the job"},
         "distributed": {"timeout_s": 120.0},
@@ -116,16 +99,7 @@ def _ppo(root: Path) -> dict[str, Any]:
 
 
 def _sft(root: Path) -> dict[str, Any]:
-    return {
-        "seed": 3,
-        "model": {"path": str(root / "llama")},
-        "optim": {"lr": 1e-3},
-        "data": {
-            "train_files": str(root / "data" / "sft.jsonl"),
-            "tokenizer": str(root / "data" / "tokenizer"),
-            "batch_size": 8,
-            "max_length": 12,
-        },
+    return sft_keys(root, max_length=12) | {
         "trainer": {"total_steps": 2, "output_dir": "set by the job"},
         "distributed": {"timeout_s": 120.0},
     }

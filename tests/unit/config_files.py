@@ -1,4 +1,7 @@
-"""Configuration files for tests, and what reading one gives."""
+"""Configuration files and tables of cases for tests, and what reading a file gives."""
+
+import re
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +39,18 @@ def message(tmp_path, text, *overrides, root=PPOConfig):
 def write(path, text):
     path.write_text(text)
     return path
+
+
+def read_cases(name):
+    """The rows of a table: kind of training, ranks, changes, and the lines below them."""
+    cases = []
+    for line in Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines():
+        heading = re.fullmatch(r"\[(\w+)(?:, (\d+) ranks)?\]", line)
+        if heading is not None:
+            kind = heading[1]
+            ranks = int(heading[2] or 1)
+        elif line.startswith(" "):
+            cases[-1][-1].append(line.removeprefix("    "))
+        elif line and not line.startswith("#"):
+            cases.append((kind, ranks, line, []))
+    return cases

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.config.schema import keys
+from mrlhf.config.tree import nodes
 from mrlhf.run.alarms.history import History
 from mrlhf.run.alarms.rules import PAGE, RULES, Rule
-from mrlhf.run.alarms.watch import AlarmsFile, Watch
+from mrlhf.run.alarms.watch import Watch, write_alarms
 from tests.recordings.record import FAILING, HEALTHY, KEPT
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_recordings_keep_every_metric_that_a_rule_reads():
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name} {rule.key}")
 def test_key_and_section_of_the_page_exist(rule):
-    known = {key.name for root in (PPOConfig, SFTConfig, RewardModelConfig) for key in keys(root)}
+    known = {key for root in (PPOConfig, SFTConfig, RewardModelConfig) for key in nodes(root)}
     assert rule.key in known
     page, anchor = rule.link.split("#")
     headings = re.findall(r"^## (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
@@ -129,13 +129,13 @@ def test_a_resumed_run_has_the_alarms_of_its_earlier_steps(tmp_path):
     after = [alarm for row in rows[3:] for alarm in resumed.look(row["step"], row)]
     assert before + after == expected and resumed.on == whole.on
 
-    file = AlarmsFile(tmp_path / "alarms.jsonl")
-    file.replace([])
-    assert not (tmp_path / "alarms.jsonl").exists()
-    for alarm in expected:
-        file.write(alarm)
-    file.replace(expected)
-    (line, *_) = (tmp_path / "alarms.jsonl").read_text(encoding="utf-8").splitlines()
+    file = tmp_path / "alarms.jsonl"
+    write_alarms(file, [], replace=True)
+    assert not file.exists()
+    write_alarms(file, expected)
+    write_alarms(file, expected, replace=True)
+    (line, *others) = file.read_text(encoding="utf-8").splitlines()
+    assert len(others) == len(expected) - 1
     fields = {"step", "name", "severity", "message", "cause", "key", "link"}
     assert set(json.loads(line)) == fields
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from mrlhf.errors import ConfigError, HangError
-from mrlhf.job import Launch, _name_attempt, connect
+from mrlhf.parallel.job import Launch, _name_attempt, connect
 
 WORLD_SIZE = 4
 

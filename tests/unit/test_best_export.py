@@ -14,7 +14,7 @@ from mrlhf.checkpoint.retention import Best
 from mrlhf.config.trainer import TrainerSection
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.trainers.best_export import BestExport
-from mrlhf.trainers.checkpoints import Checkpoints, Measured
+from mrlhf.trainers.checkpoints import Checkpoints
 
 METRIC = "val/sums/acc@1"
 
@@ -76,15 +76,15 @@ def test_the_best_step_is_exported(
 def test_a_resumed_run_knows_the_best_step(world: dist.ProcessGroup, tmp_path: Path) -> None:
     first = Model(world, tmp_path / "actor_best")
     first.run([0.1, 0.5, 0.2])
-    state = first.best.state_dict()
+    state = first.best.best.state_dict()
 
     resumed = Model(world, tmp_path / "actor_best")
-    resumed.best.load_state_dict(state)
+    resumed.best.restore(state)
     resumed.run([0.4, 0.3], first=3)
     assert (tmp_path / "actor_best" / "step").read_text() == "1"
 
     elsewhere = Model(world, tmp_path / "other")  # the exported model did not come along
-    elsewhere.best.load_state_dict(state)
+    elsewhere.best.restore(state)
     elsewhere.run([0.4, 0.3], first=3)
     assert (tmp_path / "other" / "step").read_text() == "3"
 
@@ -107,7 +107,7 @@ def test_a_full_disk_does_not_end_the_run(
 def test_a_metric_that_is_not_measured_is_refused(world: dist.ProcessGroup, tmp_path: Path) -> None:
     model = Model(world, tmp_path / "actor_best")
     with pytest.raises(ConfigError, match=r"^trainer\.export_best is .*did you mean val/sum/acc@1"):
-        model.best.check({"val/sum/acc@1", "actor/lr"})
+        model.best.best.check({"val/sum/acc@1", "actor/lr"})
 
 
 @pytest.mark.parametrize("key", ["keep_best", "export_best"])
@@ -124,7 +124,7 @@ def test_the_validation_before_training_shows_a_wrong_name(
             {"model": None},  # type: ignore[dict-item]
             10,
             lambda directory: None,
-            Measured(has_validation=True),
+            has_validation=True,
         )
         checkpoints.before_training({"val/sums/reward_mean": 0.5})
 

@@ -6,13 +6,12 @@ import subprocess
 from pathlib import Path
 
 from tools.code_figures import (
-    Figures,
     Function,
     SourceFile,
+    figures_row,
     figures_table,
     files_that_mention,
     functions_of,
-    measure,
     read_checkout,
     trace_table,
 )
@@ -69,16 +68,10 @@ def test_figures_of_several_files() -> None:
         SourceFile("a/b/two.py", wide + "#" + wide),
     ]
 
-    assert measure(sources) == Figures(
-        files=2,
-        lines=49,
-        largest_file=("a/one.py", 47),
-        largest_function=("a/one.py: flat", 16),
-        long_bodies=2,
-        unbroken_bodies=1,
-        wide_lines=1,
-    )
-    assert measure([]) == Figures(0, 0, None, None, 0, 0, 0)
+    assert figures_row("a", sources) == [
+        *("a", "2", "49", "a/one.py (47)", "a/one.py: flat (16)", "1 of 2 (50 %)", "1")
+    ]
+    assert figures_row("none", []) == ["none", "0", "0", "", "", "0 of 0", "0"]
 
 
 def test_one_row_a_folder_and_one_for_all() -> None:

@@ -12,12 +12,12 @@ from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.parallel.phases import Phases
 from mrlhf.rollout.collector import Collector
-from mrlhf.rollout.drawn_batch import DrawnBatch
 from mrlhf.rollout.dynamic_sampling import (
     DynamicSampler,
     choose_prompt_groups,
     prompt_groups_that_differ,
 )
+from mrlhf.rollout.generator import DrawnBatch
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
 from tests.rollouts import make_rollout

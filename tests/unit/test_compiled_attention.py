@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mrlhf.models import attention, compiled_attention
-from mrlhf.models.attention import CoreAttention, rotated_heads
+from mrlhf.models.self_attention import CoreAttention
 from mrlhf.parallel.packed_sequences import PackedSequences
+from tests.compilers import both_ways, without_compiler
 
 LENGTHS = [1, 5, 48, 49, 96, 97, 7, 203]
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -40,6 +40,12 @@ def core(heads, kv_heads, dim, window):
     return CoreAttention(config, 1)
 
 
+def heads_of(mixed):
+    """q, k and v of a projection [tokens, kv_heads, heads per KV head + 2, head_dim]."""
+    query, key, value = mixed.split([mixed.shape[2] - 2, 1, 1], dim=2)
+    return query, key.squeeze(2), value.squeeze(2)
+
+
 def gradients(output, tensors, slopes):
     return torch.autograd.grad((output.float() * slopes).sum(), tensors)
 
@@ -59,7 +65,6 @@ def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, wi
     pack = packed(LENGTHS)
     tokens = sum(LENGTHS)
     layer = core(heads, kv_heads, dim, window)
-    assert compiled_attention.is_available(dtype), "this machine has no C++ compiler"
 
     rotation = None
     if rotary:
@@ -70,14 +75,14 @@ def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, wi
     mixed = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
     slopes = torch.randn(tokens, heads * dim, generator=generator)
 
-    query, key, value = rotated_heads((mixed,), rotation)
-    expected = layer.attend_one_by_one(query, key, value, LENGTHS, LENGTHS).flatten(1)
-    (expected_gradient,) = gradients(expected, [mixed], slopes)
-
-    output = layer((mixed,), rotation, pack)
-    (gradient,) = gradients(output, [mixed], slopes)
-    apart = [mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2], mixed[:, :, -1]]
-    from_three = layer(tuple(apart), rotation, pack)
+    results = []
+    for way in both_ways(dtype):
+        with way:
+            output = layer(*heads_of(mixed), rotation, pack)
+            results.append((output, *gradients(output, [mixed], slopes)))
+    (output, gradient), (expected, expected_gradient) = results
+    copies = [heads.contiguous() for heads in heads_of(mixed)]
+    from_three = layer(*copies, rotation, pack)
     (gradient_from_three,) = gradients(from_three, [mixed], slopes)
 
     tolerance = TOLERANCES[dtype]
@@ -106,14 +111,15 @@ def test_the_last_tokens_of_sequences_get_what_they_get_in_whole_ones(dtype, dim
         lengths=torch.tensor(seen),
     )
     lasts = [row[0, -count:] for row, count in zip(rows, queries, strict=True)]
-    query = torch.cat(lasts).requires_grad_()
+    query = torch.cat(lasts).unflatten(1, (2, 2)).requires_grad_()
     key = torch.cat([row[1, :, :2] for row in rows]).requires_grad_()
     value = torch.cat([row[2, :, :2] for row in rows]).requires_grad_()
     tensors = (query, key, value)
     slopes = torch.randn(sum(queries), 4 * dim, generator=generator)
 
-    output = layer(tensors, None, pack)
-    by_torch = layer.attend_one_by_one(*tensors, queries, seen).flatten(1)
+    output = layer(*tensors, None, pack)
+    with without_compiler():
+        by_torch = layer(*tensors, None, pack)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(output, by_torch, atol=tolerance, rtol=tolerance)
     found = gradients(output, tensors, slopes)
@@ -122,7 +128,8 @@ def test_the_last_tokens_of_sequences_get_what_they_get_in_whole_ones(dtype, dim
 
     parts = output.split(queries)
     for row, part in zip(rows, parts, strict=True):
-        whole = layer((row[0], row[1, :, :2], row[2, :, :2]), None, packed([row.shape[1]]))
+        query = row[0].unflatten(1, (2, 2))
+        whole = layer(query, row[1, :, :2], row[2, :, :2], None, packed([row.shape[1]]))
         assert torch.equal(part, whole[-len(part) :])
 
 
@@ -131,31 +138,20 @@ def test_a_sequence_does_not_depend_on_its_pack_or_the_threads():
     layer = core(4, 2, 24, None)
     mixed = torch.randn(sum(LENGTHS), 2, 4, 24, generator=generator)
 
-    whole = layer((mixed,), None, packed(LENGTHS)).split(LENGTHS)
+    whole = layer(*heads_of(mixed), None, packed(LENGTHS)).split(LENGTHS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone = [layer((part,), None, packed([len(part)])) for part in mixed.split(LENGTHS)]
+    alone = [layer(*heads_of(part), None, packed([len(part)])) for part in mixed.split(LENGTHS)]
     torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(whole, alone, strict=True))
 
 
-def test_without_a_compiler_torch_computes_the_same(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    layer = core(4, 2, 24, 20)
-    mixed = torch.randn(sum(LENGTHS), 2, 4, 24, generator=generator)
-    pack = packed(LENGTHS)
-    expected = layer((mixed,), None, pack)
-
-    monkeypatch.setattr(attention.compiled_attention, "is_available", lambda dtype: False)
-    torch.testing.assert_close(layer((mixed,), None, pack), expected, atol=2e-5, rtol=2e-5)
-
-
 def test_what_would_be_misread_is_refused():
     layer = core(4, 2, 24, None)
-    query = torch.randn(6, 4, 24)
+    query = torch.randn(6, 2, 2, 24)
     key = torch.randn(6, 2, 24)
 
     with pytest.raises(AssertionError, match="q, k and v differ in dtype"):
-        layer((query, key, key.bfloat16()), None, packed([6]))
+        layer(query, key, key.bfloat16(), None, packed([6]))
     with pytest.raises(AssertionError, match="must cover all tokens"):
-        layer((query, key, key), None, packed([7]))
+        layer(query, key, key, None, packed([7]))

@@ -1,15 +1,10 @@
-"""What is said of a configuration before a run, the command line, and the help.
-
-What is refused is a row of `refusals.txt`.
-"""
+"""The command line and the help."""
 
 import pytest
 
 from mrlhf.config import DryRun, PPOConfig, RewardModelConfig, SFTConfig, parse_args
-from mrlhf.config.schema import keys
+from mrlhf.config.tree import nodes
 from mrlhf.errors import ConfigError
-from mrlhf.preflight import describe
-from tests.unit.configurations import ppo, supervised
 
 ARGUMENTS = [
     "actor.path=m",
@@ -17,62 +12,6 @@ ARGUMENTS = [
     "data.train_files=a.jsonl",
     "trainer.output_dir=o",
 ]
-
-
-def test_describe_ppo():
-    assert describe(ppo(trainer__critic_warmup=3, actor__ppo_epochs=2), 8).splitlines() == [
-        "PPO on 8 ranks",
-        "  actor        tp 2 x pp 2 x dp 2, 512 tokens a micro-batch",
-        "  critic       tp 2 x pp 1 x dp 4, 512 tokens a micro-batch",
-        "  rollout      tp 2 x 4 replicas, native engine",
-        "the method",
-        "  advantages: gae, whitened",
-        "  policy loss: vanilla, aggregation: token-mean",
-        "  with all other keys at their defaults",
-        "each training step",
-        "  64 prompts x 2 = 128 samples, 32 a replica if equally long, 256 decoded at once",
-        "  prompts are computed in steps of <= 8192 tokens; KV cache in blocks of 16 tokens, <= 7 "
-        "blocks per sample",
-        "  a sample: <= 40 prompt + 60 response = 100 tokens; the step: <= 12800 tokens",
-        "  actor: 4 mini-batches x 2 epochs = 8 optimizer steps",
-        "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 16 a data-parallel rank "
-        "and 5 a micro-batch: 4 micro-batches, pipeline bubble 20%",
-        "  critic: 4 mini-batches x 2 epochs = 8 optimizer steps",
-        "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 8 a data-parallel rank "
-        "and 5 a micro-batch: 2 micro-batches",
-        "the run",
-        "  10 training steps (trainer.total_steps)",
-        "  the actor is trained from step 3 on (trainer.critic_warmup)",
-    ]
-
-
-def test_describe_supervised():
-    lines = describe(supervised(RewardModelConfig, trainer__total_epochs=3), 4).splitlines()
-
-    assert lines == [
-        "RewardModel on 4 ranks",
-        "  model        tp 2 x pp 1 x dp 2, 256 tokens a micro-batch",
-        "each optimizer step",
-        "  16 pairs of <= 256 tokens, at full length 8 a data-parallel rank and 1 a micro-batch: "
-        "8 micro-batches",
-        "the run",
-        "  3 epochs x (rows // 16) training steps",
-    ]
-
-    assert (
-        describe(supervised(SFTConfig), 4).splitlines()[-1]
-        == "  1 epoch x (rows // 16) training steps"
-    )
-    assert (
-        describe(supervised(SFTConfig, trainer__min_steps=9), 4).splitlines()[-1]
-        == "  1 epoch x (rows // 16), at least 9 training steps"
-    )
-
-
-def test_an_epoch_counts_the_prompts_that_a_step_takes():
-    filters = {"algorithm__filter_groups": {"enable": True}, "algorithm__adv_estimator": "grpo"}
-    config = ppo(trainer__total_steps=None, data__gen_batch_size=96, **filters)
-    assert describe(config, 8).splitlines()[-1] == "  1 epoch x (rows // 96) training steps"
 
 
 def test_later_files_override(tmp_path):
@@ -106,7 +45,7 @@ def test_help_lists_every_key_with_its_doc(root, capsys):
         parse_args(root, ["--help"])
     assert caught.value.code == 0
     said = capsys.readouterr().out
-    for key in keys(root):
+    for key in nodes(root).values():
         assert key.name in said
         assert key.doc, f"{key.name} has no description"
         assert key.doc in said

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from mrlhf.config import PPOConfig, dump_yaml, load_config
-from mrlhf.config.correction import NO_CORRECTION, CorrectionPreset, RolloutCorrectionSection
+from mrlhf.config.correction import CorrectionPreset, RolloutCorrectionSection
 
 ARGUMENTS = [
     "actor.path=m",
@@ -22,6 +22,8 @@ ICEPOP = ("token", (0.5, 5.0))
 NO_WEIGHTS = (None, (None, 2.0))
 GEO = (("seq_mean_k1", 0.999, 1.001),)
 K3 = (("seq_mean_k3", None, 0.01),)
+NO_ICEPOP = (*NO_WEIGHTS, (), True, "reinforce")
+NO_REJECTION = (*SEQUENCE, (), True, "reinforce")
 PRESETS = {  # weights and their bounds, what is rejected, bypass, loss
     "decoupled_token_is": (*TOKEN, (), False, "ppo_clip"),
     "decoupled_seq_is": (*SEQUENCE, (), False, "ppo_clip"),
@@ -81,19 +83,6 @@ def test_off_by_default():
     assert load("rollout_rs=token_k1", "rollout_rs_threshold=2").active
 
 
-def test_a_key_beside_the_preset_wins():
-    settings = (
-        "rollout_is=token",
-        "rollout_is_threshold=0.5_5",
-        "bypass_mode=false",
-        "loss_type=ppo_clip",
-    )
-    for order in (("preset=bypass_pg_is", *settings), (*settings, "preset=bypass_pg_is")):
-        assert summary(load(*order)) == ("token", (0.5, 5.0), (), False, "ppo_clip")
-    without = load("preset=bypass_pg_geo_rs_seq_tis", "rollout_is=null")
-    assert summary(without) == (None, (None, 2.0), GEO, True, "reinforce")
-
-
 @pytest.mark.parametrize("preset", get_args(CorrectionPreset))
 def test_a_dump_reloads_equal(preset, tmp_path):
     config = load_config(
@@ -114,16 +103,12 @@ def test_a_dump_reloads_equal(preset, tmp_path):
         ("0.5_5", (0.5, 5.0)),  # to YAML 1.1 this is the number 0.55
         ("1_2", (1.0, 2.0)),  # and this 12
         ("'0.5_2'", (0.5, 2.0)),
+        ("1", (None, 1.0)),  # these just hold the ratio 1
+        ("0.5_1", (0.5, 1.0)),
+        ("1_1.5", (1.0, 1.5)),
     ],
 )
 def test_bounds_of_the_weights(text, bounds):
-    assert load("rollout_is=token", f"rollout_is_threshold={text}").bounds == bounds
-
-
-@pytest.mark.parametrize(
-    ("text", "bounds"), [("1", (None, 1.0)), ("0.5_1", (0.5, 1.0)), ("1_1.5", (1.0, 1.5))]
-)
-def test_weights_that_just_hold_the_ratio_1(text, bounds):
     assert load("rollout_is=token", f"rollout_is_threshold={text}").bounds == bounds
 
 
@@ -159,94 +144,87 @@ def sources(tmp_path, texts, *settings):
     return config.algorithm.rollout_correction
 
 
-def test_a_preset_of_a_later_file_overrides_earlier_files(tmp_path):
-    earlier = (
-        "{rollout_is: token, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true, "
-        "bypass_mode: true}"
-    )
-    section = sources(
-        tmp_path, [earlier, "{preset: decoupled_geo_rs_seq_tis, rollout_is_threshold: 5.0}"]
-    )
-    assert summary(section) == ("sequence", (None, 5.0), GEO, False, "ppo_clip")
-    assert section.rollout_is_batch_normalize is False
-
-    section = sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: decoupled_token_is}"])
-    assert summary(section) == (*TOKEN, (), False, "ppo_clip")
-    assert summary(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: disabled}"])) == OFF
+WEIGHTS = (
+    "{rollout_is: token, rollout_is_threshold: 7.0, rollout_is_batch_normalize: true, "
+    "bypass_mode: true}"
+)
+ICEPOP_FILE = "{preset: bypass_pg_token_icepop}"
+REJECTS = "{preset: bypass_pg_geo_rs_seq_tis}"
 
 
-def test_a_key_of_a_later_file_overrides_an_earlier_preset(tmp_path):
-    section = sources(
-        tmp_path, ["{preset: bypass_pg_is}", "{rollout_is: token}", "{rollout_is_threshold: 0.5_2}"]
-    )
-    assert summary(section) == ("token", (0.5, 2.0), (), True, "reinforce")
-
-
-def test_a_preset_among_the_arguments_overrides_files_but_not_arguments(tmp_path):
-    file = "{rollout_is: token, rollout_is_threshold: 7.0, bypass_mode: true}"
-    settings = ("preset=decoupled_k3_rs_seq_tis", "rollout_is_threshold=4")
-
+@pytest.mark.parametrize(
+    ("texts", "settings", "expected"),
+    [
+        # a key beside the preset wins
+        (
+            [],
+            ["preset=bypass_pg_is", "rollout_is=token", "rollout_is_threshold=0.5_5"],
+            (*ICEPOP, (), True, "reinforce"),
+        ),
+        (
+            [],
+            ["preset=bypass_pg_is", "bypass_mode=false", "loss_type=ppo_clip"],
+            (*SEQUENCE, (), False, "ppo_clip"),
+        ),
+        # a preset of a later file overrides earlier files
+        (
+            [WEIGHTS, "{preset: decoupled_geo_rs_seq_tis, rollout_is_threshold: 5.0}"],
+            [],
+            ("sequence", (None, 5.0), GEO, False, "ppo_clip"),
+        ),
+        (
+            ["{preset: bypass_pg_geo_rs}", "{preset: decoupled_token_is}"],
+            [],
+            (*TOKEN, (), False, "ppo_clip"),
+        ),
+        (["{preset: bypass_pg_geo_rs}", "{preset: disabled}"], [], OFF),
+        # a key of a later file overrides an earlier preset
+        (
+            ["{preset: bypass_pg_is}", "{rollout_is: token}", "{rollout_is_threshold: 0.5_2}"],
+            [],
+            ("token", (0.5, 2.0), (), True, "reinforce"),
+        ),
+        (["{preset: bypass_pg_is}"], ["rollout_is=token"], (*TOKEN, (), True, "reinforce")),
+        # a preset among the arguments overrides files but not arguments
+        (
+            [WEIGHTS],
+            ["preset=decoupled_k3_rs_seq_tis", "rollout_is_threshold=4"],
+            ("sequence", (None, 4.0), K3, False, "ppo_clip"),
+        ),
+        ([WEIGHTS], ["preset=disabled"], OFF),
+        # no weights or no rejection beside a preset drop their threshold
+        (["{preset: bypass_pg_token_icepop, rollout_is: null}"], [], NO_ICEPOP),
+        ([ICEPOP_FILE, "{rollout_is: null}"], [], NO_ICEPOP),
+        ([ICEPOP_FILE], ["rollout_is=null"], NO_ICEPOP),
+        (["{preset: bypass_pg_geo_rs_seq_tis, rollout_rs: null}"], [], NO_REJECTION),
+        ([REJECTS, "{rollout_rs: null}"], [], NO_REJECTION),
+        ([REJECTS], ["rollout_rs=null"], NO_REJECTION),
+        ([REJECTS], ["rollout_is=null"], (*NO_WEIGHTS, GEO, True, "reinforce")),
+    ],
+)
+def test_which_source_wins(tmp_path, texts, settings, expected):
     for order in (settings, settings[::-1]):
-        assert summary(sources(tmp_path, [file], *order)) == (
-            "sequence",
-            (None, 4.0),
-            K3,
-            False,
-            "ppo_clip",
-        )
-
-    assert summary(sources(tmp_path, ["{preset: bypass_pg_is}"], "rollout_is=token")) == (
-        *TOKEN,
-        (),
-        True,
-        "reinforce",
-    )
-    assert summary(sources(tmp_path, [file], "preset=disabled")) == OFF
+        section = sources(tmp_path, texts, *order)
+        assert summary(section) == expected
+        assert section.rollout_is_batch_normalize is False
+        assert (section.rollout_rs is None) == (section.rollout_rs_threshold is None)
 
 
 def test_a_whole_section_among_the_arguments_may_hold_a_preset(tmp_path):
-    (tmp_path / "c.yaml").write_text(
-        "algorithm: {gamma: 0.5, rollout_correction: {rollout_is: token}}\n"
-    )
-
-    arguments = [
-        *ARGUMENTS,
-        f"{KEY}={{preset: decoupled_geo_rs}}",
-        f"{KEY}.rollout_rs_threshold=1.5",
-    ]
-
-    algorithm = load_config(PPOConfig, tmp_path / "c.yaml", arguments).algorithm
-    assert summary(algorithm.rollout_correction) == (
-        *NO_WEIGHTS,
-        (("seq_mean_k1", 1 / 1.5, 1.5),),
-        False,
-        "ppo_clip",
-    )
+    file = tmp_path / "c.yaml"
+    file.write_text("algorithm: {gamma: 0.5, rollout_correction: {rollout_is: token}}\n")
+    preset = [f"{KEY}={{preset: decoupled_geo_rs}}", f"{KEY}.rollout_rs_threshold=1.5"]
+    algorithm = load_config(PPOConfig, file, [*ARGUMENTS, *preset]).algorithm
+    criteria = (("seq_mean_k1", 1 / 1.5, 1.5),)
+    assert summary(algorithm.rollout_correction) == (*NO_WEIGHTS, criteria, False, "ppo_clip")
     assert algorithm.gamma == 0.5
 
 
-def test_no_weights_beside_a_preset_drop_their_threshold(tmp_path):
-    preset = "preset: bypass_pg_token_icepop"
-    for section in (
-        sources(tmp_path, [f"{{{preset}, rollout_is: null}}"]),
-        sources(tmp_path, [f"{{{preset}}}", "{rollout_is: null}"]),
-        sources(tmp_path, [f"{{{preset}}}"], "rollout_is=null"),
-        RolloutCorrectionSection(preset="bypass_pg_token_icepop", rollout_is=None),
-    ):
-        assert summary(section) == (*NO_WEIGHTS, (), True, "reinforce")
-
-
-def test_no_rejection_beside_a_preset_drops_its_threshold(tmp_path):
-    wanted = (*SEQUENCE, (), True, "reinforce")
-    preset = "preset: bypass_pg_geo_rs_seq_tis"
-    for section in (
-        sources(tmp_path, [f"{{{preset}, rollout_rs: null}}"]),
-        sources(tmp_path, [f"{{{preset}}}", "{rollout_rs: null}"]),
-        sources(tmp_path, [f"{{{preset}}}"], "rollout_rs=null"),
-        RolloutCorrectionSection(preset="bypass_pg_geo_rs_seq_tis", rollout_rs=None),
-    ):
-        assert summary(section) == wanted
-        assert section.rollout_rs_threshold is None
+def test_a_section_of_its_own_drops_the_threshold_of_what_is_off():
+    section = RolloutCorrectionSection(preset="bypass_pg_token_icepop", rollout_is=None)
+    assert summary(section) == NO_ICEPOP
+    section = RolloutCorrectionSection(preset="bypass_pg_geo_rs_seq_tis", rollout_rs=None)
+    assert summary(section) == NO_REJECTION
 
 
 def test_a_preset_is_expanded_in_the_section_and_in_dumps(tmp_path):
@@ -271,7 +249,3 @@ def test_a_preset_is_expanded_in_the_section_and_in_dumps(tmp_path):
 
     other = load_config(PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.preset=decoupled_k3_rs"])
     assert summary(other.algorithm.rollout_correction) == (*NO_WEIGHTS, K3, False, "ppo_clip")
-
-
-def test_what_a_preset_leaves_out_is_the_default():
-    assert RolloutCorrectionSection().model_dump() == {"preset": None, **NO_CORRECTION}

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from mrlhf.config import PPOConfig, SFTConfig, flatten, load_config, verl_names
-from mrlhf.config.schema import keys
+from mrlhf.config.tree import nodes
 from mrlhf.errors import ConfigError
 from tests.unit.config_files import PPO, message, write
 
@@ -23,66 +23,17 @@ def test_dots_in_the_keys_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "hint"),
-    [
-        ("critic.enable", "algorithm.adv_estimator decides whether there is a critic"),
-        ("actor_rollout_ref.actor.optim.muon_momentum", "the optimizer is AdamW"),
-        ("actor_rollout_ref.rollout.do_sample", "training always samples; validation is greedy"),
-        ("actor_rollout_ref.model.use_liger", ""),
-        ("distillation.enabled", ""),
-        ("reward.num_workers", "each rank scores its share of the responses"),
-        (
-            "actor_rollout_ref.ref.megatron.param_offload",
-            "there is no offload: weights, gradients and moments stay on the device; raise tp or "
-            "pp if they do not fit",
-        ),
-        (
-            "+actor_rollout_ref.actor.megatron.use_mbridge",
-            "Hugging Face weights are read and written without a bridge",
-        ),
-        ("model_engine", "models run on megatron-core, with tp, cp, pp, vpp, ep and etp alone"),
-    ],
-)
-def test_a_key_of_verl_without_counterpart_suggests_no_other(theirs, hint):
-    known = {key.name for key in keys(PPOConfig)}
-    wanted = f"verl's '{theirs}' has no counterpart here" + (f": {hint}" if hint else "")
-    assert verl_names.verl_hint(theirs, known) == wanted
-
-
-@pytest.mark.parametrize(
     "ours", ["actor.optim.lrr", "rollout.stp", "data.train_file", "critic.tpp"]
 )
 def test_a_misspelt_key_of_ours_is_not_taken_for_one_of_verl(ours):
-    assert verl_names.verl_hint(ours, {key.name for key in keys(PPOConfig)}) is None
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        (
-            "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity",
-            "'actor.recompute' here; none, full, core_attn or mlp",
-        ),
-        ("data.truncation", "'data.overlong_prompts' here; nothing is truncated; what is too"),
-        ("data.filter_overlong_prompts", "'data.overlong_prompts' here; true there is drop here"),
-        (
-            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
-            "'actor.optim.lr_warmup_steps' here; it counts steps, not a share of the run",
-        ),
-        ("trainer.logger", "'trainer.trackers' here; the console is always on"),
-        ("actor_rollout_ref.actor.optim.betas", "'actor.optim.adam_beta1' here"),
-    ],
-)
-def test_a_key_of_verl_with_a_counterpart_says_what_else_changes(theirs, ours):
-    hint = verl_names.verl_hint(theirs, {key.name for key in keys(PPOConfig)})
-    assert hint is not None and hint.startswith(f"verl's '{theirs}' is {ours}")
+    assert verl_names.verl_hint(ours, nodes(PPOConfig)) is None
 
 
 def test_each_key_of_verl_leads_to_one_that_exists():
-    known = [key.name for root in (PPOConfig, SFTConfig) for key in keys(root)]
+    known = {*nodes(PPOConfig), *nodes(SFTConfig)}
     names = [ours for entry in verl_names.read_names().elsewhere.values() for ours in entry]
     names += [f"actor.{ours}" for ours in verl_names.read_names().below_a_role.values()]
-    assert set(names) <= set(known)
+    assert set(names) <= known
 
 
 def test_an_unknown_key_names_its_file(tmp_path):
@@ -174,8 +125,8 @@ def test_odd_values_are_refused_in_one_line_or_kept(root):
     base = SUPERVISED_KEYS if root is SFTConfig else PPO_KEYS
     numbers = []
 
-    for key in keys(root):
-        name = key.name.replace("*", "0")
+    for key in nodes(root):
+        name = key.replace("*", "0")
         for value in ODD:
             try:
                 config = load_config(root, None, [*base, f"{name}={value}"])

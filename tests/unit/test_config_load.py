@@ -6,13 +6,15 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+import mrlhf.config
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, dump_yaml, flatten, load_config
 from mrlhf.config.load import read_config
 from mrlhf.config.sections import ReferenceSection
 from mrlhf.config.unread import unread_keys
+from mrlhf.config.yaml_text import parse_yaml
 from mrlhf.rl.names import AdvantageEstimator
 from mrlhf.roles.policy_loss import PolicyLossSettings
-from tests.unit.config_files import PPO, SUPERVISED, load_text, write
+from tests.unit.config_files import PPO, SUPERVISED, load_text, read_cases, write
 
 
 @pytest.fixture
@@ -22,84 +24,30 @@ def ppo_file(tmp_path):
     return path
 
 
-def test_defaults_then_file_then_arguments(ppo_file):
-    config = load_config(PPOConfig, ppo_file, ["actor.tp=4", "rollout.n=2", "actor.tp=8"])
-    assert config.actor.tp == 8  # the later argument
-    assert config.rollout.n == 2  # an argument over an empty section
-    assert config.actor.clip_ratio == 0.1  # the file
-    assert config.actor.clip_ratio_c == 3.0  # the default
-    assert config.data.train_files == ["a.jsonl", "b.parquet"]
+@pytest.mark.parametrize(("kind", "_", "arguments", "values"), read_cases("values.txt"))
+def test_values(tmp_path, kind, _, arguments, values):
+    """A row of `values.txt`: arguments over the file, and below them keys or properties."""
+    given = [] if arguments == "(none)" else arguments.split("; ")
+    text = PPO if kind == "PPOConfig" else SUPERVISED
+    config = load_text(tmp_path, text, *given, root=getattr(mrlhf.config, kind))
+    for row in "; ".join(values).split("; "):
+        key, _, wanted = row.partition("=")
+        value = config
+        for name in key.split("."):
+            value = value[int(name)] if name.isdecimal() else getattr(value, name)
+        assert repr(value) == repr(parse_yaml(wanted, key)), key
 
 
-def test_role_defaults_of_the_learning_rate_survive_a_partly_given_optimizer(ppo_file):
-    config = load_config(
-        PPOConfig, ppo_file, ["actor.optim={clip_grad: 2.0}", "critic.optim.clip_grad=3"]
-    )
-    assert (config.actor.optim.lr, config.actor.optim.clip_grad) == (1e-6, 2.0)
-    assert (config.critic.optim.lr, config.critic.optim.clip_grad) == (1e-5, 3.0)
-
-
-def test_keys_left_out_or_null_inherit(ppo_file):
-    config = load_config(
-        PPOConfig,
-        ppo_file,
-        ["actor.ppo_mini_batch_size=32", "critic.ppo_epochs=3", "critic.path=null"],
-    )
-
-    assert config.critic.path == config.reference.path == config.data.tokenizer == "models/policy"
-    assert (
-        config.critic.ppo_mini_batch_size,
-        config.critic.ppo_epochs,
-        config.actor.ppo_epochs,
-    ) == (32, 3, 1)
-    assert (config.reference.tp, config.reference.pp, config.critic.tp) == (2, 1, 1)
-    assert config.actor.loss_scale_factor == config.critic.loss_scale_factor == 96.0
-    assert config.data.gen_batch_size == config.data.train_batch_size == 1024
-
-    staged = ["actor.pp=2", "actor.vpp=2", "actor.pp_layers=[1, 2, 2, 1]"]
-    reference = load_config(PPOConfig, ppo_file, staged).reference
-    assert (reference.pp, reference.vpp, reference.pp_layers) == (2, 2, [1, 2, 2, 1])
-    other = load_config(PPOConfig, ppo_file, [*staged, "reference.pp=1"]).reference
-    assert (other.pp, other.vpp, other.pp_layers) == (1, 1, None)
-
-    keys = ["dtype=bfloat16", "micro_batch_tokens=99", "sequence_parallel=true", "recompute=full"]
-    keys += ["cp=2", "etp=2"]
-    config = load_config(PPOConfig, ppo_file, [f"actor.{key}" for key in keys])
-    for key in ReferenceSection.model_fields:  # all of them
+def test_all_keys_of_the_reference_are_those_of_the_actor(ppo_file):
+    config = load_config(PPOConfig, ppo_file, ["actor.dtype=bfloat16", "actor.cp=2"])
+    for key in ReferenceSection.model_fields:
         assert config.reference.value_of(key) == config.actor.value_of(key)
-    single = load_config(PPOConfig, ppo_file, [*(f"actor.{key}" for key in keys), "reference.tp=1"])
-    assert (single.reference.sequence_parallel, single.reference.etp) == (False, None)
-    assert (single.reference.cp, single.reference.micro_batch_tokens) == (2, 99)
-
-    own = load_config(
-        PPOConfig, ppo_file, ["reference.tp=1", "actor.loss_scale_factor=5", "data.tokenizer=tok"]
-    )
-    assert (own.reference.tp, own.actor.loss_scale_factor, own.data.tokenizer) == (1, 5.0, "tok")
-
-    assert load_config(PPOConfig, ppo_file, ["data.train_batch_size=8"]).data.gen_batch_size == 8
-    assert load_config(PPOConfig, ppo_file, ["data.gen_batch_size=24"]).data.gen_batch_size == 24
 
 
-def test_clip_bounds(ppo_file):
-    config = load_config(PPOConfig, ppo_file, ["actor.clip_ratio_high=0.28"])
-    assert (config.actor.clip_low, config.actor.clip_high) == (0.1, 0.28)
-
-
-@pytest.mark.parametrize(
-    ("loss_mode", "given", "mode"),
-    [
-        ("vanilla", "null", "token-mean"),
-        ("cispo", "null", "token-mean"),
-        ("gspo", "null", "seq-mean-token-mean"),
-        ("sapo", "null", "seq-mean-token-mean"),
-        ("geo_mean", "null", "seq-mean-token-mean"),
-        ("gspo", "token-mean", "token-mean"),
-        ("vanilla", "token-sum", "token-sum"),
-    ],
-)
-def test_aggregation_follows_the_loss_unless_given(ppo_file, loss_mode, given, mode):
-    overrides = [f"actor.policy_loss.loss_mode={loss_mode}", f"actor.loss_agg_mode={given}"]
-    assert load_config(PPOConfig, ppo_file, overrides).actor.agg_mode == mode
+def test_a_number_is_read_alike_from_a_file(tmp_path):
+    text = PPO.replace("lr: 1e-4", "lr: 2.5E-3, clip_grad: 1.e3")
+    optim = load_text(tmp_path, text).actor.optim
+    assert (optim.lr, optim.clip_grad) == (0.0025, 1000.0)
 
 
 ESTIMATORS_WITHOUT_CRITIC = [name for name in get_args(AdvantageEstimator) if name != "gae"]
@@ -113,6 +61,8 @@ def test_critic_is_built_for_gae_alone(ppo_file):
         config = load_config(PPOConfig, ppo_file, [f"algorithm.adv_estimator={name}"])
         assert not config.needs_critic
         assert list(config.roles()) == list(config.trained()) == ["actor"]
+    config = load_config(PPOConfig, ppo_file, ["actor.use_kl_loss=true"])
+    assert list(config.roles()) == ["actor", "critic", "reference"]
 
 
 @pytest.mark.parametrize(
@@ -138,75 +88,6 @@ def test_which_statistics_need_a_pass_over_the_mini_batch(ppo_file, overrides, n
     config = load_config(PPOConfig, ppo_file, overrides)
     loss = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
     assert loss.needs_mini_batch_pass is needed
-
-
-@pytest.mark.parametrize(
-    ("overrides", "needed"),
-    [
-        ([], False),
-        (["algorithm.use_kl_in_reward=true"], True),
-        (["actor.use_kl_loss=true"], True),
-        (["actor.kl_loss_coef=1"], False),
-    ],
-)
-def test_reference_is_built_only_for_a_kl(ppo_file, overrides, needed):
-    config = load_config(PPOConfig, ppo_file, overrides)
-    assert config.needs_reference is needed
-    assert ("reference" in config.roles()) is needed
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1e-4", 1e-4), ("2.5E+3", 2500.0), ("1.e3", 1000.0), (".5e-1", 0.05), ("3", 3.0)],
-)
-def test_floats_as_people_write_them(tmp_path, text, number):
-    from_file = load_text(tmp_path, PPO.replace("lr: 1e-4", f"lr: 0, clip_grad: {text}"))
-    from_argument = load_text(tmp_path, PPO, f"actor.optim.clip_grad={text}")
-    assert from_file.actor.optim.clip_grad == from_argument.actor.optim.clip_grad == number
-
-
-@pytest.mark.parametrize(
-    ("key", "text", "number"),
-    [
-        ("seed", "0", 0),
-        ("rollout.top_k", "-1", -1),
-        ("seed", "+4", 4),
-        ("seed", "0x1F", 31),
-        ("seed", "120", 120),
-    ],
-)
-def test_integers(tmp_path, key, text, number):
-    value = flatten(load_text(tmp_path, PPO, f"{key}={text}"))[key]
-    assert value == number
-    assert isinstance(value, int)
-
-
-def test_a_list_given_as_an_argument_may_be_changed_by_a_later_one(ppo_file):
-    whole = "reward.terms=[{name: format}, {name: gsm8k}]"
-
-    def weights(*arguments):
-        return [term.weight for term in load_config(PPOConfig, ppo_file, arguments).reward.terms]
-
-    assert weights(whole, "reward.terms.1.weight=0.5") == [1.0, 0.5]
-    assert weights("reward.terms.0.weight=0.5", whole) == [1.0, 1.0]
-
-
-def test_one_file_name_is_a_list_of_one(ppo_file):
-    config = load_config(
-        PPOConfig, ppo_file, ["data.train_files=one.jsonl", "data.val_files=[x, y]"]
-    )
-    assert (config.data.train_files, config.data.val_files) == (["one.jsonl"], ["x", "y"])
-
-
-def test_an_argument_reaches_into_a_list_and_opens_an_absent_section(ppo_file):
-    config = load_config(
-        PPOConfig,
-        ppo_file,
-        ["reward.terms.0.weight=0.5", "reward_model.path=rm", "reward_model.tp=2"],
-    )
-    assert config.reward.terms[0].weight == 0.5
-    assert config.reward_model is not None
-    assert (config.reward_model.path, config.reward_model.tp) == ("rm", 2)
 
 
 def test_later_files_override_earlier_ones_key_by_key(tmp_path, ppo_file):
@@ -276,19 +157,6 @@ def test_flatten_gives_every_leaf(ppo_file):
     assert flat["reward_model"] is None
     assert flat["reward.terms"] == [{"name": "gsm8k", "weight": 1.0}]
     assert not any(isinstance(value, dict) for value in flat.values())
-
-
-def test_supervised_roots(tmp_path):
-    sft = load_text(tmp_path, SUPERVISED, "model.init=random", root=SFTConfig)
-    assert (sft.model.init, sft.data.tokenizer, sft.data.max_length, sft.optim.lr) == (
-        "random",
-        "models/policy",
-        1024,
-        1e-5,
-    )
-
-    preference = load_text(tmp_path, SUPERVISED, root=RewardModelConfig)
-    assert preference.data.held_out_fraction == 0.1
 
 
 def test_sections_are_frozen(ppo_file):

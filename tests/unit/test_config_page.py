@@ -11,7 +11,7 @@ import yaml
 from mrlhf.config import PPOConfig, dump_yaml, load_config
 from mrlhf.config.json_schema import json_schema, values_of
 from mrlhf.config.page import LAUNCHERS
-from mrlhf.config.schema import keys
+from mrlhf.config.tree import nodes
 from tests.pages import commands_of
 from tests.unit.configurations import ppo
 
@@ -112,11 +112,11 @@ def test_the_written_files_are_up_to_date(tmp_path, capsys):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_page_and_schema_hold_every_key(launcher):
     root_class = LAUNCHERS[launcher]
-    names = [key.name for key in keys(root_class) if not key.is_section]
+    names = [key.name for key in nodes(root_class).values() if not key.is_section]
     assert list(values_of(root_class)) == names
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     chapter = page[page.index(f"`launch/{launcher}.py`\n") :]
-    for key in keys(root_class):
+    for key in nodes(root_class).values():
         row = f"| `{key.name}` |"
         assert key.is_section or row in chapter, key.name
         assert key.doc in page.replace("\\|", "|") or key.is_section, key.name

@@ -6,6 +6,7 @@ weights and the rejection themselves are tested in `test_correction`.
 
 import math
 import statistics
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -17,6 +18,7 @@ from mrlhf.rl.correction import Correction, Criterion, correct
 from mrlhf.rl.mismatch import criterion_metrics, rejection_metrics, weight_metrics
 from mrlhf.rl.names import Statistic
 from tests.masks import kept_rows, masks
+from tests.oracle import plain_correction
 
 NAN = math.nan
 LN2 = math.log(2.0)
@@ -37,93 +39,54 @@ def _without_prefix(metrics):
     return {name.removeprefix("rollout_is_"): number for name, number in metrics.items()}
 
 
-def test_metrics_of_token_weights():
-    # Ratios 4, 1/4, 1, of which 4 is cut to 2.
-    log_ratio = [[2 * LN2, -2 * LN2], [0.0, NAN]]
-    mask = torch.tensor([[True, True], [True, False]])
-    expected = {
-        "mean": 1.0833333,
-        "max": 2.0,
-        "min": 0.25,
-        "std": 0.7168604,
-        "eff_sample_size": 0.6954733,  # mean^2 1.1736111 over mean square 1.6875
-        "ratio_fraction_high": 1 / 3,
-        "ratio_fraction_low": 1 / 3,
-        "seq_mean": 1.0625,  # of 2.25 / 2 and 1
-        "seq_std": 0.0883883,
-        "seq_max": 1.125,
-        "seq_min": 1.0,
-        "seq_max_deviation": 0.125,
-        "seq_fraction_high": 0.5,  # 4.25 / 2 before the cut
-        "seq_fraction_low": 0.0,
-    }
+# Ratios 4, 1/4, 1, of which 4 is cut to 2, or lies outside [.2, 2] and becomes 0. Products 4, cut
+# to 2 on two tokens, and 1/8 on one; the third row has no token.
+WEIGHT_METRICS = {
+    "mean": (1.0833333, 0.4166667, 1.375),  # over tokens
+    "max": (2.0, 1.0, 4.0),  # of sequences before the cut
+    "min": (0.25, 0.0, 0.125),
+    "std": (0.7168604, 0.4249183, 0.8838835),
+    # mean^2 over mean square: 1.1736111 / 1.6875, .1736111 / .3541667, 1.890625 / 2.6718750
+    "eff_sample_size": (0.6954733, 0.4901961, 0.7076023),
+    "ratio_fraction_high": (1 / 3, 1 / 3, 0.5),
+    "ratio_fraction_low": (1 / 3, 0.0, 0.5),
+    "seq_mean": (1.0625, 0.5625, 1.0625),  # of 2.25 / 2 and 1; of .25 / 2 and 1; of 2 and 1/8
+    "seq_std": (0.0883883, 0.6187184, 1.3258252),
+    "seq_max": (1.125, 1.0, 2.0),
+    "seq_min": (1.0, 0.125, 0.125),
+    "seq_max_deviation": (0.125, 0.875, 1.0),
+    "seq_fraction_high": (0.5, 0.5, 0.5),  # 4.25 / 2 before the cut
+    "seq_fraction_low": (0.0, 0.0, 0.5),
+}
+TOKENS = [[2 * LN2, -2 * LN2], [0.0, NAN], [NAN, NAN]]
+SEQUENCES = [[LN2, LN2], [-3 * LN2, NAN], [NAN, NAN]]
 
-    metrics = _without_prefix(_weight_metrics(log_ratio, mask, _correction("token")))
+
+@pytest.mark.parametrize(
+    ("column", "log_ratio", "level", "lower", "more", "factor"),
+    [
+        (0, TOKENS, "token", None, {}, 1.0833333),
+        (1, TOKENS, "token", 0.2, {"oob_ratio": 1 / 3}, 0.4166667),
+        (2, SEQUENCES, "sequence", None, {}, 1.0625),
+    ],
+)
+def test_metrics_of_weights(column, log_ratio, level, lower, more, factor):
+    expected = more | {name: numbers[column] for name, numbers in WEIGHT_METRICS.items()}
+    correction = _correction(level, lower=lower)
+    metrics = _without_prefix(_weight_metrics(log_ratio, MASK, correction))
     assert metrics == pytest.approx(expected, abs=1e-6)
     # They are of the weights before these are normalised.
-    expected["batch_norm_factor"] = 1.0833333
-    normalised = _without_prefix(
-        _weight_metrics(log_ratio, mask, _correction("token", normalise=True))
-    )
-    assert normalised == pytest.approx(expected, abs=1e-6)
+    normalised = _weight_metrics(log_ratio, MASK, replace(correction, normalise=True))
+    expected["batch_norm_factor"] = factor
+    assert _without_prefix(normalised) == pytest.approx(expected, abs=1e-6)
 
 
-def test_metrics_of_token_weights_in_a_band():
-    # Ratios 4, 1/4, 1: outside [.2, 2] only 4, which becomes 0.
-    log_ratio = [[2 * LN2, -2 * LN2], [0.0, NAN]]
-    mask = torch.tensor([[True, True], [True, False]])
-    expected = {
-        "mean": 0.4166667,
-        "max": 1.0,
-        "min": 0.0,
-        "std": 0.4249183,
-        "eff_sample_size": 0.4901961,  # .1736111 / .3541667
-        "ratio_fraction_high": 1 / 3,
-        "ratio_fraction_low": 0.0,
-        "seq_mean": 0.5625,
-        "seq_std": 0.6187184,
-        "seq_max": 1.0,
-        "seq_min": 0.125,
-        "seq_max_deviation": 0.875,
-        "seq_fraction_high": 0.5,
-        "seq_fraction_low": 0.0,
-        "oob_ratio": 1 / 3,
-    }
-
-    metrics = _without_prefix(_weight_metrics(log_ratio, mask, _correction("token", lower=0.2)))
-    assert metrics == pytest.approx(expected, abs=1e-6)
-    metrics = _weight_metrics(log_ratio, mask, _correction("token", lower=0.3))
+def test_shares_and_extremes_of_weights():
+    metrics = _weight_metrics(TOKENS, MASK, _correction("token", lower=0.3))
     assert metrics["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 3)
-
-
-def test_metrics_of_sequence_weights():
-    # Products 4, cut to 2 on two tokens, and 1/8 on one; the third row has no token.
-    log_ratio = [[LN2, LN2], [-3 * LN2, NAN], [NAN, NAN]]
-    expected = {
-        "mean": 1.375,  # over tokens
-        "max": 4.0,  # before the cut
-        "min": 0.125,
-        "std": 0.8838835,
-        "eff_sample_size": 0.7076023,  # 1.890625 / 2.6718750
-        "ratio_fraction_high": 0.5,
-        "ratio_fraction_low": 0.5,
-        "seq_mean": 1.0625,  # of 2 and 1/8
-        "seq_std": 1.3258252,
-        "seq_max": 2.0,
-        "seq_min": 0.125,
-        "seq_max_deviation": 1.0,
-        "seq_fraction_high": 0.5,
-        "seq_fraction_low": 0.5,
-    }
-
-    metrics = _without_prefix(_weight_metrics(log_ratio, MASK, _correction("sequence")))
-    assert metrics == pytest.approx(expected, abs=1e-6)
-    normalised = _weight_metrics(log_ratio, MASK, _correction("sequence", normalise=True))
-    assert normalised["rollout_is_batch_norm_factor"] == pytest.approx(1.0625)
-    smallest = _weight_metrics(
-        [[-20.0, -20.0], [0.0, 0.0], [0.0, 0.0]], MASK, _correction("sequence")
-    )
-    assert smallest["rollout_is_min"] == pytest.approx(math.exp(-40))
+    smallest = [[-20.0, -20.0], [0.0, 0.0], [0.0, 0.0]]
+    metrics = _weight_metrics(smallest, MASK, _correction("sequence"))
+    assert metrics["rollout_is_min"] == pytest.approx(math.exp(-40))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -199,75 +162,38 @@ def _rejection_metrics(log_ratio, mask, criteria):
     return rejection_metrics(correct(log_ratio, mask, correction), correction, log_ratio, mask)
 
 
-@pytest.mark.parametrize(
-    ("criterion", "expected"),
-    [
-        (
-            Criterion("token_k1", 0.5, 2.0),
-            {
-                "mean": -0.2083333,
-                "max": 0.2,
-                "min": -1.0,
-                "fraction_high": 0.0,
-                "fraction_low": 1 / 6,
-                "std": 0.2812764,
-                "seq_mean": -0.2138889,
-                "seq_std": 0.1214305,
-                "seq_max": -0.075,
-                "seq_min": -0.3,
-                "seq_max_deviation": 0.3,
-                "seq_fraction_high": 0.0,
-                "seq_fraction_low": 0.0,
-                "masked_fraction": 1 / 6,
-                "seq_masked_fraction": 1 / 3,
-            },
-        ),
-        (
-            Criterion("seq_mean_k3", None, 0.02),
-            {
-                "mean": 0.1322189,
-                "max": 0.2456709,
-                "min": 0.003221,
-                "fraction_high": 2 / 3,
-                "fraction_low": 0.0,
-                "std": 0.0079097,
-                "seq_mean": 0.0995836,
-                "seq_std": 0.1286464,
-                "seq_max": 0.2456709,
-                "seq_min": 0.003221,
-                "seq_max_deviation": 0.2456709,
-                "seq_fraction_high": 2 / 3,
-                "masked_fraction": 2 / 3,
-                "seq_masked_fraction": 2 / 3,
-            },
-        ),
-        (
-            Criterion("seq_sum_k1", 0.8, 1.1),
-            {
-                "mean": -0.5,
-                "max": -0.15,
-                "min": -0.8,
-                "fraction_high": 0.0,
-                "fraction_low": 2 / 3,
-                "std": 0.0344802,
-                "seq_mean": -0.4166667,
-                "seq_std": 0.340343,
-                "seq_max": -0.15,
-                "seq_min": -0.8,
-                "seq_max_deviation": 0.8,
-                "seq_fraction_high": 0.0,
-                "seq_fraction_low": 2 / 3,
-                "masked_fraction": 2 / 3,
-                "seq_masked_fraction": 2 / 3,
-            },
-        ),
-    ],
-    ids=lambda x: x.statistic if isinstance(x, Criterion) else "",
+CRITERIA = (
+    Criterion("token_k1", 0.5, 2.0),
+    Criterion("seq_mean_k3", None, 0.02),
+    Criterion("seq_sum_k1", 0.8, 1.1),
 )
-def test_metrics_of_a_criterion_are_those_of_verl(criterion, expected):
+CRITERION_METRICS = {
+    "mean": (-0.2083333, 0.1322189, -0.5),
+    "max": (0.2, 0.2456709, -0.15),
+    "min": (-1.0, 0.003221, -0.8),
+    "fraction_high": (0.0, 2 / 3, 0.0),
+    "fraction_low": (1 / 6, 0.0, 2 / 3),
+    "std": (0.2812764, 0.0079097, 0.0344802),
+    "seq_mean": (-0.2138889, 0.0995836, -0.4166667),
+    "seq_std": (0.1214305, 0.1286464, 0.340343),
+    "seq_max": (-0.075, 0.2456709, -0.15),
+    "seq_min": (-0.3, 0.003221, -0.8),
+    "seq_max_deviation": (0.3, 0.2456709, 0.8),
+    "seq_fraction_high": (0.0, 2 / 3, 0.0),
+    "seq_fraction_low": (0.0, None, 2 / 3),  # one has no lower bound
+    "masked_fraction": (1 / 6, 2 / 3, 2 / 3),
+    "seq_masked_fraction": (1 / 3, 2 / 3, 2 / 3),
+}
+
+
+@pytest.mark.parametrize("column", range(3), ids=lambda column: CRITERIA[column].statistic)
+def test_metrics_of_a_criterion_are_those_of_verl(column):
     log_ratio = torch.tensor([[0.0, 1.0, -0.2], [0.1, 0.05, 9.0], [0.3, NAN, 0.0]])
     mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
-    assert criterion_metrics(criterion, log_ratio, mask) == pytest.approx(expected, abs=2e-7)
+    numbers = {name: columns[column] for name, columns in CRITERION_METRICS.items()}
+    expected = {name: number for name, number in numbers.items() if number is not None}
+    found = criterion_metrics(CRITERIA[column], log_ratio, mask)
+    assert found == pytest.approx(expected, abs=2e-7)
 
 
 def _mean(numbers):
@@ -283,24 +209,14 @@ def _std(numbers):
 def _slow_weights(rows, correction):
     upper = correction.upper
     lower = correction.lower
-    ratios = []
-    weights = []
-    means = []
-    raw_means = []
-    for row in rows:
-        begin = len(weights)
-        for x in row:
-            ratio = math.exp(x if correction.level == "token" else sum(row))
-            ratios.append(ratio)
-            if lower is None:
-                weights.append(min(ratio, upper))
-            else:
-                weights.append(ratio if lower <= ratio <= upper else 0.0)
-        if row:
-            means.append(_mean(weights[begin:]))
-            raw_means.append(_mean(ratios[begin:]))
+    raw = plain_correction.ratios(rows, correction)
+    cut = plain_correction.weights(rows, correction)
+    ratios = [x for row in raw for x in row]
+    weights = [x for row in cut for x in row]
+    means = [_mean(row) for row in cut if row]
+    raw_means = [_mean(row) for row in raw if row]
 
-    units = ratios if correction.level == "token" else [math.exp(sum(row)) for row in rows if row]
+    units = ratios if correction.level == "token" else [row[0] for row in raw if row]
     extremes = weights if correction.level == "token" else units
     floor = 1 / upper if lower is None else lower
     mean = _mean(weights)
@@ -351,25 +267,13 @@ def test_weight_metrics_equal_the_slow_loop(mask, seed, level, upper, lower, nor
     assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9, nan_ok=True)
 
 
-_ESTIMATES = {
-    "k1": lambda x: -x,
-    "k2": lambda x: x * x / 2,
-    "k3": lambda x: math.exp(x) - 1 - x,
-}
-_OF_SEQUENCE = {"sum": sum, "mean": _mean, "max": max}
-
-
 def _slow_criterion(rows, criterion):
-    *level, estimate = criterion.statistic.split("_")
     lower, upper = criterion.bounds
-    rows = [[_ESTIMATES[estimate](x) for x in row] for row in rows if row]
-    if level == ["token"]:
-        means = [_mean(row) for row in rows]
-        values = [x for row in rows for x in row]
-        rows_of_values = rows
-    else:
-        means = values = [_OF_SEQUENCE[level[1]](row) for row in rows]
-        rows_of_values = [[x] * len(row) for x, row in zip(values, rows, strict=True)]
+    rows_of_values = plain_correction.estimates(criterion.statistic, [row for row in rows if row])
+    means = [_mean(row) for row in rows_of_values]
+    values = means
+    if criterion.statistic.startswith("token"):
+        values = [x for row in rows_of_values for x in row]
 
     def high(numbers):
         return _mean([float(x > upper) for x in numbers])

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mrlhf.run import startup
-from mrlhf.run.deadline import Deadline, time_to_save
+from mrlhf.run.watcher import Deadline, time_to_save
 
 
 @pytest.mark.parametrize(

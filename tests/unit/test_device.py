@@ -19,7 +19,7 @@ from mrlhf.device import (
     set_variables_of_torch,
 )
 from mrlhf.errors import ConfigError
-from mrlhf.job import check_interfaces, read_launch, speaks_without_place
+from mrlhf.parallel.job import check_interfaces, read_launch, speaks_without_place
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", torch.device("cpu"), "gloo")

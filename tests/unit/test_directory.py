@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.config.compare import changed_keys
-from mrlhf.config.load import dump_yaml
+from mrlhf.config.load import changed_keys, dump_yaml
 from mrlhf.errors import ConfigError
 from mrlhf.run.directory import (
     OpeningOptions,

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrlhf.inference.native import kernels
-from mrlhf.inference.native.attention import Attention, AttentionWeights
+from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.linear import linear
-from mrlhf.inference.native.operators import StepInputs, TorchOperators
+from mrlhf.inference.native.operators import StepInputs
 from mrlhf.inference.native.tensor_parallel import TensorParallel
+from mrlhf.parallel.masks import Paged
+from tests.compilers import both_ways
 
 EPS = 1e-5
 HIDDEN = 48
@@ -20,7 +21,6 @@ KV_HEADS = 2
 PER_KV_HEAD = 3
 DIM = 32
 BLOCK = 16
-ALONE = TensorParallel(None)
 
 
 def _passes() -> list[StepInputs]:
@@ -40,19 +40,21 @@ def _passes() -> list[StepInputs]:
                 tokens=positions,
                 positions=positions,
                 cache_places=blocks * BLOCK + positions % BLOCK,
-                query_starts=torch.tensor(ends, dtype=torch.int32),
-                lengths=torch.tensor(starts, dtype=torch.int32)
-                + torch.tensor(counts, dtype=torch.int32),
-                block_tables=tables,
+                mask=Paged(
+                    query_edges=torch.tensor(ends, dtype=torch.int32),
+                    lengths=torch.tensor(starts, dtype=torch.int32)
+                    + torch.tensor(counts, dtype=torch.int32),
+                    block_tables=tables,
+                    most_queries=max(counts),
+                    most_keys=20,
+                ),
                 last=torch.tensor(ends[1:]) - 1,
-                most_queries=max(counts),
-                longest=20,
             )
         )
     return passes
 
 
-def _weights(normed: bool, head_normed: bool, biased: bool, window: int | None) -> AttentionWeights:
+def _layer(normed: bool, head_normed: bool, biased: bool, window: int | None) -> Attention:
     generator = torch.Generator().manual_seed(3)
 
     def some(*shape: int) -> Tensor:
@@ -60,10 +62,11 @@ def _weights(normed: bool, head_normed: bool, biased: bool, window: int | None) 
 
     angles = torch.outer(torch.arange(32.0), 1.0 / 100 ** (torch.arange(0, DIM, 2) / DIM))
     columns = KV_HEADS * (PER_KV_HEAD + 2) * DIM
-    return AttentionWeights(
+    return Attention(
+        parallel=TensorParallel(None),
+        eps=EPS,
+        scale=0.2,
         kv_heads=KV_HEADS,
-        heads_per_kv_head=PER_KV_HEAD,
-        head_dim=DIM,
         norm=1 + some(HIDDEN) if normed else None,
         qkv=linear(some(columns, HIDDEN), some(columns) if biased else None),
         head_norms=(1 + some(DIM), 1 + some(DIM)) if head_normed else None,
@@ -82,19 +85,12 @@ def _weights(normed: bool, head_normed: bool, biased: bool, window: int | None) 
 def test_compiled_operators_give_what_those_of_torch_give(
     normed: bool, head_normed: bool, biased: bool, window: int | None, threads: int
 ) -> None:
-    weights = _weights(normed, head_normed, biased, window)
-    compiled = kernels.load(torch.float32)
-    assert compiled is not None, "this machine has no C++ compiler"
-    ways = (
-        Attention(weights, kernels.HostOperators(compiled, EPS, 0.2), ALONE, EPS),
-        Attention(weights, TorchOperators(EPS, 0.2), ALONE, EPS),
-    )
-
+    layer = _layer(normed, head_normed, biased, window)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         results = []
-        for way in ways:
+        for way in both_ways():
             generator = torch.Generator().manual_seed(5)
             cache = (torch.zeros(6, BLOCK, KV_HEADS, DIM), torch.zeros(6, BLOCK, KV_HEADS, DIM))
             own = []
@@ -102,7 +98,8 @@ def test_compiled_operators_give_what_those_of_torch_give(
                 hidden = torch.randn(len(inputs.tokens), HIDDEN, generator=generator)
                 delta = torch.randn(len(inputs.tokens), HIDDEN, generator=generator)
                 for added in (None, delta):
-                    own += [way(hidden, added, inputs, cache), hidden.clone()]
+                    with way:
+                        own += [layer(hidden, added, inputs, cache), hidden.clone()]
             results.append(own)
     finally:
         torch.set_num_threads(before)

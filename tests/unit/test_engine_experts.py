@@ -18,7 +18,7 @@ from mrlhf.inference.native.experts import (
     make_experts,
     one_by_one,
 )
-from mrlhf.inference.native.router import Router
+from mrlhf.inference.native.mlp import Router
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.spec import Experts, Scoring
 from tests.models.engines import hf_model, spec_of

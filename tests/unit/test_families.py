@@ -30,14 +30,11 @@ SIZES = (
 )
 
 
-def _write(directory: Path, **changes: Any) -> None:
-    """The tiny Llama's `config.json`, with some keys changed or left out."""
-    config = json.loads(tiny_config("llama").to_json_string(use_diff=False))
-    for key, value in changes.items():
-        if value is LEFT_OUT:
-            del config[key]
-        else:
-            config[key] = value
+def _write(directory: Path, model: str = "llama", **changes: Any) -> None:
+    """The `config.json` of a tiny model, with some keys changed or left out."""
+    config = json.loads(tiny_config(model).to_json_string(use_diff=False))
+    config = {key: value for key, value in config.items() if changes.get(key) is not LEFT_OUT}
+    config |= {key: value for key, value in changes.items() if value is not LEFT_OUT}
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -319,14 +316,6 @@ def test_a_scalar_head_that_transformers_has_no_class_for_is_refused(
         load_spec(tmp_path, "scalar")
 
 
-def _mixture(tmp_path: Path, model: str, **changes: Any) -> None:
-    """The `config.json` of a tiny mixture, with some keys changed or left out."""
-    config = json.loads(tiny_config(model).to_json_string(use_diff=False))
-    config = {key: value for key, value in config.items() if changes.get(key) is not LEFT_OUT}
-    config |= {key: value for key, value in changes.items() if value is not LEFT_OUT}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
@@ -358,14 +347,14 @@ def _mixture(tmp_path: Path, model: str, **changes: Any) -> None:
 def test_a_mixture_that_makes_no_sense_is_refused(
     model: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    _mixture(tmp_path, model, **changes)
+    _write(tmp_path, model, **changes)
     refusal = _refusal(tmp_path)
     assert message in refusal and "\n" not in refusal
 
 
 def test_which_layers_are_mixtures(tmp_path: Path) -> None:
     def layers(model: str, **changes: Any) -> tuple[bool, ...]:
-        _mixture(tmp_path, model, **changes)
+        _write(tmp_path, model, **changes)
         experts = load_spec(tmp_path, "lm").experts
         assert experts is not None
         return experts.layers
@@ -374,7 +363,7 @@ def test_which_layers_are_mixtures(tmp_path: Path) -> None:
     assert layers("qwen2_moe", decoder_sparse_step=2) == (False, True, False, True)
     assert layers("glm4_moe", first_k_dense_replace=3) == (False, False, False, True)
     assert layers("mixtral") == (True,) * 4
-    _mixture(tmp_path, "qwen3_moe", mlp_only_layers=[0, 1, 2, 3])
+    _write(tmp_path, "qwen3_moe", mlp_only_layers=[0, 1, 2, 3])
     assert load_spec(tmp_path, "lm").experts is None
 
 

@@ -27,7 +27,6 @@ NAN = float("nan")
 # Scores 1, 2, 6 in prompt group 7 (mean 3, variance 7), 0, 4 in prompt group 3 (mean 2,
 # variance 8), 5 alone in prompt group 9.
 PROMPT_GROUPS = torch.tensor([7, 3, 7, 3, 7, 9])
-SCORES = [1.0, 0.0, 2.0, 4.0, 6.0, 5.0]
 REWARDS = torch.tensor(
     [
         [1.0, NAN, NAN, NAN, NAN],
@@ -51,18 +50,28 @@ def _assert_tiled(result, expected, mask=MASK):
         torch.testing.assert_close(tensor, tiled, rtol=1e-9, atol=1e-9)
 
 
-def test_grpo_literal_numbers():
-    # -2, -1 and 3 over sqrt(7) + 1e-6; -2 and 2 over sqrt(8) + 1e-6; 5 over 1 + 1e-6.
-    expected = [
-        -0.75592866030,
-        -0.70710653119,
-        -0.37796433015,
-        0.70710653119,
-        1.13389299046,
-        4.99999500001,
-    ]
-    _assert_tiled(grpo(REWARDS, MASK, PROMPT_GROUPS, norm_by_std=True), expected)
-    _assert_tiled(grpo(REWARDS, MASK, PROMPT_GROUPS, norm_by_std=False), LESS_THE_MEAN)
+@pytest.mark.parametrize(
+    ("estimator", "options", "expected"),
+    [
+        # -2, -1 and 3 over sqrt(7) + 1e-6; -2 and 2 over sqrt(8) + 1e-6; 5 over 1 + 1e-6.
+        (grpo, {"norm_by_std": True}, [-0.75592866030, -0.70710653119, -0.37796433015,
+                                       0.70710653119, 1.13389299046, 4.99999500001]),
+        (grpo, {"norm_by_std": False}, LESS_THE_MEAN),
+        (reinforce_plus_plus_baseline, {}, LESS_THE_MEAN),
+        # 1 - (2 + 6)/2, 0 - 4, 2 - (1 + 6)/2, 4 - 0, 6 - (1 + 2)/2, 5.
+        (rloo, {}, [-3.0, -4.0, -1.5, 4.0, 4.5, 5.0]),
+        # Lengths 1, 2, 5: baseline (1 + 4 + 30)/8 = 4.375. Lengths 3, 1: baseline 4/4.
+        (opo, {}, [-3.375, -1.0, -2.375, 3.0, 1.625, 5.0]),
+        # Five of six scores are not 0: alpha 6/5, over f_norm 2.
+        (gpg, {"f_norm": 2.0}, [-1.2, -1.2, -0.6, 1.2, 1.8, 3.0]),
+    ],
+)  # fmt: skip
+def test_literal_numbers(estimator, options, expected):
+    _assert_tiled(estimator(REWARDS, MASK, PROMPT_GROUPS, **options), expected)
+
+
+def test_gpg_of_scores_that_are_all_zero():
+    _assert_tiled(gpg(0 * REWARDS, MASK, PROMPT_GROUPS, f_norm=2.0), [0.0] * 6)
 
 
 def test_gdpo_literal_numbers():
@@ -142,26 +151,6 @@ def test_grpo_passk_gives_nothing_where_two_are_best_and_refuses_a_response_alon
     )
     with pytest.raises(ValueError, match=r"grpo_passk needs at least 2 .*rollout\.n"):
         grpo_passk(rewards, ones, torch.tensor([0, 0, 1, 2, 2]), norm_by_std=True)
-
-
-def test_rloo_literal_numbers():
-    # 1 - (2 + 6)/2, 0 - 4, 2 - (1 + 6)/2, 4 - 0, 6 - (1 + 2)/2, 5.
-    _assert_tiled(rloo(REWARDS, MASK, PROMPT_GROUPS), [-3.0, -4.0, -1.5, 4.0, 4.5, 5.0])
-
-
-def test_opo_literal_numbers():
-    # Lengths 1, 2, 5: baseline (1 + 4 + 30)/8 = 4.375. Lengths 3, 1: baseline 4/4.
-    _assert_tiled(opo(REWARDS, MASK, PROMPT_GROUPS), [-3.375, -1.0, -2.375, 3.0, 1.625, 5.0])
-
-
-def test_gpg_literal_numbers():
-    # Five of six scores are not 0: alpha 6/5, over f_norm 2.
-    _assert_tiled(gpg(REWARDS, MASK, PROMPT_GROUPS, f_norm=2.0), [-1.2, -1.2, -0.6, 1.2, 1.8, 3.0])
-    _assert_tiled(gpg(0 * REWARDS, MASK, PROMPT_GROUPS, f_norm=2.0), [0.0] * 6)
-
-
-def test_reinforce_plus_plus_baseline_literal_numbers():
-    _assert_tiled(reinforce_plus_plus_baseline(REWARDS, MASK, PROMPT_GROUPS), LESS_THE_MEAN)
 
 
 def test_reinforce_plus_plus_literal_numbers():
@@ -262,16 +251,9 @@ def test_equal_the_slow_loops_under_any_mask(batch):
 def test_grpo_passk_equals_the_slow_loop(batch):
     leads = [_slow_lead(batch, row) for row in range(len(batch.prompt_groups))]
     divided = [lead / (_slow_std(batch, row) + 1e-6) for row, lead in enumerate(leads)]
-    _assert_tiled(
-        grpo_passk(batch.rewards, batch.mask, batch.prompt_groups, norm_by_std=False),
-        leads,
-        batch.mask,
-    )
-    _assert_tiled(
-        grpo_passk(batch.rewards, batch.mask, batch.prompt_groups, norm_by_std=True),
-        divided,
-        batch.mask,
-    )
+    for norm_by_std, expected in ((False, leads), (True, divided)):
+        result = grpo_passk(batch.rewards, batch.mask, batch.prompt_groups, norm_by_std)
+        _assert_tiled(result, expected, batch.mask)
 
 
 @given(batch=masked_batches())

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from mrlhf.host import library
-from mrlhf.inference.native import kernels, sampler
-from mrlhf.inference.native.operators import StepInputs, TorchOperators
+from mrlhf.inference.native import sampler
+from mrlhf.inference.native.operators import StepInputs, add_norm, rotate_store
+from mrlhf.models.attention import attend
+from mrlhf.parallel.masks import Paged
+from tests.compilers import both_ways
 
 EPS = 1e-5
 
@@ -17,13 +20,6 @@ EPS = 1e-5
 def tables(dim):
     angles = torch.outer(torch.arange(64.0), 1.0 / 100 ** (torch.arange(0, dim, 2) / dim))
     return angles.cos(), angles.sin()
-
-
-def operators(dtype, scale=1.0):
-    arguments = (EPS, scale)
-    compiled = kernels.load(dtype)
-    assert compiled is not None, "this machine has no C++ compiler"
-    return kernels.HostOperators(compiled, *arguments), TorchOperators(*arguments)
 
 
 def inputs(block_size, generator):
@@ -39,9 +35,8 @@ def inputs(block_size, generator):
     slots = tables[sequence, positions // block_size].long() * block_size + positions % block_size
     ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     lengths = torch.tensor([a + b for a, b in zip(starts, counts, strict=True)], dtype=torch.int32)
-    return StepInputs(
-        positions, positions, slots, ends, lengths, tables, ends[1:].long() - 1, 19, 38
-    ), 4 * width
+    mask = Paged(ends, lengths, tables, 19, 38)
+    return StepInputs(positions, positions, slots, mask, ends[1:].long() - 1), 4 * width
 
 
 def history(block_size):
@@ -70,17 +65,15 @@ def test_attention_from_a_paged_cache_equals_torch(
     if normed:
         norms = tuple((1 + 0.2 * torch.randn(dim, generator=generator)).to(dtype) for _ in range(2))
     old_positions, old_sequence = history(block_size)
-    old_slots = step.block_tables[old_sequence, old_positions // block_size].long() * block_size
+    old_slots = (
+        step.mask.block_tables[old_sequence, old_positions // block_size].long() * block_size
+    )
     old = StepInputs(
         tokens=old_positions,
         positions=old_positions,
         cache_places=old_slots + old_positions % block_size,
-        query_starts=step.query_starts,
-        lengths=step.query_starts,
-        block_tables=step.block_tables,
+        mask=step.mask,
         last=old_positions,
-        most_queries=1,
-        longest=1,
     )
     before = torch.randn(
         len(old_positions), kv_heads, per_kv_head + 2, dim, generator=generator
@@ -90,46 +83,49 @@ def test_attention_from_a_paged_cache_equals_torch(
     )
     contexts = []
     queries = []
-    for ops in operators(dtype, 0.8 * dim**-0.5):
+    for way in both_ways(dtype):
         cache = tuple(torch.zeros(blocks, block_size, kv_heads, dim, dtype=dtype) for _ in range(2))
-        ops.rotate_store(before, norms, rotation, old, cache)
-        queries.append(ops.rotate_store(now, norms, rotation, step, cache))
-        contexts.append(ops.attend(queries[-1], cache, step, window))
+        with way:
+            rotate_store(before, norms, EPS, rotation, old, cache)
+            query = rotate_store(now, norms, EPS, rotation, step, cache)
+            scale = 0.8 * dim**-0.5
+            contexts.append(attend(query, *cache, step.mask, scale=scale, window=window))
+        queries.append(query)
 
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(queries[0], queries[1], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(
-        contexts[0].view_as(contexts[1]), contexts[1], rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(*contexts, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 7, 64, 100])
 def test_norms_equal_torch(dtype, size):
-    host, reference = operators(dtype)
     hidden, delta = torch.randn(2, 300, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = (1 + 0.1 * torch.arange(size) / size).to(dtype)
     tolerance = 2e-6 if dtype == torch.float32 else 1e-2
 
     for added in (None, delta):
         states = hidden.clone(), hidden.clone()
-        ours, theirs = (
-            ops.add_norm(state, added, weight)
-            for ops, state in zip((host, reference), states, strict=True)
-        )
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        results = []
+        for way, state in zip(both_ways(dtype), states, strict=True):
+            with way:
+                results.append(add_norm(state, added, weight, EPS))
+        torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
         assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 5, 128, 129, 1000])
 def test_one_pass_over_the_logits_equals_torch(dtype, columns):
-    compiled = kernels.load(dtype)
     logits = (6 * torch.randn(64, columns, generator=torch.Generator().manual_seed(columns))).to(
         dtype
     )
-    ours = compiled.logit_blocks(logits, 0.7)
-    theirs = sampler._logit_blocks(logits, 0.7)
+    ways = both_ways(dtype)
+    results = []
+    for way in ways:
+        with way:
+            results.append(sampler.logit_blocks(logits, 0.7))
+    ours, theirs = results
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
@@ -139,25 +135,25 @@ def test_one_pass_over_the_logits_equals_torch(dtype, columns):
         torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * total
     )
     targets[::7] = -1.0
-    ours, theirs = (
-        f(logits, 0.7, *theirs[:2], tops, targets) for f in (compiled.pick, sampler._pick)
-    )
+    picked = []
+    for way in ways:
+        with way:
+            picked.append(sampler.pick(logits, 0.7, *theirs[:2], tops, targets))
+    ours, theirs = picked
     assert torch.equal(ours[0], theirs[0]) and (ours[0][::7] == -1).all()
     torch.testing.assert_close(*(chosen for _, chosen in (ours, theirs)), rtol=1e-6, atol=1e-6)
 
 
 def test_several_threads_give_what_one_gives():
     threads = torch.get_num_threads()
-    compiled = kernels.load(torch.float32)
     logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(0))
-    host = kernels.HostOperators(compiled, EPS, 1.0)
     hidden = logits.clone()
     results = []
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            norm = host.add_norm(hidden.clone(), logits, torch.ones(3000))
-            results.append((norm, *compiled.logit_blocks(logits, 1.0)))
+            norm = add_norm(hidden.clone(), logits, torch.ones(3000), EPS)
+            results.append((norm, *sampler.logit_blocks(logits, 1.0)))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
@@ -165,8 +161,8 @@ def test_several_threads_give_what_one_gives():
 
 def test_a_machine_without_a_compiler_is_told_and_runs_on(monkeypatch, caplog):
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
-    assert library.load_library.__wrapped__(kernels.SOURCE, "the engine") is None
-    assert "no C++ compiler (g++) found: the engine runs on torch's operators" in caplog.text
+    assert library.load_library.__wrapped__(library.SOURCES / "kernels.cpp") is None
+    assert "no C++ compiler (g++) found: training and generation run on torch" in caplog.text
 
 
 def no_locks(file, kind):
@@ -179,7 +175,7 @@ def test_a_file_system_without_locks_holds_the_library(monkeypatch, tmp_path):
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int seven() { return 7; }')
 
-    assert library.load_library.__wrapped__(source, "the engine").seven() == 7
+    assert library.load_library.__wrapped__(source).seven() == 7
     left = sorted(path.suffix for path in (tmp_path / "mrlhf").iterdir())
     assert left == [".lock", ".so"]
 
@@ -197,14 +193,14 @@ def test_who_waited_for_a_compiler_that_failed_does_not_repeat_it(monkeypatch, c
 
     def another_process_fails(file, kind):
         monkeypatch.setattr(library.fcntl, "flock", no_locks)
-        assert library.load_library.__wrapped__(broken, "the other engine") is None
+        assert library.load_library.__wrapped__(broken) is None
 
     monkeypatch.setattr(library.subprocess, "run", count)
     monkeypatch.setattr(library.fcntl, "flock", another_process_fails)
-    assert library.load_library.__wrapped__(broken, "the engine") is None
+    assert library.load_library.__wrapped__(broken) is None
     assert sum(compiled_by) == 1
-    assert caplog.text.count("broken.cpp could not be compiled: the ") == 2
+    assert caplog.text.count("broken.cpp could not be compiled: training ") == 2
     assert caplog.text.count("1 | this is not C++") == 2
 
-    assert library.load_library.__wrapped__(broken, "the engine") is None
+    assert library.load_library.__wrapped__(broken) is None
     assert sum(compiled_by) == 2  # who comes later tries again

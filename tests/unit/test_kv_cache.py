@@ -5,6 +5,7 @@ No graphics card is needed.
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from mrlhf.inference.cache_size import CacheShape, gpu_room
 from mrlhf.inference.native import kv_cache
 from mrlhf.inference.native.graphs import bucket_sizes
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
-from mrlhf.inference.native.operators import StepInputs, attend_paged
+from mrlhf.models import attention
+from mrlhf.parallel.masks import Paged
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -145,37 +147,33 @@ def test_copied_blocks_are_whole():
         assert torch.equal(keys[1], torch.arange(6.0, 12.0).view(2, 1, 3))
 
 
-def test_paged_attention_is_asked_for_as_flash_attention_2_wants_it():
+def test_paged_attention_is_asked_for_as_flash_attention_2_wants_it(monkeypatch):
     seen = {}
 
-    def attention(q, keys, values, query_starts, key_starts, most, longest, **options):
+    def varlen_attn(q, keys, values, query_starts, key_starts, most, longest, **options):
         seen.update(options, key_starts=key_starts, most=most, longest=longest)
         return q
 
-    numbers = torch.zeros(3, dtype=torch.int64)
-    inputs = StepInputs(
-        tokens=numbers,
-        positions=numbers,
-        cache_places=numbers,
-        query_starts=torch.tensor([0, 1, 3], dtype=torch.int32),
+    monkeypatch.setattr(attention, "varlen", SimpleNamespace(varlen_attn=varlen_attn))
+    mask = Paged(
+        query_edges=torch.tensor([0, 1, 3], dtype=torch.int32),
         lengths=torch.tensor([9, 7], dtype=torch.int32),
         block_tables=torch.zeros(2, 1, dtype=torch.int32),
-        last=torch.tensor([0, 2]),
         most_queries=2,
-        longest=9,
+        most_keys=9,
     )
-    layer = (torch.zeros(4, 256, 1, 8), torch.zeros(4, 256, 1, 8))
-    attend_paged(attention, torch.zeros(3, 2, 8), layer, inputs, window=None, scale=0.25)
+    tensors = (torch.zeros(3, 1, 2, 8), torch.zeros(4, 256, 1, 8), torch.zeros(4, 256, 1, 8))
+    attention.attend_varlen(*tensors, mask, 0.25, None)
     assert seen["scale"] == 0.25
     assert seen["key_starts"].tolist() == [0, 9, 18] and seen["key_starts"].dtype == torch.int32
-    assert seen["seqused_k"] is inputs.lengths and seen["block_table"] is inputs.block_tables
+    assert seen["seqused_k"] is mask.lengths and seen["block_table"] is mask.block_tables
     assert (seen["most"], seen["longest"], seen["window_size"], seen["num_splits"]) == (
         2,
         9,
         (-1, 0),
         1,
     )
-    attend_paged(attention, torch.zeros(3, 2, 8), layer, inputs, window=6, scale=0.25)
+    attention.attend_varlen(*tensors, mask, 0.25, 6)
     assert seen["window_size"] == (5, 0)
 
 

@@ -54,7 +54,7 @@ def test_rank_at_inverts_coordinates(layout: ParallelLayout) -> None:
         place = layout.coordinates(rank)
         assert layout.rank_at(tp=place.tp, cp=place.cp, dp=place.dp, pp=place.pp) == rank
         for axis in {*AXES, *EXPERT_AXES}:
-            assert 0 <= place.along(axis) < layout.size(axis)
+            assert 0 <= getattr(place, axis) < layout.size(axis)
         seen.add(place)
     assert len(seen) == layout.world_size
 

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
@@ -15,7 +16,6 @@ from mrlhf.log import (
     MetricsWriter,
     Progress,
     configure_logging,
-    plot_curves,
     quiet_transformers,
     read_metrics,
 )
@@ -44,7 +44,7 @@ def test_rank_zero_informs_and_every_rank_warns(rank, informs, clean_logging, ca
     assert len(lines) == 1 + informs
     assert lines[-1].endswith(f"[rank {rank}] WARNING mrlhf.trainers.ppo.step: slow disk")
 
-    for about_files in ("mrlhf.data.rows", "mrlhf.preflight.shared_rows"):
+    for about_files in ("mrlhf.data.rows", "mrlhf.preflight.inputs"):
         logging.getLogger(about_files).warning("the same on every rank")
     assert len(capsys.readouterr().err.splitlines()) == (2 if rank == 0 else 0)
 
@@ -91,7 +91,7 @@ def test_transformers_is_quiet_if_it_is_imported_later():
 
 
 def test_each_step_is_one_sorted_line_readable_at_once(tmp_path):
-    with MetricsWriter(tmp_path / "run") as writer:
+    with closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(1, {"b/x": 0.5, "a/y": float("nan"), "c": float("inf"), "d": 3})
         text = (tmp_path / "run" / "metrics.jsonl").read_text()
         assert text == '{"a/y": null, "b/x": 0.5, "c": null, "d": 3, "step": 1}\n'
@@ -103,7 +103,7 @@ def test_each_step_is_one_sorted_line_readable_at_once(tmp_path):
 
 def test_a_resumed_run_appends_and_the_later_record_of_a_step_is_read(tmp_path):
     for steps, value in (((1, 2, 3), 0.0), ((3, 4), 1.0)):
-        with MetricsWriter(tmp_path) as writer:
+        with closing(MetricsWriter(tmp_path)) as writer:
             for step in steps:
                 writer.write(step, {"x": value})
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -124,7 +124,7 @@ def test_a_broken_line_is_left_out_and_named(tmp_path, caplog):
 def test_rows_that_did_not_fit_on_the_disk_are_written_when_there_is_room(tmp_path, caplog):
     wanted = "".join(f'{{"step": {step}, "x": 0.5}}\n' for step in range(1, 5))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))  # a row and a half
             for step in (1, 2, 3):
@@ -185,30 +185,3 @@ def test_progress_is_log_lines(monkeypatch, caplog):
         "step 10/12, 0:00:00 left",
         "step 12/12, 0:00:00 left",
     ]
-
-
-def test_curves_are_drawn_with_gaps_and_a_missing_metric_is_named(tmp_path):
-    pytest.importorskip("matplotlib")
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, 6):
-            writer.write(
-                step, {"critic/score/mean": 0.1 * step, "actor/ppo_kl": float("nan"), "val": 1.0}
-            )
-
-    source = tmp_path / "metrics.jsonl"
-    png = tmp_path / "plots" / "curves.png"
-    plot_curves(source, png, ["critic/score/mean", "actor/ppo_kl", "val", "step"])
-    header = png.read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    width = int.from_bytes(header[16:20], "big")
-    height = int.from_bytes(header[20:24], "big")
-    assert (width, height) == (3 * 540, 2 * 384)  # four panels: three beside each other, two rows
-
-    with pytest.raises(DataError, match="did you mean 'critic/score/mean'"):
-        plot_curves(source, png, ["critic/scores/mean"])
-
-
-def test_matplotlib_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
-        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "x.png", ["a"])

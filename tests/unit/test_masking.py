@@ -18,6 +18,7 @@ from mrlhf.rl.masking import (
     whiten,
 )
 from tests.masked_batches import masked_batches
+from tests.masks import kept_rows
 
 X = torch.tensor([[1.0, 2.0, 6.0], [4.0, float("nan"), float("inf")]])
 MASK = torch.tensor([[True, True, True], [True, False, False]])
@@ -56,14 +57,6 @@ def test_selected_entries_are_those_of_torch(dtype):
     mask = torch.tensor([[True, False, True], [False, False, True]])
     assert torch.equal(selected(x, mask), x[mask])
     assert selected(x, ~mask & mask).numel() == 0
-
-
-def test_moments_are_those_of_torch():
-    moments = local_moments(X, MASK)
-    kept = X[MASK].double()
-    assert moments.count == 4
-    assert moments.mean == kept.mean().item()
-    assert moments.variance == pytest.approx(kept.var().item(), rel=1e-14)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -114,32 +107,15 @@ def test_whitening_literal_numbers_and_kept_mean():
     assert kept[~MASK].tolist() == [0.0, 0.0]
 
 
-def test_halves_whitened_with_merged_moments_equal_the_whole():
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(5))
-    mask = torch.rand(4, 5, generator=torch.Generator().manual_seed(6)) < 0.7
-    moments = merge_moments([local_moments(x[:1], mask[:1]), local_moments(x[1:], mask[1:])])
-    halves = torch.cat([whiten(x[:1], mask[:1], moments), whiten(x[1:], mask[1:], moments)])
-    torch.testing.assert_close(halves, whiten(x, mask, local_moments(x, mask)))
-
-
-def _kept(x, mask):
-    return [
-        x[row, t].item() for row in range(len(mask)) for t in range(mask.shape[1]) if mask[row, t]
-    ]
-
-
 @given(batch=masked_batches())
 @settings(max_examples=60)
 def test_sums_moments_and_whitening_equal_the_slow_loop_under_any_mask(batch):
-    kept = _kept(batch.rewards, batch.mask)
+    rows = kept_rows(batch.rewards, batch.mask)
+    kept = [x for row in rows for x in row]
     assert masked_sum(batch.rewards, batch.mask).item() == sum(kept)
     assert masked_mean(batch.rewards, batch.mask).item() == pytest.approx(
         sum(kept) / max(1, len(kept)), abs=1e-15
     )
-    rows = [
-        _kept(batch.rewards[row : row + 1], batch.mask[row : row + 1])
-        for row in range(len(batch.mask))
-    ]
     assert masked_sum(batch.rewards, batch.mask, dim=1).tolist() == [sum(row) for row in rows]
 
     moments = local_moments(batch.rewards, batch.mask)
@@ -152,7 +128,7 @@ def test_sums_moments_and_whitening_equal_the_slow_loop_under_any_mask(batch):
         white = whiten(batch.rewards, batch.mask, moments, shift_mean)
         expected = [(x - mean) / math.sqrt(variance + 1e-8) + put_back for x in kept]
         # A spread of 0 divides the rounding of the mean by 1e-4.
-        assert _kept(white, batch.mask) == pytest.approx(expected, rel=1e-9, abs=1e-11)
+        assert white[batch.mask].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-11)
         assert not white[~batch.mask].any()
 
 

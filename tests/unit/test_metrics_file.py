@@ -2,13 +2,13 @@
 
 import json
 import os
+from contextlib import closing
 
 import pytest
 
 from mrlhf.config.roots import SFTConfig
 from mrlhf.log import read_metrics
-from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
-from mrlhf.run.reporter import NoReporter, Reporter
+from mrlhf.run.reporter import NoReporter, Reporter, ResumePoint, rewind_metrics
 
 
 def report(directory, steps, resumed=None, trackers=(), offset=0.0):
@@ -19,7 +19,7 @@ def report(directory, steps, resumed=None, trackers=(), offset=0.0):
             "trainer": {"output_dir": str(directory), "trackers": list(trackers)},
         }
     )
-    with Reporter(config, 10, resumed) as reporter:
+    with closing(Reporter(config, 10, resumed)) as reporter:
         for step in steps:
             reporter.report(step, row(step, offset))
 
@@ -116,6 +116,6 @@ def test_progress_counts_from_the_checkpoint(tmp_path, caplog):
 def test_another_rank_touches_no_file(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps({"step": 9}) + "\n")
-    with NoReporter() as reporter:
+    with closing(NoReporter()) as reporter:
         reporter.report(3, row(3))
     assert json.loads(file.read_text()) == {"step": 9}

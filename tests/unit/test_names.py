@@ -18,7 +18,7 @@ from mrlhf.rewards.rules import RULES
 from mrlhf.rl import names
 from mrlhf.rl.advantages import ADVANTAGE_ESTIMATORS
 from mrlhf.rl.correction import Correction, Criterion, correct
-from mrlhf.rl.kl import kl_penalty, make_kl_controller
+from mrlhf.rl.kl import KlController, kl_penalty
 from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.policy_losses import POLICY_LOSSES
 from mrlhf.rl.preference import PAIR_LOSSES
@@ -56,7 +56,7 @@ def test_every_name_of_a_number_computes_one():
         if kind != "full":
             assert kl_penalty(drawn, drawn - 1, kind).shape == drawn.shape
     for kind in get_args(names.KlControllerKind):
-        assert make_kl_controller(kind, 0.1, 0.1, 10).value == 0.1
+        assert KlController(kind, 0.1, 0.1, 10).value == 0.1
     for mode in get_args(names.LossAggMode):
         assert aggregation_count(6, 3, mode) in (1, 3, 6)
     for statistic in get_args(names.Statistic):

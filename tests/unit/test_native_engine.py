@@ -14,9 +14,9 @@ from mrlhf.inference.base import (
     generate,
     requests_for,
 )
-from mrlhf.inference.native import kernels
 from mrlhf.inference.native.sampler import sample_keys, uniforms
 from mrlhf.inference.native.sequences import Sequences
+from tests.compilers import without_compiler
 from tests.models.engines import (
     GREEDY,
     MODELS,
@@ -44,6 +44,15 @@ def hf_logprobs(model, prompt: list[int], response: list[int], temperature: floa
     return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
 
 
+def assert_logprobs(model, sample, temperature=0.0):
+    """The sample's log-probs are those that transformers computes; returns these of all tokens."""
+    prompt = PROMPTS[sample.request_id]
+    logprobs = hf_logprobs(model, prompt, sample.token_ids, temperature)
+    wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+    return logprobs
+
+
 def hf_greedy(model, prompt: list[int], end=None, never=None) -> list[int]:
     """The 14 tokens that transformers generates, or fewer if one of `end` comes before."""
     ids = torch.tensor([prompt])
@@ -66,9 +75,7 @@ def test_greedy_equals_transformers_generate(name):
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         assert list(sample.token_ids) == hf_greedy(model, prompt) and not sample.stopped
-        logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
-        wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+        assert_logprobs(model, sample)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -81,18 +88,9 @@ def test_sampling_equals_a_slow_loop_over_transformers(name):
 
     for sample, key in zip(samples, keys, strict=True):
         length = len(sample.token_ids)
-        logprobs = hf_logprobs(model, PROMPTS[sample.request_id], sample.token_ids, 0.8)
-        below = logprobs.double().exp().cumsum(-1)
-        for position, (token, u) in enumerate(
-            zip(
-                sample.token_ids,
-                uniforms(np.full(length, key), np.arange(length)).tolist(),
-                strict=True,
-            )
-        ):
-            assert token == int((below[position] <= u).sum())
-        wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+        below = assert_logprobs(model, sample, 0.8).double().exp().cumsum(-1)
+        drawn = torch.from_numpy(uniforms(np.full(length, key), np.arange(length)))
+        assert list(sample.token_ids) == (below <= drawn[:, None]).sum(dim=-1).tolist()
         assert sample.stopped == (sample.token_ids[-1] in SAMPLED.stop_token_ids)
         assert not set(sample.token_ids[:-1]) & set(SAMPLED.stop_token_ids)
         assert sample.stopped or length == 14
@@ -168,9 +166,7 @@ def test_several_end_tokens_and_tokens_never_drawn_equal_transformers():
     for prompt, before, sample in zip(PROMPTS, free, samples, strict=True):
         assert list(sample.token_ids) == hf_greedy(model, prompt, end, never) != before
         assert sample.stopped == (sample.token_ids[-1] in end)
-        logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
-        wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+        assert_logprobs(model, sample)
     assert {sample.stopped for sample in samples} == {True, False}
 
 
@@ -178,15 +174,10 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
     model = hf_model("llama")
     engine = make_engine(model, max_length=256)
     sampling = SamplingParams(temperature=0.0, max_tokens=200, seed=0)
-    for prompt, sample in zip(
-        PROMPTS[:2], answer(engine, PROMPTS[:2], UIDS[:2], sampling), strict=True
-    ):
-        logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
-        wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        assert len(sample.token_ids) == 200 and sample.logprobs == pytest.approx(
-            wanted.tolist(), abs=1e-4
-        )
-        assert float((logprobs.amax(dim=-1) - wanted).max()) < 1e-4
+    for sample in answer(engine, PROMPTS[:2], UIDS[:2], sampling):
+        likeliest = assert_logprobs(model, sample).amax(dim=-1)
+        assert len(sample.token_ids) == 200
+        assert sample.logprobs == pytest.approx(likeliest.tolist(), abs=2e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
@@ -212,17 +203,18 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
     assert torch.cat(errors).max() < 3 * torch.cat(reference).max()
 
 
-def test_commit_serves_the_new_weights():
+def test_commit_serves_the_new_weights_and_no_cache_of_the_old():
     first = hf_model("llama", seed=0)
     second = hf_model("llama", seed=1)
-    engine = make_engine(first)
+    engine = make_engine(first, block_size=4)
     old = answer(engine, PROMPTS, UIDS, GREEDY)
     fill(engine.weight_slots(), second)
     engine.commit(2)
     new = answer(engine, PROMPTS, UIDS, GREEDY)
     assert engine.version == 2
     assert {sample.version for sample in new} == {2}
-    assert_same(new, answer(make_engine(second), PROMPTS, UIDS, GREEDY), tolerance=0)
+    fresh = make_engine(second, block_size=4)
+    assert_same(new, answer(fresh, PROMPTS, UIDS, GREEDY), tolerance=0)
     assert [sample.token_ids for sample in new] != [sample.token_ids for sample in old]
 
 
@@ -343,20 +335,6 @@ def test_prompts_and_their_common_beginnings_are_computed_once():
     assert stats.computed_prompt_tokens == 30
 
 
-def test_a_cache_of_old_weights_is_never_read():
-    first = hf_model("llama", seed=0)
-    second = hf_model("llama", seed=1)
-    engine = make_engine(first, block_size=4)
-    answer(engine, PROMPTS, UIDS, GREEDY)
-    fill(engine.weight_slots(), second)
-    engine.commit(2)
-    assert_same(
-        answer(engine, PROMPTS, UIDS, GREEDY),
-        answer(make_engine(second, block_size=4), PROMPTS, UIDS, GREEDY),
-        0,
-    )
-
-
 def test_a_thousand_requests_of_random_lengths_come_back_once_each():
     model = hf_model("llama-tied-llama3-rope")
     generator = torch.Generator().manual_seed(0)
@@ -454,9 +432,9 @@ def test_a_response_does_not_depend_on_what_is_generated_beside_it(name):
             assert sample.logprobs == by_place[place].logprobs, "not to the last bit"
 
 
-def test_torch_operators_serve_where_nothing_can_be_compiled(monkeypatch):
+def test_torch_operators_serve_where_nothing_can_be_compiled():
     model = hf_model("mistral-window")
     whole = answer(make_engine(model), PROMPTS, UIDS, SAMPLED)
-    monkeypatch.setattr(kernels, "load", lambda dtype: None)
-    for limits in ({}, {"max_prefill_tokens": 5, "block_size": 3}):
-        assert_same(answer(make_engine(model, **limits), PROMPTS, UIDS, SAMPLED), whole)
+    with without_compiler():
+        for limits in ({}, {"max_prefill_tokens": 5, "block_size": 3}):
+            assert_same(answer(make_engine(model, **limits), PROMPTS, UIDS, SAMPLED), whole)

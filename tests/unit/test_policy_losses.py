@@ -1,4 +1,4 @@
-"""Every policy loss against hand-computed numbers, a slow loop and its gradient.
+"""Every policy loss against hand-computed numbers and the oracle; its gradient, too.
 
 Padding and extreme values never reach the loss or the gradient.
 """
@@ -21,6 +21,7 @@ from mrlhf.rl.policy_losses import (
 )
 from tests.aggregation import aggregate
 from tests.masks import masks
+from tests.oracle import plain_losses
 
 NAMES = get_args(PolicyLossName)
 DEFAULTS = PolicyLossOptions()
@@ -28,7 +29,9 @@ DEFAULTS = PolicyLossOptions()
 OPTIONS = PolicyLossOptions(
     clip_low=0.1, clip_high=0.3, clip_c=1.8, tau_pos=1.2, tau_neg=0.9, ppo_kl_coef=0.7
 )
-STOPS_GRADIENT = ("gspo", "cispo", "dppo_tv", "dppo_kl")
+NUMBERS = plain_losses.Numbers(
+    **vars(OPTIONS), trust_low=OPTIONS.clip_low, trust_high=OPTIONS.clip_high
+)
 
 
 def _inputs(logprob, old, advantages, mask=None, selected=None):
@@ -46,6 +49,10 @@ def _random_inputs(seed, mask):
     return _inputs(
         logprob, old, advantages, mask, torch.rand(mask.shape, generator=generator) < 0.4
     )
+
+
+def _loss(name, inputs, options=OPTIONS):
+    return policy_loss(POLICY_LOSSES[name], inputs, options)
 
 
 # ---- hand-computed numbers: a row of one token, old -2.0, new -1.5, so d = .5 and r = e^.5 =
@@ -84,14 +91,14 @@ def _random_inputs(seed, mask):
     ],
 )
 def test_numbers_of_one_token(name, advantage, options, loss, clipped, clipped_lower):
-    result = policy_loss(POLICY_LOSSES[name], _inputs([[-1.5]], [[-2.0]], [[advantage]]), options)
+    result = _loss(name, _inputs([[-1.5]], [[-2.0]], [[advantage]]), options)
     assert result.per_token.item() == pytest.approx(loss, abs=2e-7)
     assert (result.clipped.item(), result.clipped_lower.item()) == (clipped, clipped_lower)
     assert result.approx_kl.item() == -0.5
 
 
 def test_dual_clip_of_the_worked_example():
-    result = policy_loss(POLICY_LOSSES["vanilla"], _inputs([[0.0]], [[-2.0]], [[-0.5]]), DEFAULTS)
+    result = _loss("vanilla", _inputs([[0.0]], [[-2.0]], [[-0.5]]), DEFAULTS)
     assert (
         result.per_token.item() == 1.5 and result.clipped_lower.item() and not result.clipped.item()
     )
@@ -102,7 +109,7 @@ def test_the_ratio_of_a_sequence_is_capped():
     inputs = PolicyLossInputs(
         logprob, logprob.detach() - 12, logprob.detach() - 1, torch.tensor([[True]])
     )
-    result = policy_loss(POLICY_LOSSES["gspo"], inputs, DEFAULTS)
+    result = _loss("gspo", inputs, DEFAULTS)
     result.per_token.sum().backward()
     assert result.per_token.item() == pytest.approx(math.exp(10)) and logprob.grad.item() == 0.0
 
@@ -121,9 +128,7 @@ def test_the_ratio_of_a_sequence_is_capped():
 )
 def test_the_binary_kl_of_certain_and_impossible_tokens(logprob, old, advantage, loss):
     options = PolicyLossOptions(clip_low=0.2, clip_high=0.7)
-    result = policy_loss(
-        POLICY_LOSSES["dppo_kl"], _inputs([[logprob]], [[old]], [[advantage]]), options
-    )
+    result = _loss("dppo_kl", _inputs([[logprob]], [[old]], [[advantage]]), options)
     assert result.per_token.item() == pytest.approx(loss, abs=1e-6)
 
 
@@ -146,7 +151,7 @@ def test_a_sequence_weighs_each_of_its_tokens_alike():
         ("geo_mean", down): ([0.6107014, 0.6107014, 0.0], [False] * 3, [True, False, False]),
     }
     for (name, inputs), (loss, clipped, clipped_lower) in expected.items():
-        result = policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS)
+        result = _loss(name, inputs, DEFAULTS)
         torch.testing.assert_close(
             result.per_token, torch.tensor([loss], dtype=torch.float64), atol=1e-7, rtol=0
         )
@@ -156,9 +161,7 @@ def test_a_sequence_weighs_each_of_its_tokens_alike():
 
 
 def test_geo_mean_averages_the_advantages_of_a_row():
-    result = policy_loss(
-        POLICY_LOSSES["geo_mean"], _inputs([[-1.0, -1.0]], [[-1.0, -1.0]], [[1.0, -0.4]]), DEFAULTS
-    )
+    result = _loss("geo_mean", _inputs([[-1.0, -1.0]], [[-1.0, -1.0]], [[1.0, -0.4]]), DEFAULTS)
     torch.testing.assert_close(result.per_token, torch.tensor([[-0.3, -0.3]], dtype=torch.float64))
 
 
@@ -166,9 +169,7 @@ def test_selected_tokens_lose_their_loss_or_gain_a_penalty():
     inputs = _inputs(
         [[-1.5, -1.5]], [[-2.0, -2.0]], [[0.5, 0.5]], selected=torch.tensor([[True, False]])
     )
-    clip_cov, kl_cov = (
-        policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS) for name in ("clip_cov", "kl_cov")
-    )
+    clip_cov, kl_cov = (_loss(name, inputs, DEFAULTS) for name in ("clip_cov", "kl_cov"))
     torch.testing.assert_close(clip_cov.per_token, torch.tensor([[0.0, -0.6]], dtype=torch.float64))
     assert clip_cov.clipped.tolist() == [[True, False]]
     expected = torch.tensor([[-0.8243606 + 0.05, -0.8243606]], dtype=torch.float64)
@@ -179,7 +180,7 @@ def test_selected_tokens_lose_their_loss_or_gain_a_penalty():
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_a_covariance_loss_asks_for_its_selection(name):
     with pytest.raises(ValueError, match=f"policy loss '{name}' needs `selected`"):
-        policy_loss(POLICY_LOSSES[name], _inputs([[0.0]], [[0.0]], [[1.0]]), DEFAULTS)
+        _loss(name, _inputs([[0.0]], [[0.0]], [[1.0]]), DEFAULTS)
 
 
 def test_first_update_has_ratio_one_and_the_surrogate_objective():
@@ -190,7 +191,7 @@ def test_first_update_has_ratio_one_and_the_surrogate_objective():
             [[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]], dtype=torch.float64, requires_grad=True
         )
         inputs = PolicyLossInputs(logprob, logprob.detach(), advantages, everything, ~everything)
-        result = policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS)
+        result = _loss(name, inputs, DEFAULTS)
         mean = aggregate(result.per_token, everything, "token-mean", 1.0) / 6
         mean.backward()
         assert mean.item() == pytest.approx(-0.44 / 6, rel=1e-12)
@@ -207,123 +208,35 @@ def test_the_tables_name_every_loss():
 
 def test_a_dual_clip_inside_the_trusted_region_is_refused():
     with pytest.raises(AssertionError, match="clip_c"):
-        policy_loss(
-            POLICY_LOSSES["vanilla"],
+        _loss(
+            "vanilla",
             _inputs([[0.0]], [[0.0]], [[0.0]]),
             PolicyLossOptions(clip_c=1.0),
         )
 
 
-# ---- slow loops: of the tokens of one row that count, (d, logp, old, A, selected) -> (loss,
-# clipped, clipped_lower)
-
-
-def _ppo(a, r, o):
-    first = -a * r
-    second = -a * min(max(r, 1 - o.clip_low), 1 + o.clip_high)
-    return max(first, second), second > first
-
-
-def _slow_vanilla(d, logp, old, a, selected, row, o):
-    loss, clipped = _ppo(a, math.exp(d), o)
-    dual = a < 0 and loss > -a * o.clip_c
-    return (-a * o.clip_c if dual else loss), clipped, dual
-
-
-def _slow_gspo(d, logp, old, a, selected, row, o):
-    return *_ppo(a, min(math.exp(sum(x[0] for x in row) / len(row)), math.exp(10)), o), False
-
-
-def _slow_cispo(d, logp, old, a, selected, row, o):
-    r = math.exp(d)
-    outside = r < 1 - o.clip_low or r > 1 + o.clip_high
-    return -min(max(r, 1 - o.clip_low), 1 + o.clip_high) * a * logp, outside, False
-
-
-def _slow_sapo(d, logp, old, a, selected, row, o):
-    tau = o.tau_pos if a > 0 else o.tau_neg
-    return -4 / tau / (1 + math.exp(-tau * (math.exp(d) - 1))) * a, False, False
-
-
-def _slow_geo_mean(d, logp, old, a, selected, row, o):
-    total = 0.0
-    for x, _, _, b, _ in row:
-        if b > 0:
-            total += min(x, o.clip_high)
-        elif b < 0:
-            total += max(x, -o.clip_low)
-    changed = not -o.clip_low <= d <= o.clip_high
-    mean = sum(x[3] for x in row) / len(row)
-    return -mean * math.exp(total / len(row)), changed and a > 0, changed and a < 0
-
-
-def _slow_dppo(d, logp, old, a, valid, o):
-    r = math.exp(d)
-    return (-a * min(r, o.clip_c) * logp if valid else 0.0), not valid, valid and r > o.clip_c
-
-
-def _slow_dppo_tv(d, logp, old, a, selected, row, o):
-    moved = math.exp(logp) - math.exp(old)
-    return _slow_dppo(d, logp, old, a, moved <= o.clip_high if a > 0 else moved >= -o.clip_low, o)
-
-
-def _slow_dppo_kl(d, logp, old, a, selected, row, o):
-    p = math.exp(logp)
-    q = math.exp(old)
-    kl = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
-    valid = (kl <= o.clip_high or p <= q) if a > 0 else (kl <= o.clip_low or p >= q)
-    return _slow_dppo(d, logp, old, a, valid, o)
-
-
-SLOW = {
-    "vanilla": _slow_vanilla,
-    "gspo": _slow_gspo,
-    "cispo": _slow_cispo,
-    "sapo": _slow_sapo,
-    "gpg": lambda d, logp, old, a, selected, row, o: (-a * logp, False, False),
-    "geo_mean": _slow_geo_mean,
-    "clip_cov": lambda d, logp, old, a, selected, row, o: (
-        0.0 if selected else _ppo(a, math.exp(d), o)[0],
-        selected,
-        False,
-    ),
-    "kl_cov": lambda d, logp, old, a, selected, row, o: (
-        -a * math.exp(d) + (o.ppo_kl_coef * abs(d) if selected else 0.0),
-        False,
-        False,
-    ),
-    "dppo_tv": _slow_dppo_tv,
-    "dppo_kl": _slow_dppo_kl,
-    "surrogate": lambda d, logp, old, a, selected, row, o: (-a * math.exp(d), False, False),
-    "reinforce": lambda d, logp, old, a, selected, row, o: (-a * logp, False, False),
-}
-
-
-def _slow(name, inputs, options):
-    """Loss, clipped and clipped_lower of each token, 0 and False outside the mask."""
-    shape = inputs.mask.shape
-    loss = torch.zeros(shape, dtype=torch.float64)
-    clipped, lower = torch.zeros(2, *shape, dtype=torch.bool)
-
-    for i in range(shape[0]):
-        kept = [t for t in range(shape[1]) if inputs.mask[i, t]]
-        row = []
-        for t in kept:
-            logp = inputs.logprob[i, t].item()
-            old = inputs.old_logprob[i, t].item()
-            d = min(max(logp - old, -20), 20)
-            row.append((d, logp, old, inputs.advantages[i, t].item(), inputs.selected[i, t].item()))
-        for t, token in zip(kept, row, strict=True):
-            loss[i, t], clipped[i, t], lower[i, t] = SLOW[name](*token, row, options)
-    return loss, clipped, lower
+def _plain(name, inputs):
+    """Loss, clipped and clipped_lower of each token as the oracle has them; outside the mask 0."""
+    rows = []
+    for row in zip(*vars(inputs).values(), strict=True):
+        logprob, old, advantages, mask, selected = row
+        weights = torch.ones_like(old)
+        rows.append(plain_losses.Row(logprob, old, advantages, mask, weights, selected))
+    tables = [vars(row).values() for row in plain_losses.token_losses(name, rows, NUMBERS)]
+    return [torch.stack(table).masked_fill(~inputs.mask, 0) for table in zip(*tables, strict=True)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_the_slow_loop(name):
+def test_equals_the_oracle(name):
     inputs = _random_inputs(1, torch.rand(40, 9, generator=torch.Generator().manual_seed(2)) < 0.7)
-    result = policy_loss(POLICY_LOSSES[name], inputs, OPTIONS)
-    loss, clipped, lower = _slow(name, inputs, OPTIONS)
-    torch.testing.assert_close(result.per_token, loss, rtol=1e-12, atol=1e-12)
+    plain_logprob, logprob = inputs.logprob.clone(), inputs.logprob.clone()
+    wanted, clipped, lower = _plain(name, replace(inputs, logprob=plain_logprob.requires_grad_()))
+    wanted.sum().backward()
+    result = _loss(name, replace(inputs, logprob=logprob.requires_grad_()))
+    result.per_token.sum().backward()
+
+    torch.testing.assert_close(result.per_token, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logprob.grad, plain_logprob.grad, rtol=1e-12, atol=1e-12)
     assert torch.equal(result.clipped & inputs.mask, clipped)
     assert torch.equal(result.clipped_lower & inputs.mask, lower)
     # The example reaches both sides of every clip that the loss has.
@@ -333,77 +246,11 @@ def test_equals_the_slow_loop(name):
         assert 10 < lower.sum() < inputs.mask.sum() - 10
 
 
-# ---- gradients
-
-
-def _away_from_kinks(inputs):
-    d = inputs.logprob - inputs.old_logprob
-    edges = [math.log(0.9), math.log(1.3), math.log(1.8), -0.1, 0.3, 0.0]
-    return min((d - edge).abs().min().item() for edge in edges) > 1e-4
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in STOPS_GRADIENT])
-def test_the_gradient_is_that_of_the_formula(name):
-    inputs = _random_inputs(4, torch.rand(5, 7, generator=torch.Generator().manual_seed(5)) < 0.7)
-    assert _away_from_kinks(inputs)
-
-    def loss(logprob):
-        return policy_loss(POLICY_LOSSES[name], replace(inputs, logprob=logprob), OPTIONS).per_token
-
-    assert torch.autograd.gradcheck(
-        loss, inputs.logprob.clone().requires_grad_(), eps=1e-6, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("name", STOPS_GRADIENT)
-def test_a_stopped_gradient_flows_through_logp_alone(name):
-    inputs = _random_inputs(6, torch.rand(8, 7, generator=torch.Generator().manual_seed(7)) < 0.7)
-    logprob = inputs.logprob.clone().requires_grad_()
-    policy_loss(
-        POLICY_LOSSES[name], replace(inputs, logprob=logprob), OPTIONS
-    ).per_token.sum().backward()
-    ratio = (inputs.logprob - inputs.old_logprob).exp()
-    clipped = _slow(name, inputs, OPTIONS)[1]
-
-    if name == "gspo":
-        count = inputs.mask.sum(1).clamp(min=1)
-        log_ratio = (inputs.logprob - inputs.old_logprob) * inputs.mask
-        of_sequence = (log_ratio.sum(1) / count).exp()
-        weight = of_sequence[:, None].expand(8, 7).masked_fill(clipped, 0)
-    elif name == "cispo":
-        weight = ratio.clamp(0.9, 1.3)
-    else:
-        weight = ratio.clamp(max=1.8).masked_fill(clipped, 0)
-
-    expected = (-inputs.advantages * weight).masked_fill(~inputs.mask, 0)
-    torch.testing.assert_close(logprob.grad, expected)
-    assert clipped.any() and (expected != 0).sum() > 10
-
-
-@pytest.mark.parametrize(
-    ("name", "old"), [("vanilla", -1.0), ("gspo", -1.0), ("geo_mean", -1.0), ("clip_cov", 0.0)]
-)
-def test_clipped_tokens_pass_no_gradient(name, old):
-    # Ratio e with a positive advantage; for clip_cov a token within the clip, selected.
-    logprob = torch.zeros(1, 1, requires_grad=True)
-    inputs = PolicyLossInputs(
-        logprob,
-        torch.full((1, 1), old),
-        torch.ones(1, 1),
-        torch.tensor([[True]]),
-        torch.tensor([[True]]),
-    )
-    policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS).per_token.sum().backward()
-    assert logprob.grad.item() == 0.0
-
-
 # ---- what must hold whatever the mask
 
 
 def _summed(name, inputs, mode):
-    return aggregate(
-        policy_loss(POLICY_LOSSES[name], inputs, OPTIONS).per_token, inputs.mask, mode, 7.0
-    )
+    return aggregate(_loss(name, inputs, OPTIONS).per_token, inputs.mask, mode, 7.0)
 
 
 def _rows(inputs, rows):
@@ -424,7 +271,7 @@ def test_parts_add_up_to_the_whole(name, mask, seed, mode, cut):
     parts = [_rows(inputs, slice(0, cut)), _rows(inputs, slice(cut, None))]
     total = sum(_summed(name, part, mode) for part in parts if len(part.mask))
     torch.testing.assert_close(total, _summed(name, inputs, mode), rtol=1e-12, atol=1e-12)
-    loss = _slow(name, inputs, OPTIONS)[0]
+    loss = _plain(name, inputs)[0]
     torch.testing.assert_close(total, aggregate(loss, mask, mode, 7.0), rtol=1e-12, atol=1e-12)
 
 
@@ -451,7 +298,7 @@ def test_padding_reaches_neither_loss_nor_gradient(name, mask, seed, junk):
         )
 
         logprob = wide.logprob.clone().requires_grad_()
-        result = policy_loss(POLICY_LOSSES[name], replace(wide, logprob=logprob), OPTIONS)
+        result = _loss(name, replace(wide, logprob=logprob), OPTIONS)
         assert not result.per_token[~wide.mask].any() and not result.clipped[~wide.mask].any()
         result.per_token.sum().backward()  # summed without the mask: nothing may hide behind it
         assert not logprob.grad[~wide.mask].any()
@@ -477,9 +324,7 @@ def test_extremes_stay_finite(name, dtype):
 
     for keep in (mask, ~mask, torch.ones_like(mask), torch.zeros_like(mask)):
         leaf = logprob.clone().requires_grad_()
-        result = policy_loss(
-            POLICY_LOSSES[name], PolicyLossInputs(leaf, old, advantages, keep, mask), DEFAULTS
-        )
+        result = _loss(name, PolicyLossInputs(leaf, old, advantages, keep, mask), DEFAULTS)
         result.per_token.sum().backward()
         assert result.per_token.dtype == dtype
         for numbers in (result.per_token, leaf.grad, result.approx_kl):

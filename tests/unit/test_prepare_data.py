@@ -93,7 +93,7 @@ def test_short_problems_have_more_rows(tmp_path):
 def test_arithmetic_trains(tmp_path):
     arithmetic(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    assert tokenizer.vocab_size == 4 + 1 + 13  # special, newline, ten digits and "+", "-", "="
+    assert len(tokenizer.ids) == 4 + 1 + 13  # special, newline, ten digits and "+", "-", "="
 
     prompts = PromptDataset([tmp_path / "held_out.jsonl"], tokenizer, max_prompt_length=6)
     first = prompts[0]

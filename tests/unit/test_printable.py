@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from mrlhf.commands.train import main
 from mrlhf.config import SFTConfig
 from mrlhf.errors import ConfigError, UserTraceback
 from mrlhf.log import configure_logging
-from mrlhf.preflight import dry_run, preflight
 from mrlhf.printable import printable
-from mrlhf.run.program import Program, main
 
 ROOT = Path(__file__).parents[2]
 RED = "\x1b[31m"
@@ -48,7 +47,7 @@ def _start(arguments: list[str]) -> int:
         raise AssertionError("nothing must start")
 
     try:
-        return main(Program(SFTConfig, preflight, dry_run, never), arguments)
+        return main(SFTConfig, never, arguments)
     except SystemExit as end:
         return int(end.code or 0)
 

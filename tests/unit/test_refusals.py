@@ -1,22 +1,25 @@
-"""What a configuration is refused for, and what is none: each row of `refusals.txt` is one case.
+"""What a configuration is refused for, and how a run is described: tables with one case a row.
 
-A row is a line of changed keys. The lines below it, indented, hold the words that the message must
-hold: keys, values and numbers; a row without words must pass. The message is one line. A line in
-brackets names the kind of training and the number of ranks of the rows that follow.
+A row is a line of changed keys. A line in brackets names the kind of training and the number of
+ranks of the rows that follow.
+
+In `refusals.txt` the lines below a row, indented, hold the words that the message must hold: keys,
+values and numbers; a row without words must pass. The message is one line. In `descriptions.txt`
+they are the lines of the description, where "..." stands for any others.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, load_config
+from mrlhf.config.roots import AnyConfig
 from mrlhf.errors import ConfigError
-from mrlhf.preflight import check
+from mrlhf.preflight import check, describe
+from tests.unit.config_files import read_cases
 
-TABLE = Path(__file__).with_name("refusals.txt")
 SUPERVISED = [
     "model={path: none, tp: 2, micro_batch_tokens: 256}",
     "data={train_files: a.jsonl, max_length: 128, batch_size: 16}",
@@ -42,35 +45,20 @@ BASES: dict[str, tuple[type, list[str]]] = {
     "RewardModelConfig": (RewardModelConfig, SUPERVISED),
 }
 
-Case = tuple[str, int, str, str]
-"""Kind of training, ranks, changes, words."""
+CASES = read_cases("refusals.txt")
 
 
-def read_cases(text: str) -> list[Case]:
-    """The rows of a table."""
-    cases: list[Case] = []
-    for line in text.splitlines():
-        heading = re.fullmatch(r"\[(\w+), (\d+) ranks\]", line)
-        if heading is not None:
-            kind = heading[1]
-            ranks = int(heading[2])
-        elif line.startswith(" "):
-            *_, changes, words = cases.pop()
-            cases.append((kind, ranks, changes, words + line))
-        elif line and not line.startswith("#"):
-            cases.append((kind, ranks, line, ""))
-    return cases
-
-
-CASES = read_cases(TABLE.read_text(encoding="utf-8"))
+def changed(kind: str, changes: str) -> AnyConfig:
+    """The base with these changes."""
+    root, base = BASES[kind]
+    given = [] if changes == "(none)" else changes.split("; ")
+    return load_config(root, None, [*base, *given])
 
 
 def said_of(kind: str, ranks: int, changes: str) -> str:
     """What is said of the base with these changes; nothing if it passes."""
-    root, base = BASES[kind]
-    given = [] if changes == "(none)" else changes.split("; ")
     try:
-        check(load_config(root, None, [*base, *given]), ranks)
+        check(changed(kind, changes), ranks)
     except ConfigError as error:
         return str(error)
     return ""
@@ -80,12 +68,12 @@ def said_of(kind: str, ranks: int, changes: str) -> str:
     ("kind", "ranks", "changes", "words"), CASES, ids=[f"{case[0]}: {case[2]}" for case in CASES]
 )
 def test_it_is_refused_with_these_words_or_passes(
-    kind: str, ranks: int, changes: str, words: str
+    kind: str, ranks: int, changes: str, words: list[str]
 ) -> None:
     said = said_of(kind, ranks, changes)
     assert bool(said) == bool(words), said or "this passes"
     assert "\n" not in said
-    for word in words.split():
+    for word in " ".join(words).split():
         assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", said), f"no {word} in: {said}"
 
 
@@ -102,3 +90,12 @@ def test_several_mistakes_are_all_told() -> None:
         "rollout.top_k",
         "trainer.test_freq",
     ]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "changes", "lines"), read_cases("descriptions.txt"))
+def test_it_is_described_in_these_lines(
+    kind: str, ranks: int, changes: str, lines: list[str]
+) -> None:
+    said = describe(changed(kind, changes), ranks)
+    wanted = (r"(?:.*\n)*" if line == "..." else re.escape(f"{line}\n") for line in lines)
+    assert re.fullmatch("".join(wanted), f"{said}\n"), said

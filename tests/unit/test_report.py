@@ -2,12 +2,13 @@
 
 import json
 import logging
+import sys
 
 import pytest
 
 from mrlhf.checkpoint.summary import combine_summaries, write_summary
-from mrlhf.errors import CheckpointError, DataError
-from mrlhf.run.report import closing_report, ppo_achievements
+from mrlhf.errors import CheckpointError, ConfigError, DataError
+from mrlhf.run.report import closing_report, plot_curves, ppo_achievements
 
 RECORDS = [
     {"step": 0, "val/a/acc@1": 0.25, "val/b/acc@1": 0.75, "val/a/reward_mean": 0.5},
@@ -106,3 +107,24 @@ def test_summaries_of_runs_that_follow_each_other(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == combined
     with pytest.raises(DataError, match=r"rm has no summary\.json; run that stage first"):
         combine_summaries([*stages, tmp_path / "rm"], tmp_path)
+
+
+def test_curves_are_drawn_with_gaps(tmp_path):
+    pytest.importorskip("matplotlib")
+    records = [
+        {"step": step, "critic/score/mean": 0.1 * step, "actor/ppo_kl": None, "val": 1.0}
+        for step in range(1, 6)
+    ]
+    png = tmp_path / "curves.png"
+    plot_curves(records, png, ["critic/score/mean", "actor/ppo_kl", "val", "step"])
+    header = png.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width = int.from_bytes(header[16:20], "big")
+    height = int.from_bytes(header[20:24], "big")
+    assert (width, height) == (3 * 540, 2 * 384)  # four panels: three beside each other, two rows
+
+
+def test_matplotlib_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        plot_curves([{"step": 1, "a": 0.5}], tmp_path / "x.png", ["a"])

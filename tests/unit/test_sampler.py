@@ -10,7 +10,6 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
-from mrlhf.inference.native import kernels
 from mrlhf.inference.native.sampler import (
     Sampler,
     invert,
@@ -20,6 +19,7 @@ from mrlhf.inference.native.sampler import (
     uniforms,
 )
 from mrlhf.inference.native.tensor_parallel import TensorParallel
+from tests.compilers import both_ways
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -44,10 +44,10 @@ def keys_of(seed, uids, n):
 def sample(logits, uniform, sampling):
     """By compiled kernels and by torch's operators, which agree."""
     alone = TensorParallel(None)
-    results = [
-        Sampler(alone, k).draw(logits, 0, uniform, sampling)
-        for k in (kernels.load(torch.float32), None)
-    ]
+    results = []
+    for way in both_ways():
+        with way:
+            results.append(Sampler(alone).draw(logits, 0, uniform, sampling))
     assert logits.is_contiguous()
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
@@ -240,17 +240,16 @@ def test_tokens_that_are_never_drawn_stay_in_the_log_probabilities(changes, dtyp
     scaled = logits.double() / (sampling.temperature or 1.0)
 
     alone = TensorParallel(None)
-    for compiled in (kernels.load(dtype), None):
-        draw = Sampler(alone, compiled, never).draw
-        tokens, logprobs = draw(logits.clone(), 0, uniform, sampling)
+    for way in both_ways(dtype):
+        with way:
+            draw = Sampler(alone, never).draw
+            tokens, logprobs = draw(logits.clone(), 0, uniform, sampling)
+            others = Sampler(alone).draw(logits[:, allowed].contiguous(), 0, uniform, sampling)
         assert allowed[tokens].all()
         wanted = scaled.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         assert logprobs.tolist() == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-4)
 
         # The tokens are those that are drawn where the vocabulary has no others.
-        others = Sampler(alone, compiled).draw(
-            logits[:, allowed].contiguous(), 0, uniform, sampling
-        )
         assert torch.equal(allowed.nonzero()[:, 0][others[0]], tokens)
 
 
@@ -258,7 +257,8 @@ def test_a_never_drawn_logit_that_is_no_number_is_seen():
     logits = torch.zeros(2, 5)
     logits[1, 4] = math.nan
     uniform = torch.full((2,), 0.5, dtype=torch.float64)
-    for compiled in (kernels.load(torch.float32), None):
-        sampler = Sampler(TensorParallel(None), compiled, [4])
-        _, logprobs = sampler.draw(logits.clone(), 0, uniform, params())
+    for way in both_ways():
+        with way:
+            sampler = Sampler(TensorParallel(None), [4])
+            _, logprobs = sampler.draw(logits.clone(), 0, uniform, params())
         assert logprobs.isfinite().tolist() == [True, False]

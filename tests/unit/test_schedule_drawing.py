@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrlhf.config import SFTConfig
+from mrlhf.config import DPOConfig, SFTConfig
 from mrlhf.preflight.schedule_drawing import draw, draw_schedules
 from tests.unit.configurations import ppo, supervised
 
@@ -61,3 +61,9 @@ def test_each_role_with_a_pipeline_has_its_schedule() -> None:
 def test_a_supervised_model_is_trained() -> None:
     lines = list(draw_schedules(supervised(SFTConfig, model__pp=2), 4))
     assert lines[2].startswith("  model: pp 2, 8 micro-batches forward and backward; pipeline ")
+
+
+def test_the_schedule_of_what_is_trained_is_drawn() -> None:
+    config = supervised(DPOConfig, model__pp=2, reference__tp=4)
+    drawn = [line for line in draw_schedules(config, 8) if ": pp" in line]
+    assert len(drawn) == 1 and drawn[0].startswith("  model: pp 2, 8 micro-batches forward and")

@@ -91,84 +91,106 @@ def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
     assert scheduler.done and manager.held == 0
 
 
+class Workload:
+    """A random workload on few blocks, and all that it must have read and written.
+
+    Attributes:
+        text: for each row, its prompt and the tokens drawn for it, each row with tokens of its own.
+        coming: prompts and their rows that are not added yet.
+        stored: by slot of the cache, all tokens that the one there has seen.
+        finished: rows that have ended.
+    """
+
+    def __init__(self, seed: int, late: bool) -> None:
+        self.generator = random.Random(seed)
+        draw = self.generator.randrange
+        self.block_size = self.generator.choice([1, 2, 4])
+        self.max_tokens = draw(1, 9)
+        prompts = [[draw(2) for _ in range(draw(1, 14))] for _ in range(draw(1, 30))]
+        samples = [draw(1, 6) for _ in prompts]
+        longest = -(-(max(map(len, prompts)) + self.max_tokens) // self.block_size)
+        blocks = longest + draw(0, 12)
+        self.most_rows = draw(1, 9)
+        self.budget = draw(1, 20)
+
+        # Half of the prompts are there from the start; the others come one by one.
+        first = (1 + len(prompts)) // 2 if late else len(prompts)
+        self.scheduler, self.manager = make(
+            prompts[:first], samples[:first], self.max_tokens, blocks, self.block_size,
+            self.most_rows, self.budget,
+        )  # fmt: skip
+        self.coming = list(zip(prompts, rows_of(samples), strict=True))[first:]
+        self.lengths = [draw(1, self.max_tokens + 1) for _ in range(sum(samples))]
+        pairs = zip(prompts, samples, strict=True)
+        self.text = [list(prompt) for prompt, count in pairs for _ in range(count)]
+        self.starts = [len(tokens) for tokens in self.text]
+        self.stored: dict[int, object] = {}
+        self.finished: set[int] = set()
+
+    def add_some(self) -> None:
+        """Let another prompt come, now and then; always if nothing else is to be done."""
+        if self.coming and (self.scheduler.done or self.generator.random() < 0.5):
+            prompt, rows = self.coming.pop(0)
+            self.scheduler.add([prompt], [rows], [self.max_tokens])
+
+    def compute(self, step: Step) -> None:
+        """Write the step's tokens, then read all before them, then copy blocks."""
+        counted = counts(step)
+        assert not counted.keys() & self.finished and all(
+            count >= 1 for _, count in counted.values()
+        )
+        for row, (start, count) in counted.items():
+            for position in range(start, start + count):
+                self.stored[self._slot(row, position)] = tuple(self.text[row][: position + 1])
+        for row, (start, count) in counted.items():
+            for position in range(start + count):
+                seen = tuple(self.text[row][: position + 1])
+                assert self.stored[self._slot(row, position)] == seen
+        prefill = sum(count for _, count in counted.values() if count > 1)
+        assert len(step.rows) <= self.most_rows and prefill <= self.budget
+
+        size = self.block_size
+        for source, target in step.copies:
+            for place in range(size):
+                self.stored[target * size + place] = self.stored.get(source * size + place)
+
+    def draw(self, step: Step) -> None:
+        """Draw a token for each row that the step completes, and end those that are long enough."""
+        drawn = step.draws.tolist()
+        assert len(set(drawn)) == len(drawn)
+        for row, source in zip(drawn, step.sources.tolist(), strict=True):
+            assert self.text[step.rows[step.complete[source]]] == self.text[row]
+        for row in drawn:
+            self.text[row].append(100 + row)
+        ended = [row for row in drawn if self._drawn(row) == self.lengths[row]]
+        self.scheduler.record(step.draws, ended)
+        self.finished |= set(ended)
+
+    def assert_complete(self) -> None:
+        rows = range(len(self.text))
+        assert self.scheduler.done and self.finished == set(rows) and self.manager.held == 0
+        assert [self._drawn(row) for row in rows] == self.lengths
+        wanted = [len(tokens) for tokens in self.text]
+        assert np.array_equal(self.scheduler.lengths[: len(rows)], wanted)
+
+    def _slot(self, row: int, position: int) -> int:
+        block, place = divmod(position, self.block_size)
+        return self.scheduler.block_tables[row, block] * self.block_size + place
+
+    def _drawn(self, row: int) -> int:
+        return len(self.text[row]) - self.starts[row]
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late):
-    generator = random.Random(seed)
-    block_size = generator.choice([1, 2, 4])
-    max_tokens = generator.randrange(1, 9)
-    prompts = [
-        [generator.randrange(2) for _ in range(generator.randrange(1, 14))]
-        for _ in range(generator.randrange(1, 30))
-    ]
-    samples = [generator.randrange(1, 6) for _ in prompts]
-    longest = -(-(max(map(len, prompts)) + max_tokens) // block_size)
-    blocks = longest + generator.randrange(0, 12)
-    most = generator.randrange(1, 9)
-    budget = generator.randrange(1, 20)
-
-    # Half of the prompts are there from the start; the others come one by one.
-    first = (1 + len(prompts)) // 2 if late else len(prompts)
-    scheduler, manager = make(
-        prompts[:first], samples[:first], max_tokens, blocks, block_size, most, budget
-    )
-    coming = list(zip(prompts, rows_of(samples), strict=True))[first:]
-
-    ends = [generator.randrange(1, max_tokens + 1) for _ in range(sum(samples))]
-    text = [
-        list(prompt) for prompt, count in zip(prompts, samples, strict=True) for _ in range(count)
-    ]
-    start_of = [len(tokens) for tokens in text]
-    stored: dict[int, object] = {}  # cache slot -> everything the token there has seen
-    finished: set[int] = set()
-
+    workload = Workload(seed, late)
     for _ in range(20_000):
-        if coming and (scheduler.done or generator.random() < 0.5):
-            prompt, rows = coming.pop(0)
-            scheduler.add([prompt], [rows], [max_tokens])
-        if scheduler.done:
+        workload.add_some()
+        if workload.scheduler.done:
             break
-
-        step = scheduler.schedule()
-        prefill = 0
-        for row, (start, count) in counts(step).items():
-            assert row not in finished and count >= 1
-            prefill += count if count > 1 else 0
-            for position in range(start, start + count):
-                slot = (
-                    scheduler.block_tables[row, position // block_size] * block_size
-                    + position % block_size
-                )
-                stored[slot] = tuple(text[row][: position + 1])
-
-        for row, (start, count) in counts(step).items():  # all is written before any of it is read
-            for position in range(start + count):
-                slot = (
-                    scheduler.block_tables[row, position // block_size] * block_size
-                    + position % block_size
-                )
-                assert stored[slot] == tuple(text[row][: position + 1])
-        assert len(step.rows) <= most and prefill <= budget
-
-        for source, target in step.copies:
-            for place in range(block_size):
-                stored[target * block_size + place] = stored.get(source * block_size + place)
-        assert len(set(step.draws.tolist())) == len(step.draws)
-        for row, source in zip(step.draws.tolist(), step.sources.tolist(), strict=True):
-            assert text[step.rows[step.complete[source]]] == text[row]
-
-        ended = []
-        for row in step.draws.tolist():
-            text[row].append(
-                100 + row
-            )  # tokens of their own, so that no response is taken for another
-            if len(text[row]) - start_of[row] == ends[row]:
-                ended.append(row)
-        scheduler.record(step.draws, ended)
-        finished |= set(ended)
-
-    assert scheduler.done and finished == set(range(len(text))) and manager.held == 0
-    assert [len(tokens) - start for tokens, start in zip(text, start_of, strict=True)] == ends
-    lengths = [len(tokens) for tokens in text]
-    assert np.array_equal(scheduler.lengths[: len(text)], lengths)
-    assert late or len(scheduler.lengths) == len(text)
+        step = workload.scheduler.schedule()
+        workload.compute(step)
+        workload.draw(step)
+    workload.assert_complete()
+    assert late or len(workload.scheduler.lengths) == len(workload.text)

@@ -73,7 +73,7 @@ def test_what_the_layers_need_to_know_of_a_shared_pack() -> None:
         assert packed.cu_seqlens_kv.tolist() == key_edges
         assert packed.cu_seqlens_q.dtype == packed.cu_seqlens_kv.dtype == torch.int32
         assert packed.max_seqlen_q == 2
-        assert packed.max_seqlen_kv == max(packed.key_lengths)
+        assert packed.max_seqlen_kv == max(packed.mask.key_lengths)
         assert isinstance(packed.keys, KeyExchange)
         assert len(packed.keys.places) == key_edges[-1]
         assert packed.owners.tolist() == owners
@@ -86,4 +86,4 @@ def test_what_the_layers_need_to_know_of_a_whole_pack() -> None:
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 7
     assert packed.keys is None
     assert packed.owners.tolist() == [0] * 7 + [1] * 3 + [2] * 2
-    assert packed.query_lengths == packed.key_lengths == [7, 3, 2]
+    assert packed.mask.query_lengths == packed.mask.key_lengths == [7, 3, 2]

@@ -53,20 +53,6 @@ def test_terminal_reward_of_the_worked_example():
 
 
 @pytest.mark.parametrize("placement", ["token", "terminal"])
-def test_equals_the_slow_loop_under_any_mask(placement):
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(6, dtype=torch.float64, generator=generator)
-    kl = torch.randn(6, 7, dtype=torch.float64, generator=generator)
-    mask = torch.rand(6, 7, generator=generator) < 0.5
-    mask[3] = False
-    rewards = token_rewards(scores, mask, kl, 0.3, placement)
-    torch.testing.assert_close(rewards, _slow_token_rewards(scores, mask, kl, 0.3, placement))
-    assert rewards[3].tolist() == [0.0] * 7
-    totals = torch.where(mask.any(dim=1), scores - 0.3 * (kl * mask).sum(dim=1), 0)
-    torch.testing.assert_close(rewards.sum(dim=1), totals)
-
-
-@pytest.mark.parametrize("placement", ["token", "terminal"])
 def test_without_kl_the_score_stands_alone_on_the_last_valid_token(placement):
     mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
     rewards = token_rewards(torch.tensor([2.0, -1.0, 5.0]), mask, None, 0.5, placement)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.stand_ins import _Rewrite
+from mrlhf.host.stand_ins import _Rewrite
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,6 @@ from mrlhf.run import monitor as monitor_file
 from mrlhf.run.alarms.watch import Alarm
 from mrlhf.run.board import Board
 from mrlhf.run.monitor import Monitor
-from mrlhf.run.status import StatusFile
 
 ALARM = Alarm(3, "truncation", "warning", "40% are cut off", "long", "data.x", "docs")
 
@@ -36,7 +35,7 @@ def test_everything_that_stands_on_the_board_is_written(tmp_path):
         alarms=[ALARM],
     )
     board.phases.advance(2, 8, "mini-batches")
-    StatusFile(tmp_path, world_size=4).write(board)
+    Monitor(board, tmp_path, world_size=4).begin()
     status = read(tmp_path)
     fixed = {
         "version": 1,
@@ -61,9 +60,9 @@ def test_phases_and_the_end_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor_file, "_LOOK_S", 0.01)
     monkeypatch.setattr(monitor_file, "_WRITE_S", 0.02)
     board = Board()
-    monitor = Monitor(board, None)
+    monitor = Monitor(board, tmp_path, 1)
     monitor.start()
-    monitor.write_to(StatusFile(tmp_path, 1))
+    monitor.begin()
     assert read(tmp_path)["state"] == "starting"
 
     board.state = "training"
@@ -84,9 +83,9 @@ def test_the_status_is_written_at_most_once_a_second_but_for_steps(tmp_path, mon
     monkeypatch.setattr(monitor_file, "_LOOK_S", 0.01)
     monkeypatch.setattr(monitor_file, "_WRITE_S", 3600)
     board = Board()
-    monitor = Monitor(board, None)
+    monitor = Monitor(board, tmp_path, 1)
     monitor.start()
-    monitor.write_to(StatusFile(tmp_path, 1))
+    monitor.begin()
     with board.phases.enter("gen"):
         time.sleep(0.05)
         assert read(tmp_path)["phase"] == "start"
@@ -96,8 +95,8 @@ def test_the_status_is_written_at_most_once_a_second_but_for_steps(tmp_path, mon
 
 
 def test_a_status_that_cannot_be_written_is_said_once(tmp_path, caplog):
-    monitor = Monitor(Board(), None)
-    monitor.write_to(StatusFile(tmp_path / "missing", 1))
+    monitor = Monitor(Board(), tmp_path / "missing", 1)
+    monitor.begin()
     for _ in range(2):
         monitor.write()
     (line,) = caplog.messages
@@ -108,7 +107,7 @@ def test_a_status_that_cannot_be_written_is_said_once(tmp_path, caplog):
 
 
 def test_nothing_is_written_of_a_run_that_has_not_begun(tmp_path):
-    monitor = Monitor(Board(), None)
+    monitor = Monitor(Board(), tmp_path, 1)
     monitor.close_view()
     monitor.end("failed", "no such model")
     assert not list(tmp_path.iterdir())
@@ -116,8 +115,8 @@ def test_nothing_is_written_of_a_run_that_has_not_begun(tmp_path):
 
 @pytest.mark.parametrize("state", ["finished", "interrupted"])
 def test_a_monitor_that_never_started_can_end(tmp_path, state):
-    monitor = Monitor(Board(), None)
-    monitor.write_to(StatusFile(tmp_path, 1))
+    monitor = Monitor(Board(), tmp_path, 1)
+    monitor.begin()
     monitor.close_view()
     monitor.end(state)
     assert read(tmp_path)["state"] == state

@@ -24,23 +24,19 @@ from mrlhf.inference.base import (
     requests_for,
 )
 from mrlhf.inference.native.rows import RowNumbers, enlarged
-from tests.models.engines import answer, hf_model, make_engine, make_prompts
-
-PROMPTS = make_prompts()
-UIDS = [100 + 3 * i for i in range(len(PROMPTS))]
-SAMPLED = SamplingParams(
-    n=3, temperature=0.8, max_tokens=14, seed=5, stop_token_ids=(7, 20, 33, 64, 101)
+from tests.models.engines import (
+    PROMPTS,
+    SAMPLED,
+    UIDS,
+    answer,
+    assert_same,
+    hf_model,
+    make_engine,
 )
+
 REQUESTS = requests_for(PROMPTS, UIDS, SAMPLED)
 BLOCK_BYTES = 2 * 3 * 4 * 2 * 12 * 4  # keys and values, layers, tokens, KV heads, head_dim, float32
 CROWDED = {"max_num_seqs": 6, "block_size": 4, "cache_bytes": 18 * BLOCK_BYTES}
-
-
-def assert_same(samples: list[Sample], others: list[Sample]) -> None:
-    key = [(s.request_id, s.sample_index, s.token_ids, s.stopped) for s in samples]
-    assert key == [(s.request_id, s.sample_index, s.token_ids, s.stopped) for s in others]
-    for one, other in zip(samples, others, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def drive(

@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -11,25 +12,14 @@ from rich.console import Console
 from mrlhf.parallel.phases import Phases
 from mrlhf.run.alarms.watch import Alarm
 from mrlhf.run.board import Board, ShownSample
-from mrlhf.run.view import picture
-from mrlhf.terminal import (
-    Count,
-    Curve,
-    LinesAboveView,
-    Picture,
-    TerminalView,
-    arrow,
-    is_terminal,
-    render,
-    trend,
-)
+from mrlhf.run.terminal import LinesAboveView, TerminalView, arrow, is_terminal, render, trend
 
 ALARM = Alarm(3, "truncation", "warning", "40% are cut off", "long", "data.x", "docs")
 
 
-def shown(picture, width=80, height=40):
+def shown(board, title="runs/my", width=80, height=40):
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    console.print(render(picture))
+    console.print(render(board, title))
     return console.file.getvalue()
 
 
@@ -41,7 +31,7 @@ def board():
         step=12,
         steps=50,
         seconds_left=61.6,
-        curves=[Curve("reward", [0.0, 0.25, 1.0]), Curve("length", [4.0, 3.5])],
+        curves={"reward": [0.0, 0.25, 1.0], "length": [4.0, 3.5]},
         alarms=[ALARM],
         sample=ShownSample("training", "training step 12", "  prompt '1+1='\n  [bold]2[/bold]"),
     )
@@ -51,7 +41,7 @@ def board():
 
 
 def test_phase_progress_metrics_with_trend_alarms_and_a_sample(tmp_path):
-    text = shown(picture(board(), tmp_path / "run"), width=120)
+    text = shown(board(), str(tmp_path / "run"), width=120)
     assert str(tmp_path / "run")[:60] in text
     for line in (
         "12/50 steps",
@@ -69,17 +59,21 @@ def test_phase_progress_metrics_with_trend_alarms_and_a_sample(tmp_path):
 
 
 def test_before_the_first_step_there_is_only_the_phase():
-    text = shown(picture(Board(), "runs/my"))
+    text = shown(Board())
     assert "start" in text and "steps" not in text and len(text.splitlines()) == 3
 
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_no_line_is_wider_than_the_terminal(width):
-    wide = Picture(
-        "a long name of a run " * 9, Count(1, 2, "steps"), 5.0, "generating", 1.0, None,
-        [Curve("reward", [1.0] * 99)], ["alarm " * 40] * 9, "sample", "text " * 99 + "\nx" * 99,
-    )  # fmt: skip
-    lines = shown(wide, width).splitlines()
+    wide = Board(
+        step=1,
+        steps=2,
+        seconds_left=5.0,
+        curves={"reward": [1.0] * 99},
+        alarms=[replace(ALARM, message="alarm " * 40)] * 9,
+        sample=ShownSample("training", "sample", "text " * 99 + "\nx" * 99),
+    )
+    lines = shown(wide, "a long name of a run " * 9, width).splitlines()
     assert max(map(len, lines)) == width
     assert sum("alarm" in line for line in lines) == 4 and len(lines) < 20
 
@@ -126,20 +120,20 @@ def test_lines_of_every_rank_stand_whole_above_the_view(monkeypatch):
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    view = TerminalView(terminal)
+    view = TerminalView("runs/my", terminal)
     lines = {rank: LinesAboveView(terminal) for rank in (0, 3)}
 
     lines[0].write("step 1\n")
-    view.draw(picture(board(), "runs/my"))
+    view.draw(board())
     drawn = screen(terminal.getvalue())
     height = len(drawn) - 1
     assert "12/50 steps" in "\n".join(drawn) and height > 5
 
     lines[3].write("WARNING slow")  # no line yet
-    view.draw(picture(board(), "runs/my"))
+    view.draw(board())
     lines[3].write(" disk\nTraceback\n")
     lines[0].write("step 2\n")
-    view.draw(picture(board(), "runs/my"))
+    view.draw(board())
     shown = screen(terminal.getvalue())
     assert shown[:4] == ["step 1", "WARNING slow disk", "Traceback", "step 2"]
     assert shown[4:] == drawn[1:]  # one view, whole, with nothing stale
@@ -152,8 +146,7 @@ def test_lines_of_every_rank_stand_whole_above_the_view(monkeypatch):
 
 def test_control_characters_of_a_sample_or_a_name_do_not_reach_the_terminal():
     red = "\x1b[31m"
-    drawn = shown(
-        Picture(red, None, None, "x", 0.0, None, [], [red], f"title {red}", f"text {red}")
-    )
+    sample = ShownSample("training", f"title {red}", f"text {red}")
+    drawn = shown(Board(alarms=[replace(ALARM, message=red)], sample=sample), red)
     assert "\x1b" not in drawn
     assert drawn.count("\\x1b[31m") == 4

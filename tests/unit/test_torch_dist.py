@@ -21,12 +21,11 @@ from mrlhf.checkpoint.conversion.megatron_arguments import (
     config_of,
 )
 from mrlhf.checkpoint.conversion.megatron_names import find_homes
-from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_place, read_common
+from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_folder, read_common
 from mrlhf.checkpoint.conversion.model_source import TensorForm
-from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
-from mrlhf.checkpoint.conversion.torch_dist_writer import TorchDistWriter
-from mrlhf.checkpoint.streamed_file import StreamedFile
-from mrlhf.errors import CheckpointError, WeightError
+from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader, TorchDistWriter
+from mrlhf.checkpoint.tensor_file import TensorFile
+from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES, spec_of
 from mrlhf.weights.boxes import Box
 from tests.models.checkpoints import save_model
@@ -62,9 +61,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def _open(checkpoint: Path, **options: Any) -> MegatronSource:
-    place = find_place(checkpoint)
-    assert place is not None
-    return MegatronSource(place, **options)
+    folder = find_folder(checkpoint)
+    assert folder is not None
+    return MegatronSource(folder, **options)
 
 
 def _change_index(checkpoint: Path, change: Any) -> None:
@@ -93,11 +92,10 @@ def test_code_in_the_arguments_is_not_run_but_named(checkpoint: Path, tmp_path: 
 
     source = _open(checkpoint)
     assert not (tmp_path / "touched").exists()
-    said = source.describe().left_out
+    said = source.description.left_out
     assert "in common.pt: num_floating_point_operations_so_far, rerun_state_machine, tensor" in said
     (unread,) = (text for text in said if text.startswith("unread classes"))
     assert "posix.system" in unread
-    source.close()
 
 
 def test_code_among_the_weights_is_not_run(checkpoint: Path, tmp_path: Path) -> None:
@@ -220,8 +218,8 @@ def test_other_formats_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> 
         _open(checkpoint)
     (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("../../x")
     with pytest.raises(CheckpointError, match=r"says '../../x', which is no iteration"):
-        find_place(checkpoint.parent)
-    assert find_place(tmp_path) is None
+        find_folder(checkpoint.parent)
+    assert find_folder(tmp_path) is None
 
 
 def test_a_damaged_common_file_is_named(checkpoint: Path) -> None:
@@ -251,7 +249,6 @@ def test_boxes_are_put_together(tmp_path: Path) -> None:
     reader = TorchDistReader(tmp_path)
     assert torch.equal(reader.read(Box("x", (1, 1), (4, 6))), values[1:4, 1:6])
     assert list(reader.problems()) == []
-    reader.close()
 
     (tmp_path / "__0_2.distcp").unlink()
     assert list(reader.problems()) == ["__0_2.distcp is missing"]
@@ -271,8 +268,8 @@ def test_a_damaged_safetensors_file_is_refused(header: bytes, message: str, tmp_
     file = tmp_path / "model.safetensors"
     length = len(header).to_bytes(8, "little") if header != b"\xff" * 8 else b""
     file.write_bytes(length + header)
-    with pytest.raises(WeightError) as refusal:
-        StreamedFile(file)
+    with pytest.raises(CheckpointError) as refusal:
+        TensorFile(file)
     assert message in str(refusal.value) and str(file) in str(refusal.value)
 
 

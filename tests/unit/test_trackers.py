@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from mrlhf import trackers as trackers_file
 from mrlhf.errors import ConfigError
-from mrlhf.trackers import Tracked, TrackedRun, Trackers, check_trackers, finite
+from mrlhf.metrics import trackers as trackers_file
+from mrlhf.metrics.trackers import Tracked, TrackedRun, Trackers, check_trackers, finite
 
 TEXT = "  prompt '1+1='\n  <script>2</script>"
 

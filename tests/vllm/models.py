@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 from mrlhf.inference.base import Sample
-from mrlhf.models.families import FAMILIES
-from mrlhf.models.spec import ModelSpec
-from mrlhf.weights.shard import Slot
-from tests import shards
-from tests.models.mixtures import as_in_files
+from tests.models.engines import random_model
 
 _FOUND = importlib.util.find_spec(
     "vllm"
@@ -83,31 +77,7 @@ MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe")
 
 def hf_model(name: str, seed: int = 0) -> Any:
     """The model `name` with random float32 weights, the same in every process."""
-    model = transformers.AutoModelForCausalLM.from_config(
-        CONFIGS[name](), attn_implementation="eager"
-    ).eval()
-    generator = torch.Generator().manual_seed(seed)
-    for key, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.2 * noise if "norm" in key else 0.12 * noise
-    for key, buffer in model.named_buffers():
-        if "correction" in key:
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
-    return model
-
-
-def tensors_of(model: Any) -> dict[str, Tensor]:
-    """The model's tensors as in its files."""
-    return as_in_files(model.state_dict(), model.config.model_type)
-
-
-def fill(slots: Iterable[Slot], model: Any) -> None:
-    """Store the model's tensors in the slots."""
-    shards.fill(slots, tensors_of(model))
-
-
-def spec_of(model: Any) -> ModelSpec:
-    return FAMILIES[model.config.model_type].read_config(model.config.to_dict(), "lm")
+    return random_model(CONFIGS[name](), seed)
 
 
 @torch.no_grad()

@@ -22,18 +22,16 @@ from mrlhf.inference.base import (
 )
 from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.inference.vllm.pieces import CPU_HEAD_SIZES
-from tests.models.engines import answer
+from tests.models.engines import answer, fill, spec_of
 from tests.ranks import run_ranks
 from tests.vllm.models import (
     CONFIGS,
     VOCABULARY,
-    fill,
     hf_difference,
     hf_greedy,
     hf_model,
     make_prompts,
     needs_vllm,
-    spec_of,
 )
 
 pytestmark = needs_vllm

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.engine import VllmEngine
-from tests.models.engines import answer
+from tests.models.engines import answer, fill, spec_of
 from tests.ranks import run_ranks
-from tests.vllm.models import fill, hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
+from tests.vllm.models import hf_greedy, hf_model, make_prompts, needs_vllm
 
 pytestmark = needs_vllm
 LIMITS = EngineLimits(max_num_seqs=8, max_length=128, max_prefill_tokens=64)

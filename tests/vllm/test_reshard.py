@@ -19,18 +19,15 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around
-from tests.models.engines import answer
+from tests.models.engines import answer, fill, spec_of, tensors_of
 from tests.ranks import run_ranks
 from tests.shards import make_slots
 from tests.vllm.models import (
-    fill,
     hf_difference,
     hf_greedy,
     hf_model,
     make_prompts,
     needs_vllm,
-    spec_of,
-    tensors_of,
 )
 
 pytestmark = needs_vllm

@@ -24,20 +24,26 @@ from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 
+# The families that a checkpoint of Megatron-LM alone can be said to be of.
 MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURE_FAMILIES)
-"""The families that a checkpoint of Megatron-LM alone can be said to be of."""
 
+# Arguments that say how large the model is.
 SHAPE_ARGUMENTS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "padded_vocab_size",
-    "num_experts",
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "padded_vocab_size", "num_experts"),
 )
-"""Those that say how large the model is."""
+# Arguments whose values stand in the command line, unless they are None.
+_OPTIONS_WITH_VALUES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
+    *("make_vocab_size_divisible_by", "rotary_seq_len_interpolation_factor"),
+)
+# Arguments that must be those of the model, if a checkpoint states them.
+_COMPARED = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
+    *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_percent"),
+)
 
 # Megatron-LM's default if an argument is not stated, and the value that all our families need.
 _NEEDED: dict[str, tuple[Any, Any]] = {
@@ -60,14 +66,9 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
 
 
 def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
-    """The arguments of Megatron-LM that describe the model.
+    """The arguments of Megatron-LM that describe the model; CheckpointError if none do.
 
-    Args:
-        vocab_divisible_by: the number of embedding rows is rounded up to a multiple of it.
-
-    Raises:
-        CheckpointError: Megatron-LM has no arguments for the model's rotary embedding, or for
-            another feature of it.
+    The number of embedding rows is rounded up to a multiple of `vocab_divisible_by`.
     """
     feature = _beyond_megatron(spec)
     if feature is not None:
@@ -111,7 +112,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not spec.tied_embeddings,
         "vocab_size": spec.vocab_size,
         "make_vocab_size_divisible_by": vocab_divisible_by,
-        "padded_vocab_size": padded_vocab(spec, vocab_divisible_by),
+        "padded_vocab_size": -(-spec.vocab_size // vocab_divisible_by) * vocab_divisible_by,
         **expert_arguments(spec),
     }
 
@@ -134,15 +135,9 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "a window on some layers only": len(set(spec.windows)) > 1,
     }
 
-    feature = next((feature for feature, is_there in features.items() if is_there), None)
-    if feature is None and spec.experts is not None:
-        feature = beyond_router(spec.experts)
-    return feature
-
-
-def padded_vocab(spec: ModelSpec, divisor: int) -> int:
-    """Rows of the embedding, padding included."""
-    return -(-spec.vocab_size // divisor) * divisor
+    if spec.experts is not None:
+        features |= beyond_router(spec.experts)
+    return next((feature for feature, is_there in features.items() if is_there), None)
 
 
 def command_line(arguments: Mapping[str, Any]) -> str:
@@ -156,14 +151,7 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         "--attention-dropout 0.0",
         "--hidden-dropout 0.0",
     ]
-    for name in (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-        *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
-        *(
-            "make_vocab_size_divisible_by",
-            "rotary_seq_len_interpolation_factor",
-        ),
-    ):
+    for name in _OPTIONS_WITH_VALUES:
         if arguments[name] is not None:
             options.append(f"--{name.replace('_', '-')} {arguments[name]}")
 
@@ -189,36 +177,20 @@ def config_of(
 ) -> dict[str, Any]:
     """The `config.json` of the model that Megatron-LM's arguments describe.
 
-    The family may lack a key for one of the arguments; `differences` then reports it.
-
-    Args:
-        arguments: from the run that wrote the checkpoint.
-        vocab_size: rows of the embedding, without padding.
-        model_type: the family, or None for the first one that has the model's features.
+    The family may lack a key for one of the arguments; `differences` then reports it. `vocab_size`
+    counts the rows of the embedding without padding. If `model_type` is None, it is the first
+    family that has the model's features.
 
     Raises:
         CheckpointError: an argument is missing, or no family can express one of them.
     """
-    if model_type is not None and model_type not in MEGATRON_FAMILIES:
-        raise CheckpointError(
-            f"the arguments of Megatron-LM do not describe a {model_type} model; known are "
-            f"{', '.join(MEGATRON_FAMILIES)}"
-        )
-    for name, (default, needed) in _NEEDED.items():
-        if arguments.get(name, default) != needed:
-            raise CheckpointError(
-                f"the checkpoint's {name} is {arguments.get(name, default)!r}; only {needed!r} has "
-                f"a Hugging Face family here"
-            )
-
+    _refuse_unknown(arguments, model_type)
     heads = _stated(arguments, "num_attention_heads")
     hidden = _stated(arguments, "hidden_size")
-    theta = float(_stated(arguments, "rotary_base"))
     # Without grouped queries, num_query_groups is a default that means nothing.
     groups = arguments.get("num_query_groups")
     if not arguments.get("group_query_attention", groups is not None):
         groups = heads
-    window = arguments.get("window_size")
     family = model_type or _family_of(arguments)
 
     config = {
@@ -232,8 +204,10 @@ def config_of(
         "num_key_value_heads": groups,
         "head_dim": arguments.get("kv_channels") or hidden // heads,
         "max_position_embeddings": _stated(arguments, "max_position_embeddings"),
-        "rms_norm_eps": _epsilon(arguments),
-        "rope_parameters": rope_parameters(arguments, theta, family),
+        "rms_norm_eps": float(_stated(arguments, "norm_epsilon", "layernorm_epsilon")),
+        "rope_parameters": rope_parameters(
+            arguments, float(_stated(arguments, "rotary_base")), family
+        ),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
         # transformers has numbers of its own for what is not stated.
         "bos_token_id": None,
@@ -241,21 +215,33 @@ def config_of(
         "pad_token_id": None,
     }
     if family in ("mistral", "mixtral"):
+        window = arguments.get("window_size")
         config["sliding_window"] = None if window is None else window[0] + 1
     if family in MIXTURE_FAMILIES:
         config |= expert_config(arguments, family)
     return config
 
 
+def _refuse_unknown(arguments: Mapping[str, Any], model_type: str | None) -> None:
+    """Refuse a family or an argument that cannot be expressed."""
+    if model_type is not None and model_type not in MEGATRON_FAMILIES:
+        raise CheckpointError(
+            f"the arguments of Megatron-LM do not describe a {model_type} model; known are "
+            f"{', '.join(MEGATRON_FAMILIES)}"
+        )
+    for name, (default, needed) in _NEEDED.items():
+        if arguments.get(name, default) != needed:
+            raise CheckpointError(
+                f"the checkpoint's {name} is {arguments.get(name, default)!r}; only {needed!r} has "
+                f"a Hugging Face family here"
+            )
+
+
 def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
     """The contradictions between a checkpoint's stated arguments and a model, in words."""
     expected = arguments_of(spec, vocab_divisible_by=1)
     found = []
-    for name in (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-        *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
-        *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_percent"),
-    ):
+    for name in _COMPARED:
         stated = arguments.get(name)
         is_used = name != "ffn_hidden_size" or spec.has_dense_layers
         if is_used and stated is not None and stated != expected[name]:
@@ -291,18 +277,12 @@ def _family_of(arguments: Mapping[str, Any]) -> str:
     return families[0] if families else "llama"
 
 
-def _stated(arguments: Mapping[str, Any], name: str) -> Any:
-    value = arguments.get(name)
-    if value is None:
-        raise CheckpointError(
-            f"the checkpoint's arguments do not state {name}; give the directory of a Hugging Face "
-            f"model of the same shape with --like"
-        )
-    return value
-
-
-def _epsilon(arguments: Mapping[str, Any]) -> float:
-    for name in ("norm_epsilon", "layernorm_epsilon"):
+def _stated(arguments: Mapping[str, Any], *names: str) -> Any:
+    """The first of these arguments that is stated."""
+    for name in names:
         if arguments.get(name) is not None:
-            return float(arguments[name])
-    return float(_stated(arguments, "norm_epsilon"))
+            return arguments[name]
+    raise CheckpointError(
+        f"the checkpoint's arguments do not state {names[0]}; give the directory of a Hugging Face "
+        f"model of the same shape with --like"
+    )

@@ -11,16 +11,16 @@ from typing import Any
 from mrlhf.errors import CheckpointError
 from mrlhf.models.spec import Experts, ModelSpec
 
+# The families with mixtures that Megatron-LM's arguments can describe.
 MIXTURE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
-"""The families with mixtures that Megatron-LM's arguments can describe."""
 
+# Megatron-LM's default if an argument is not stated, and the value that all our families need.
 ROUTER_NEEDS: dict[str, tuple[Any, Any]] = {
     "moe_router_topk_limited_devices": (None, None),
     "moe_apply_probs_on_input": (False, False),
     "moe_expert_capacity_factor": (None, None),
     "moe_latent_size": (None, None),
 }
-"""Megatron-LM's default if an argument is not stated, and the value that all our families need."""
 
 # Megatron-LM's default if an argument is not stated.
 _DEFAULTS: dict[str, Any] = {
@@ -114,20 +114,19 @@ def layers_with_experts(frequency: Any, num_layers: int) -> list[int]:
     return [int(layer % frequency == 0) for layer in range(num_layers)]
 
 
-def beyond_router(experts: Experts) -> str | None:
-    """A feature of the mixtures, in words, that Megatron-LM's router lacks, or None."""
+def beyond_router(experts: Experts) -> dict[str, bool]:
+    """Features, in words, that Megatron-LM's router lacks, and whether the mixtures have them."""
     is_sigmoid = experts.scoring == "sigmoid"
-    features = {
+    is_one = experts.per_token == 1
+    return {
         "weights of experts that are not divided by their sum": is_sigmoid
         and not experts.normalised
-        and experts.per_token > 1,
-        "one expert a token, whose weight is always the same": experts.normalised
-        and experts.per_token == 1,
+        and not is_one,
+        "one expert a token, whose weight is always the same": experts.normalised and is_one,
         # It scores a group by its best moe_router_topk / moe_router_group_topk experts.
         "groups that are chosen by their two best experts": experts.groups > 1
         and experts.per_token // experts.groups_per_token != 2,
     }
-    return next((feature for feature, is_there in features.items() if is_there), None)
 
 
 def family_of_mixtures(arguments: Mapping[str, Any]) -> str:
@@ -143,10 +142,8 @@ def family_of_mixtures(arguments: Mapping[str, Any]) -> str:
 def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The keys of a `config.json` for the mixtures, in addition to those of a dense model.
 
-    They lack features for which the family has no key.
-
-    Raises:
-        CheckpointError: the checkpoint has no experts, or the family always has more.
+    They lack features for which the family has no key. A CheckpointError says that the checkpoint
+    has no experts, or that the family always has more.
     """
     stated = stated_experts(arguments)
     if stated["num_experts"] is None:

@@ -9,6 +9,7 @@ no files.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,22 +18,22 @@ from mrlhf.errors import CheckpointError
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Rule, Shape, local_shape, pieces_of
+from mrlhf.weights.stored import first_three
 
 LAYERS = "decoder.layers."
+# TransformerEngine's names of norms that a linear layer follows. Recent Megatron-LM writes them in
+# any case, and without TransformerEngine for the norm before a mixture of experts too.
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""TransformerEngine's names of norms that a linear layer follows. Recent Megatron-LM writes them in
-any case, and without TransformerEngine for the norm before a mixture of experts too."""
-
+# Megatron-LM's names, by ours, of a mixture's parts other than router weights and experts.
 _OF_MIXTURES = {
     "mlp.router.correction": "mlp.router.expert_bias",
     "mlp.shared.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared.linear_fc2.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
 }
-"""Megatron-LM's names, by ours, of a mixture's parts other than router weights and experts."""
 _OUR_NAMES = {theirs: ours for ours, theirs in _OF_MIXTURES.items()}
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
@@ -40,49 +41,35 @@ _OUR_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _THEIR_EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 _HALVES = {"_w": 0, "_v": 1}  # gate and up, if each is a tensor of its own
 
-_LEFT_OUT = (
-    (re.compile(r"(chained_\d+\.)?optimizer\."), "optimizer tensors or objects"),
-    (
-        re.compile(r".*\._extra_state\d*(/shard_.*)?"),
-        "extra states (8-bit scaling factors, if any)",
-    ),
-    (re.compile(r"rng_state(/.*)?"), "states of random numbers"),
-    (re.compile(r"rerun_state_machine_state(/.*)?"), "states of the rerun machine"),
-    (re.compile(r"dataloader_state(/.*|\..*)?"), "states of the data loader"),
-)
+_LEFT_OUT = {
+    r"(chained_\d+\.)?optimizer\.": "optimizer tensors or objects",
+    r".*\._extra_state\d*(/shard_.*)?": "extra states (8-bit scaling factors, if any)",
+    r"rng_state(/.*)?": "states of random numbers",
+    r"rerun_state_machine_state(/.*)?": "states of the rerun machine",
+    r"dataloader_state(/.*|\..*)?": "states of the data loader",
+}
 
 
 @dataclass(frozen=True)
 class Home:
-    """The place of a named tensor.
+    """The place of a named tensor."""
 
-    Attributes:
-        key: the checkpoint's tensor that holds it.
-        numbers: the index along the first dimensions of that tensor, if they stack parameters: the
-            number of the layer, of the expert, both or none.
-        rows: first dimension of the parameter, without vocabulary padding.
-        piece: the place of the named tensor in the parameter.
-        is_shared: whether the parameter holds other named tensors too.
-    """
-
-    key: str
+    key: str  # the checkpoint's tensor that holds it
+    # The index along the first dimensions of that tensor, if they stack parameters: the number of
+    # the layer, of the expert, both or none.
     numbers: tuple[int, ...]
-    rows: int
-    piece: Piece
-    is_shared: bool
+    rows: int  # first dimension of the parameter, without vocabulary padding
+    piece: Piece  # the place of the named tensor in the parameter
+    is_shared: bool  # whether the parameter holds other named tensors too
 
 
 @dataclass(frozen=True)
 class StoredAt:
-    """The tensor `key` of a checkpoint that holds a parameter; `numbers` as in `Home`.
-
-    Attributes:
-        sizes: how many parameters are stacked along each of these dimensions.
-    """
+    """The tensor `key` of a checkpoint that holds a parameter; `numbers` as in `Home`."""
 
     key: str
-    numbers: tuple[int, ...]
-    sizes: tuple[int, ...]
+    numbers: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # how many parameters are stacked along each of these dimensions
 
     def within(self, number: int, size: int) -> StoredAt:
         """The place if a further dimension stacks `size` parameters."""
@@ -96,13 +83,10 @@ def whole_model(spec: ModelSpec) -> Chunk:
 
 
 def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> StoredAt:
-    """The place where Megatron-LM's writer puts a parameter of a layer.
+    """The place where Megatron-LM's writer puts a layer's parameter or module, by its name there.
 
-    It stacks layers only if all are alike, and experts always.
-
-    Args:
-        name: name of the parameter or module, without the layer's.
-        fused_norms: whether norms have the names of TransformerEngine's fused layers.
+    It stacks layers only if all are alike, and experts always. With `fused_norms`, norms have the
+    names of TransformerEngine's fused layers.
     """
     expert = _OUR_EXPERT.fullmatch(name)
     if expert is not None:
@@ -114,7 +98,7 @@ def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> Stor
     if spec.experts is None or all(spec.experts.layers):
         home = StoredAt(LAYERS + name, (layer,), (spec.num_layers,))
     else:
-        home = StoredAt(f"{LAYERS}{layer}.{name}", (), ())
+        home = StoredAt(f"{LAYERS}{layer}.{name}")
     if expert is None:
         return home
     assert spec.experts is not None, f"an expert in a dense model: {name}"
@@ -142,22 +126,20 @@ def extra_states(spec: ModelSpec) -> Iterator[str]:
 def split_names(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
     """Separate a checkpoint's names into possible weights and the number of each other kind."""
     weights = []
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for name in names:
-        kind = next((kind for pattern, kind in _LEFT_OUT if pattern.match(name)), None)
+        kind = next((kind for pattern, kind in _LEFT_OUT.items() if re.match(pattern, name)), None)
         if kind is None:
             weights.append(name)
         else:
-            counts[kind] = counts.get(kind, 0) + 1
+            counts[kind] += 1
     return weights, counts
 
 
 def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) -> dict[str, Home]:
-    """Find the home of every named tensor of the model.
+    """Find the home of every named tensor of the model in the checkpoint `where`.
 
-    Args:
-        stored: the checkpoint's weights, under its own names.
-        where: the checkpoint's name, for messages.
+    `stored` are the checkpoint's weights, under its own names.
 
     Raises:
         CheckpointError: the checkpoint has a weight that the model does not know, or of another
@@ -184,7 +166,7 @@ def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) ->
     missing = [name for name in shapes if name not in homes]
     if missing:
         raise CheckpointError(
-            f"{where}: nothing holds {_first_three(missing)}; the checkpoint is not of this model "
+            f"{where}: nothing holds {first_three(missing)}; the checkpoint is not of this model "
             f"or not whole"
         )
     return homes
@@ -230,14 +212,13 @@ def _homes_in(
 def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StoredAt, int | None]]:
     """The parameters that a tensor of the checkpoint holds.
 
-    Yields:
-        The parameter's name, its place in the tensor, and which half of it the tensor is, if any.
+    For each, its name, its place in the tensor, and which half of it the tensor is, if any.
     """
     half = _HALVES.get(key[-2:])
     base = key if half is None else key[:-2]
     match = _LAYER.fullmatch(base)
     if match is None:
-        yield base, StoredAt(key, (), ()), half
+        yield base, StoredAt(key), half
         return
 
     name = _OUR_NAMES.get(match[2], match[2])
@@ -248,7 +229,7 @@ def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StoredAt, int 
     # The numbers that the tensor stacks, or the one in its name.
     layers = range(spec.num_layers) if match[1] is None else [int(match[1])]
     for layer in layers:
-        outer = StoredAt(key, (), ())
+        outer = StoredAt(key)
         if match[1] is None:
             outer = outer.within(layer, spec.num_layers)
         if expert is None:
@@ -259,8 +240,3 @@ def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StoredAt, int 
         for number in experts:
             inner = outer.within(number, count) if expert[1] is None else outer
             yield f"{LAYERS}{layer}.mlp.experts.{number}.{expert[2]}", inner, half
-
-
-def _first_three(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

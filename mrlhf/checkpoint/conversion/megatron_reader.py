@@ -16,17 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mrlhf.checkpoint.conversion.megatron_arguments import (
-    config_of,
-    differences,
-)
-from mrlhf.checkpoint.conversion.megatron_names import (
-    Home,
-    find_homes,
-    split_names,
-)
-from mrlhf.checkpoint.conversion.model_source import Description, TensorForm
-from mrlhf.checkpoint.conversion.restricted_pickle import Name, read_torch_file
+from mrlhf.checkpoint.conversion.megatron_arguments import config_of, differences
+from mrlhf.checkpoint.conversion.megatron_names import Home, find_homes, split_names
+from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
+from mrlhf.checkpoint.conversion.restricted_pickle import Name, read_pickle
 from mrlhf.checkpoint.conversion.torch_dist import (
     COMMON_FILE,
     DTYPES,
@@ -53,52 +46,37 @@ _ALLOWED_IN_COMMON: dict[Name, Any] = {
 _CONVERTED = ("args", "iteration", "checkpoint_version", "content_metadata")
 
 
-class Place(NamedTuple):
-    """A checkpoint of Megatron-LM: the directory for its options, and a folder in it."""
+def find_folder(path: Path) -> Path | None:
+    """The folder of the newest iteration in `path`, which may itself be one; None if none.
 
-    root: Path
-    folder: Path
-
-
-def find_place(path: Path) -> Place | None:
-    """The newest checkpoint in `path`, which may also be the folder of one iteration; None if none.
-
-    Raises:
-        CheckpointError: the file that names the newest one is wrong.
+    A CheckpointError says that the file that names the newest one is wrong.
     """
     tracker = path / TRACKER_FILE
     if tracker.is_file():
         stated = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if stated != RELEASE and not (stated.isascii() and stated.isdigit()):
+        if stated == RELEASE:
+            return path / RELEASE
+        if not (stated.isascii() and stated.isdigit()):
             raise CheckpointError(
                 f"{tracker}: says {stated!r}, which is no iteration; write the number of one there"
             )
-        folder = stated if stated == RELEASE else f"iter_{int(stated):07d}"
-        return Place(path, path / folder)
-    if (path / FORMAT_FILE).is_file() and (path / COMMON_FILE).is_file():
-        return Place(path.parent, path)
-    return None
+        return path / f"iter_{int(stated):07d}"
+    is_folder = (path / FORMAT_FILE).is_file() and (path / COMMON_FILE).is_file()
+    return path if is_folder else None
 
 
 class Common(NamedTuple):
-    """The content of `common.pt`.
+    """The content of `common.pt`; None for what is missing."""
 
-    Attributes:
-        arguments: from the run that wrote it; None if they are missing.
-        iteration: None if it is missing.
-        others: the other names in it.
-        refused: the classes that were not read.
-    """
-
-    arguments: Mapping[str, Any] | None
+    arguments: Mapping[str, Any] | None  # from the run that wrote it
     iteration: int | None
-    others: list[str]
-    refused: list[str]
+    others: list[str]  # the other names in it
+    refused: list[str]  # the classes that were not read
 
 
 def read_common(folder: Path) -> Common:
     """Read `common.pt` with plain classes alone; CheckpointError if it is missing or damaged."""
-    content, refused = read_torch_file(folder / COMMON_FILE, _ALLOWED_IN_COMMON)
+    content, refused = read_pickle(folder / COMMON_FILE, _ALLOWED_IN_COMMON)
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / COMMON_FILE}: not a dictionary")
 
@@ -111,12 +89,12 @@ def read_common(folder: Path) -> Common:
     )
 
 
-class MegatronSource:
+class MegatronSource(ModelSource):
     """The weights of a Megatron-LM checkpoint, under Hugging Face's names."""
 
     def __init__(
         self,
-        place: Place,
+        folder: Path,
         like: ModelSpec | None = None,
         assets: Path | None = None,
         vocab_size: int | None = None,
@@ -125,6 +103,7 @@ class MegatronSource:
         """Read the index and the arguments, and find every tensor.
 
         Args:
+            folder: one iteration.
             like: the model; None: as the checkpoint's arguments describe it.
             assets: a directory with the tokenizer, if there is one.
             vocab_size: rows of the embedding without padding; must agree with `like`.
@@ -134,106 +113,104 @@ class MegatronSource:
             CheckpointError: the checkpoint is damaged, lacks a tensor, has an unknown one, or is
                 not of a model that we know.
         """
-        self._place = place
+        self._folder = folder
         self.assets = assets
-        self._reader = TorchDistReader(place.folder)
-        self._common = read_common(place.folder)
+        self._reader = TorchDistReader(folder)
+        self._common = read_common(folder)
         problem = next(self._reader.problems(), None)
         if problem is not None:
-            raise CheckpointError(f"{place.folder} is not whole: {problem}; copy it again")
+            raise CheckpointError(f"{folder} is not whole: {problem}; copy it again")
         names = [*self._reader.tensors, *self._reader.objects]
-        weights, self._left_out = split_names(names)
+        weights, counts = split_names(names)
         objects = [name for name in self._reader.objects if name in set(weights)]
         if objects:
-            raise CheckpointError(f"{place.folder}: unknown object {objects[0]}")
+            raise CheckpointError(f"{folder}: unknown object {objects[0]}")
 
         stored = {name: self._reader.tensors[name] for name in weights}
-        self._notes: list[str] = []
-        self.spec = self._find_spec(like, stored, vocab_size, model_type)
-        self._homes = find_homes(self.spec, stored, str(place.folder))
-        self.tensors: dict[str, TensorForm] = {}
+        left_out = self._left_out(counts)
+        if like is None:
+            self.spec = self._spec_of_arguments(stored, vocab_size, model_type, left_out)
+        else:
+            self._check_like(like, vocab_size, model_type)
+            self.spec = like
+        self._homes = find_homes(self.spec, stored, str(folder))
+        self.tensors = {}
         for name, shape in family_of(self.spec).tensor_shapes(self.spec).items():
             self.tensors[name] = TensorForm(shape, stored[self._homes[name].key].dtype)
+        self.dtype = next(iter(self.tensors.values())).dtype
+        step = None if folder.name == RELEASE else self._common.iteration
+        self.description = Description("Megatron-LM checkpoint", step, left_out)
         self._parameters: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the embedding."""
-        return next(iter(self.tensors.values())).dtype
-
     def read(self, name: str) -> Tensor:
-        """Read one tensor; the parameter that holds it is kept while other tensors share it."""
+        """One tensor; the parameter that holds it is kept while other tensors share it."""
         home = self._homes[name]
         return Slot(home.piece, self._parameter(home)).load().contiguous()
 
-    def describe(self) -> Description:
-        """Describe the checkpoint, and the parts that are not converted."""
-        left_out = [f"{count} {kind}" for kind, count in sorted(self._left_out.items())]
+    def _left_out(self, counts: Mapping[str, int]) -> list[str]:
+        """Describe the parts that are not converted."""
+        left_out = [f"{count} {kind}" for kind, count in sorted(counts.items())]
         if self._common.others:
             left_out.append(f"in {COMMON_FILE}: {', '.join(self._common.others)}")
         if self._common.refused:
             left_out.append(f"unread classes in {COMMON_FILE}: {', '.join(self._common.refused)}")
-        step = None if self._place.folder.name == RELEASE else self._common.iteration
-        return Description("Megatron-LM checkpoint", step, [*left_out, *self._notes])
+        return left_out
 
-    def close(self) -> None:
-        """Close the files."""
-        self._parameters.clear()
-        self._reader.close()
+    def _check_like(self, like: ModelSpec, vocab_size: int | None, model_type: str | None) -> None:
+        """Refuse a model that contradicts the checkpoint or the options."""
+        found = differences(like, self._common.arguments or {})
+        if found:
+            raise CheckpointError(f"{self._folder}: not the given model: {found[0]}")
+        for option, stated, known in (
+            ("--vocab-size", vocab_size, like.vocab_size),
+            ("--model-type", model_type, like.family),
+        ):
+            if stated not in (None, known):
+                raise CheckpointError(
+                    f"{option} {stated} contradicts the config.json of --like or of the folder "
+                    f"{ASSETS}, which says {known}; leave the option out, or give another --like"
+                )
 
-    def _find_spec(
+    def _spec_of_arguments(
         self,
-        like: ModelSpec | None,
         stored: Mapping[str, TensorForm],
         vocab_size: int | None,
         model_type: str | None,
+        notes: list[str],
     ) -> ModelSpec:
+        """The model that the checkpoint's arguments describe; may add to `notes` for the user."""
         arguments = self._common.arguments
-        if like is not None:
-            found = differences(like, arguments or {})
-            if found:
-                raise CheckpointError(f"{self._place.folder}: not the given model: {found[0]}")
-            _check_stated("--vocab-size", vocab_size, like.vocab_size)
-            _check_stated("--model-type", model_type, like.family)
-            return like
         if arguments is None:
             raise CheckpointError(
-                f"{self._place.folder / COMMON_FILE}: holds no arguments; give the directory of a "
+                f"{self._folder / COMMON_FILE}: holds no arguments; give the directory of a "
                 f"Hugging Face model of the same shape with --like"
             )
+        embedding = stored.get("embedding.word_embeddings.weight")
+        if embedding is None:
+            raise CheckpointError(
+                f"{self._folder}: no embedding.word_embeddings.weight; only models of GPTModel are "
+                "converted"
+            )
 
-        rows = self._vocabulary_rows(stored)
-        vocab_size = vocab_size or self._stated_vocabulary(arguments, rows)
+        rows = embedding.shape[0]
+        said = arguments.get("vocab_size")
+        if vocab_size is None and isinstance(said, int) and 0 < said <= rows:
+            vocab_size = said
+        elif vocab_size is None:
+            vocab_size = rows
+            notes.append(
+                f"the checkpoint does not say how many of its {rows} vocabulary rows are padding; "
+                "all are kept, unless --like or --vocab-size says better"
+            )
         try:
             spec = spec_of(config_of(arguments, vocab_size, model_type), "lm")
             found = differences(spec, arguments)
         except (CheckpointError, ConfigError) as error:
-            raise CheckpointError(f"{self._place.folder}: {error}") from None
+            raise CheckpointError(f"{self._folder}: {error}") from None
         if found:
             hint = "" if model_type else "; name its family with --model-type, if it has one here"
-            raise CheckpointError(
-                f"{self._place.folder}: not a {spec.family} model: {found[0]}{hint}"
-            )
+            raise CheckpointError(f"{self._folder}: not a {spec.family} model: {found[0]}{hint}")
         return spec
-
-    def _vocabulary_rows(self, stored: Mapping[str, TensorForm]) -> int:
-        embedding = stored.get("embedding.word_embeddings.weight")
-        if embedding is None:
-            raise CheckpointError(
-                f"{self._place.folder}: no embedding.word_embeddings.weight; only models of "
-                f"GPTModel are converted"
-            )
-        return embedding.shape[0]
-
-    def _stated_vocabulary(self, arguments: Mapping[str, Any], rows: int) -> int:
-        stated = arguments.get("vocab_size")
-        if isinstance(stated, int) and 0 < stated <= rows:
-            return stated
-        self._notes.append(
-            f"the checkpoint does not say how many of its {rows} vocabulary rows are padding; all "
-            f"are kept, unless --like or --vocab-size says better"
-        )
-        return rows
 
     def _parameter(self, home: Home) -> Tensor:
         """The parameter that holds a tensor, without vocabulary padding."""
@@ -252,12 +229,3 @@ class MegatronSource:
                 del self._parameters[next(iter(self._parameters))]
             self._parameters[known_as] = parameter
         return parameter
-
-
-def _check_stated(option: str, stated: int | str | None, known: int | str) -> None:
-    """Refuse an option that contradicts the model's `config.json`."""
-    if stated not in (None, known):
-        raise CheckpointError(
-            f"{option} {stated} contradicts the config.json of --like or of the folder {ASSETS}, "
-            f"which says {known}; leave the option out, or give another --like"
-        )

@@ -23,8 +23,7 @@ from mrlhf.checkpoint.conversion.megatron_names import (
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
 from mrlhf.checkpoint.conversion.model_files import copy_assets, write_config
 from mrlhf.checkpoint.conversion.model_source import ModelSource
-from mrlhf.checkpoint.conversion.torch_dist import FORMAT
-from mrlhf.checkpoint.conversion.torch_dist_writer import TorchDistWriter
+from mrlhf.checkpoint.conversion.torch_dist import FORMAT, TorchDistWriter
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
 from mrlhf.weights.shard import Slot, local_shape, pieces_of
@@ -34,28 +33,20 @@ OPTIONS_FILE = "pretrain_gpt_options.txt"
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """The form of a checkpoint of Megatron-LM.
+    """The form of a checkpoint of Megatron-LM."""
 
-    Attributes:
-        vocab_divisible_by: rows of zeros are added until this divides the vocabulary.
-        fused_norms: name norms as TransformerEngine's layers do. Megatron-LM always does so, except
-            that its own layers name the norm before a mixture of experts otherwise.
-        max_file_bytes: a file ends once it has this many bytes.
-    """
-
-    vocab_divisible_by: int = 128
+    vocab_divisible_by: int = 128  # rows of zeros are added until this divides the vocabulary
+    # Name norms as TransformerEngine's layers do. Megatron-LM always does so, except that its own
+    # layers name the norm before a mixture of experts otherwise.
     fused_norms: bool = True
-    max_file_bytes: int = 5 * 10**9
 
 
-def write_megatron(source: ModelSource, directory: Path, options: MegatronOptions) -> list[str]:
+def write_megatron(
+    source: ModelSource, directory: Path, options: MegatronOptions, max_file_bytes: int
+) -> list[str]:
     """Write weights as a `release` that Megatron-LM loads, into the empty `directory`.
 
-    Returns:
-        Notes for the user.
-
-    Raises:
-        CheckpointError: Megatron-LM cannot express the model, or the file system refuses.
+    Returns notes for the user. A CheckpointError says that Megatron-LM cannot express the model.
     """
     spec = source.spec
     if spec.head != "lm":
@@ -67,12 +58,12 @@ def write_megatron(source: ModelSource, directory: Path, options: MegatronOption
 
     folder = directory / RELEASE
     folder.mkdir(parents=True)
-    writer = TorchDistWriter(folder, options.max_file_bytes)
+    writer = TorchDistWriter(folder, max_file_bytes)
     _write_weights(source, writer, arguments["padded_vocab_size"], options.fused_norms)
     for key in extra_states(spec):
         writer.write_object(key, None)
 
-    step = source.describe().step or 0
+    step = source.description.step or 0
     run = _run_arguments(source.dtype, step)
     writer.finish(
         {

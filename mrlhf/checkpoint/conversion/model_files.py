@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
-from mrlhf.checkpoint.streamed_file import StreamedFile
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
-from mrlhf.errors import ConfigError, WeightError
+from mrlhf.errors import ConfigError
 from mrlhf.models.families import family_of, load_spec, save_config, stated_spec
 from mrlhf.models.spec import Head, ModelSpec
-from mrlhf.weights.files import file_names, find_files, publish, split_files, temporary
+from mrlhf.models.weight_files import expected_tensors
+from mrlhf.weights.files import file_names, publish, split_files, temporary
+from mrlhf.weights.stored import BUFFER, DTYPES, ModelFiles, OpenFiles, match, survey
 
 CONFIG_FILE = "config.json"
 ASSET_PATTERNS = (
@@ -37,139 +38,85 @@ ASSET_PATTERNS = (
 )
 """Files that belong to a model and hold no weights; code is not among them."""
 
-_INV_FREQ = "rotary_emb.inv_freq"
 
-
-class HuggingFaceSource:
+class HuggingFaceSource(ModelSource):
     """A Hugging Face model: a language model, or a sequence classifier with one label."""
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
-        """Read `config.json` and the headers of the files.
-
-        Args:
-            step: training step of the weights, if it is known.
+        """Read `config.json` and the headers of the files; `step` is the weights', if known.
 
         Raises:
             ConfigError: `config.json` is missing, or describes no model that we know.
             WeightError: a tensor is missing, unknown, or of another shape than the model's.
         """
-        self._directory = directory
-        self._step = step
-        files = find_files(directory)
-        self._resources = ExitStack()
-        self._handles: dict[Path, StreamedFile] = {}
-        for file in dict.fromkeys(files.values()):
-            self._handles[file] = self._resources.enter_context(StreamedFile(file))
-        self._files = files
+        stored = survey(directory)
+        self.assets = directory
+        self.spec = load_spec(directory, _head(directory))
+        expected = expected_tensors(self.spec)
+        is_copied = self.spec.output_is_embedding
+        # A model that is converted must be whole, and nothing of it is dropped in silence.
+        self._files = match(
+            stored,
+            replace(expected, may_lack=(), ignored=expected.ignored if is_copied else ()),
+        )
 
-        self.spec = load_spec(directory, self._head())
-        self._left_out = self._check()
-        self.tensors: dict[str, TensorForm] = {}
-        for name, shape in family_of(self.spec).tensor_shapes(self.spec).items():
-            self.tensors[name] = TensorForm(shape, self._stored(name).dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the embedding."""
-        return next(iter(self.tensors.values())).dtype
-
-    @property
-    def assets(self) -> Path | None:
-        """The model's own directory."""
-        return self._directory
+        self.tensors = {}
+        for name, tensor in self._files.items():
+            self.tensors[name] = TensorForm(tensor.shape, DTYPES[tensor.dtype])
+        self.dtype = next(iter(self.tensors.values())).dtype
+        head = "policy" if self.spec.head == "lm" else "critic or reward model"
+        kind = f"Hugging Face model ({head})"
+        self.description = Description(kind, step, self._left_out(directory, stored))
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
-        return self._handles[self._files[name]].read(name)
+        # The file is mapped into memory for one tensor only: with all of it mapped, the process
+        # would seem to need all of it.
+        tensor = self._files[name]
+        with OpenFiles([tensor]) as files:
+            values: Tensor = files.slice(tensor)[:]
+        return values
 
-    def describe(self) -> Description:
-        """Describe the model, and the parts of its directory that are not converted."""
-        head = "policy" if self.spec.head == "lm" else "critic or reward model"
-        return Description(f"Hugging Face model ({head})", self._step, self._left_out)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._resources.close()
-
-    def _stored(self, name: str) -> TensorForm:
-        file = self._files[name]
-        form = self._handles[file].tensors.get(name)
-        if form is None:
-            raise WeightError(f"{file}: {name} is not there, though the index says so")
-        if not form.dtype.is_floating_point:
-            raise WeightError(
-                f"{file}: {name} is of type {form.dtype}, which is no type of weights here; save "
-                f"the model in bfloat16 or float32"
-            )
-        return form
-
-    def _head(self) -> Head:
-        """The head of the model, by the class that its `config.json` names."""
-        try:
-            config = json.loads((self._directory / CONFIG_FILE).read_text(encoding="utf-8"))
-            (architecture, *_) = config.get("architectures") or [""]
-        except (OSError, ValueError, AttributeError):
-            return "lm"  # `load_spec` says what is wrong with it
-        return "scalar" if str(architecture).endswith("ForSequenceClassification") else "lm"
-
-    def _check(self) -> list[str]:
-        """Refuse tensors that are not exactly the model's; returns notes on other tensors."""
+    def _left_out(self, directory: Path, stored: ModelFiles) -> list[str]:
+        """Notes on the tensors that are not the model's; `match` has refused unknown ones."""
         family = family_of(self.spec)
-        shapes = family.tensor_shapes(self.spec)
-        missing = [name for name in shapes if name not in self._files]
-        if missing:
-            raise WeightError(
-                f"{self._directory}: no tensor {missing[0]} ({len(missing)} are missing); the "
-                f"checkpoint is not of this model or not whole"
-            )
-        for name, shape in shapes.items():
-            found = self._stored(name).shape
-            if found != shape:
-                raise WeightError(
-                    f"{self._directory}: {name} is {list(found)} and not {list(shape)}; check "
-                    f"{CONFIG_FILE} beside it"
-                )
-
         left_out = []
-        if (
-            stated_spec(self._directory, self.spec.head).tied_embeddings
-            != self.spec.tied_embeddings
-        ):
+        stated = stated_spec(directory, self.spec.head)
+        if stated.tied_embeddings != self.spec.tied_embeddings:
             left_out.append(
                 f"tie_word_embeddings in {CONFIG_FILE}: {family.language_head} differs from the "
                 "embedding, so they are kept apart, as in transformers"
             )
+
         unneeded = 0
-        for name in self._files:
-            if name in shapes:
-                continue
+        used = {tensor.name for tensor in self._files.values()}
+        for name in sorted(stored.tensors.keys() - used):
             if name.startswith(family.ignored_prefixes(self.spec)):
                 unneeded += 1
-            elif name.endswith(_INV_FREQ):
+            elif name.endswith(BUFFER):
                 left_out.append(f"{name}: follows from {CONFIG_FILE}")
-            elif name == family.language_head and self.spec.output_is_embedding:
-                left_out.append(f"{name}: a copy of the embedding, which the model shares")
             else:
-                raise WeightError(
-                    f"{self._directory}: the model has no place for tensor {name}; check "
-                    f"{CONFIG_FILE} beside it"
-                )
+                left_out.append(f"{name}: a copy of the embedding, which the model shares")
         if unneeded:
             left_out.append(f"tensors of a draft model: {unneeded}")
         return left_out
 
 
+def _head(directory: Path) -> Head:
+    """The head of a model, by the class that its `config.json` names."""
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+        (architecture, *_) = config.get("architectures") or [""]
+    except (OSError, ValueError, AttributeError):
+        return "lm"  # `load_spec` says what is wrong with it
+    return "scalar" if str(architecture).endswith("ForSequenceClassification") else "lm"
+
+
 def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int) -> list[str]:
-    """Write a model, tokenizer included, into the empty `directory`.
+    """Write a model, tokenizer included, into the empty `directory`; returns notes for the user.
 
-    Args:
-        max_file_bytes: largest file, bytes of tensors; a larger tensor has a file of its own.
-
-    Returns:
-        Notes for the user.
-
-    Raises:
-        CheckpointError: the file system refuses.
+    A file has at most `max_file_bytes` of tensors; a larger tensor has a file of its own. A
+    CheckpointError says that the file system refuses.
     """
     sizes = {name: form.nbytes for name, form in source.tensors.items()}
     contents = split_files(sizes, max_file_bytes)

@@ -6,10 +6,9 @@ Tensors have their Hugging Face names and full shapes. This file knows no format
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,47 +33,27 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Description:
-    """A source's description of itself.
+    """A source's description of itself."""
 
-    Attributes:
-        kind: the format, in words.
-        step: training step of the weights, if it is known.
-        left_out: one sentence for each kind of thing in the source that is not a weight of the
-            model, so that nothing is dropped in silence.
-    """
-
-    kind: str
-    step: int | None
+    kind: str  # the format, in words
+    step: int | None  # training step of the weights, if it is known
+    # One sentence for each kind of thing that is not a weight of the model, so that nothing is
+    # dropped in silence.
     left_out: list[str]
 
 
-class ModelSource(Protocol):
+class ModelSource:
     """A checkpoint that gives a model's weights."""
 
-    @property
-    def spec(self) -> ModelSpec:
-        """The model."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorForm]:
-        """Every tensor of the model; its names are those of the family's `tensor_shapes`."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of a converted model, unless the user wants another."""
-
-    @property
-    def assets(self) -> Path | None:
-        """A directory with the tokenizer and the model's other files, if there is one."""
+    spec: ModelSpec
+    tensors: dict[str, TensorForm]  # under the names of the family's `tensor_shapes`
+    dtype: torch.dtype  # of a converted model, unless the user wants another
+    assets: Path | None  # a directory with the tokenizer and the model's other files
+    description: Description
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, whole, contiguous and on the host."""
-
-    def describe(self) -> Description:
-        """Describe the checkpoint, and the parts of it that are not converted."""
-
-    def close(self) -> None:
-        """Close its files."""
+        """One tensor, whole, contiguous and on the host."""
+        raise NotImplementedError
 
 
 def dtype_within(spec: ModelSpec, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -83,7 +62,7 @@ def dtype_within(spec: ModelSpec, name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_float32 else dtype
 
 
-class TrackedSource:
+class TrackedSource(ModelSource):
     """A source in another dtype; `unread` holds the names of the tensors that were not read yet."""
 
     def __init__(
@@ -97,9 +76,10 @@ class TrackedSource:
         self._progress = progress
         self.spec = source.spec
         self.assets = source.assets
+        self.description = source.description
         self.dtype = dtype or source.dtype
         self.unread = set(source.tensors)
-        self.tensors: dict[str, TensorForm] = {}
+        self.tensors = {}
         for name, form in source.tensors.items():
             wanted = form.dtype if dtype is None else dtype_within(self.spec, name, dtype)
             self.tensors[name] = TensorForm(form.shape, wanted)
@@ -111,17 +91,3 @@ class TrackedSource:
             self.unread.remove(name)
             self._progress(self.tensors[name].nbytes)
         return tensor
-
-    def describe(self) -> Description:
-        """The description of the source."""
-        return self._source.describe()
-
-    def close(self) -> None:
-        """Close the files of the source."""
-        self._source.close()
-
-
-def equal_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have the same bits: a NaN equals itself, and 0 is not -0."""
-    views = [tensor.contiguous().view(torch.uint8) for tensor in (first, second)]
-    return torch.equal(views[0], views[1])

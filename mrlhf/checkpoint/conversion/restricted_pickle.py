@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 from mrlhf.errors import CheckpointError
 
+# Module and name of a class or function, as a pickle states them.
 Name = tuple[str, str]
-"""Module and name of a class or function, as a pickle states them."""
 
 
 class Placeholder:
@@ -30,20 +30,14 @@ class Placeholder:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def _ignore(self, *arguments: Any) -> None:
         pass
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, item: Any) -> None:
-        """Ignore an item, if the object was a list."""
-
-    def extend(self, items: Any) -> None:
-        """Ignore items, if the object was a list."""
+    # What a pickle may do to an object, a dictionary and a list.
+    __setstate__ = __setitem__ = append = extend = _ignore
 
 
-class RestrictedUnpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     """An unpickler of allowed names only; `refused` holds the others, as "module.name"."""
 
     def __init__(self, file: BinaryIO, allowed: Mapping[Name, Any]) -> None:
@@ -63,33 +57,19 @@ class RestrictedUnpickler(pickle.Unpickler):
         return Placeholder()
 
 
-def read_pickle(file: Path, allowed: Mapping[Name, Any]) -> Any:
-    """Read the object in a pickle file; CheckpointError if that is not possible with `allowed`."""
-    try:
-        return _load(io.BytesIO(file.read_bytes()), allowed)[0]
-    except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{file}: not readable: {_one_line(error)}") from error
+def read_pickle(file: Path, allowed: Mapping[Name, Any]) -> tuple[Any, set[str]]:
+    """The object in a pickle file or a file of `torch.save`, without tensors; and refused names.
 
-
-def read_torch_file(file: Path, allowed: Mapping[Name, Any]) -> tuple[Any, set[str]]:
-    """Read the object in a file of `torch.save`, without its tensors, and the refused names.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or of a torch older than 1.6.
+    A CheckpointError says that the file is missing, damaged, or of a torch older than 1.6.
     """
     try:
-        with zipfile.ZipFile(file) as archive:
-            (record,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            return _load(io.BytesIO(archive.read(record)), allowed)
-    except Exception as error:  # a damaged archive or pickle may raise anything
-        raise CheckpointError(f"{file}: not readable: {_one_line(error)}") from error
-
-
-def _load(stream: BinaryIO, allowed: Mapping[Name, Any]) -> tuple[Any, set[str]]:
-    unpickler = RestrictedUnpickler(stream, allowed)
-    loaded = unpickler.load()
-    return loaded, unpickler.refused
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        content = file.read_bytes()
+        if zipfile.is_zipfile(io.BytesIO(content)):
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                (record,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                content = archive.read(record)
+        unpickler = _RestrictedUnpickler(io.BytesIO(content), allowed)
+        return unpickler.load(), unpickler.refused
+    except Exception as error:  # a damaged file may raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{file}: not readable: {reason}") from error

@@ -24,54 +24,27 @@ _CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The wanted model of a run's output directory.
-
-    Attributes:
-        step: step of the checkpoint; None for the newest state of the run.
-        role: name of the model; None for the policy.
-    """
-
-    step: int | None = None
-    role: str | None = None
-
-
-@dataclass(frozen=True)
 class Choice:
-    """The chosen model.
+    """The chosen model."""
 
-    Attributes:
-        path: a checkpoint, or the exported policy.
-        step: the run's last step, if it is the exported policy.
-        passed_over: why newer checkpoints were not taken.
-    """
-
-    path: Path
-    step: int | None
-    passed_over: list[str]
+    path: Path  # a checkpoint, or the exported policy
+    step: int | None  # the run's last step, if it is the exported policy
+    passed_over: list[str]  # why newer checkpoints were not taken
 
 
-@dataclass(frozen=True)
-class _FinalPolicy:
-    """The policy with which a run has ended, and its step."""
+def choose(directory: Path, step: int | None, role: str | None) -> Choice | None:
+    """Choose a model in the output directory of a run; None if it is no such directory.
 
-    policy: Path
-    step: int
-
-
-def choose(directory: Path, wanted: Selection) -> Choice | None:
-    """Choose the wanted model in the output directory of a run; None if it is no such directory.
-
-    Raises:
-        CheckpointError: it does not hold what is wanted; the message says what it holds.
+    Without `step`, it is the newest state of the run; without `role`, its policy. A CheckpointError
+    says what the directory holds in place of what is wanted.
     """
     newest_first = checkpoints_in(directory / CHECKPOINTS) or checkpoints_in(directory)
     is_finished = (directory / SUMMARY).is_file()
     final = None
-    if wanted.step is None and is_finished:
-        final = _read_final_policy(directory)
-    elif wanted.step is not None and (newest_first or is_finished):
-        newest_first = _of_step(directory, newest_first, wanted.step)
+    if step is None and is_finished:
+        final = _final_policy(directory)
+    elif step is not None and (newest_first or is_finished):
+        newest_first = _of_step(directory, newest_first, step)
 
     passed_over: list[str] = []
     newest, manifest = _newest_whole(newest_first, passed_over)
@@ -80,17 +53,18 @@ def choose(directory: Path, wanted: Selection) -> Choice | None:
             raise CheckpointError(passed_over[0])
         return None if newest is None else Choice(newest, None, passed_over)
 
-    end = (final.step, False)
+    policy, last_step = final
+    end = (last_step, False)
     reached = end if manifest is None else (manifest.step, manifest.unfinished_step)
-    has_policy = (final.policy / _CONFIG).is_file()
-    takes_policy = has_policy and wanted.role in (None, final.policy.name)
+    has_policy = (policy / _CONFIG).is_file()
+    takes_policy = has_policy and role in (None, policy.name)
     if newest is not None and (reached > end or (reached == end and not takes_policy)):
         return Choice(newest, None, passed_over)
     if takes_policy:
-        return Choice(final.policy, final.step, [])
+        return Choice(policy, last_step, [])
 
-    ended = f"{directory} holds a run that has ended with step {final.step}"
-    where = f"; the policy of its end is {final.policy}" if has_policy else ""
+    ended = f"{directory} holds a run that has ended with step {last_step}"
+    where = f"; the policy of its end is {policy}" if has_policy else ""
     if newest is None:
         raise CheckpointError(f"{ended}, and no whole checkpoint{where}")
     raise CheckpointError(
@@ -104,8 +78,11 @@ def models_in(directory: Path) -> list[str]:
     return sorted(path.parent.name for path in directory.glob(f"*/{_CONFIG}"))
 
 
-def _read_final_policy(directory: Path) -> _FinalPolicy | None:
-    """Read the summary, which is written last, and deleted when the run is continued."""
+def _final_policy(directory: Path) -> tuple[Path, int] | None:
+    """The policy with which a run has ended, and its step.
+
+    The summary says it, which is written last, and deleted when the run is continued.
+    """
     try:
         summary = read_summary(directory)
     except DataError as error:
@@ -121,7 +98,7 @@ def _read_final_policy(directory: Path) -> _FinalPolicy | None:
     except (KeyError, TypeError, ValueError):  # not the summary of a run
         return None
     own = directory / stated.name  # the directory may have been moved since
-    return _FinalPolicy(stated if stated.is_dir() and not own.is_dir() else own, step)
+    return (stated if stated.is_dir() and not own.is_dir() else own), step
 
 
 def _of_step(directory: Path, checkpoints: list[Path], step: int) -> list[Path]:

@@ -1,30 +1,33 @@
-"""Reads the `torch_dist` format: torch.distributed.checkpoint as megatron-core uses it.
+"""Reads and writes the `torch_dist` format: torch.distributed.checkpoint as megatron-core uses it.
 
 A checkpoint is a directory. `.metadata` gives the place of each tensor's boxes in the `.distcp`
-files; `metadata.json` names the format; `common.pt` holds the rest. Boxes are read one at a time,
-in one process and without process groups, and only the classes in `_ALLOWED` are made. This file
-knows neither models nor the names of their tensors.
+files; `metadata.json` names the format; `common.pt` holds the rest. Boxes are read and written one
+at a time, in one process and without process groups. Only the classes in `_ALLOWED` are made when
+reading. What is written is for megatron-core's `dist_checkpointing.load`. This file knows neither
+models nor the names of their tensors.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import pathlib
+import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from mrlhf.checkpoint.conversion.model_source import TensorForm
-from mrlhf.checkpoint.conversion.restricted_pickle import Name, Placeholder, read_pickle
+from mrlhf.checkpoint.conversion.restricted_pickle import Name, read_pickle
+from mrlhf.checkpoint.slice_reader import put_together
 from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box, whole
+from mrlhf.weights.files import flush
 from mrlhf.weights.shard import Shape
 
 FORMAT_FILE = "metadata.json"
@@ -32,51 +35,25 @@ COMMON_FILE = "common.pt"
 INDEX_FILE = ".metadata"
 FORMAT = "torch_dist"
 
+# Every dtype of torch, under the name that a pickle has for it.
+DTYPES: dict[Name, torch.dtype] = {
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
 
-def _dtype_names() -> dict[Name, torch.dtype]:
-    found = {}
-    for name in dir(torch):
-        value = getattr(torch, name)
-        if isinstance(value, torch.dtype):
-            found["torch", name] = value
-    return found
-
-
-DTYPES = _dtype_names()
-"""Every dtype of torch, under the name that a pickle has for it."""
-
+# A checkpoint names more classes, but nothing here needs what they say.
 _ALLOWED: dict[Name, Any] = {
     **DTYPES,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): lambda name: name,
     ("collections", "OrderedDict"): OrderedDict,
-    **{
-        (metadata.__name__, kind.__name__): kind
-        for kind in (
-            metadata.Metadata,
-            metadata.MetadataIndex,
-            metadata.StorageMeta,
-            metadata.TensorStorageMetadata,
-            metadata.BytesStorageMetadata,
-            metadata.ChunkStorageMetadata,
-            metadata.TensorProperties,
-            metadata._MEM_FORMAT_ENCODING,
-        )
-    },
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    # These are in a checkpoint, but nothing here needs what they say.
     **{
-        (planner.__name__, name): Placeholder
-        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
-    },
-    **{
-        ("megatron.core.dist_checkpointing.strategies.torch", name): Placeholder
-        for name in ("MCoreMetadata", "MCoreSavePlan")
-    },
-    **{
-        (module, name): Placeholder
-        for module in (pathlib.__name__, "pathlib._local")
-        for name in ("Path", "PosixPath", "PurePosixPath")
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+            "_MEM_FORMAT_ENCODING",
+        )
     },
 }
 
@@ -90,12 +67,7 @@ class _Place(NamedTuple):
 
 
 class TorchDistReader:
-    """The tensors of a `torch_dist` checkpoint.
-
-    Attributes:
-        tensors: every tensor, under the checkpoint's own names.
-        objects: the names of everything else; these are never read.
-    """
+    """The tensors of a `torch_dist` checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         """Read the index of the checkpoint in `directory`, and no tensor.
@@ -105,12 +77,12 @@ class TorchDistReader:
         """
         check_format(directory)
         self._directory = directory
-        index = read_pickle(directory / INDEX_FILE, _ALLOWED)
+        index, _ = read_pickle(directory / INDEX_FILE, _ALLOWED)
         if not isinstance(index, metadata.Metadata):
             raise CheckpointError(f"{directory / INDEX_FILE}: not an index of a checkpoint")
 
-        self.tensors: dict[str, TensorForm] = {}
-        self.objects: list[str] = []
+        self.tensors: dict[str, TensorForm] = {}  # under the checkpoint's own names
+        self.objects: list[str] = []  # the names of everything else, which is never read
         self._boxes: dict[str, list[Box]] = {}
         for name, entry in index.state_dict_metadata.items():
             if isinstance(entry, metadata.TensorStorageMetadata):
@@ -123,35 +95,11 @@ class TorchDistReader:
         for key, info in index.storage_data.items():
             offsets = None if key.offset is None else tuple(key.offset)
             self._places[key.fqn, offsets] = self._place(info)
-        self._files: dict[Path, BinaryIO] = {}
 
     def read(self, box: Box) -> Tensor:
-        """Read a box of a tensor, which has the checkpoint's own name.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or the files do not cover the box.
-        """
-        dtype = self.tensors[box.name].dtype
-        result: Tensor | None = None
-        filled = 0
-        for stored in self._boxes[box.name]:
-            common = stored.intersection(box)
-            if common is None:
-                continue
-            values = self._read_stored(stored, dtype)[common.within(stored)]
-            if common == box:
-                return values
-            if result is None:
-                result = torch.empty(box.shape, dtype=dtype)
-            result[common.within(box)] = values
-            filled += common.numel
-
-        if result is None or filled != box.numel:
-            raise CheckpointError(
-                f"{self._directory}: {filled} of the {box.numel} numbers of {box.key} are there; "
-                f"copy the whole checkpoint"
-            )
-        return result
+        """A box of a tensor; CheckpointError if a file or a part of it is missing or damaged."""
+        stored = ((part, partial(self._read, part)) for part in self._boxes[box.name])
+        return put_together(box, stored, str(self._directory))
 
     def problems(self) -> Iterator[str]:
         """Check the files without reading a tensor; one sentence for each problem."""
@@ -169,14 +117,7 @@ class TorchDistReader:
             if numel != whole(name, stored.shape).numel:
                 yield f"{name} is not whole: {numel} of its numbers are stored"
 
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
     def _place(self, info: Any) -> _Place:
-        """The place of an entry."""
         name = info.relative_path
         # A file name must stay in the directory.
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
@@ -186,35 +127,32 @@ class TorchDistReader:
             )
         return _Place(self._directory / name, int(info.offset), int(info.length))
 
-    def _read_stored(self, box: Box, dtype: torch.dtype) -> Tensor:
+    def _read(self, box: Box, common: Box) -> Tensor:
+        """The part `common` of a stored box."""
         place = self._places.get((box.name, box.starts))
         if place is None:
             raise CheckpointError(f"{self._directory}: no file is said to hold {box.key}")
         try:
-            if place.file not in self._files:
-                self._files[place.file] = place.file.open("rb")
-            window = _Window(self._files[place.file], place.offset, place.length)
-            values = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
+            with place.file.open("rb") as file:
+                part = _create_file_view(file, place.offset, place.length)
+                values = torch.load(cast(BinaryIO, part), map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file may raise anything
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(
                 f"{place.file}: {box.key} is not readable at byte {place.offset}: {reason}"
             ) from error
 
-        if not isinstance(values, Tensor) or (tuple(values.shape), values.dtype) != (
-            box.shape,
-            dtype,
-        ):
+        form = TensorForm(box.shape, self.tensors[box.name].dtype)
+        if not isinstance(values, Tensor) or TensorForm(tuple(values.shape), values.dtype) != form:
             raise CheckpointError(
                 f"{place.file}: what lies at byte {place.offset} is not {box.key}"
             )
-        return values.detach()
+        return values.detach()[common.within(box)]
 
 
 def _box(name: str, chunk: Any) -> Box:
-    starts = tuple(chunk.offsets)
-    stops = tuple(start + size for start, size in zip(starts, chunk.sizes, strict=True))
-    return Box(name, starts, stops)
+    ends = zip(chunk.offsets, chunk.sizes, strict=True)
+    return Box(name, tuple(chunk.offsets), tuple(start + size for start, size in ends))
 
 
 def check_format(directory: Path) -> None:
@@ -235,32 +173,71 @@ def check_format(directory: Path) -> None:
         )
 
 
-class _Window(io.RawIOBase):
-    """A part of an open file, as a file of its own."""
+class TorchDistWriter:
+    """Writes a `torch_dist` checkpoint box by box, and keeps none in memory."""
 
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file = file
-        self._offset = offset
-        self._length = length
-        self._position = 0
+    def __init__(self, directory: Path, max_file_bytes: int) -> None:
+        """Write to the empty `directory`, in files that end once they have `max_file_bytes`."""
+        self._directory = directory
+        self._max_file_bytes = max_file_bytes
+        self._entries: dict[str, Any] = {}
+        self._places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}
+        self._file_count = 0  # of those that are full
 
-    def readable(self) -> bool:
-        return True
+    def write_box(self, name: str, full_shape: Shape, offsets: Shape, values: Tensor) -> None:
+        """Write the box of tensor `name` that begins at `offsets`; `values` has its shape."""
+        # torch.save would write the whole storage of a view.
+        values = values.detach().contiguous()
+        if values.untyped_storage().nbytes() != values.nbytes:
+            values = values.clone()
 
-    def seekable(self) -> bool:
-        return True
+        if name not in self._entries:
+            self._entries[name] = metadata.TensorStorageMetadata(
+                metadata.TensorProperties.create_from_tensor(values), torch.Size(full_shape), []
+            )
+        box = metadata.ChunkStorageMetadata(torch.Size(offsets), values.shape)
+        self._entries[name].chunks.append(box)
+        self._store(metadata.MetadataIndex(name, offsets), values)
 
-    def tell(self) -> int:
-        return self._position
+    def write_object(self, name: str, value: Any) -> None:
+        """Write an object that is no tensor, in a list of one, as megatron-core does."""
+        self._entries[name] = metadata.BytesStorageMetadata()
+        self._store(metadata.MetadataIndex(name), [value])
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = min(max(0, start + offset), self._length)
-        return self._position
+    def finish(self, common: Mapping[str, Any]) -> None:
+        """Write the index and `common`, of plain types; `metadata.json` comes last."""
+        for file in self._directory.glob("*.distcp"):
+            flush(file)
+        torch.save(dict(common), self._directory / COMMON_FILE)
+        index = metadata.Metadata(
+            state_dict_metadata=self._entries,
+            storage_data=self._places,
+            storage_meta=metadata.StorageMeta(),
+            version=filesystem.CURRENT_DCP_VERSION,
+        )
+        (self._directory / INDEX_FILE).write_bytes(pickle.dumps(index))
 
-    def readinto(self, buffer: Any) -> int:
-        size = min(len(buffer), self._length - self._position)
-        self._file.seek(self._offset + self._position)
-        count: int = self._file.readinto(memoryview(buffer)[:size])  # type: ignore[attr-defined]
-        self._position += count
-        return count
+        content = {
+            "sharded_backend": FORMAT,
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        (self._directory / FORMAT_FILE).write_text(json.dumps(content), encoding="utf-8")
+
+    def _store(self, index: metadata.MetadataIndex, value: Any) -> None:
+        path = self._directory / f"__0_{self._file_count}.distcp"
+        with path.open("ab") as file:
+            offset = file.tell()
+            try:
+                torch.save(value, file)
+            except RuntimeError as error:
+                # torch closes its archive after an error of the file system, and fails once more.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+            end = file.tell()
+
+        self._places[index] = filesystem._StorageInfo(path.name, offset, end - offset)
+        if end >= self._max_file_bytes:
+            self._file_count += 1

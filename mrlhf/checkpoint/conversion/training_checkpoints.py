@@ -11,7 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrlhf.checkpoint.conversion.model_source import Description, TensorForm, dtype_within
+from mrlhf.checkpoint.conversion.model_source import (
+    Description,
+    ModelSource,
+    TensorForm,
+    dtype_within,
+)
 from mrlhf.checkpoint.manifest import WEIGHT, Manifest, StoredModel, check_sizes, read_manifest
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.errors import CheckpointError
@@ -19,8 +24,10 @@ from mrlhf.models.families import family_of, spec_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.boxes import whole
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-class TrainingSource:
+
+class TrainingSource(ModelSource):
     """The weights of one model of a training checkpoint."""
 
     def __init__(self, directory: Path, role: str | None, assets: Path | None) -> None:
@@ -33,48 +40,44 @@ class TrainingSource:
         Raises:
             CheckpointError: the checkpoint is not whole, or has no such model.
         """
-        self._directory = directory
-        self._manifest = read_manifest(directory)
-        check_sizes(directory, self._manifest)
-        self._role = pick_role(directory, self._manifest, role)
-        self._model = self._manifest.models[self._role]
+        manifest = read_manifest(directory)
+        check_sizes(directory, manifest)
+        self._role = _pick_role(directory, manifest, role)
+        model = manifest.models[self._role]
+        if model.dtype not in _DTYPES:
+            raise CheckpointError(f"a stored model has the dtype {model.dtype!r}, which is unknown")
         self.assets = assets
-        self.spec = model_spec(self._model)
-        self.dtype = stored_dtype(self._model)
+        self.spec = model_spec(model)
+        self.dtype = _DTYPES[model.dtype]
 
         shapes = family_of(self.spec).tensor_shapes(self.spec)
-        check_shapes(directory, self._role, self._model, shapes)
+        check_shapes(directory, self._role, model, shapes)
         # Main weights are stored in float32; a model is used in the dtype of its parameters.
-        self.tensors: dict[str, TensorForm] = {}
+        self.tensors = {}
         for name, shape in shapes.items():
             self.tensors[name] = TensorForm(shape, dtype_within(self.spec, name, self.dtype))
-        self._reader = SliceReader(directory, self._manifest)
+        self._reader = SliceReader(directory, manifest)
+        self.description = self._describe(manifest)
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, in its dtype in the model."""
+        """One tensor, in its dtype in the model."""
         form = self.tensors[name]
         box = whole(name, form.shape)
         return self._reader.read(self._role, WEIGHT, box).to(form.dtype).contiguous()
 
-    def describe(self) -> Description:
-        """Describe the model, and the parts of the checkpoint that are not converted."""
+    def _describe(self, manifest: Manifest) -> Description:
         left_out = []
-        others = [role for role in self._manifest.models if role != self._role]
+        others = [role for role in manifest.models if role != self._role]
         if others:
             left_out.append(f"other models: {', '.join(others)}")
-        moments = [kind for kind in self._model.kinds if kind != WEIGHT]
+        moments = [kind for kind in manifest.models[self._role].kinds if kind != WEIGHT]
         if moments:
             left_out.append(f"optimizer state of {self._role}: {', '.join(moments)}")
         left_out.append("the state of the run: schedules, sampler, counters, random numbers")
-        kind = f"training checkpoint ({self._role})"
-        return Description(kind, self._manifest.step, left_out)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._reader.__exit__()
+        return Description(f"training checkpoint ({self._role})", manifest.step, left_out)
 
 
-def pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
+def _pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
     """Choose the model of a checkpoint; CheckpointError if that is not possible."""
     roles = list(manifest.models)
     if role is None and len(roles) == 1:
@@ -92,11 +95,3 @@ def model_spec(model: StoredModel) -> ModelSpec:
     if model.head not in ("lm", "scalar"):
         raise CheckpointError(f"a stored model has the head {model.head!r}, which is unknown")
     return spec_of(model.hf_config, "lm" if model.head == "lm" else "scalar")
-
-
-def stored_dtype(model: StoredModel) -> torch.dtype:
-    """The dtype of a stored model's parameters."""
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(model.dtype)
-    if dtype is None:
-        raise CheckpointError(f"a stored model has the dtype {model.dtype!r}, which is unknown")
-    return dtype

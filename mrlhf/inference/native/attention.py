@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from mrlhf.inference.native.linear import Linear
-from mrlhf.inference.native.operators import Layer, Operators, StepInputs, Tables, add_and_normalise
+from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm, rotate_store
 from mrlhf.inference.native.tensor_parallel import TensorParallel
+from mrlhf.models.attention import attend
 
 
 @dataclass(frozen=True)
-class AttentionWeights:
+class Attention:
     """The attention of one layer on one rank; what the model does not have is None."""
 
+    parallel: TensorParallel
+    eps: float  # added to the mean square in every norm
+    scale: float  # of the products of queries and keys
     kv_heads: int  # of this rank
-    heads_per_kv_head: int  # query heads
-    head_dim: int
     norm: Tensor | None  # weight of the norm before attention, [hidden]
     qkv: Linear  # x -> for each KV head its q heads, then its k, then its v
     head_norms: tuple[Tensor, Tensor] | None  # of each head of q and of k, [head_dim] each
@@ -31,22 +33,6 @@ class AttentionWeights:
     window: int | None  # how many tokens a token sees, itself included; None for all
     proj: Linear  # the output projection, without its bias
 
-
-class Attention:
-    """The attention of one layer; `eps` is added to the mean square in `projection_norms`."""
-
-    def __init__(
-        self,
-        weights: AttentionWeights,
-        operators: Operators,
-        parallel: TensorParallel,
-        eps: float,
-    ) -> None:
-        self._weights = weights
-        self._operators = operators
-        self._parallel = parallel
-        self._eps = eps
-
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
     ) -> Tensor:
@@ -55,15 +41,14 @@ class Attention:
         Returns:
             This rank's share, [tokens, hidden].
         """
-        own = self._weights
-        operators = self._operators
-        shape = (len(hidden), own.kv_heads, own.heads_per_kv_head + 2, own.head_dim)
+        head_dim = store[0].shape[-1]
+        qkv = self.qkv(add_norm(hidden, delta, self.norm, self.eps))
+        qkv = qkv.view(len(hidden), self.kv_heads, -1, head_dim)
+        if self.projection_norms is not None:
+            self._norm_projections(qkv, self.projection_norms)
 
-        qkv = own.qkv(add_and_normalise(operators, hidden, delta, own.norm)).view(shape)
-        if own.projection_norms is not None:
-            self._norm_projections(qkv, own.projection_norms)
-        q = operators.rotate_store(qkv, own.head_norms, own.tables, inputs, store)
-        return own.proj(operators.attend(q, store, inputs, own.window).flatten(1))
+        q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
+        return self.proj(attend(q, *store, inputs.mask, scale=self.scale, window=self.window))
 
     def _norm_projections(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> None:
         """Normalise, in place, q over the heads of all ranks together, and k in the same way.
@@ -74,9 +59,9 @@ class Attention:
         q = qkv[:, :, :-2]
         k = qkv[:, :, -2:-1]
         squares = [part.float().square().sum(dim=(1, 2, 3)) for part in (q, k)]
-        sums = self._parallel.sum(torch.stack(squares, dim=-1))
+        sums = self.parallel.sum(torch.stack(squares, dim=-1))
 
         for part, weight, total in zip((q, k), norms, sums.unbind(-1), strict=True):
-            mean = total / (part[0].numel() * self._parallel.size)
-            scale = torch.rsqrt(mean + self._eps)[:, None, None, None]
+            mean = total / (part[0].numel() * self.parallel.size)
+            scale = torch.rsqrt(mean + self.eps)[:, None, None, None]
             part.copy_(part.float() * scale * weight.float().view(part.shape[1:]))

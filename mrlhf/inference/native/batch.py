@@ -19,6 +19,7 @@ from mrlhf.inference.native.sampler import Sampler
 from mrlhf.inference.native.scheduler import Counts, Scheduler, Step
 from mrlhf.inference.native.sequences import Sequences
 from mrlhf.inference.stopping import Decode
+from mrlhf.parallel.masks import Paged
 
 
 class Batch:
@@ -95,12 +96,14 @@ class Batch:
             tokens=send(self._sequences.tokens_at(rows, positions)),
             positions=send(positions),
             cache_places=send(cache_places),
-            query_starts=send(query_starts),
-            lengths=send(lengths.astype(np.int32)),
-            block_tables=send(np.ascontiguousarray(block_tables)),
+            mask=Paged(
+                query_edges=send(query_starts),
+                lengths=send(lengths.astype(np.int32)),
+                block_tables=send(np.ascontiguousarray(block_tables)),
+                most_queries=int(step.counts.max()),
+                most_keys=longest,
+            ),
             last=send(ends[step.complete] - 1),
-            most_queries=int(step.counts.max()),
-            longest=longest,
         )
 
     def _experts_of(self, rows: Sequence[int]) -> dict[int, NDArray[Any]]:

@@ -14,16 +14,14 @@ from torch import Tensor
 
 from mrlhf.errors import EngineError, WeightError
 from mrlhf.inference.base import EngineLimits, EngineStats, Finished, Request
-from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, CacheShape
+from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, NATIVE_GPU_BLOCK, CacheShape
 from mrlhf.inference.checks import check_complete, committed
 from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.inference.in_flight import InFlight
-from mrlhf.inference.native import kernels
 from mrlhf.inference.native.batch import Batch
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
 from mrlhf.inference.native.linear import compute_dtype
-from mrlhf.inference.native.model import Decoder, make_operators, tables_of_layers
-from mrlhf.inference.native.operators import PAGE
+from mrlhf.inference.native.model import Decoder, tables_of_layers
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.runner import Runner
 from mrlhf.inference.native.sampler import Sampler
@@ -71,7 +69,7 @@ class NativeEngine:
         problem = engine_tp_problem("native", self._parallel.size, spec, ep=ep)
         if problem is not None:
             raise WeightError(problem)
-        default_block = PAGE if device.type == "cuda" else NATIVE_CPU_BLOCK
+        default_block = NATIVE_GPU_BLOCK if device.type == "cuda" else NATIVE_CPU_BLOCK
         self._cache_shape = CacheShape.on_rank(
             spec,
             self._parallel.size,
@@ -82,10 +80,8 @@ class NativeEngine:
         )
         place = ReplicaPlace(self._parallel.rank, self._parallel.size, ep)
         self._parameters = Parameters(spec, place, device, dtype)
-        self._operators = make_operators(spec, self._dtype, device)
         self._tables = tables_of_layers(spec, self._dtype, device, limits.max_length)
-        compiled = kernels.load(self._dtype) if device.type == "cpu" else None
-        self._sampler = Sampler(self._parallel, compiled, never)
+        self._sampler = Sampler(self._parallel, never)
 
         # These are None while the engine does not have them: the weights laid out for this machine,
         # the cache, the runner that uses both, and the samples that are being decoded.
@@ -133,12 +129,7 @@ class NativeEngine:
         self._in_flight.require_none("commit")
         check_complete(self._parameters.missing)
         self._decoder = Decoder(
-            self._spec,
-            self._parameters,
-            self._parallel,
-            self._operators,
-            self._tables,
-            self._dtype,
+            self._spec, self._parameters, self._parallel, self._tables, self._dtype
         )
         self._runner = None
         self._version = version

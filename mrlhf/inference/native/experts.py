@@ -6,25 +6,21 @@ device. Their results agree to rounding. This file knows tensors, and no models.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrlhf.host.library import SOURCES, SUFFIXES, functions_of, load_library, threads_for_products
+from mrlhf.host import kernels
+from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
 from mrlhf.inference.native.linear import panels
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.grouped_products import has_kernel
 from mrlhf.models.ops import torch_gated
-
-SOURCE = SOURCES / "experts.cpp"
-_SIGNATURE = "pppppp iiiiii n"
 
 
 @dataclass(frozen=True)
@@ -45,38 +41,31 @@ class ExpertStack:
     fc2: Tensor  # [experts, hidden, width]
 
 
-class Experts(Protocol):
-    """The experts of one layer, as a function."""
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The function (x, chosen, shares) -> the sum over a token's experts on this rank of share *
+expert(x), shaped as x [tokens, hidden], in its dtype.
 
-    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Return the sum over the chosen experts on this rank of share * expert(x).
-
-        Args:
-            x: [tokens, hidden].
-            chosen: the numbers of the experts of each token, int64 [tokens, per_token].
-            shares: the factor of each expert's output, float32 [tokens, per_token].
-
-        Returns:
-            [tokens, hidden], in the dtype of `x`.
-        """
+`chosen` are the numbers of the experts, int64 [tokens, per_token]; `shares` are the factors of
+their outputs, float32 [tokens, per_token].
+"""
 
 
 class HostExperts:
-    """Experts on the kernels of `experts.cpp`, with copies of the weights in reading order."""
+    """Experts on compiled products, with copies of the weights in reading order."""
 
-    def __init__(self, library: ctypes.CDLL, experts: LocalExperts, dtype: torch.dtype) -> None:
+    def __init__(self, host: Kernels, experts: LocalExperts, dtype: torch.dtype) -> None:
         """Lay the weights out; if `dtype`, that of `x`, is float32, they may be bfloat16."""
         weight = experts.fc1[0]
-        name = f"mixture_of_{SUFFIXES[weight.dtype]}"
-        self._mixture: Any = functions_of(library, {name: _SIGNATURE}, dtype)[name]
+        is_wide = weight.dtype == torch.float32
+        self._mixture = host.mixture_of_float32 if is_wide else host.mixture_of_bfloat16
         self._dtype = dtype
         self._first = experts.first
         self._count = len(experts.fc1)
         self._width = len(weight) // 2
 
-        lanes = library.lanes_of_a_panel()
-        self._fc1 = _laid_out(experts.fc1, partial(_gate_up_panels, lanes=lanes))
-        self._fc2 = _laid_out(experts.fc2, partial(panels, columns=2 * lanes))
+        columns = host.panel_columns
+        self._fc1 = _laid_out(experts.fc1, partial(_gate_up_panels, columns=columns // 2))
+        self._fc2 = _laid_out(experts.fc2, partial(panels, columns=columns))
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """See `Experts`."""
@@ -88,8 +77,7 @@ class HostExperts:
         threads = threads_for_products(chosen.numel() * hidden * self._width)
 
         self._mixture(
-            x.data_ptr(), chosen.data_ptr(), shares.data_ptr(),
-            self._fc1.data_ptr(), self._fc2.data_ptr(), out.data_ptr(),
+            x, chosen, shares, self._fc1, self._fc2, out,
             tokens, hidden, self._width, chosen.shape[1], self._first, self._count, threads,
         )  # fmt: skip
         return out
@@ -119,13 +107,8 @@ class TorchExperts:
 def make_experts(experts: LocalExperts, dtype: torch.dtype) -> Experts:
     """Return the fastest experts that this machine has for `dtype`."""
     on_host = experts.fc1[0].device.type == "cpu"
-    library = _library() if on_host and dtype in SUFFIXES else None
-    return TorchExperts(experts, dtype) if library is None else HostExperts(library, experts, dtype)
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    return load_library(SOURCE, "the engine's mixture of experts")
+    host = kernels.find(dtype) if on_host else None
+    return TorchExperts(experts, dtype) if host is None else HostExperts(host, experts, dtype)
 
 
 def one_by_one(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -171,9 +154,9 @@ def grouped(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> 
     return (by_token.float() * shares[..., None]).sum(dim=1).to(x.dtype)
 
 
-def _gate_up_panels(weight: Tensor, lanes: int) -> Tensor:
-    """Rearrange a weight [2 * width, hidden] to [panels, hidden, gate and up, lanes]."""
-    return torch.stack([panels(half, lanes) for half in weight.chunk(2)], dim=2)
+def _gate_up_panels(weight: Tensor, columns: int) -> Tensor:
+    """Rearrange a weight [2 * width, hidden] to [panels, hidden, gate and up, columns]."""
+    return torch.stack([panels(half, columns) for half in weight.chunk(2)], dim=2)
 
 
 def _laid_out(weights: Sequence[Tensor], arrange: Callable[[Tensor], Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.inference.native.operators import StepInputs
+from mrlhf.parallel.masks import Paged
 
 Forward = Callable[[StepInputs], Tensor]
 
@@ -55,8 +56,9 @@ class DecodeGraphs:
         static.tokens[:batch] = inputs.tokens
         static.positions[:batch] = inputs.positions
         static.cache_places[:batch] = inputs.cache_places
-        static.lengths[:batch] = inputs.lengths
-        static.block_tables[:batch, : inputs.block_tables.shape[1]] = inputs.block_tables
+        static.mask.lengths[:batch] = inputs.mask.lengths
+        tables = inputs.mask.block_tables
+        static.mask.block_tables[:batch, : tables.shape[1]] = tables
         self._fill_padding(static, batch)
         graph.replay()
         return logits[:batch]
@@ -70,12 +72,14 @@ class DecodeGraphs:
             tokens=torch.zeros(size, dtype=torch.int64, device=device),
             positions=torch.zeros(size, dtype=torch.int64, device=device),
             cache_places=torch.zeros(size, dtype=torch.int64, device=device),
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
-            lengths=torch.ones(size, dtype=torch.int32, device=device),
-            block_tables=torch.zeros(size, self._width, dtype=torch.int32, device=device),
+            mask=Paged(
+                query_edges=torch.arange(size + 1, dtype=torch.int32, device=device),
+                lengths=torch.ones(size, dtype=torch.int32, device=device),
+                block_tables=torch.zeros(size, self._width, dtype=torch.int32, device=device),
+                most_queries=1,
+                most_keys=self._width * self._block_size,
+            ),
             last=torch.arange(size, dtype=torch.int64, device=device),
-            most_queries=1,
-            longest=self._width * self._block_size,
         )
         self._fill_padding(static, 0)
 
@@ -96,6 +100,6 @@ class DecodeGraphs:
         """Let every token from `batch` on write to the spare block and see only itself."""
         static.tokens[batch:] = 0
         static.positions[batch:] = 0
-        static.lengths[batch:] = 1
+        static.mask.lengths[batch:] = 1
         static.cache_places[batch:] = self._spare * self._block_size
-        static.block_tables[batch:] = self._spare
+        static.mask.block_tables[batch:] = self._spare

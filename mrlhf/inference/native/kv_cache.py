@@ -15,7 +15,7 @@ from mrlhf.host.pages import zero_pages
 from mrlhf.inference.base import EngineLimits
 from mrlhf.inference.cache_size import CacheShape, gpu_room
 from mrlhf.inference.native.operators import Layer
-from mrlhf.job import processes_on_this_machine
+from mrlhf.parallel.job import processes_on_this_machine
 
 
 class KVCache:

@@ -1,29 +1,24 @@
 """Matrix products with weights laid out for the machine, and the dtype that suits them.
 
 On a host in float32 a row's product does not depend on the other rows, to the last bit, so a
-response is the same whatever else is generated. The products are compiled (`linear.cpp`); without a
+response is the same whatever else is generated. The products are compiled (`products.h`); without a
 compiler they are oneDNN's, with packed weights. torch's plain product is slower, and depends on how
 many rows there are. This file knows matrices, and no model.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrlhf.host.library import SOURCES, functions_of, load_library, threads_for_products
+from mrlhf.host import kernels
+from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
 
 Linear = Callable[[Tensor], Tensor]
-
-SOURCE = SOURCES / "linear.cpp"
-_SIGNATURE = "pppp iii n"
 
 # Measured: see docs/generation.md.
 _PACKED_ROWS = range(2, 129)
@@ -42,15 +37,13 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class HostLinear:
-    """x @ weight.T + bias in float32 on the kernel of `linear.cpp`, with a copy of the weight."""
+    """x @ weight.T + bias in float32 on the compiled product, with a copy of the weight."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, host: Kernels, weight: Tensor, bias: Tensor | None) -> None:
         """Lay out the weight [out, in]."""
-        self._multiply: Any = functions_of(library, {"multiply": _SIGNATURE}, weight.dtype)[
-            "multiply"
-        ]
+        self._multiply = host.multiply
         self._columns = len(weight)
-        laid_out = panels(weight, library.columns_of_a_panel())
+        laid_out = panels(weight, host.panel_columns)
         self._panels = read_often(tuple(laid_out.shape), laid_out.dtype).copy_(laid_out)
         self._bias = None if bias is None else bias.contiguous()
 
@@ -60,12 +53,8 @@ class HostLinear:
         x = x.contiguous()
         rows, size = x.shape
         out = torch.empty((rows, self._columns), dtype=torch.float32)
-        bias = None if self._bias is None else self._bias.data_ptr()
-
-        self._multiply(
-            x.data_ptr(), self._panels.data_ptr(), bias, out.data_ptr(), rows, size, self._columns,
-            threads_for_products(rows * size * self._columns),
-        )  # fmt: skip
+        threads = threads_for_products(rows * size * self._columns)
+        self._multiply(x, self._panels, self._bias, out, rows, size, self._columns, threads)
         return out
 
 
@@ -75,8 +64,9 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     The weight [out, in] must not change afterwards; a host copies it if it is float32 or large.
     """
     on_host = weight.device.type == "cpu"
-    if on_host and weight.dtype == torch.float32 and (library := _library()) is not None:
-        return HostLinear(library, weight, bias)
+    host = kernels.find_for(weight)
+    if weight.dtype == torch.float32 and host is not None:
+        return HostLinear(host, weight, bias)
 
     packs = on_host and torch.backends.mkldnn.is_available()
     large = weight.numel() >= _LEAST_PACKED_ELEMENTS
@@ -109,12 +99,7 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Linear:
 def panels(weight: Tensor, columns: int) -> Tensor:
     """Rearrange a weight [out, in] for the compiled products: [panels, in, columns].
 
-    The last panel is filled up with zeros; see `mrlhf/host/panels.h`.
+    The last panel is filled up with zeros; see `mrlhf/host/products.h`.
     """
     filled = F.pad(weight, (0, 0, 0, -len(weight) % columns))
     return filled.unflatten(0, (-1, columns)).transpose(1, 2)
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    return load_library(SOURCE, "the engine's matrix products")

@@ -1,4 +1,4 @@
-"""The MLP of a layer: a dense one, or a mixture of experts.
+"""The MLP of a layer: a dense one, or a mixture of experts with its router.
 
 Each gives this rank's share of the output; the sum over the ranks of the replica is the whole. That
 holds for a mixture too, whether a rank has columns of every expert or whole experts: all ranks of a
@@ -8,18 +8,19 @@ replica have all tokens, so nothing else is exchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
 from mrlhf.inference.native.linear import Linear, linear
-from mrlhf.inference.native.operators import Operators, add_and_normalise
+from mrlhf.inference.native.operators import add_norm
 from mrlhf.inference.native.parameters import Parameters
-from mrlhf.inference.native.router import Router, sigmoid
+from mrlhf.models import spec as specs
+from mrlhf.models.expert_choice import SMALLEST_SUM, chosen_experts
 from mrlhf.models.ops import gated
 from mrlhf.models.parameters import experts_of
-from mrlhf.models.spec import ModelSpec
 
 Mlp = Callable[[Tensor, Tensor | None, list[Tensor]], Tensor]
 """The function (hidden, delta, choices) -> this rank's share of the MLP, all [tokens, hidden].
@@ -29,64 +30,84 @@ that it chooses to `choices`, int64 [tokens, per_token].
 """
 
 
+@dataclass(frozen=True)
 class DenseMlp:
     """fc2(silu(gate) * up) of the norm, if there is one; `fc1` gives gate and up."""
 
-    def __init__(self, operators: Operators, norm: Tensor | None, fc1: Linear, fc2: Linear) -> None:
-        self._operators = operators
-        self._norm = norm
-        self._fc1 = fc1
-        self._fc2 = fc2
+    norm: Tensor | None
+    eps: float
+    fc1: Linear
+    fc2: Linear
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, choices: list[Tensor]) -> Tensor:
         """See `Mlp`."""
-        x = add_and_normalise(self._operators, hidden, delta, self._norm)
-        return self._fc2(gated(self._fc1(x)))
+        return self.fc2(gated(self.fc1(add_norm(hidden, delta, self.norm, self.eps))))
 
 
+class Router:
+    """The router of one layer, for weights [experts, hidden].
+
+    It computes in float32 whatever the model's dtype is, since rounded scores would choose other
+    experts. What a token gets does not depend on the other tokens.
+    """
+
+    def __init__(self, experts: specs.Experts, weight: Tensor, correction: Tensor | None) -> None:
+        self._experts = experts
+        self._logits = linear(weight.float())
+        self._correction = None if correction is None else correction.float()
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts of each of x [tokens, hidden], and the factors of their outputs.
+
+        Returns:
+            Numbers of experts, int64 [tokens, per_token], and float32 [tokens, per_token].
+        """
+        experts = self._experts
+        logits = self._logits(x.float())
+        scores = logits.softmax(dim=-1) if experts.scoring == "softmax" else sigmoid(logits)
+        chosen = chosen_experts(scores, self._correction, experts)
+
+        shares = scores.gather(-1, chosen)
+        if experts.normalised:
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+        return chosen, shares if experts.scale == 1.0 else shares * experts.scale
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), with a rounding that does not depend on how many numbers there are."""
+    # torch.sigmoid computes the last few numbers of a tensor by another function than the others.
+    return 1 / (1 + (-x).exp())
+
+
+@dataclass(frozen=True)
 class Mixture:
     """A router with this rank's experts, and optionally an expert that all tokens go to."""
 
-    def __init__(
-        self,
-        operators: Operators,
-        norm: Tensor | None,
-        router: Router,
-        experts: Experts,
-        shared: Mlp | None,
-        shared_gate: Linear | None,
-    ) -> None:
-        """Keep the parts.
-
-        Args:
-            norm: the weight of the norm before the MLP, if there is one.
-            shared: this rank's columns of the expert that all tokens go to.
-            shared_gate: x -> [tokens, 1]; its sigmoid is multiplied with the output of `shared`.
-        """
-        self._operators = operators
-        self._norm = norm
-        self._router = router
-        self._experts = experts
-        self._shared = shared
-        self._shared_gate = shared_gate
+    norm: Tensor | None  # weight of the norm before the MLP
+    eps: float
+    router: Router
+    experts: Experts
+    shared: Mlp | None  # this rank's columns of the expert that all tokens go to
+    # x -> [tokens, 1]; its sigmoid is multiplied with the output of `shared`
+    shared_gate: Linear | None
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, choices: list[Tensor]) -> Tensor:
         """See `Mlp`."""
-        x = add_and_normalise(self._operators, hidden, delta, self._norm)
-        chosen, shares = self._router(x)
+        x = add_norm(hidden, delta, self.norm, self.eps)
+        chosen, shares = self.router(x)
         choices.append(chosen)
-        out = self._experts(x, chosen, shares)
-        if self._shared is None:
+        out = self.experts(x, chosen, shares)
+        if self.shared is None:
             return out
 
-        shared = self._shared(x, None, choices)
-        if self._shared_gate is not None:
-            shared = shared * sigmoid(self._shared_gate(x))
+        shared = self.shared(x, None, choices)
+        if self.shared_gate is not None:
+            shared = shared * sigmoid(self.shared_gate(x))
         return out + shared
 
 
 def mlp_of_layer(
-    spec: ModelSpec, number: int, parameters: Parameters, operators: Operators, dtype: torch.dtype
+    spec: specs.ModelSpec, number: int, parameters: Parameters, dtype: torch.dtype
 ) -> Mlp:
     """Return the MLP of layer `number` with the norm before it, computed in `dtype`."""
     layer = f"decoder.layers.{number}."
@@ -99,18 +120,18 @@ def mlp_of_layer(
         bias = parameters[prefix + "linear_fc1.bias"].to(dtype) if biased else None
         fc1 = linear(parameters[prefix + "linear_fc1.weight"].to(dtype), bias)
         fc2 = linear(parameters[prefix + "linear_fc2.weight"].to(dtype))
-        return DenseMlp(operators, norm, fc1, fc2)
+        return DenseMlp(norm, spec.norm_eps, fc1, fc2)
 
     experts = spec.experts
     if experts is None or not experts.layers[number]:
         return dense(prefix, norm, spec.mlp_bias)
 
     place = parameters.place
-    here = experts_of(spec, place.ep, place.ep_rank)
+    held = experts_of(spec, place.ep, place.ep_rank)
     local = LocalExperts(
-        first=here.start,
-        fc1=[parameters[f"{prefix}experts.{expert}.linear_fc1.weight"] for expert in here],
-        fc2=[parameters[f"{prefix}experts.{expert}.linear_fc2.weight"] for expert in here],
+        first=held.start,
+        fc1=[parameters[f"{prefix}experts.{expert}.linear_fc1.weight"] for expert in held],
+        fc2=[parameters[f"{prefix}experts.{expert}.linear_fc2.weight"] for expert in held],
     )
 
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
@@ -122,4 +143,5 @@ def mlp_of_layer(
         shared = dense(prefix + "shared.", None, biased=False)
     if experts.shared_gate:
         shared_gate = linear(parameters[prefix + "shared_gate.weight"].to(dtype))
-    return Mixture(operators, norm, router, make_experts(local, dtype), shared, shared_gate)
+    here = make_experts(local, dtype)
+    return Mixture(norm, spec.norm_eps, router, here, shared, shared_gate)

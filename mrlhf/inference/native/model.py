@@ -14,17 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.inference.cache_size import kv_heads_on_rank
-from mrlhf.inference.native import kernels
-from mrlhf.inference.native.attention import Attention, AttentionWeights
+from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.linear import linear
 from mrlhf.inference.native.mlp import Mlp, mlp_of_layer
-from mrlhf.inference.native.operators import (
-    Layer,
-    Operators,
-    StepInputs,
-    Tables,
-    TorchOperators,
-)
+from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.rope import rope_of
@@ -55,12 +48,11 @@ class Decoder:
         spec: ModelSpec,
         parameters: Parameters,
         parallel: TensorParallel,
-        operators: Operators,
         tables: Sequence[Tables],
         dtype: torch.dtype,
     ) -> None:
         self._parallel = parallel
-        self._operators = operators
+        self._eps = spec.norm_eps
         self._embedding_multiplier = spec.embedding_multiplier
         self._residual_multiplier = spec.residual_multiplier
         self._logits_divisor = spec.logits_divisor
@@ -71,9 +63,8 @@ class Decoder:
         self._embedding = tensor("embedding.word_embeddings.weight")
         self._layers: list[DecoderLayer] = []
         for number in range(spec.num_layers):
-            mlp = mlp_of_layer(spec, number, parameters, operators, dtype)
-            weights = _attention(spec, number, tables[number], tensor, parallel.size)
-            attention = Attention(weights, operators, parallel, spec.norm_eps)
+            attention = _attention(spec, number, tables[number], tensor, parallel)
+            mlp = mlp_of_layer(spec, number, parameters, dtype)
             self._layers.append(_layer(spec, number, tensor, attention, mlp))
 
         self._final_norm = tensor("decoder.final_layernorm.weight")
@@ -99,7 +90,6 @@ class Decoder:
         Returns:
             [rows, vocab_shard]: this rank's columns, without padding.
         """
-        operators = self._operators
         hidden = self._embed(inputs.tokens)
         delta: Tensor | None = None
         choices: list[Tensor] = []
@@ -117,7 +107,7 @@ class Decoder:
         if len(inputs.last) < len(hidden):
             hidden = hidden[inputs.last]
             delta = delta[inputs.last]
-        logits = self._output(operators.add_norm(hidden, delta, self._final_norm))
+        logits = self._output(add_norm(hidden, delta, self._final_norm, self._eps))
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
         if logits.shape[1] == self._vocab_rows:
@@ -130,7 +120,7 @@ class Decoder:
         if bias is not None:
             delta = delta + bias
         if norm is not None:
-            delta = self._operators.add_norm(delta, None, norm)
+            delta = add_norm(delta, None, norm, self._eps)
         if self._residual_multiplier != 1.0:
             delta = delta * self._residual_multiplier
         return delta
@@ -151,12 +141,15 @@ class Decoder:
 
 
 def _attention(
-    spec: ModelSpec, number: int, tables: Tables, tensor: Callable[[str], Tensor], ranks: int
-) -> AttentionWeights:
-    """Return the attention of layer `number` on one of `ranks` tensor-parallel ranks."""
+    spec: ModelSpec,
+    number: int,
+    tables: Tables,
+    tensor: Callable[[str], Tensor],
+    parallel: TensorParallel,
+) -> Attention:
+    """Return the attention of layer `number` on this rank."""
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
-    kv_heads = kv_heads_on_rank(spec, ranks)
 
     norms = None
     if spec.qk_norm != "none":
@@ -165,10 +158,11 @@ def _attention(
             tensor(attention + "k_layernorm.weight"),
         )
     bias = tensor(attention + "linear_qkv.bias") if spec.qkv_bias else None
-    return AttentionWeights(
-        kv_heads=kv_heads,
-        heads_per_kv_head=spec.num_heads // ranks // kv_heads,
-        head_dim=spec.head_dim,
+    return Attention(
+        parallel=parallel,
+        eps=spec.norm_eps,
+        scale=spec.attention_scale,
+        kv_heads=kv_heads_on_rank(spec, parallel.size),
         norm=None if spec.norms_after else tensor(prefix + "input_layernorm.weight"),
         qkv=linear(tensor(attention + "linear_qkv.weight"), bias),
         head_norms=norms if spec.qk_norm == "head" else None,
@@ -216,11 +210,3 @@ def tables_of_layers(
         sines = (angles.sin() * scale).to(dtype).float()
         by_kind[kind] = (cosines, sines)
     return [by_kind[kind] for kind in spec.ropes]
-
-
-def make_operators(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Operators:
-    """Return the fastest operators that this machine has for a model in `dtype`."""
-    compiled = kernels.load(dtype) if device.type == "cpu" else None
-    if compiled is None:
-        return TorchOperators(spec.norm_eps, spec.attention_scale)
-    return kernels.HostOperators(compiled, spec.norm_eps, spec.attention_scale)

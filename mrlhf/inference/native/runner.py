@@ -56,7 +56,7 @@ class Runner:
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Return the logits [rows, vocab_shard] after the tokens `inputs.last`."""
-        one_token_each = inputs.most_queries == 1 and len(inputs.last) == len(inputs.tokens)
+        one_token_each = inputs.mask.most_queries == 1 and len(inputs.last) == len(inputs.tokens)
         if self._graphs is not None and one_token_each:
             return self._graphs.run(inputs)
         return self._decoder.forward(inputs, self.cache.layers, self.cache.experts)

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mrlhf.host import kernels
+from mrlhf.host.kernels import Kernels, threads_for
 from mrlhf.inference.base import SamplingParams
-from mrlhf.inference.native.kernels import Kernels
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 
 Words = NDArray[np.uint64]
@@ -63,15 +64,11 @@ def uniforms(keys: Words, positions: NDArray[np.int64]) -> NDArray[np.float64]:
 class Sampler:
     """Draws tokens from logits whose columns are spread over the ranks of a replica.
 
-    All ranks draw the same tokens. `kernels` are for logits on the host, of their dtype; None uses
-    torch's operators. Token ids in `never` are never drawn.
+    All ranks draw the same tokens. Token ids in `never` are never drawn.
     """
 
-    def __init__(
-        self, parallel: TensorParallel, kernels: Kernels | None, never: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, parallel: TensorParallel, never: Sequence[int] = ()) -> None:
         self._parallel = parallel
-        self._kernels = kernels
         self._never = torch.tensor(list(never), dtype=torch.int64)
 
     def draw(
@@ -134,7 +131,7 @@ class Sampler:
             return sample_truncated(self._parallel.all_columns(logits), uniform, sampling)
 
         rows = max(1, _MOST_LOGITS // max(1, logits.shape[-1]))
-        if self._kernels is not None or len(logits) <= rows:
+        if kernels.find_for(logits) is not None or len(logits) <= rows:
             return self._draw_rows(logits, uniform, vocab_start, sampling)
 
         all_tokens = []
@@ -151,13 +148,13 @@ class Sampler:
         """Draw as `draw` does, among all tokens, without top-k and top-p."""
         greedy = sampling.temperature == 0
         scale = 1.0 if greedy else 1.0 / sampling.temperature
-        if self._kernels is not None and self._parallel.size == 1:
+        host = kernels.find_for(logits)
+        if host is not None and self._parallel.size == 1:
             numbers = torch.full_like(uniform, -1.0) if greedy else uniform
-            return self._kernels.draw(logits, scale, numbers)
+            return _draw_from_all(host, logits, scale, numbers)
 
         # This rank's highest logit, the mass of its columns, and its likeliest token.
-        summarise = self._kernels.logit_blocks if self._kernels is not None else _logit_blocks
-        highest, sums, likeliest = summarise(logits, scale)
+        highest, sums, likeliest = logit_blocks(logits, scale)
         top = highest.amax(dim=1)
         mass = ((highest - top[:, None]).double().exp() * sums).sum(dim=1)
         mine = torch.stack([top.double(), mass, (likeliest + vocab_start).double()])
@@ -180,7 +177,6 @@ class Sampler:
         local = torch.where(owner == self._parallel.rank, local.clamp_min(0.0), -1.0)
 
         # The owner finds the token; the other ranks add zeros.
-        pick = self._kernels.pick if self._kernels is not None else _pick
         columns, chosen = pick(logits, scale, highest, sums, top.float(), local)
         tokens = torch.where(columns >= 0, columns + vocab_start, 0)
         drawn = torch.stack([tokens.double(), chosen.double()])
@@ -188,8 +184,35 @@ class Sampler:
         return tokens.long(), (chosen - top - total.log()).float()
 
 
-def _logit_blocks(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Kernels.logit_blocks`."""
+def _draw_from_all(
+    host: Kernels, logits: Tensor, scale: float, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw from logits [batch, vocab] of the whole vocabulary; a negative number is greedy."""
+    rows, columns = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64)
+    logprobs = torch.empty(rows, dtype=torch.float32)
+    threads = threads_for(logits.numel())
+    host.draw(logits, scale, uniform, tokens, logprobs, rows, columns, threads)
+    return tokens, logprobs
+
+
+def logit_blocks(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Summarise each row of `scale` * logits [batch, vocab_shard] by blocks of 128 columns.
+
+    Returns:
+        The highest scaled logit of each block, float32 [batch, blocks]; the sum of exp(scaled logit
+        - that highest) over each block, float32 [batch, blocks]; and the first column that has the
+        highest scaled logit of the whole row, int64 [batch].
+    """
+    host = kernels.find_for(logits)
+    if host is not None:
+        rows, columns = logits.shape
+        highest, sums = torch.empty((2, rows, -(-columns // _COLUMNS)), dtype=torch.float32)
+        likeliest = torch.empty(rows, dtype=torch.int64)
+        threads = threads_for(logits.numel())
+        host.logit_blocks(logits, scale, highest, sums, likeliest, rows, columns, threads)
+        return highest, sums, likeliest
+
     scaled = logits.float() * scale
     padded = F.pad(scaled, (0, -scaled.shape[-1] % _COLUMNS), value=-torch.inf)
     blocks = padded.unflatten(-1, (-1, _COLUMNS))
@@ -197,10 +220,28 @@ def _logit_blocks(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]
     return highest, (blocks - highest[:, :, None]).exp().sum(dim=-1), scaled.argmax(dim=-1)
 
 
-def _pick(
+def pick(
     logits: Tensor, scale: float, highest: Tensor, sums: Tensor, tops: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `Kernels.pick`."""
+    """Find the column of each row at which the running sum of weights passes the row's target.
+
+    The weight of a column is exp(scaled logit - top). `highest` and `sums` come from
+    `logit_blocks`; `tops` are the rows' highest scaled logits over all ranks, float32 [batch];
+    `targets` are float64 [batch], and a row with a negative one is skipped.
+
+    Returns:
+        The columns, int64 [batch], and their scaled logits, float32 [batch]. A row that is skipped
+        has column -1 and logit 0.
+    """
+    host = kernels.find_for(logits)
+    if host is not None:
+        rows = len(logits)
+        tokens = torch.empty(rows, dtype=torch.int64)
+        chosen = torch.empty(rows, dtype=torch.float32)
+        sizes = (rows, logits.shape[1], threads_for(64 * rows))
+        host.pick(logits, scale, highest, sums, tops, targets, tokens, chosen, *sizes)
+        return tokens, chosen
+
     ends = ((highest - tops[:, None]).double().exp() * sums).cumsum(dim=-1)
     block, before = _first_above(ends, targets[:, None])
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
-from mrlhf.hub_files import read_object
 from mrlhf.models.families.base import Chunk, Family
 from mrlhf.models.families.glm4_moe import GLM4_MOE
 from mrlhf.models.families.granite import GRANITE

@@ -19,20 +19,14 @@ PAGE = "docs/troubleshooting.md"
 
 @dataclass(frozen=True)
 class Rule:
-    """One failure that is known by its sign.
+    """One failure that is known by its sign."""
 
-    Attributes:
-        name: the alarm; several rules may share it, one for each model.
-        severity: error: the run will most likely be of no use; warning: it may be.
-        sign: returns the message with the numbers while the failure is there, otherwise None.
-        key: the configuration key to change first.
-    """
-
-    name: str
-    severity: Severity
+    name: str  # the alarm; several rules may share it, one for each model
+    severity: Severity  # error: the run will most likely be of no use; warning: it may be
+    # Returns the message with the numbers while the failure is there, otherwise None.
     sign: Callable[[History], str | None]
     cause: str
-    key: str
+    key: str  # the configuration key to change first
 
     @property
     def link(self) -> str:
@@ -143,7 +137,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "slow_rank",
         "warning",
-        signs.slow_rank,
+        signs.slow_replica,
         "the machine or device of this rank is slower or shared; look at it first",
         "rollout.max_num_seqs",
     ),
@@ -151,7 +145,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             "slow_update",
             "warning",
-            partial(signs.slow_update, role=role),
+            partial(signs.slow_replica, role=role),
             "a machine or device of this replica is slower or shared; look at it first",
             f"{section}.micro_batch_tokens",
         )

@@ -196,30 +196,24 @@ def constant_term(history: History) -> str | None:
     return f"constant for {_CONSTANT_STEPS} steps: {values}"
 
 
-def slow_rank(history: History) -> str | None:
-    """The same replica of the engine is slower than the others, step after step."""
-    name = "perf/slowest_replica"
+def slow_replica(history: History, role: str | None = None) -> str | None:
+    """The same replica is slower than the others, step after step.
+
+    It is a replica of the model `role` in updates, or of the engine if that is None.
+    """
+    name = "perf/slowest_replica" if role is None else f"perf/slowest_update/{role}"
+    rank_name = "perf/slowest_replica_rank" if role is None else f"perf/slowest_update_rank/{role}"
     slower = history.recent(name, _LATEST)
-    replicas = history.recent("perf/slowest_replica_rank", _LATEST)
+    replicas = history.recent(rank_name, _LATEST)
     if not slower or not replicas or min(slower) < upper_bound(name) or len(set(replicas)) > 1:
         return None
-    return (
-        f"rank {replicas[-1]:.0f} needs {fmean(slower):.2g} times as long for a pass of the engine "
-        f"as the median, for {_LATEST} steps"
-    )
 
-
-def slow_update(history: History, role: str) -> str | None:
-    """The same replica of a model is slower in updates than the others, step after step."""
-    name = f"perf/slowest_update/{role}"
-    slower = history.recent(name, _LATEST)
-    replicas = history.recent(f"perf/slowest_update_rank/{role}", _LATEST)
-    if not slower or not replicas or min(slower) < upper_bound(name) or len(set(replicas)) > 1:
-        return None
-    return (
-        f"the replica of rank {replicas[-1]:.0f} needs {fmean(slower):.2g} times as long for its "
-        f"part of the update ({role}) as the median, for {_LATEST} steps"
-    )
+    rank = f"rank {replicas[-1]:.0f}"
+    times = f"{fmean(slower):.2g} times as long for"
+    end = f"as the median, for {_LATEST} steps"
+    if role is None:
+        return f"{rank} needs {times} a pass of the engine {end}"
+    return f"the replica of {rank} needs {times} its part of the update ({role}) {end}"
 
 
 def everything_rejected(history: History) -> str | None:
@@ -227,9 +221,7 @@ def everything_rejected(history: History) -> str | None:
     name = "rollout_corr/rollout_rs_masked_fraction"
     if history.now(name) != upper_bound(name):
         return None
-    return "the rollout correction has rejected every token, so nothing can be learned" + _kl(
-        history
-    )
+    return f"the rollout correction has rejected every token, {_nothing_is_learned(history)}"
 
 
 def zero_weights(history: History) -> str | None:
@@ -237,15 +229,13 @@ def zero_weights(history: History) -> str | None:
     name = "rollout_corr/rollout_is_mean"
     if history.now(name) != lower_bound(name):
         return None
-    return "the rollout correction gives every token the weight 0, so nothing can be learned" + _kl(
-        history
-    )
+    return f"the rollout correction gives every token the weight 0, {_nothing_is_learned(history)}"
 
 
-def _kl(history: History) -> str:
-    """The distance of the engine from the trainer in words; empty if it was not measured."""
+def _nothing_is_learned(history: History) -> str:
+    """The consequence, and the distance of the engine from the trainer, if it was measured."""
     kl = history.now("rollout_corr/kl")
-    return "" if kl is None else f"; rollout_corr/kl is {kl:.3g}"
+    return "so nothing can be learned" + ("" if kl is None else f"; rollout_corr/kl is {kl:.3g}")
 
 
 def _is_unhealthy_at_first_or_lastingly(history: History, name: str) -> bool:

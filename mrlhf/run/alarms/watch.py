@@ -22,21 +22,15 @@ _END_AFTER = 5  # steps without the sign
 
 @dataclass(frozen=True)
 class Alarm:
-    """A failure that has begun; a line of `alarms.jsonl`. The fields are those of its rule.
+    """A failure that has begun; a line of `alarms.jsonl`. The fields are those of its rule."""
 
-    Attributes:
-        step: the training step at which it was seen first.
-        message: the sign with its numbers.
-        link: the page that says more about it.
-    """
-
-    step: int
+    step: int  # the training step at which it was seen first
     name: str
     severity: Severity
-    message: str
+    message: str  # the sign with its numbers
     cause: str
     key: str
-    link: str
+    link: str  # the page that says more about it
 
     @property
     def line(self) -> str:
@@ -67,12 +61,10 @@ class Watch:
         raised = []
         for number, rule in enumerate(self._rules):
             message = rule.sign(self._history)
-            if message is None:
-                self._take_note_of_absence(number)
-                continue
-
-            self._absent[number] = 0
-            if number not in self._on:
+            self._absent[number] = 0 if message else self._absent.get(number, 0) + 1
+            if self._absent[number] >= _END_AFTER:
+                self._on.pop(number, None)
+            if message is not None and number not in self._on:
                 alarm = Alarm(
                     step, rule.name, rule.severity, message, rule.cause, rule.key, rule.link
                 )
@@ -89,35 +81,20 @@ class Watch:
                 raised += self.look(int(step), record)
         return raised
 
-    def _take_note_of_absence(self, number: int) -> None:
-        if number in self._on:
-            self._absent[number] += 1
-            if self._absent[number] >= _END_AFTER:
-                del self._on[number]
 
+def write_alarms(path: Path, alarms: Iterable[Alarm], *, replace: bool = False) -> None:
+    """Append alarms to `alarms.jsonl`, one a line, for the report and for other programs.
 
-class AlarmsFile:
-    """`alarms.jsonl`, one alarm a line, for the report of the run and for other programs."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, alarm: Alarm) -> None:
-        """Append an alarm."""
-        self._write("a", [alarm])
-
-    def replace(self, alarms: Iterable[Alarm]) -> None:
-        """Write these alarms in place of all earlier ones; without any, there is no file."""
-        self._path.unlink(missing_ok=True)
-        self._write("w", alarms)
-
-    def _write(self, mode: str, alarms: Iterable[Alarm]) -> None:
-        lines = "".join(f"{json.dumps(asdict(alarm))}\n" for alarm in alarms)
-        if not lines:
-            return
-        try:
-            with self._path.open(mode, encoding="utf-8") as output:
-                output.write(lines)
-        except OSError as error:
-            # The alarms have been logged as well, so nothing is tried again.
-            logger.error("cannot write %s: %s", self._path, error)
+    With `replace` they are written in place of all earlier ones; without any, there is no file.
+    """
+    if replace:
+        path.unlink(missing_ok=True)
+    lines = "".join(f"{json.dumps(asdict(alarm))}\n" for alarm in alarms)
+    if not lines:
+        return
+    try:
+        with path.open("a", encoding="utf-8") as output:
+            output.write(lines)
+    except OSError as error:
+        # The alarms have been logged as well, so nothing is tried again.
+        logger.error("cannot write %s: %s", path, error)

@@ -26,18 +26,15 @@ from mrlhf.rollout.scoring import Scores
 
 @dataclass(frozen=True)
 class Dump:
-    """The data of one step that is written down.
-
-    Attributes:
-        entropy: of the distribution of each token, float32 [batch, response_len]; None where it was
-            not measured, or measured before the run was interrupted.
-        new_logprobs: log-probabilities after the update, float32 [batch, response_len], or None.
-    """
+    """The data of one step that is written down."""
 
     step: int
     experience: Experience
     scores: Scores
+    # Of the distribution of each token, float32 [batch, response_len]; None where it was not
+    # measured, or measured before the run was interrupted.
     entropy: Tensor | None = None
+    # Log-probabilities after the update, float32 [batch, response_len], or None.
     new_logprobs: Tensor | None = None
 
 

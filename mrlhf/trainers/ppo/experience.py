@@ -16,7 +16,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.correction import RolloutCorrectionSection
-from mrlhf.methods import find_method
+from mrlhf.config.methods import find_method
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
@@ -42,18 +42,13 @@ from mrlhf.rollout.score_checks import check_advantages
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """The models' outputs for a rollout; float32 [batch, response_len].
+    """The models' outputs for a rollout; float32 [batch, response_len]."""
 
-    Attributes:
-        policy: outputs of the policy before the update; None in bypass mode, which uses the
-            engine's log-probabilities instead.
-        ref_logprobs: log-probabilities under the reference, or None without one.
-        values: the critic's predictions, or None without a critic.
-    """
-
+    # Outputs of the policy before the update; None in bypass mode, which uses the engine's
+    # log-probabilities instead.
     policy: Evaluation | None
-    ref_logprobs: Tensor | None
-    values: Tensor | None
+    ref_logprobs: Tensor | None  # log-probabilities under the reference, or None without one
+    values: Tensor | None  # the critic's predictions, or None without a critic
 
     def tables(self) -> list[Tensor]:
         """The tensors that an experience refers to; it needs no copies of them."""

@@ -36,19 +36,15 @@ from mrlhf.weights.shard import Piece
 
 @dataclass(frozen=True)
 class _Backend:
-    """The functions that differ between the kinds of inference engine before one is built.
+    """The functions that differ between the kinds of inference engine before one is built."""
 
-    Attributes:
-        engine: the constructor.
-        check: raises if the engine cannot serve this model, tensor-parallel size or device.
-        layout: makes the replicas from the actor's layout, `rollout.tp`, and the number of parts of
-            a replica over which experts are shared out.
-        pieces: lists the named slices that a rank of a replica holds.
-    """
-
-    engine: Callable[..., InferenceEngine]
+    engine: Callable[..., InferenceEngine]  # the constructor
+    # Raises if the engine cannot serve this model, tensor-parallel size or device.
     check: Callable[[ModelSpec, int, torch.device], None]
+    # Makes the replicas from the actor's layout, `rollout.tp`, and the number of parts of a replica
+    # over which experts are shared out.
     layout: Callable[[ParallelLayout, int, int], EngineLayout]
+    # Lists the named slices that a rank of a replica holds.
     pieces: Callable[[ModelSpec, EngineLayout, int, Set[str] | None], list[Piece]]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -19,30 +20,41 @@ from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.scoring import Scores
 
+# The keys that must not change in the middle of a step.
+_FIXED = (
+    "seed",
+    "data.train_batch_size",
+    "data.gen_batch_size",
+    "data.max_response_length",
+    "actor.ppo_mini_batch_size",
+    "critic.ppo_mini_batch_size",
+    "actor.router_replay",
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.top_k",
+    "rollout.top_p",
+    "rollout.stop",
+    "rollout.stop_token_ids",
+)
+
 
 @dataclass
 class StepProgress:
-    """The results of a training step so far; the same on every rank.
+    """The results of a training step so far; the same on every rank."""
 
-    Attributes:
-        number: of the step, from 1.
-        before: the trainer's state when the step began.
-        experience: made of `collected`. Once it is set, the models may change.
-        critic: the progress of the critic's update.
-        actor: the progress of the actor's update.
-        updated: the roles whose update is complete.
-        entropy: of the distribution of each token, float32 [batch, response_len], kept only if it
-            is to be written down; it is lost if the step is interrupted.
-    """
-
-    number: int
-    before: Mapping[str, Any]
+    number: int  # of the step, from 1
+    before: Mapping[str, Any]  # the trainer's state when the step began
     metrics: dict[str, float] = field(default_factory=dict)
     collected: Collected | None = None
+    # Made of `collected`. Once it is set, the models may change.
     experience: Experience | None = None
+    # The progress of the critic's update.
     critic: UpdateProgress = field(default_factory=UpdateProgress)
+    # The progress of the actor's update.
     actor: UpdateProgress = field(default_factory=UpdateProgress)
-    updated: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)  # the roles whose update is complete
+    # Of the distribution of each token, float32 [batch, response_len], kept only if it is to be
+    # written down; it is lost if the step is interrupted.
     entropy: Tensor | None = None
 
     def end_update(self, role: str, metrics: Mapping[str, float]) -> None:
@@ -105,15 +117,4 @@ class StepProgress:
 
 def fixed_settings(config: PPOConfig) -> dict[str, Any]:
     """The keys that must not change in the middle of a step, with their values."""
-    settings: dict[str, Any] = {
-        "seed": config.seed,
-        "data.train_batch_size": config.data.train_batch_size,
-        "data.gen_batch_size": config.data.gen_batch_size,
-        "data.max_response_length": config.data.max_response_length,
-        "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
-        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
-        "actor.router_replay": config.actor.router_replay,
-    }
-    for key in ("n", "temperature", "top_k", "top_p", "stop", "stop_token_ids"):
-        settings[f"rollout.{key}"] = getattr(config.rollout, key)
-    return settings
+    return {key: attrgetter(key)(config) for key in _FIXED}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,11 @@ from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import CheckpointError, Interrupted
 from mrlhf.preflight import read_ppo_inputs
-from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
-from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.report import closing_report, ppo_achievements
-from mrlhf.run.reporter import Reporter
+from mrlhf.run.export import ExportedModel, export_checkpoint
+from mrlhf.run.report import ppo_achievements
+from mrlhf.run.reporter import Reporter, ResumePoint
 from mrlhf.run.startup import Run, start
-from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
+from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.trainers.ppo.progress import StepProgress, fixed_settings
 from mrlhf.trainers.ppo.setup import Parts, assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
@@ -53,15 +54,21 @@ class PPORun:
         self._run = run
         self._parts = parts
         self._config = config
-        self._section = config.trainer
         self._trainer = PPOTrainer(config, run, parts)
+        self._exported = ExportedModel(
+            parts.actor.engine,
+            parts.tokenizer,
+            config.trainer.max_shard_size_mb,
+            parts.generation_config,
+        )
         self._checkpoints = Checkpoints(
             run,
             config,
             parts.trained(),
             parts.steps,
-            self._export,
-            Measured("val" in parts.held_out, config.trainer.critic_warmup),
+            partial(export_checkpoint, self._exported),
+            "val" in parts.held_out,
+            config.trainer.critic_warmup,
         )
 
         self._completed = 0
@@ -78,26 +85,20 @@ class PPORun:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
         parts = self._parts
-        with Reporter.of(self._run, self._config, parts.steps, self._resumed) as reporter:
+        with closing(Reporter.of(self._run, self._config, parts.steps, self._resumed)) as reporter:
             try:
                 self._train(reporter)
             except Interrupted:
                 self._save_interrupted()
                 raise
 
-        directory = self._run.output_dir / "actor"
-        with self._run.phases.enter("export"):
-            export_result(self._exported(), directory, parts.steps, self._save_last)
         parts.scorer.close()
-        if self._run.is_main_rank:
-            self._run.require_directory(directory)
-            summary = {
-                **ppo_achievements(self._run.output_dir),
-                "steps": parts.steps,
-                **self._checkpoints.summary(),
-                "checkpoint": str(directory),
-            }
-            closing_report(self._run.output_dir, summary)
+        self._checkpoints.end_run(
+            self._exported,
+            self._last_metrics,
+            parts.state_dict,
+            lambda: ppo_achievements(self._run.output_dir),
+        )
 
     def _train(self, reporter: Reporter) -> None:
         """Run the remaining steps, and the validation before the first one."""
@@ -173,21 +174,3 @@ class PPORun:
             unfinished = True
 
         self._checkpoints.save_at_end(self._completed, self._last_metrics, state, unfinished)
-
-    def _save_last(self) -> None:
-        """Save a checkpoint of the last step, unless there is one."""
-        state = self._parts.state_dict()
-        self._checkpoints.save_at_end(self._completed, self._last_metrics, state)
-
-    def _export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face checkpoint."""
-        export_checkpoint(self._exported(), directory)
-
-    def _exported(self) -> ExportedModel:
-        parts = self._parts
-        return ExportedModel(
-            parts.actor.engine,
-            parts.tokenizer,
-            self._section.max_shard_size_mb,
-            parts.generation_config,
-        )

@@ -11,7 +11,6 @@ from typing import Any
 
 from mrlhf.batch import Prompts
 from mrlhf.config.roots import PPOConfig
-from mrlhf.config.sections import RoleSection
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
@@ -20,7 +19,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.preflight import PPOInputs
 from mrlhf.preflight.vocabulary import Endings
-from mrlhf.rl.kl import KlController, make_kl_controller
+from mrlhf.rl.kl import KlController
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
@@ -39,37 +38,25 @@ from mrlhf.training.engine import ModelEngine
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a PPO run on this rank.
-
-    Attributes:
-        sampling: how the responses of training are sampled.
-        generation_config: the text of the actor's `generation_config.json`, if it has one.
-        held_out: prompts by split, "val" and "test"; a split that the run does not have is missing.
-        sampler: the order of the training prompts.
-        steps: training steps of the run.
-        critic: None if the advantage estimator needs no values.
-        reference: None if no KL is asked for.
-        shaper: makes the scores that train from the scores of a batch.
-        kl_controller: moves the coefficient of the KL in the reward.
-        samples_per_mini_batch: samples (prompts x n) of one optimizer step, by role.
-    """
+    """The parts of a PPO run on this rank."""
 
     tokenizer: Tokenizer
-    sampling: SamplingParams
-    generation_config: str | None
+    sampling: SamplingParams  # how the responses of training are sampled
+    generation_config: str | None  # the text of the actor's `generation_config.json`, if it has one
+    # Prompts by split, "val" and "test"; a split that the run does not have is missing.
     held_out: Mapping[str, Prompts]
     prompts: PromptDataset
-    sampler: StatefulSampler
-    steps: int
+    sampler: StatefulSampler  # the order of the training prompts
+    steps: int  # training steps of the run
     actor: Actor
-    critic: Critic | None
-    reference: Reference | None
+    critic: Critic | None  # None if the advantage estimator needs no values
+    reference: Reference | None  # None if no KL is asked for
     generator: Generator
     scorer: Scorer
-    shaper: RewardShaper
+    shaper: RewardShaper  # makes the scores that train from the scores of a batch
     collector: Collector
-    kl_controller: KlController
-    samples_per_mini_batch: dict[str, int]
+    kl_controller: KlController  # moves the coefficient of the KL in the reward
+    samples_per_mini_batch: dict[str, int]  # samples (prompts x n) of one optimizer step, by role
 
     def trained(self) -> dict[str, ModelEngine]:
         """The models that are trained, by role."""
@@ -119,13 +106,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run)
-    scorer = Scorer(
-        inputs.reward,
-        tokenizer,
-        reward_model,
-        actor.engine.groups.world,
-        run.phases,
-    )
+    scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups.world, run.phases)
 
     # An optimizer moves the parameters, so the inference engine is connected after it.
     actor_updates = max(1, inputs.steps - max(0, config.trainer.critic_warmup - 1))
@@ -152,7 +133,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         scorer=scorer,
         shaper=shaper,
         collector=collector,
-        kl_controller=make_kl_controller(
+        kl_controller=KlController(
             control.type, control.kl_coef, control.target_kl, control.horizon
         ),
         samples_per_mini_batch={
@@ -208,9 +189,7 @@ def _collector(
 
 
 def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
-    engine = _engine(run, "actor", config.actor, "lm")
-    if initial:
-        engine.load(config.actor.path, config.seed)
+    engine = _engine(config, run, "actor", "lm", initial)
     settings = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
     return Actor(engine, settings, config.rollout.temperature)
 
@@ -218,29 +197,26 @@ def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
 def _critic(config: PPOConfig, run: Run, initial: bool) -> Critic | None:
     if not config.needs_critic:
         return None
-    engine = _engine(run, "critic", config.critic, "scalar")
-    if initial:
-        engine.load(config.critic.path, config.seed)
-    return Critic(engine, config.critic)
+    return Critic(_engine(config, run, "critic", "scalar", initial), config.critic)
 
 
 def _reference(config: PPOConfig, run: Run) -> Reference | None:
     if not config.needs_reference:
         return None
-    engine = _engine(run, "reference", config.reference, "lm")
-    engine.load(config.reference.path, config.seed)
-    return Reference(engine, config.rollout.temperature)
+    return Reference(_engine(config, run, "reference", "lm"), config.rollout.temperature)
 
 
 def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
     if config.reward_model is None:
         return None
-    engine = _engine(run, "reward_model", config.reward_model, "scalar")
-    engine.load(config.reward_model.path, config.seed, needs_head=True)
-    return RewardModel(engine)
+    return RewardModel(_engine(config, run, "reward_model", "scalar"))
 
 
-def _engine(run: Run, name: str, section: RoleSection, head: Head) -> ModelEngine:
-    """The model of role `name` without weights."""
+def _engine(config: PPOConfig, run: Run, name: str, head: Head, loads: bool = True) -> ModelEngine:
+    """The model of role `name`; without weights unless it `loads` them."""
+    section = config.roles()[name]
     spec = load_spec(section.path, head)
-    return ModelEngine(section, spec, run.groups(name, section), run.device, run.phases)
+    engine = ModelEngine(section, spec, run.groups(name, section), run.device, run.phases)
+    if loads:
+        engine.load(section.path, config.seed, needs_head=name == "reward_model")
+    return engine

@@ -41,16 +41,11 @@ from mrlhf.trainers.ppo.setup import Parts
 
 @dataclass(frozen=True)
 class Cuts:
-    """The batch of a step, cut for each model that trains.
+    """The batch of a step, cut for each model that trains."""
 
-    Attributes:
-        sequences: the uncut batch; the ranks of a machine share it.
-        critic: None if the run has no critic.
-    """
-
-    sequences: Sequences
+    sequences: Sequences  # the uncut batch; the ranks of a machine share it
     actor: BatchCut
-    critic: BatchCut | None
+    critic: BatchCut | None  # None if the run has no critic
 
     def of(self, role: str) -> BatchCut:
         """The cut of a model that trains."""

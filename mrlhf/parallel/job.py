@@ -147,17 +147,11 @@ def write_error_file(message: str, moment: float) -> None:
 
 @dataclass(frozen=True)
 class LaunchHistory:
-    """The job and the launcher that started this process, and those that have done so before.
+    """The job and the launcher that started this process, and those that have done so before."""
 
-    Attributes:
-        job: the scheduler's number of the job; None if there is no scheduler.
-        names: of the job and of the launcher's run; the same after a restart.
-        again: the `names` that have restarted.
-    """
-
-    job: str | None
-    names: tuple[str, ...]
-    again: tuple[str, ...]
+    job: str | None  # the scheduler's number of the job; None if there is no scheduler
+    names: tuple[str, ...]  # of the job and of the launcher's run; the same after a restart
+    again: tuple[str, ...]  # the `names` that have restarted
 
 
 def read_launch_history() -> LaunchHistory:

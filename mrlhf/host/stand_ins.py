@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mrlhf.user_cache import cache_directory
+from mrlhf.host.user_cache import cache_directory
 
 T = TypeVar("T")
 

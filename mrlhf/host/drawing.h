@@ -1,20 +1,13 @@
-// The engine's kernels for a host: sampling, and every step of a decoder layer but its matrix
-// products.
-//
-// It is compiled on the machine that runs it, by mrlhf/host/library.py. The kernels see flat
-// tokens and blocks of the KV cache; they know no sequence ids, no schedule and no torch. Sums are
-// float32 whatever the storage type is, and float64 where a whole vocabulary is added up. With
-// `threads` of 1 no team of threads is started.
+// Draws tokens from logits; sums over a whole vocabulary are float64.
+
+#pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
-#include "norms.h"
 #include "numbers.h"
-#include "paged_attention.h"
 
 namespace {
 
@@ -131,41 +124,3 @@ void draw(const T* logits, float scale, const double* uniform, int64_t* tokens, 
 }
 
 }  // namespace
-
-#define MRLHF_KERNELS(T, SUFFIX)                                                                                       \
-    extern "C" void add_rms_norm_##SUFFIX(T* hidden, const T* delta, const T* weight, T* out, int64_t tokens,          \
-                                          int64_t size, float eps, int threads) {                                      \
-        add_rms_norm<T>(hidden, delta, weight, out, nullptr, tokens, size, eps, threads);                                       \
-    }                                                                                                                  \
-    extern "C" void rotate_store_##SUFFIX(const T* qkv, const T* q_norm, const T* k_norm, float eps, const float* cos, \
-                                          const float* sin, const int64_t* positions, const int64_t* slots, T* q,      \
-                                          T* keys, T* values, int64_t tokens, int64_t kv_heads, int64_t per_kv_head,   \
-                                          int64_t dim, int64_t rotary, int64_t block_size, int threads) {              \
-        rotate_store<T>(qkv, q_norm, k_norm, eps, cos, sin, positions, slots, q, keys, values, tokens, kv_heads,       \
-                        per_kv_head, dim, rotary, block_size, threads);                                                \
-    }                                                                                                                  \
-    extern "C" void attend_##SUFFIX(const T* q, const T* keys, const T* values, const int32_t* tables,                 \
-                                    int64_t table_stride, const int32_t* query_starts, const int32_t* lengths, T* out, \
-                                    int64_t sequences, int64_t kv_heads, int64_t per_kv_head, int64_t dim,             \
-                                    int64_t block_size, int64_t window, float scale, int threads) {                    \
-        attend<T>(q, keys, values, tables, table_stride, query_starts, lengths, out, sequences, kv_heads,              \
-                      per_kv_head, dim, block_size, window, scale, threads);                                           \
-    }                                                                                                                  \
-    extern "C" void logit_blocks_##SUFFIX(const T* logits, float scale, float* block_highest,                          \
-                                          float* block_sums, int64_t* likeliest, int64_t rows, int64_t columns,        \
-                                          int threads) {                                                               \
-        logit_blocks<T>(logits, scale, block_highest, block_sums, likeliest, rows, columns, threads);                  \
-    }                                                                                                                  \
-    extern "C" void pick_##SUFFIX(const T* logits, float scale, const float* block_highest,                            \
-                                  const float* block_sums, const float* tops, const double* targets, int64_t* tokens,  \
-                                  float* chosen, int64_t rows, int64_t columns, int threads) {                         \
-        pick<T>(logits, scale, block_highest, block_sums, tops, targets, tokens, chosen, rows, columns,                \
-                threads);                                                                                              \
-    }                                                                                                                  \
-    extern "C" void draw_##SUFFIX(const T* logits, float scale, const double* uniform, int64_t* tokens,                \
-                                  float* logprobs, int64_t rows, int64_t columns, int threads) {                       \
-        draw<T>(logits, scale, uniform, tokens, logprobs, rows, columns, threads);                                     \
-    }
-
-MRLHF_KERNELS(float, float32)
-MRLHF_KERNELS(bfloat16, bfloat16)

@@ -1,18 +1,46 @@
-// The trainer's kernels for a host: RMSNorm and the gated activation, forward and backward.
+// RMSNorm and the gated activation, forward and backward.
 //
-// They are compiled on the machine that runs them, by mrlhf/host/library.py. They see rows of
-// numbers and no model. The rows of a result do not depend on each other. Sums are float32 whatever
-// the storage type is. With `threads` of 1 no team of threads is started.
+// They see rows of numbers and no model. The rows of a result do not depend on each other.
+
+#pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
-#include "norms.h"
 #include "numbers.h"
 
 namespace {
+
+// Adds delta to hidden, if there is one, and writes the RMSNorm of the sum to out; [tokens, size] each.
+// scales [tokens], if it is given, gets 1 / sqrt(mean of squares + eps).
+template <typename T>
+void add_rms_norm(T* hidden, const T* delta, const T* weight, T* out, float* scales, int64_t tokens,
+                  int64_t size, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < tokens; ++t) {
+        T* h = hidden + t * size;
+        T* o = out + t * size;
+        float squares = 0.0f;
+        if (delta) {
+            const T* d = delta + t * size;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < size; ++i) {
+                const float sum = rounded<T>(widen(h[i]) + widen(d[i]));
+                store(h + i, sum);
+                squares += sum * sum;
+            }
+        } else {
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < size; ++i) squares += widen(h[i]) * widen(h[i]);
+        }
+        const float scale = 1.0f / std::sqrt(squares / float(size) + eps);
+        if (scales) scales[t] = scale;
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) store(o + i, widen(weight[i]) * rounded<T>(widen(h[i]) * scale));
+    }
+}
 
 // A float sums at most so many rows. Sums of blocks are added up apart, since the error of a sum
 // grows with the number of additions.
@@ -98,24 +126,3 @@ void gated_backward(const T* grad, const T* gate_up, T* grad_gate_up, int64_t ro
 }
 
 }  // namespace
-
-#define MRLHF_KERNELS(T, SUFFIX)                                                                                       \
-    extern "C" void rms_norm_##SUFFIX(T* x, const T* weight, T* out, float* scales, int64_t rows, int64_t size,        \
-                                      float eps, int threads) {                                                        \
-        add_rms_norm<T>(x, nullptr, weight, out, scales, rows, size, eps, threads);                                                 \
-    }                                                                                                                  \
-    extern "C" void rms_norm_backward_##SUFFIX(const T* grad, const T* x, const T* weight, const float* scales,        \
-                                               T* grad_x, float* grad_weight, int64_t rows, int64_t size,              \
-                                               int threads) {                                                          \
-        rms_norm_backward<T>(grad, x, weight, scales, grad_x, grad_weight, rows, size, threads);                       \
-    }                                                                                                                  \
-    extern "C" void gated_##SUFFIX(const T* gate_up, T* out, int64_t rows, int64_t size, int threads) {                \
-        gated<T>(gate_up, out, rows, size, threads);                                                                   \
-    }                                                                                                                  \
-    extern "C" void gated_backward_##SUFFIX(const T* grad, const T* gate_up, T* grad_gate_up, int64_t rows,            \
-                                            int64_t size, int threads) {                                               \
-        gated_backward<T>(grad, gate_up, grad_gate_up, rows, size, threads);                                           \
-    }
-
-MRLHF_KERNELS(float, float32)
-MRLHF_KERNELS(bfloat16, bfloat16)

@@ -24,33 +24,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tracked:
-    """One step for the trackers.
-
-    Attributes:
-        numbers: the metrics that are finite numbers.
-        texts: samples in words, by title.
-        distributions: numbers of each response, by name.
-    """
+    """One step for the trackers."""
 
     step: int
-    numbers: Mapping[str, float]
-    texts: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, float]  # the metrics that are finite numbers
+    texts: Mapping[str, str] = field(default_factory=dict)  # samples in words, by title
+    # Numbers of each response, by name.
     distributions: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run for the trackers.
+    """The run for the trackers."""
 
-    Attributes:
-        output_dir: the trackers' files stand there if the tracker allows it.
-        first_step: the first step that a resumed run tracks again; None for a new run.
-    """
-
-    output_dir: Path
+    output_dir: Path  # the trackers' files stand there if the tracker allows it
     project: str
     name: str
     config: Mapping[str, Any]
+    # The first step that a resumed run tracks again; None for a new run.
     first_step: int | None = None
 
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from mrlhf.config.user_code import UserCodeError, load_function, read_reference, summarise_error
 from mrlhf.errors import ConfigError, MethodError, UserTraceback
-from mrlhf.user_code import UserCodeError, load_function, read_reference, summarise_error
 
-_NOT_THE_USERS = tuple(Path(file).resolve().parent for file in (__file__, torch.__file__))
+_NOT_THE_USERS = (Path(__file__).resolve().parents[1], Path(torch.__file__).resolve().parent)
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 

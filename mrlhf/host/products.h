@@ -1,19 +1,96 @@
-// The products of a mixture of experts on a host: gated MLPs, of which each token goes to a few.
+// Products with weights in panels of columns: of a linear layer, and of a mixture of experts.
 //
-// It is compiled on the machine that runs it, by mrlhf/host/library.py. Tokens are sorted by
-// expert, so that each weight is read once however many tokens go to its expert. Weights lie in
-// panels, in the order in which they are read. bfloat16 is widened in registers, which saves memory
-// and halves what is read. Sums are float32. The result of a token does not depend on the other
-// tokens, nor on the number of threads, to the last bit.
+// A panel is [size, kPanel]: kPanel columns of the transposed weight, in the order in which they are
+// read. bfloat16 is widened in registers, which saves memory and halves what is read. Each sum has one
+// order: what a row gets does not depend on the other rows, nor on the number of threads, to the last
+// bit.
+
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
-#include "panels.h"
+#include "numbers.h"
 
-namespace {
+namespace products {
+
+using Lanes = Vectors<kWidest>::Lanes;
+
+constexpr int64_t kLanes = kWidest;
+constexpr int kRows = kWidest == 16 ? 12 : 6;  // whose sums fit into the registers, two vectors each
+constexpr int64_t kPanel = 2 * kLanes;  // columns of a panel
+constexpr int64_t kRowBlock = 96;       // rows that stay in the cache while they meet some panels
+constexpr int64_t kPanels = 8;          // panels that one thread computes at a time, at most
+
+// out [kR, kPanel] = x [kR, size] times a panel [size, kPanel]. Each sum has one order, whatever kR
+// is, and so whatever other rows there are. Meanwhile memory is fetched from `next` on, `step`
+// numbers for each row of the panel.
+template <typename W, int kR>
+void tile(const float* const* x, const W* panel, int64_t size, const W* next, int64_t step, float* out) {
+    Lanes sums[kR][2] = {};
+    for (int64_t i = 0; i < size; ++i) {
+        const W* row = panel + i * kPanel;
+        __builtin_prefetch(next + i * step, 0, 3);
+        const Lanes low = load<kLanes>(row), high = load<kLanes>(row + kLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < kR; ++r) {
+            sums[r][0] += x[r][i] * low;
+            sums[r][1] += x[r][i] * high;
+        }
+    }
+    for (int r = 0; r < kR; ++r) {
+        save<kLanes>(out + r * kPanel, sums[r][0]);
+        save<kLanes>(out + r * kPanel + kLanes, sums[r][1]);
+    }
+}
+
+template <typename W, int... kCounts>
+inline void tile_of(int rows, const float* const* x, const W* panel, int64_t size, const W* next, int64_t step,
+                    float* out, std::integer_sequence<int, kCounts...>) {
+    using Tile = void (*)(const float* const*, const W*, int64_t, const W*, int64_t, float*);
+    static constexpr Tile tiles[] = {tile<W, kCounts + 1>...};
+    tiles[rows - 1](x, panel, size, next, step, out);
+}
+
+// Calls emit(row, x[row] times the panel) for all rows. All tiles together fetch the panel that lies
+// behind, so that reading it takes no time of its own if it comes next.
+template <typename W, typename Emit>
+inline void times_panel(const float* const* x, int64_t rows, const W* panel, int64_t size, const Emit& emit) {
+    constexpr auto counts = std::make_integer_sequence<int, kRows>();
+    float out[kRows * kPanel];
+    const int64_t tiles = (rows + kRows - 1) / kRows;
+    const int64_t step = (kPanel + tiles - 1) / tiles;
+    for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
+        tile_of(int(count), x + first, panel, size, panel + size * (kPanel + t * step), step, out, counts);
+        for (int64_t r = 0; r < count; ++r) emit(first + r, out + r * kPanel);
+    }
+}
+
+// out [rows, columns] = x [rows, size] times the weight, plus the bias if there is one. Threads share
+// out blocks of rows and runs of panels; one thread keeps a run in its cache for all rows.
+void multiply(const float* x, const float* panels, const float* bias, float* out, int64_t rows, int64_t size,
+              int64_t columns, int threads) {
+    const int64_t count = (columns + kPanel - 1) / kPanel;
+    const int64_t at_once = std::min(kPanels, (count + threads - 1) / threads);
+    std::vector<const float*> x_rows(rows);
+    for (int64_t r = 0; r < rows; ++r) x_rows[r] = x + r * size;
+
+#pragma omp parallel for num_threads(threads) if (threads > 1) collapse(2)
+    for (int64_t low = 0; low < count; low += at_once)
+        for (int64_t first = 0; first < rows; first += kRowBlock)
+            for (int64_t p = low; p < std::min(count, low + at_once); ++p) {
+                const int64_t begin = p * kPanel, width = std::min(kPanel, columns - begin);
+                times_panel(x_rows.data() + first, std::min(kRowBlock, rows - first), panels + p * size * kPanel, size,
+                            [&](int64_t r, const float* sums) {
+                                float* to = out + (first + r) * columns + begin;
+                                for (int64_t i = 0; i < width; ++i) to[i] = sums[i] + (bias ? bias[begin + i] : 0.0f);
+                            });
+            }
+}
 
 // Pairs of a token and an expert, in the order of the experts: those of expert e are numbered from
 // starts[e] to starts[e + 1]. Only the experts first .. first + count are there.
@@ -137,17 +214,4 @@ void mixture(const T* x, const int64_t* chosen, const float* shares, const W* fc
     }
 }
 
-}  // namespace
-
-extern "C" int64_t lanes_of_a_panel() { return kLanes; }
-
-#define MRLHF_EXPERTS(T, T_SUFFIX, W, W_SUFFIX)                                                                        \
-    extern "C" void mixture_of_##W_SUFFIX##_##T_SUFFIX(                                                                \
-        const T* x, const int64_t* chosen, const float* shares, const W* fc1, const W* fc2, T* out, int64_t tokens,    \
-        int64_t hidden, int64_t width, int64_t per_token, int64_t first, int64_t count, int threads) {                 \
-        mixture<T, W>(x, chosen, shares, fc1, fc2, out, tokens, hidden, width, per_token, first, count, threads);      \
-    }
-
-MRLHF_EXPERTS(float, float32, float, float32)
-MRLHF_EXPERTS(float, float32, bfloat16, bfloat16)
-MRLHF_EXPERTS(bfloat16, bfloat16, bfloat16, bfloat16)
+}  // namespace products

@@ -1,0 +1,52 @@
+"""Which keys each query of attention sees.
+
+Attention is causal within sequences. Queries are laid end to end, sequence by sequence, and the
+last query of each stands beside the last of its keys. The window, which differs between layers, is
+said apart. This file knows no layer and no backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from mrlhf.parallel.key_exchange import KeyExchange
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Keys are laid end to end like the queries."""
+
+    query_edges: Tensor  # where the queries of each sequence begin, and the end; int32
+    key_edges: Tensor  # the same for the keys, int32 [sequences + 1]
+    most_queries: int  # of one sequence
+    most_keys: int
+    exchange: KeyExchange | None = None  # brings keys of other ranks; None where all are here
+
+    @cached_property
+    def query_lengths(self) -> list[int]:
+        """Queries of each sequence; on a GPU the first call waits for the device."""
+        lengths: list[int] = self.query_edges.diff().tolist()
+        return lengths
+
+    @cached_property
+    def key_lengths(self) -> list[int]:
+        """Keys of each sequence; see `query_lengths`."""
+        lengths: list[int] = self.key_edges.diff().tolist()
+        return lengths
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Keys lie in the blocks of a cache."""
+
+    query_edges: Tensor  # where the queries of each sequence begin, and the end; int32
+    lengths: Tensor  # keys of each sequence, int32 [sequences]
+    block_tables: Tensor  # the blocks of each sequence in order, int32 [sequences, blocks]
+    most_queries: int  # of one sequence
+    most_keys: int  # or more
+
+
+Mask = Packed | Paged

@@ -1,0 +1,37 @@
+"""Compares two checkpoints of an actor, whatever the layouts that saved them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrlhf.checkpoint.manifest import read_manifest
+from mrlhf.checkpoint.slice_reader import SliceReader
+from mrlhf.weights.boxes import whole
+
+
+def assert_equal_checkpoints(first: Path, second: Path) -> None:
+    """Both hold the same float32 weights and moments, after as many steps."""
+    models = [read_manifest(path).models["actor"] for path in (first, second)]
+    assert models[0].optimizer_steps == models[1].optimizer_steps > 0
+    wanted = _tensors(first)
+    tensors = _tensors(second)
+    assert tensors.keys() == wanted.keys()
+    assert any(name.startswith("exp_avg_sq") for name in tensors)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, wanted[name]), f"{name} of {first} in {second}"
+
+
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    """Every stored tensor, whole, by kind and name."""
+    manifest = read_manifest(directory)
+    model = manifest.models["actor"]
+    reader = SliceReader(directory, manifest)
+    tensors = {}
+    for name, stored in model.tensors.items():
+        for kind in model.kinds:
+            tensors[f"{kind} {name}"] = reader.read("actor", kind, whole(name, stored.shape))
+    return tensors
