@@ -47,7 +47,7 @@ CASES = [
     Case("ppo", 2, ("actor.tp=1", "actor.recompute=full", "trainer.async_save=true")),
     Case("ppo", 2, ("actor.tp=2", "rollout.tp=1", "rollout.enforce_eager=true")),
     Case("ppo", 4, ("actor.tp=2", "actor.pp=2", "critic.cp=2", "rollout.verify_reshard=true")),
-    Case("ppo", 2, (*MIXTURE, "actor.ep=2", "actor.pp=2", "critic.dtype=float32")),
+    Case("ppo", 2, (*MIXTURE, "actor.ep=2", "critic.dtype=float32")),
     Case("ppo", 1, (*MIXTURE, "actor.router_replay=rollout")),
     Case("sft", 1),
     Case("sft", 2),
