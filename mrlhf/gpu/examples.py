@@ -66,6 +66,12 @@ def _paged_attention(numbers: Numbers) -> tuple[Any, ...]:
     return q, keys, values, tables, edges, lengths, 4, max(_LENGTHS), 7, 0.3
 
 
+def _draw(numbers: Numbers) -> tuple[Any, ...]:
+    logits = numbers(4, 3000)
+    uniform = torch.tensor([0.0, 0.3, 0.999, -1.0], dtype=torch.float64, device=logits.device)
+    return logits, 1.5, uniform
+
+
 EXAMPLES: dict[str, Callable[[Numbers], tuple[Any, ...]]] = {
     "rms_norm": _rms_norm,
     "rms_norm_backward": _rms_norm_backward,
@@ -75,6 +81,7 @@ EXAMPLES: dict[str, Callable[[Numbers], tuple[Any, ...]]] = {
     "rotate": _rotate,
     "rotate_store": _rotate_store,
     "paged_attention": _paged_attention,
+    "draw": _draw,
 }
 
 

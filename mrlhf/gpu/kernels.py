@@ -291,3 +291,62 @@ def join_splits(parts, sums, tops, out, rows, dim, SPLITS: tl.constexpr, DIM: tl
         total += weight * tl.load(sums + place)
         context += weight * tl.load(parts + place * dim + lanes, inside, 0.0)
     tl.store(out + row * dim + lanes, (context / total).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def logit_blocks(
+    logits, tops, sums, likeliest, columns, blocks, stride, factor, COLUMNS: tl.constexpr
+):
+    """Of each block of COLUMNS scaled logits: the highest, where it is, and the sum of exp."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    places = block * COLUMNS + tl.arange(0, COLUMNS)
+    loaded = tl.load(logits + row * stride + places, places < columns, 0.0).to(tl.float32) * factor
+    scaled = tl.where(places < columns, loaded, -float("inf"))
+
+    top = tl.max(scaled, 0)
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    tl.store(tops + row * blocks + block, top)
+    tl.store(sums + row * blocks + block, tl.sum(tl.exp(scaled - safe), 0))
+    tl.store(likeliest + row * blocks + block, block * COLUMNS + tl.argmax(scaled, 0))
+
+
+@triton.jit
+def draw(
+    logits, tops, sums, likeliest, uniform, tokens, logprobs, columns, blocks, stride, factor,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Draw a token of each row from the blocks' sums and the columns of one block."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.load(uniform + row)
+    index = tl.arange(0, BLOCKS)
+    inside = index < blocks
+    top_of = tl.load(tops + row * blocks + index, inside, -float("inf"))
+    top = tl.max(top_of, 0)
+    sum_of = tl.load(sums + row * blocks + index, inside, 0.0).to(tl.float64)
+    mass = tl.exp((top_of - top).to(tl.float64)) * sum_of
+    total = tl.sum(mass, 0)
+    ends = tl.cumsum(mass, 0)
+
+    # The first block whose end is above the target; if rounding puts it past all, the last of any.
+    target = number * total
+    last = tl.max(tl.where(mass > 0, index, 0), 0)
+    block = tl.minimum(tl.sum((inside & (ends <= target)).to(tl.int32), 0), last)
+    before = tl.sum(tl.where(index < block, mass, 0.0), 0)
+
+    lanes = tl.arange(0, COLUMNS)
+    places = block * COLUMNS + lanes
+    real = places < columns
+    loaded = tl.load(logits + row * stride + places, real, 0.0).to(tl.float32) * factor
+    weights = tl.where(real, tl.exp((loaded - top).to(tl.float64)), 0.0)
+    within = before + tl.cumsum(weights, 0)
+    last = tl.max(tl.where(weights > 0, lanes, 0), 0)
+    lane = tl.minimum(tl.sum((real & (within <= target)).to(tl.int32), 0), last)
+
+    drawn = (block * COLUMNS + lane).to(tl.int64)
+    chosen = tl.sum(tl.where(lanes == lane, loaded, 0.0), 0)
+    if number < 0:
+        drawn = tl.load(likeliest + row * blocks + tl.argmax(top_of, 0)).to(tl.int64)
+        chosen = top
+    tl.store(tokens + row, drawn)
+    tl.store(logprobs + row, (chosen - top) - tl.log(total).to(tl.float32))

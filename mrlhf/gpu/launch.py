@@ -84,6 +84,7 @@ def gated_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 _GATED_BLOCK = 1024
+_COLUMNS = 1024  # of logits that are summarised together
 
 
 def _gated_grid(rows: int, size: int) -> tuple[int, int]:
@@ -222,6 +223,31 @@ def count_splits(programs: int, longest: int, device: torch.device) -> int:
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def draw(logits: Tensor, factor: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row of `factor` * logits [batch, vocab].
+
+    `uniform`, float64 [batch], picks the token: a number in [0, 1), or a negative number for the
+    likeliest token.
+
+    Returns:
+        The tokens, int64 [batch], and their log-probabilities, float32 [batch].
+    """
+    rows, columns = logits.shape
+    blocks = triton.cdiv(columns, _COLUMNS)
+    tops, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
+    likeliest = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    sizes = (columns, blocks, logits.stride(0), factor)
+
+    kernels.logit_blocks[(rows, blocks)](logits, tops, sums, likeliest, *sizes, COLUMNS=_COLUMNS)
+    kernels.draw[(rows,)](
+        logits, tops, sums, likeliest, uniform, tokens, logprobs, *sizes,
+        COLUMNS=_COLUMNS, BLOCKS=triton.next_power_of_2(blocks),
+    )  # fmt: skip
+    return tokens, logprobs
 
 
 def _warps(block: int) -> int:

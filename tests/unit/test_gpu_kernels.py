@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.gpu.examples import EXAMPLES, largest_gap
-from mrlhf.inference.native import operators
+from mrlhf.inference.native import operators, sampler
 from mrlhf.inference.native.operators import Layer, StepInputs
 from mrlhf.models.attention import attend_gathered
 from mrlhf.models.ops import torch_gated, torch_rms_norm, torch_rotate
@@ -42,6 +42,7 @@ def seeded() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str) -> None:
+    assert sampler  # has defined the last of the operators
     kernel = getattr(launch, name)
     assert largest_gap(kernel, getattr(torch.ops.mrlhf, name), name, torch.randn) < 1e-5
 
@@ -195,6 +196,25 @@ def test_attention_to_pages(launch: ModuleType, dtype: torch.dtype, name: str) -
             mask.most_queries, mask.most_keys, case.window or 0, 0.3, splits,
         )  # fmt: skip
         close(found.flatten(1), wanted)
+
+
+@both_dtypes
+def test_tokens_are_drawn(launch: ModuleType, dtype: torch.dtype) -> None:
+    logits = torch.randn(40, 2500).to(dtype)[:, :2100]  # of three blocks, the last not full
+    logits[:, 7] = -torch.inf
+    logits[0, :2000] = -torch.inf  # two blocks without any weight
+    uniform = torch.rand(40, dtype=torch.float64)
+    uniform[:4] = torch.tensor([0.0, 0.0, 1 - 1e-16, -1.0])
+
+    tokens, logprobs = launch.draw(logits, 0.7, uniform)
+
+    exact = torch.log_softmax(logits.double() * 0.7, dim=-1)
+    ends = exact.exp().cumsum(dim=-1)
+    drawn = torch.searchsorted(ends, uniform.clamp_min(0)[:, None], right=True)[:, 0]
+    wanted = torch.where(uniform < 0, logits.float().argmax(dim=-1), drawn.clamp_max(2099))
+    assert torch.equal(tokens, wanted)
+    chosen = exact.gather(-1, wanted[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), chosen, atol=1e-5, rtol=0)
 
 
 def test_few_sequences_are_split_over_the_processors(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mrlhf.gpu.library import operator, serves
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for
 from mrlhf.inference.base import SamplingParams
@@ -131,7 +132,8 @@ class Sampler:
             return sample_truncated(self._parallel.all_columns(logits), uniform, sampling)
 
         rows = max(1, _MOST_LOGITS // max(1, logits.shape[-1]))
-        if kernels.find_for(logits) is not None or len(logits) <= rows:
+        compiled = kernels.find_for(logits) is not None or serves(logits)
+        if compiled or len(logits) <= rows:
             return self._draw_rows(logits, uniform, vocab_start, sampling)
 
         all_tokens = []
@@ -149,9 +151,12 @@ class Sampler:
         greedy = sampling.temperature == 0
         scale = 1.0 if greedy else 1.0 / sampling.temperature
         host = kernels.find_for(logits)
-        if host is not None and self._parallel.size == 1:
+        if self._parallel.size == 1 and (host is not None or serves(logits)):
             numbers = torch.full_like(uniform, -1.0) if greedy else uniform
-            return _draw_from_all(host, logits, scale, numbers)
+            if host is not None:
+                return _draw_from_all(host, logits, scale, numbers)
+            tokens, logprobs = _draw_on_gpu(logits, scale, numbers)
+            return tokens, logprobs
 
         # This rank's highest logit, the mass of its columns, and its likeliest token.
         highest, sums, likeliest = logit_blocks(logits, scale)
@@ -194,6 +199,23 @@ def _draw_from_all(
     threads = threads_for(logits.numel())
     host.draw(logits, scale, uniform, tokens, logprobs, rows, columns, threads)
     return tokens, logprobs
+
+
+def _draw_by_torch(logits: Tensor, scale: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """`_draw_from_all` on torch's operators."""
+    scaled = logits.float() * scale
+    top, likeliest = scaled.max(dim=-1)
+    ends = (scaled - top[:, None]).double().exp().cumsum(dim=-1)
+    total = ends[:, -1]
+    drawn = _first_above(ends, (uniform * total)[:, None])[0][:, 0]
+    tokens = torch.where(uniform < 0, likeliest, drawn)
+    chosen = scaled.gather(-1, tokens[:, None])[:, 0]
+    return tokens, chosen - top - total.log().float()
+
+
+_draw_on_gpu = operator(
+    "draw(Tensor logits, float factor, Tensor uniform) -> (Tensor, Tensor)", _draw_by_torch
+)
 
 
 def logit_blocks(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
