@@ -63,6 +63,14 @@ _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 _OTHER_CARD = re.compile(r"MIG|Laptop|Max-Q|RTX 5090 D|RTX 4090 D|RTX 3090 Ti")
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor`, which is on the host, on `device`; the host does not wait for the copy."""
+    if device.type == "cpu":
+        return tensor
+    # A copy from other than pinned memory would wait for all work of the GPU.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Device:
     """Where tensors live and how ranks communicate; a GPU's `torch_device` includes the index."""

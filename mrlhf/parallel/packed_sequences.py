@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mrlhf.device import send
 from mrlhf.parallel.key_exchange import KeyExchange, seen_places
 from mrlhf.parallel.masks import Packed
 from mrlhf.parallel.pack_routing import PackRouting, PassRouting
@@ -88,7 +89,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=pack.longest // segments.count,
             max_seqlen_kv=longest_keys,
             position_ids=pack.position_ids,
-            lengths=pack.lengths,
+            lengths=send(pack.lengths, pack.boundaries.device),
             keys=keys,
         )
         if routing is not None:
@@ -127,7 +128,7 @@ class PackedSequences(PackedSeqParams):
         if id(frequencies) not in self._rotations:
             device = self.position_ids.device
             positions = torch.arange(self.max_seqlen_kv, dtype=torch.float32, device=device)
-            angles = torch.outer(positions, frequencies.to(device))
+            angles = torch.outer(positions, send(frequencies, device))
             rotation = Rotation(angles.cos() * scale, angles.sin() * scale, self.position_ids)
             # The tensor is kept, so that no other can come to have its id.
             self._rotations[id(frequencies)] = (frequencies, rotation)

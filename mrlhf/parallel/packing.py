@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Parts, Sequences
+from mrlhf.device import send
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.segments import WHOLE, Segments
 
@@ -102,9 +103,9 @@ def make_packs(
     tokens_in = (laid.tokens_in // segments.size).tolist()
     fields_of: dict[str, Sequence[Any]] = {
         "rows": packs,
-        "token_ids": token_ids.to(device).split(tokens_in),
-        "boundaries": boundaries.to(device).split(edges_in.tolist()),
-        "lengths": laid.lengths.int().to(device).split(laid.rows_in.tolist()),
+        "token_ids": send(token_ids, device).split(tokens_in),
+        "boundaries": send(boundaries, device).split(edges_in.tolist()),
+        "lengths": laid.lengths.int().split(laid.rows_in.tolist()),
         "longest": longest.tolist(),
         **_selected(sequences, laid, segments, select, device),
     }
@@ -203,8 +204,8 @@ def _selected(
     count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.pack_of, count.sum(dim=1)).tolist()
     rows_in = laid.rows_in.tolist()
     return {
-        "select": positions.int().to(device).split(count_in),
-        "target_ids": target_ids.to(device).split(count_in),
+        "select": send(positions.int(), device).split(count_in),
+        "target_ids": send(target_ids, device).split(count_in),
         "columns": torch.stack(columns).split(rows_in, dim=1),
         "counts": torch.stack(counts).split(rows_in, dim=1),
     }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.batch import Parts
+from mrlhf.device import send
 from mrlhf.parallel.segments import Segments
 
 
@@ -34,7 +35,7 @@ class Pack:
     # int32 [sequences + 1], the beginning of each whole sequence with its padding, and the end,
     # over all ranks that share the sequences.
     boundaries: Tensor
-    lengths: Tensor  # int32 [rows], tokens of each whole sequence without its padding
+    lengths: Tensor  # int32 [rows], tokens of each whole sequence, unpadded; on the host
     longest: int  # tokens of the longest whole sequence, with padding
     select: Tensor  # int32 [selected], the positions whose output is wanted
     # int32 [selected], the token that follows each of them in its sequence, on whichever rank; 0 if
@@ -54,7 +55,7 @@ class Pack:
         """The position of each token, from 0 in each sequence, [tokens]; where the model is."""
         tokens = len(self.token_ids)
         device = self.boundaries.device
-        held = torch.tensor(self.segments.held, dtype=torch.int64, device=device)
+        held = send(torch.tensor(self.segments.held, dtype=torch.int64), device)
         lengths = self.boundaries.diff().long() // self.segments.count
         positions = (lengths[:, None] * held).flatten()  # of the first token of each held segment
         lengths = lengths.repeat_interleave(len(held))
@@ -138,7 +139,7 @@ def lay_flat(
         if table is None:
             columns[name] = [None] * len(packs)
         else:
-            columns[name] = parts.of(table.reshape(-1)).to(device).split(sizes)
+            columns[name] = send(parts.of(table.reshape(-1)), device).split(sizes)
     return [
         dict(zip(columns, fields, strict=True)) for fields in zip(*columns.values(), strict=True)
     ]

@@ -99,7 +99,8 @@ class LocalSums:
         self._columns = columns
         self._wanted = wanted
         self._table = torch.zeros(8, tokens, dtype=torch.float32, device=device)
-        self._table[[self.MAXIMUM, self.REF_MAXIMUM]] = _NO_MAXIMUM
+        for row in (self.MAXIMUM, self.REF_MAXIMUM):
+            self._table[row] = _NO_MAXIMUM
 
     def add(self, begin: int, logits: Tensor, targets: Tensor, ref_logits: Tensor | None) -> None:
         """Add the logits [rows, vocab_shard] of the tokens from number `begin` on.

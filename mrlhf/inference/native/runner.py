@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mrlhf.device import send
 from mrlhf.inference.base import EngineLimits
 from mrlhf.inference.native.blocks import BlockManager
 from mrlhf.inference.native.graphs import DecodeGraphs
@@ -62,8 +63,5 @@ class Runner:
         return self._decoder.forward(inputs, self.cache.layers, self.cache.experts)
 
     def send(self, values: NDArray[np.generic]) -> Tensor:
-        """Copy a host array to the device, from pinned memory so that nothing waits."""
-        tensor = torch.from_numpy(values)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        """Copy a host array to the device; nothing waits."""
+        return send(torch.from_numpy(values), self._device)
