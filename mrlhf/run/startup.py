@@ -262,21 +262,15 @@ def _begin(
         if lock is not None and changes:
             lock.withdraw()
 
+    watched = (phases, context.deadline, context.failures, end_failed)
     watcher = Watcher(
-        job.store,
-        job.rank,
-        job.world_size,
-        directory,
-        distributed.timeout_s,
-        phases,
-        context.deadline,
-        context.failures,
-        end_failed,
+        job.store, job.rank, job.world_size, directory, distributed.timeout_s, *watched
     )
     watcher.start()
     if monitor is not None:
         monitor.start()
     process = {**context.device.describe(), "ranks": job.world_size, "began": context.began}
+    timeline = Timeline(directory, job.rank, trainer.timeline_freq, process)
     return Run(
         device=context.device,
         rank=job.rank,
@@ -288,7 +282,7 @@ def _begin(
         changes=changes,
         watcher=watcher,
         failures=context.failures,
-        timeline=Timeline(directory, job.rank, trainer.timeline_freq, process),
+        timeline=timeline,
         deadline=context.deadline,
         board=board,
         monitor=monitor,
