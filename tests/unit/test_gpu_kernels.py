@@ -5,7 +5,11 @@ The interpreter does not round to bfloat16 as a GPU does, so 16-bit numbers are 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -225,3 +229,14 @@ def test_few_sequences_are_split_over_the_processors(
     assert launch.count_splits(8, 8192, device) == 32  # 8 programs for 132 processors
     assert launch.count_splits(8, 1000, device) == 2  # no part below 256 keys
     assert launch.count_splits(512, 8192, device) == 1
+
+
+@pytest.mark.full
+def test_all_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    program = [sys.executable, "-m", "tests.unit.compile_kernels"]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "paged_attention" in done.stdout.split()

@@ -1,0 +1,90 @@
+"""Compiles the Triton kernels for GPUs that are not here, and prints the name of each.
+
+A program of its own, because Triton decides on its first import whether kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mrlhf.gpu import kernels
+
+ARCHITECTURES = (80, 90)  # A100; H100 and H200
+SIZES = (
+    "rows", "size", "group", "dim", "half", "kv_heads", "sequences", "columns", "blocks", "window",
+)  # fmt: skip
+    "rows",
+    "size",
+    "group",
+    "dim",
+    "half",
+    "kv_heads",
+    "sequences",
+    "columns",
+    "blocks",
+    "window",
+]
+TYPES = {
+    **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
+    **dict.fromkeys(["outer_stride", "inner_stride"], "i32"),
+    **dict.fromkeys(["eps", "sign", "scale", "factor"], "fp32"),
+    **dict.fromkeys(["scales", "sums", "tops", "grad_weights", "cosines", "sines"], "*fp32"),
+    **dict.fromkeys(["parts"], "*fp32"),
+    **dict.fromkeys(["tables", "query_starts", "lengths", "likeliest"], "*i32"),
+    **dict.fromkeys(["positions", "places", "tokens"], "*i64"),
+    "uniform": "*fp64",
+    "logprobs": "*fp32",
+}
+DECODE = {"GROUP": 4, "PAGE": 256, "SPLITS": 4, "QUERIES": 1, "ROWS": 16, "KEYS": 64, "DIM": 128}
+PREFILL = DECODE | {"SPLITS": 1, "QUERIES": 16, "ROWS": 64}
+FORMS: dict[str, list[dict[str, Any]]] = {
+    "add_rms_norm": [{"ADDS": True, "BLOCK": 4096}, {"ADDS": False, "BLOCK": 128}],
+    "rms_norm_backward": [{"EACH": 32, "BLOCK": 4096}],
+    "gated": [{"BLOCK": 1024}],
+    "gated_backward": [{"BLOCK": 1024}],
+    "rotate": [{"BLOCK": 128}],
+    "rotate_store": [{"GROUP": 4, "NORMS": norms, "BLOCK": 128} for norms in (True, False)],
+    "paged_attention": [DECODE, PREFILL],
+    "join_splits": [{"SPLITS": 4, "DIM": 128}],
+    "logit_blocks": [{"COLUMNS": 1024}],
+    "draw": [{"COLUMNS": 1024, "BLOCKS": 256}],
+}
+
+
+def compile_kernel(name: str, constants: dict[str, Any], architecture: int) -> None:
+    """Compile one form of a kernel on bfloat16 to the machine code of an architecture."""
+    function = getattr(kernels, name)
+    signature = {}
+    for argument in function.arg_names:
+        kind = "constexpr" if argument in constants else TYPES.get(argument, "*bf16")
+        if argument == "out" and constants.get("SPLITS", 1) > 1 and "PAGE" in constants:
+            kind = "*fp32"  # parts of a sum
+        signature[argument] = kind
+    places = {(function.arg_names.index(key),): value for key, value in constants.items()}
+    compiled = triton.compile(
+        ASTSource(function, signature, places), target=GPUTarget("cuda", architecture, 32)
+    )
+    assert compiled.asm["cubin"]
+
+
+def main() -> None:
+    """Compile all of them."""
+    public = {
+        name
+        for name, value in vars(kernels).items()
+        if isinstance(value, triton.JITFunction) and not name.startswith("_")
+    }
+    assert public == set(FORMS), f"kernels without a form here: {public ^ set(FORMS)}"
+    for name, forms in FORMS.items():
+        for constants in forms:
+            for architecture in ARCHITECTURES:
+                compile_kernel(name, constants, architecture)
+        print(name)
+
+
+if __name__ == "__main__":
+    main()
