@@ -17,17 +17,6 @@ ARCHITECTURES = (80, 90)  # A100; H100 and H200
 SIZES = (
     "rows", "size", "group", "dim", "half", "kv_heads", "sequences", "columns", "blocks", "window",
 )  # fmt: skip
-    "rows",
-    "size",
-    "group",
-    "dim",
-    "half",
-    "kv_heads",
-    "sequences",
-    "columns",
-    "blocks",
-    "window",
-]
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
     **dict.fromkeys(["outer_stride", "inner_stride"], "i32"),
