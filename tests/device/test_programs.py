@@ -88,7 +88,6 @@ def test_ppo_on_two_devices(device: Devices, inputs: Path, tmp_path: Path) -> No
         assert {phase for phase, _ in outcome.store} <= {"start"}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_programs(case: Case, device: Devices, inputs: Path, tmp_path: Path) -> None:
     _run(case, device, inputs, tmp_path)
