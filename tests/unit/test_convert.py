@@ -435,6 +435,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 _MEASURE = """
 import sys
+sys.modules["triton"] = None  # a GPU's compiler, which torch would import, and which takes memory
 sys.path.insert(0, {root!r})
 from mrlhf.commands import convert_checkpoint
 def peak():
