@@ -106,9 +106,9 @@ class Cluster:
         return self.show(job)
 
     def wait_for_restart(self, job: str, number: int) -> None:
-        """Wait until a job has been put back into the queue `number` times, or more often."""
+        """Wait until a job has been put back into the queue for the `number`th time."""
         self.wait_in_job(
-            job, lambda: int(self.show(job)["Restarts"]) >= number, f"restart {number}"
+            job, lambda: int(self.show(job)["Restarts"]) == number, f"restart {number}"
         )
 
     def wait_in_job(self, job: str, condition: Callable[[], bool], what: str) -> None:
