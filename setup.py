@@ -71,7 +71,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",
-        "transformers>=5.17,<5.20",
+        "transformers>=5.17,<5.24",
         "tokenizers",
         "safetensors",
         "sentencepiece",

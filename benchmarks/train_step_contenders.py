@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 LAYOUTS = {"single": (1, 1), "TP2": (2, 1), "DP2": (1, 1), "PP2": (1, 2), "TP2PP2": (2, 2)}
 RANKS = {"single": 1, "TP2": 2, "DP2": 2, "PP2": 2, "TP2PP2": 4}
 PACKS_IN_PIPELINE = 4  # micro-batches of a mini-batch, where stages would wait for one alone
-TRL = "trl==1.8.0"
+TRL = "trl==1.12.0"
 
 
 @dataclass(frozen=True)

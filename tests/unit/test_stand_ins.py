@@ -26,7 +26,7 @@ assert "torch._dynamo" not in sys.modules, "a compiler was imported"
 
 UNTOUCHED = """
 import torch
-import torch.cuda, torch.distributed, torch.nn.functional, torch.utils.checkpoint
+import torch.cuda, torch.distributed.fsdp, torch.nn.functional, torch.utils.checkpoint
 watched = [torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.distributed]
 watched += [torch.nn.functional, torch.random]
 before = [{name: id(value) for name, value in vars(module).items()} for module in watched]
