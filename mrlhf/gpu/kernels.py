@@ -189,6 +189,32 @@ def _sequence_of(block, query_starts, sequences, QUERIES: tl.constexpr):
 
 
 @triton.jit
+def _query_block(block, query_starts, sequences, QUERIES: tl.constexpr):
+    """The sequence of a block of QUERIES tokens, and its first token."""
+    if QUERIES == 1:
+        sequence = block
+        first = block
+    else:
+        sequence = _sequence_of(block, query_starts, sequences, QUERIES)
+        begin = tl.load(query_starts + sequence)
+        first = begin + (block - begin // QUERIES - sequence) * QUERIES
+    return sequence, first
+
+
+@triton.jit
+def _add_keys(scores, value, top, total, context):
+    """One more block of keys in a softmax: its highest score, its sum, and the weighted values."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    safe = tl.where(higher == -float("inf"), 0.0, higher)
+    weights = tl.exp(scores - safe[:, None])
+    shrunk = tl.exp(top - safe)
+    total = total * shrunk + tl.sum(weights, 1)
+    context = context * shrunk[:, None]
+    context += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return higher, total, context
+
+
+@triton.jit
 def paged_attention(
     q, keys, values, tables, query_starts, lengths, out, sums, tops,
     sequences, kv_heads, dim, table_stride, scale, window,
@@ -200,16 +226,9 @@ def paged_attention(
     The heads of a group share one reading of the keys. With several SPLITS a program sees one part
     of the keys, and `out` [SPLITS, tokens, heads, dim] is float32 and not yet divided by `sums`.
     """
-    block = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if QUERIES == 1:
-        sequence = block
-        first = block
-    else:
-        sequence = _sequence_of(block, query_starts, sequences, QUERIES)
-        begin = tl.load(query_starts + sequence)
-        first = begin + (block - begin // QUERIES - sequence) * QUERIES
+    sequence, first = _query_block(tl.program_id(0), query_starts, sequences, QUERIES)
     end = tl.load(query_starts + sequence + 1)
     if first >= end:
         return
@@ -246,20 +265,12 @@ def paged_attention(
         key = tl.load(keys + cached[:, None] + lanes[None, :], stored, 0.0)
         value = tl.load(values + cached[:, None] + lanes[None, :], stored, 0.0)
 
-        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         visible = (seen[None, :] <= positions[:, None]) & (seen < stop)[None, :]
         if window > 0:
             visible = visible & (seen[None, :] > positions[:, None] - window)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(visible, scores, -float("inf"))
-
-        higher = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.exp(scores - safe[:, None])
-        shrunk = tl.exp(top - safe)
-        total = total * shrunk + tl.sum(weights, 1)
-        context = context * shrunk[:, None]
-        context += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        top = higher
+        top, total, context = _add_keys(scores, value, top, total, context)
 
     if SPLITS == 1:
         # A row that sees nothing is padding, and gets zeros.

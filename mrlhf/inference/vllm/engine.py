@@ -65,12 +65,7 @@ class VllmEngine:
         """
         assert spec.head == "lm", f"an engine needs a language model, not head {spec.head!r}"
         require_engine("vllm")
-        ranks = dist.get_process_group_ranks(tp_group)
-        tp_size = len(ranks)
-        if ranks != list(range(ranks[0], ranks[0] + tp_size)) or ranks[0] % tp_size:
-            raise ConfigError(
-                f"vLLM needs replicas of consecutive ranks, not {ranks}; use rollout.engine=native"
-            )
+        replica, tp_size = _replica(tp_group)
         check_support(spec, tp_size, device)
         self._spec = spec
         self._device = device
@@ -87,7 +82,6 @@ class VllmEngine:
         self._cache_bytes = self._choose_cache_bytes()
 
         # The ranks of one replica draw the same random numbers; other replicas draw other numbers.
-        replica = ranks[0] // tp_size
         self._randomness = guards.SeparateRandomness(device, seed=replica)
         self._llm = self._build(tp_size, seed=replica)
 
@@ -297,6 +291,21 @@ class VllmEngine:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         share = free // (2 * dist.get_world_size())
         return max(one, min(limits.max_num_seqs * one, share))
+
+
+def _replica(tp_group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return the number of the replica that has these ranks, and how many they are.
+
+    Raises:
+        ConfigError: vLLM would not make a group of these ranks.
+    """
+    ranks = dist.get_process_group_ranks(tp_group)
+    size = len(ranks)
+    if ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size:
+        raise ConfigError(
+            f"vLLM needs replicas of consecutive ranks, not {ranks}; use rollout.engine=native"
+        )
+    return ranks[0] // size, size
 
 
 def check_support(spec: ModelSpec, tp: int, device: torch.device) -> None:
