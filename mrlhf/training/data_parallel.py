@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -93,6 +94,8 @@ class WeightGather:
         """
         self._overlapped = overlapped
         self._buckets: list[_ParamAndGradBucketGroup] = []
+        # By bucket, what is under way.
+        self._works: dict[_ParamAndGradBucketGroup, list[dist.Work]] = {}
         for chunk in chunks:
             # megatron-core's own hooks also start what has not been started, which a rank that has
             # no rows to evaluate would not join.
@@ -102,42 +105,56 @@ class WeightGather:
             self._buckets += reversed(chunk.expert_parallel_bucket_groups)
             if overlapped:
                 for module in chunk.module.modules():
-                    _wait_in(module, chunk)
+                    self._wait_in(module, chunk)
 
     def start(self) -> None:
         """Gather the weights that the optimizer has changed; every replica calls it."""
         for bucket in self._buckets:
-            bucket.start_param_sync()
+            self._works[bucket] = _gather(bucket)
         if not self._overlapped:
             self.finish()
 
     def finish(self) -> None:
         """Wait until all weights are whole."""
         for bucket in self._buckets:
-            _finish(bucket)
+            self._finish(bucket)
+
+    def _wait_in(self, module: torch.nn.Module, chunk: DistributedDataParallel) -> None:
+        """Let `module` wait for its own parameters before it computes."""
+        buckets = {
+            chunk.param_to_bucket_group[parameter]
+            for parameter in module.parameters(recurse=False)
+            if parameter.requires_grad
+        }
+        if not buckets:
+            return
+
+        def wait(*_: object) -> None:
+            for bucket in buckets:
+                self._finish(bucket)
+
+        module.register_forward_pre_hook(wait)
+
+    def _finish(self, bucket: _ParamAndGradBucketGroup) -> None:
+        for work in self._works.pop(bucket, []):
+            work.wait()
 
 
-def _wait_in(module: torch.nn.Module, chunk: DistributedDataParallel) -> None:
-    """Let `module` wait for its own parameters before it computes."""
-    buckets = {
-        chunk.param_to_bucket_group[parameter]
-        for parameter in module.parameters(recurse=False)
-        if parameter.requires_grad
-    }
-    if not buckets:
-        return
+def _gather(group: _ParamAndGradBucketGroup) -> list[dist.Work]:
+    """Start to gather the weights of each of the group's buckets, of which a rank has its range.
 
-    def wait(*_: object) -> None:
-        for bucket in buckets:
-            _finish(bucket)
-
-    module.register_forward_pre_hook(wait)
-
-
-def _finish(bucket: _ParamAndGradBucketGroup) -> None:
-    if bucket.param_gather_handle is not None:
-        bucket.param_gather_handle.wait()
-        bucket.param_gather_handle = None
+    Megatron-core's `start_param_sync` coalesces them. The two threads of a gloo group write down
+    the name of what they did last, in one string and without a lock (torch 2.13). A name that has
+    memory of its own is then freed twice now and then; ALLGATHER_COALESCED is the only such name.
+    """
+    ranks = group.intra_distributed_optimizer_instance_group
+    works = []
+    for bucket in group.buckets:
+        own = bucket.param_data.chunk(ranks.size())[ranks.rank()]
+        works.append(
+            dist.all_gather_into_tensor(bucket.param_data, own, group=ranks, async_op=True)
+        )
+    return works
 
 
 def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:
