@@ -7,6 +7,7 @@ tensor parallelism or of layers. `mrlhf/parallel/masks.py` describes which keys 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,8 @@ try:
 except ImportError:  # before torch 2.10
     varlen = None  # type: ignore[assignment]
 
-_FLASH_PAGE = 256  # the page of FlashAttention 2, which torch's `varlen_attn` runs
+_MOST_GAP = 0.05  # of the largest number, between two ways; bfloat16 rounds by 0.004
+_log = logging.getLogger(__name__)
 
 
 def attend(
@@ -92,33 +94,25 @@ def rotated(query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tens
 
 
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Packed, scale: float, window: int | None
 ) -> Tensor:
     """Attend by torch's attention of sequences of any lengths, in one call."""
-    if isinstance(mask, Packed):
-        key_edges = mask.key_edges
-        pages: dict[str, Any] = {}
-    else:
-        # FlashAttention 2 asks where each sequence's keys begin, although the block table and
-        # `seqused_k` say it. With pages its results are wrong when it splits the keys of a
-        # sequence, so there is one split.
-        numbers = torch.arange(len(mask.query_edges), dtype=torch.int32, device=query.device)
-        key_edges = numbers * mask.most_keys
-        pages = {"seqused_k": mask.lengths, "block_table": mask.block_tables, "num_splits": 1}
-
+    # Before torch 2.13 it groups the query heads without being asked to.
+    groups: dict[str, Any] = {}
+    if "enable_gqa" in _varlen_options():
+        groups["enable_gqa"] = query.shape[2] > 1
     output = varlen.varlen_attn(
         query.flatten(1, 2),
         key,
         value,
         mask.query_edges,
-        key_edges,
+        mask.key_edges,
         mask.most_queries,
         mask.most_keys,
         scale=scale,
         # The window ends at the query.
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[2] > 1,
-        **pages,
+        **groups,
     )
     assert isinstance(output, Tensor)
     return output.flatten(1)
@@ -230,14 +224,53 @@ def _has_varlen(query: Tensor, key: Tensor) -> bool:
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
-        and {"scale", "window_size", "enable_gqa"} <= _varlen_options()
+        and {"scale", "window_size"} <= _varlen_options()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and _varlen_works(query.dtype, query.shape[2], query.shape[3])
     )
 
 
-def _has_paged_varlen(query: Tensor, key: Tensor) -> bool:
-    fits = key.shape[1] % _FLASH_PAGE == 0 and {"block_table", "num_splits"} <= _varlen_options()
-    return fits and _has_varlen(query, key)
+@cache
+def _varlen_works(dtype: torch.dtype, heads: int, head_dim: int) -> bool:
+    """Whether `attend_varlen` computes what `attend_one_by_one` does, tried once; else it warns.
+
+    Args:
+        heads: query heads for each KV head.
+    """
+    try:
+        gap = max(_varlen_gap(dtype, heads, head_dim, window) for window in (None, 7))
+        problem = "" if gap <= _MOST_GAP else f"it differs by {gap:.2g} of the largest number"
+    except Exception as error:  # of the driver or of torch's version
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    if problem:
+        _log.warning(
+            "torch's varlen_attn does not work here (%s); sequences attend one by one, more slowly",
+            problem,
+        )
+    return not problem
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _varlen_gap(dtype: torch.dtype, heads: int, head_dim: int, window: int | None) -> float:
+    """Return the largest gap between outputs and gradients of two ways, over their largest."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to("cuda", dtype)
+
+    edges = torch.tensor([0, 40, 43], dtype=torch.int32, device="cuda")
+    mask = Packed(edges, edges, 40, 40)
+    inputs = draw(43, 2, heads, head_dim), draw(43, 2, head_dim), draw(43, 2, head_dim)
+    query, key, value = (x.requires_grad_() for x in inputs)
+    grad = draw(43, 2 * heads * head_dim)
+
+    def results(way: Callable[..., Tensor]) -> list[Tensor]:
+        output = way(query, key, value, mask, head_dim**-0.5, window)
+        return [output.detach(), *torch.autograd.grad(output, (query, key, value), grad)]
+
+    pairs = zip(results(attend_varlen), results(attend_one_by_one), strict=True)
+    return max(float((mine - true).abs().max() / true.abs().max()) for mine, true in pairs)
 
 
 @cache
@@ -265,7 +298,6 @@ _BACKENDS = (
     _Backend(host_attention.attend_paged, Paged, host_attention.serves),
     _Backend(attend_varlen, Packed, _has_varlen),
     _Backend(attend_pages, Paged, serves),
-    _Backend(attend_varlen, Paged, _has_paged_varlen),
     _Backend(attend_one_by_one, Packed, _serves_all),
     _Backend(attend_gathered, Paged, _serves_all),
 )

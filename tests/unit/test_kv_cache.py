@@ -5,7 +5,6 @@ No graphics card is needed.
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from mrlhf.inference.cache_size import CacheShape, gpu_room
 from mrlhf.inference.native import kv_cache
 from mrlhf.inference.native.graphs import bucket_sizes
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
-from mrlhf.models import attention
-from mrlhf.parallel.masks import Paged
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -145,36 +142,6 @@ def test_copied_blocks_are_whole():
     for keys, values in cache.layers:
         assert torch.equal(keys[2], keys[0]) and torch.equal(values[3], values[0])
         assert torch.equal(keys[1], torch.arange(6.0, 12.0).view(2, 1, 3))
-
-
-def test_paged_attention_is_asked_for_as_flash_attention_2_wants_it(monkeypatch):
-    seen = {}
-
-    def varlen_attn(q, keys, values, query_starts, key_starts, most, longest, **options):
-        seen.update(options, key_starts=key_starts, most=most, longest=longest)
-        return q
-
-    monkeypatch.setattr(attention, "varlen", SimpleNamespace(varlen_attn=varlen_attn))
-    mask = Paged(
-        query_edges=torch.tensor([0, 1, 3], dtype=torch.int32),
-        lengths=torch.tensor([9, 7], dtype=torch.int32),
-        block_tables=torch.zeros(2, 1, dtype=torch.int32),
-        most_queries=2,
-        most_keys=9,
-    )
-    tensors = (torch.zeros(3, 1, 2, 8), torch.zeros(4, 256, 1, 8), torch.zeros(4, 256, 1, 8))
-    attention.attend_varlen(*tensors, mask, 0.25, None)
-    assert seen["scale"] == 0.25
-    assert seen["key_starts"].tolist() == [0, 9, 18] and seen["key_starts"].dtype == torch.int32
-    assert seen["seqused_k"] is mask.lengths and seen["block_table"] is mask.block_tables
-    assert (seen["most"], seen["longest"], seen["window_size"], seen["num_splits"]) == (
-        2,
-        9,
-        (-1, 0),
-        1,
-    )
-    attention.attend_varlen(*tensors, mask, 0.25, 6)
-    assert seen["window_size"] == (5, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Tries the attention of sequences of any lengths as other versions of torch have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from mrlhf.models import attention
+from tests.simulated_device.state import DEVICE
+
+
+def _without_groups(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int,
+    *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> Any:  # fmt: skip
+    """As in torch 2.11: heads of a group need not be announced."""
+    return varlen_attn(
+        q, k, v, cu_q, cu_k, most_q, most_k,
+        scale=scale, window_size=window_size, enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
+def _blind_to_windows(
+    *tensors: Any, scale: float | None, window_size: tuple[int, int], enable_gqa: bool
+) -> Any:
+    return varlen_attn(*tensors, scale=scale, window_size=(-1, 0), enable_gqa=enable_gqa)
+
+
+def _refusing(*tensors: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> Any:
+    raise RuntimeError("no kernel image is available")
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "of torch 2.13": varlen_attn,
+    "of torch 2.11": _without_groups,
+    "blind to windows": _blind_to_windows,
+    "refusing": _refusing,
+}
+
+
+def taken() -> dict[str, bool]:
+    """By way, whether it is taken for a pack with query heads in groups."""
+    query = torch.ones(4, 1, 2, 16, dtype=torch.bfloat16, device=DEVICE.device)
+    found = {}
+    for name, way in WAYS.items():
+        attention._varlen_options.cache_clear()
+        attention._varlen_works.cache_clear()
+        with mock.patch.object(attention, "varlen", SimpleNamespace(varlen_attn=way)):
+            found[name] = attention._has_varlen(query, query[:, :, 0])
+    attention._varlen_options.cache_clear()
+    attention._varlen_works.cache_clear()
+    return found
