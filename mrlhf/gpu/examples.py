@@ -72,6 +72,27 @@ def _draw(numbers: Numbers) -> tuple[Any, ...]:
     return logits, 1.5, uniform
 
 
+_VALID = 1500  # of the columns of logits
+
+
+def _logits(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of 3 tokens, their targets, of which one is on another rank, and other logits."""
+    logits, others = numbers(3, 1600), numbers(3, 1600)
+    return logits, torch.tensor([107, 1400, 30], device=logits.device), others
+
+
+def _vocab_sums(numbers: Numbers) -> tuple[Any, ...]:
+    logits, *rest = _logits(numbers)
+    return logits.new_ones(8, 3, dtype=torch.float32), logits, *rest, 100, _VALID, 0.7, True, True
+
+
+def _vocab_gradient(numbers: Numbers) -> tuple[Any, ...]:
+    logits, targets, others = _logits(numbers)
+    totals = [(0.7 * x.float()).logsumexp(1) for x in (logits, others)]
+    terms = [numbers(3).float() for _ in range(5)]
+    return logits, targets, others, *totals, *terms, 100, _VALID, 0.7
+
+
 EXAMPLES: dict[str, Callable[[Numbers], tuple[Any, ...]]] = {
     "rms_norm": _rms_norm,
     "rms_norm_backward": _rms_norm_backward,
@@ -82,6 +103,8 @@ EXAMPLES: dict[str, Callable[[Numbers], tuple[Any, ...]]] = {
     "rotate_store": _rotate_store,
     "paged_attention": _paged_attention,
     "draw": _draw,
+    "vocab_sums": _vocab_sums,
+    "vocab_gradient": _vocab_gradient,
 }
 
 
@@ -105,5 +128,5 @@ def largest_gap(
 def _tensors_after(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
     copies = [part.clone() if isinstance(part, Tensor) else part for part in arguments]
     returned = function(*copies)
-    results = [returned] if isinstance(returned, Tensor) else list(returned)
+    results = [returned] if isinstance(returned, Tensor) else list(returned or ())
     return results + [part for part in copies if isinstance(part, Tensor)]

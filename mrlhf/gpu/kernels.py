@@ -361,3 +361,83 @@ def draw(
         chosen = top
     tl.store(tokens + row, drawn)
     tl.store(logprobs + row, (chosen - top) - tl.log(total).to(tl.float32))
+
+
+@triton.jit
+def vocab_sums(
+    table, logits, targets, ref_logits, first, valid, stride, table_stride, scale,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sums of one row of logits, read once: they are kept relative to the highest so far."""
+    row = tl.program_id(0).to(tl.int64)
+    top = -1e30
+    total = 0.0
+    weighted = 0.0
+    squares = 0.0
+    ref_top = -1e30
+    ref_total = 0.0
+    difference = 0.0
+
+    for begin in range(0, valid, COLUMNS):
+        places = begin + tl.arange(0, COLUMNS)
+        inside = places < valid
+        x = tl.load(logits + row * stride + places, inside, 0.0).to(tl.float32) * scale
+        above = tl.maximum(top, tl.max(tl.where(inside, x, -1e30), 0))
+        moved = top - above
+        shrunk = tl.exp(moved)
+        x = tl.where(inside, x - above, 0.0)
+        weight = tl.where(inside, tl.exp(x), 0.0)
+        if ref_logits is not None:
+            y = tl.load(ref_logits + row * stride + places, inside, 0.0).to(tl.float32) * scale
+            ref_above = tl.maximum(ref_top, tl.max(tl.where(inside, y, -1e30), 0))
+            ref_moved = ref_top - ref_above
+            y = tl.where(inside, y - ref_above, 0.0)
+            difference += (moved - ref_moved) * total
+            difference = difference * shrunk + tl.sum(weight * (x - y), 0)
+            ref_total *= tl.exp(ref_moved)
+            ref_total += tl.sum(tl.where(inside, tl.exp(y), 0.0), 0)
+            ref_top = ref_above
+        weighted = (weighted + moved * total) * shrunk + tl.sum(weight * x, 0)
+        squares = squares * shrunk * shrunk + tl.sum(weight * weight, 0)
+        total = total * shrunk + tl.sum(weight, 0)
+        top = above
+
+    local = tl.load(targets + row) - first
+    is_local = (local >= 0) & (local < valid)
+    at_target = tl.load(logits + row * stride + local, is_local, 0.0).to(tl.float32) * scale
+    # In the order of the rows of `LocalSums`.
+    tl.store(table + row, top)
+    tl.store(table + table_stride + row, total)
+    tl.store(table + 2 * table_stride + row, at_target)
+    tl.store(table + 3 * table_stride + row, weighted)
+    tl.store(table + 4 * table_stride + row, squares)
+    if ref_logits is not None:
+        tl.store(table + 5 * table_stride + row, ref_top)
+        tl.store(table + 6 * table_stride + row, ref_total)
+        tl.store(table + 7 * table_stride + row, difference)
+
+
+@triton.jit
+def vocab_gradient(
+    logits, targets, ref_logits, log_total, ref_log_total, entropy, kl,
+    grad_logprobs, grad_entropy, grad_kl, first, valid, columns, scale,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient over a part of a row of logits, and zeros over padding."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = places < valid
+    mine = logits + row * columns + places
+
+    x = tl.load(mine, inside, 0.0).to(tl.float32) * scale - tl.load(log_total + row)
+    p = tl.exp(x)
+    is_target = places == tl.load(targets + row) - first
+    below = tl.load(grad_logprobs + row) * (tl.where(is_target, 1.0, 0.0) - p)
+    if grad_entropy is not None:
+        below -= tl.load(grad_entropy + row) * p * (x + tl.load(entropy + row))
+    if grad_kl is not None:
+        y = tl.load(ref_logits + row * columns + places, inside, 0.0).to(tl.float32) * scale
+        ratio = x - (y - tl.load(ref_log_total + row))
+        below += tl.load(grad_kl + row) * p * (ratio - tl.load(kl + row))
+    result = tl.where(inside, below * scale, 0.0).to(logits.dtype.element_ty)
+    tl.store(mine, result, places < columns)

@@ -250,6 +250,68 @@ def draw(logits: Tensor, factor: float, uniform: Tensor) -> tuple[Tensor, Tensor
     return tokens, logprobs
 
 
+def vocab_sums(
+    table: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    ref_logits: Tensor | None,
+    first: int,
+    valid: int,
+    scale: float,
+    entropy: bool,
+    squares: bool,
+) -> None:
+    """Write all rows of `mrlhf.parallel.vocab_sums.LocalSums`, also those not asked for.
+
+    Args:
+        table: float32 [8, tokens], dense in its rows.
+        logits: [tokens, columns].
+        targets: int64 [tokens].
+        ref_logits: [tokens, columns].
+        first: the token of the first column.
+        valid: columns that are not padding.
+        scale: factor of all logits.
+        entropy: whether the sum for it is asked for.
+        squares: whether the sum of squares is.
+    """
+    if len(logits):
+        kernels.vocab_sums[(len(logits),)](
+            table, logits, targets, ref_logits, first, valid, logits.shape[1], table.stride(0),
+            scale, COLUMNS=_COLUMNS,
+        )  # fmt: skip
+
+
+def vocab_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    ref_logits: Tensor | None,
+    log_total: Tensor,
+    ref_log_total: Tensor,
+    entropy: Tensor | None,
+    kl: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    grad_kl: Tensor | None,
+    first: int,
+    valid: int,
+    scale: float,
+) -> None:
+    """Write `mrlhf.parallel.vocab_sums.write_gradient` over the logits [tokens, columns].
+
+    Gradients and the numbers that they are of are float32 [tokens]; gradients may be views.
+    """
+    rows, columns = logits.shape
+    if rows:
+        gradients = (
+            None if gradient is None else gradient.contiguous()
+            for gradient in (grad_logprobs, grad_entropy, grad_kl)
+        )
+        kernels.vocab_gradient[(rows, triton.cdiv(columns, _COLUMNS))](
+            logits, targets, ref_logits, log_total, ref_log_total, entropy, kl, *gradients,
+            first, valid, columns, scale, COLUMNS=_COLUMNS,
+        )  # fmt: skip
+
+
 def _warps(block: int) -> int:
     """Warps of a program that holds a row of `block` numbers."""
     return min(16, max(1, block // 512))

@@ -2,8 +2,9 @@
 
 Each rank sums over its own columns, relative to the maximum of its own columns. One gather of a few
 numbers a token brings the sums of all ranks together. Logits of any dtype are accepted; all
-arithmetic is in float32, in blocks that stay in the cache of a core. This file does not know where
-logits come from.
+arithmetic is in float32. On a CPU it goes through blocks that stay in the cache of a core, on a GPU
+it is one kernel for the sums and one for the gradient. This file does not know where logits come
+from.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mrlhf.gpu.library import operator, serves
 
 # On a CPU a block stays in the cache of a core; on a GPU it keeps the device busy, with temporary
 # tensors of 64 MiB.
@@ -107,30 +110,13 @@ class LocalSums:
 
         `targets` is int64 [rows]; `ref_logits` is None where no KL is computed.
         """
-        if not self._columns.valid:
-            return
-        local, is_local = self._columns.place(targets)
-        for rows in blocks(logits):
-            sums = self._table[:, begin + rows.start : begin + rows.stop]
-            x = self._columns.scaled(logits[rows])
-            at_target = x.gather(1, local[rows, None])[:, 0]
-            sums[self.TARGET] = at_target.masked_fill_(~is_local[rows], 0.0)
-            torch.amax(x, dim=1, out=sums[self.MAXIMUM])
-            x.sub_(sums[self.MAXIMUM][:, None])
-
-            weight = x.exp() if self._wanted.entropy or self._wanted.kl else x.exp_()
-            torch.sum(weight, dim=1, out=sums[self.TOTAL])
-            if self._wanted.entropy:
-                torch.linalg.vecdot(weight, x, out=sums[self.WEIGHTED])
-            if self._wanted.squares:
-                torch.linalg.vecdot(weight, weight, out=sums[self.SQUARES])
-
-            if ref_logits is not None:
-                y = self._columns.scaled(ref_logits[rows])
-                torch.amax(y, dim=1, out=sums[self.REF_MAXIMUM])
-                y.sub_(sums[self.REF_MAXIMUM][:, None])
-                torch.linalg.vecdot(weight, x.sub_(y), out=sums[self.DIFFERENCE])
-                torch.sum(y.exp_(), dim=1, out=sums[self.REF_TOTAL])
+        columns, wanted = self._columns, self._wanted
+        if columns.valid:
+            write = _write_sums if serves(logits) else _write_sums_by_torch
+            write(
+                self._table[:, begin : begin + len(logits)], logits, targets, ref_logits,
+                columns.first, columns.valid, columns.scale, wanted.entropy, wanted.squares,
+            )  # fmt: skip
 
     def combine(self, group: dist.ProcessGroup | None) -> tuple[TokenNumbers, Normalisers]:
         """The numbers of all tokens, and the normalisers for their gradient, equal on all ranks.
@@ -191,33 +177,93 @@ def write_gradient(
     None where the loss has no gradient in the KL. `gradients` are those of the loss in the
     `numbers`, None for a number that it does not depend on.
     """
-    logits[:, columns.valid :] = 0.0
-    if not columns.valid:
+    write = _write_gradient if serves(logits) else _write_gradient_by_torch
+    write(
+        logits, targets, ref_logits, normalisers.policy, normalisers.reference,
+        numbers.entropy, numbers.full_kl,
+        gradients.logprobs, gradients.entropy, gradients.full_kl,
+        columns.first, columns.valid, columns.scale,
+    )  # fmt: skip
+
+
+def _write_sums_by_torch(
+    table: Tensor, logits: Tensor, targets: Tensor, ref_logits: Tensor | None,
+    first: int, valid: int, scale: float, entropy: bool, squares: bool,
+) -> None:  # fmt: skip
+    """Write the rows of `LocalSums` for some tokens to `table` [8, tokens]."""
+    columns = Columns(first, valid, scale)
+    local, is_local = columns.place(targets)
+    for rows in blocks(logits):
+        sums = table[:, rows]
+        x = columns.scaled(logits[rows])
+        at_target = x.gather(1, local[rows, None])[:, 0]
+        sums[LocalSums.TARGET] = at_target.masked_fill_(~is_local[rows], 0.0)
+        torch.amax(x, dim=1, out=sums[LocalSums.MAXIMUM])
+        x.sub_(sums[LocalSums.MAXIMUM][:, None])
+
+        weight = x.exp() if entropy or ref_logits is not None else x.exp_()
+        torch.sum(weight, dim=1, out=sums[LocalSums.TOTAL])
+        if entropy:
+            torch.linalg.vecdot(weight, x, out=sums[LocalSums.WEIGHTED])
+        if squares:
+            torch.linalg.vecdot(weight, weight, out=sums[LocalSums.SQUARES])
+
+        if ref_logits is not None:
+            y = columns.scaled(ref_logits[rows])
+            torch.amax(y, dim=1, out=sums[LocalSums.REF_MAXIMUM])
+            y.sub_(sums[LocalSums.REF_MAXIMUM][:, None])
+            torch.linalg.vecdot(weight, x.sub_(y), out=sums[LocalSums.DIFFERENCE])
+            torch.sum(y.exp_(), dim=1, out=sums[LocalSums.REF_TOTAL])
+
+
+def _write_gradient_by_torch(
+    logits: Tensor, targets: Tensor, ref_logits: Tensor | None,
+    log_total: Tensor, ref_log_total: Tensor, entropy: Tensor | None, kl: Tensor | None,
+    grad_logprobs: Tensor, grad_entropy: Tensor | None, grad_kl: Tensor | None,
+    first: int, valid: int, scale: float,
+) -> None:  # fmt: skip
+    """`write_gradient`, with each of its tensors."""
+    columns = Columns(first, valid, scale)
+    logits[:, valid:] = 0.0
+    if not valid:
         return
     local, is_local = columns.place(targets)
-    grad_logprobs, grad_entropy, grad_kl = (
-        None if gradient is None else (gradient * columns.scale)[:, None]
-        for gradient in (gradients.logprobs, gradients.entropy, gradients.full_kl)
+    of_logprobs, of_entropy, of_kl = (
+        None if gradient is None else (gradient * scale)[:, None]
+        for gradient in (grad_logprobs, grad_entropy, grad_kl)
     )
-    assert grad_logprobs is not None
+    assert of_logprobs is not None
 
     for rows in blocks(logits):
-        log_p = columns.scaled(logits[rows]).sub_(normalisers.policy[rows, None])
+        log_p = columns.scaled(logits[rows]).sub_(log_total[rows, None])
         p = log_p.exp()
-        grad_x = p * -grad_logprobs[rows]
-        if grad_entropy is not None:
-            assert numbers.entropy is not None
-            plus_entropy = log_p + numbers.entropy[rows, None]
-            grad_x.sub_(plus_entropy.mul_(p).mul_(grad_entropy[rows]))
-        if grad_kl is not None:
-            assert ref_logits is not None and numbers.full_kl is not None
-            log_q = columns.scaled(ref_logits[rows]).sub_(normalisers.reference[rows, None])
-            difference = log_p.sub_(log_q).sub_(numbers.full_kl[rows, None])
-            grad_x.add_(difference.mul_(p).mul_(grad_kl[rows]))
+        grad_x = p * -of_logprobs[rows]
+        if of_entropy is not None:
+            assert entropy is not None
+            plus_entropy = log_p + entropy[rows, None]
+            grad_x.sub_(plus_entropy.mul_(p).mul_(of_entropy[rows]))
+        if of_kl is not None:
+            assert ref_logits is not None and kl is not None
+            log_q = columns.scaled(ref_logits[rows]).sub_(ref_log_total[rows, None])
+            difference = log_p.sub_(log_q).sub_(kl[rows, None])
+            grad_x.add_(difference.mul_(p).mul_(of_kl[rows]))
 
-        at_target = grad_logprobs[rows] * is_local[rows, None]
+        at_target = of_logprobs[rows] * is_local[rows, None]
         grad_x.scatter_add_(1, local[rows, None], at_target)
-        logits[rows, : columns.valid] = grad_x
+        logits[rows, :valid] = grad_x
+
+
+_write_sums = operator(
+    "vocab_sums(Tensor(a!) table, Tensor logits, Tensor targets, Tensor? ref_logits, int first, "
+    "int valid, float scale, bool entropy, bool squares) -> ()",
+    _write_sums_by_torch,
+)
+_write_gradient = operator(
+    "vocab_gradient(Tensor(a!) logits, Tensor targets, Tensor? ref_logits, Tensor log_total, "
+    "Tensor ref_log_total, Tensor? entropy, Tensor? kl, Tensor grad_logprobs, "
+    "Tensor? grad_entropy, Tensor? grad_kl, int first, int valid, float scale) -> ()",
+    _write_gradient_by_torch,
+)
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:

@@ -16,6 +16,7 @@ from mrlhf.gpu import kernels
 ARCHITECTURES = (80, 90)  # A100; H100 and H200
 SIZES = (
     "rows", "size", "group", "dim", "half", "kv_heads", "sequences", "columns", "blocks", "window",
+    "first", "valid",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
@@ -24,7 +25,9 @@ TYPES = {
     **dict.fromkeys(["scales", "sums", "tops", "grad_weights", "cosines", "sines"], "*fp32"),
     **dict.fromkeys(["parts"], "*fp32"),
     **dict.fromkeys(["tables", "query_starts", "lengths", "likeliest"], "*i32"),
-    **dict.fromkeys(["positions", "places", "tokens"], "*i64"),
+    **dict.fromkeys(["positions", "places", "tokens", "targets"], "*i64"),
+    **dict.fromkeys(["table", "log_total", "ref_log_total", "entropy", "kl"], "*fp32"),
+    **dict.fromkeys(["grad_logprobs", "grad_entropy", "grad_kl"], "*fp32"),
     "uniform": "*fp64",
     "logprobs": "*fp32",
 }
@@ -41,6 +44,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "join_splits": [{"SPLITS": 4, "DIM": 128}],
     "logit_blocks": [{"COLUMNS": 1024}],
     "draw": [{"COLUMNS": 1024, "BLOCKS": 256}],
+    "vocab_sums": [{"COLUMNS": 1024}],
+    "vocab_gradient": [{"COLUMNS": 1024}],
 }
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from mrlhf.inference.native import operators, sampler
 from mrlhf.inference.native.operators import Layer, StepInputs
 from mrlhf.models.attention import attend_gathered
 from mrlhf.models.ops import torch_gated, torch_rms_norm, torch_rotate
+from mrlhf.parallel import vocab_sums
 from mrlhf.parallel.masks import Paged
 
 EPS = 1e-6
@@ -46,12 +47,15 @@ def seeded() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str) -> None:
-    assert sampler  # has defined the last of the operators
+    assert sampler and vocab_sums  # have defined the last of the operators
     kernel = getattr(launch, name)
     assert largest_gap(kernel, getattr(torch.ops.mrlhf, name), name, torch.randn) < 1e-5
 
-    def broken(*arguments: object) -> object:
+    def broken(*arguments: Any) -> Any:
         results = kernel(*arguments)
+        if results is None:  # it writes over the first
+            arguments[0].mul_(1.1)
+            return None
         return tuple(1.1 * part for part in results) if isinstance(results, tuple) else results / 2
 
     assert largest_gap(broken, kernel, name, torch.randn) > 0.05
@@ -112,6 +116,41 @@ def test_rotation_and_back(launch: ModuleType, dtype: torch.dtype) -> None:
     turned = launch.rotate(x, cosines, sines, False)
     close(turned, torch_rotate(x, cosines, sines))
     close(launch.rotate(turned, cosines, sines, True), x)
+
+
+@both_dtypes
+@pytest.mark.parametrize("has_reference", [True, False])
+@pytest.mark.parametrize("valid", [2500, 2600, 0])  # of three blocks of columns
+def test_sums_over_a_vocabulary_and_their_gradient(
+    launch: ModuleType, dtype: torch.dtype, has_reference: bool, valid: int
+) -> None:
+    # The highest logit is in the last block, in the first, and anywhere.
+    logits = (8 * torch.randn(3, 2600)).to(dtype)
+    logits[0] = logits[0].sort().values
+    logits[1] = logits[1].sort(descending=True).values
+    ref_logits = (8 * torch.randn(3, 2600)).to(dtype) if has_reference else None
+    targets = torch.tensor([100, 2000, 40])  # the last on another rank
+    sizes = (100, valid, 0.7)
+
+    found, wanted = torch.zeros(2, 8, 5).unbind()
+    launch.vocab_sums(found[:, 1:4], logits, targets, ref_logits, *sizes, True, True)
+    if valid:
+        vocab_sums._write_sums_by_torch(
+            wanted[:, 1:4], logits, targets, ref_logits, *sizes, True, True
+        )
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+    totals = [torch.tensor([20.0, 21.0, 22.0]), torch.tensor([19.0, 18.0, 23.0])]
+    terms: list[Tensor | None] = [*torch.randn(4, 3), torch.tensor(0.3).expand(3)]
+    if not has_reference:
+        terms[1] = terms[4] = None  # the KL and its gradient
+    both = logits.clone(), logits.clone()
+    for write, out in zip(
+        (launch.vocab_gradient, vocab_sums._write_gradient_by_torch), both, strict=True
+    ):
+        write(out, targets, ref_logits, *totals, *terms, *sizes)
+    close(*both)
+    assert not both[0][:, valid:].any()
 
 
 class Case(NamedTuple):
