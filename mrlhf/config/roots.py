@@ -23,6 +23,7 @@ from mrlhf.config.reward import RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
+    AdaptedSection,
     CriticSection,
     DPOSection,
     OptimSection,
@@ -202,7 +203,7 @@ class PPOConfig(Root):
         return roles
 
 
-class TrainedModelSection(RouterSection, RoleSection):
+class TrainedModelSection(AdaptedSection, RouterSection, RoleSection):
     """The model that is trained."""
 
     init: Literal["checkpoint", "random"] = "checkpoint"

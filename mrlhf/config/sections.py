@@ -22,6 +22,7 @@ from mrlhf.config.fields import (
     Positive,
     Ranks,
     Section,
+    Texts,
     UpToOne,
     known_or_own,
 )
@@ -66,6 +67,14 @@ def _not_normalised(place: Place) -> NotRead | None:
     decider = place.name("loss_agg_mode")
     deciders = (decider, LOSS_MODE) if place.value(decider) is None else (decider,)
     return NotRead(f" with {decider} {mode}", f"use {NORMALISED}", deciders)
+
+
+def _without_adapter(place: Place) -> NotRead | None:
+    """A setting of adapters where there are none."""
+    if place.value("path") is not None or place.value("rank"):
+        return None
+    decider = place.name("rank")
+    return NotRead(f", since {decider} is 0", "set a rank", (decider,))
 
 
 _UNLESS_BOTH_BOUNDS = ReadIf(_beside_bounds)
@@ -172,6 +181,43 @@ class RoleSection(Section):
     an equal part"""
 
 
+_IF_NEW = read_if("path", lambda path: path is None, "is set", "leave that out")
+_IF_THERE_IS_ONE = ReadIf(_without_adapter)
+
+
+class LoraSection(Section):
+    """Low-rank adapters: two small matrices beside each linear layer are trained, not the layer."""
+
+    rank: Annotated[CountOrZero, _IF_NEW] = 0
+    """rank of the adapters; 0: none, all weights are trained"""
+    path: PathText | None = None
+    """directory of an adapter that peft has written, to start from; null: new adapters"""
+    alpha: Annotated[Positive, _IF_NEW, _IF_THERE_IS_ONE] = 32.0
+    """an adapter adds alpha / rank times the product of its matrices"""
+    use_rslora: Annotated[bool, _IF_NEW, _IF_THERE_IS_ONE] = False
+    """divide alpha by the root of the rank instead, so that the learning rate need not depend on
+    it"""
+    target_modules: Annotated[Literal["all-linear"] | Texts, _IF_NEW, _IF_THERE_IS_ONE] = (
+        "all-linear"
+    )
+    """names of linear layers, as peft has them, such as q_proj; all-linear: those of attention and
+    MLPs, of every expert too"""
+    exclude_modules: Annotated[Texts, _IF_NEW, _IF_THERE_IS_ONE] = Field(default_factory=list)
+    """of these, the layers without adapters"""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are adapters."""
+        return self.rank > 0 or self.path is not None
+
+
+class AdaptedSection(Section):
+    """How much of a model is trained."""
+
+    lora: LoraSection
+    """low-rank adapters"""
+
+
 class RouterSection(Section):
     """What is added to the loss for the routers of a mixture of experts."""
 
@@ -210,7 +256,7 @@ class PolicyLossSection(Section):
         return self
 
 
-class ActorSection(RouterSection, RoleSection):
+class ActorSection(AdaptedSection, RouterSection, RoleSection):
     """The policy that is trained."""
 
     optim: ActorOptimSection
@@ -280,7 +326,7 @@ class ActorSection(RouterSection, RoleSection):
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
 
-class CriticSection(RouterSection, RoleSection):
+class CriticSection(AdaptedSection, RouterSection, RoleSection):
     """The value model.
 
     It starts from the weights of path, with a fresh scalar head unless they hold one.

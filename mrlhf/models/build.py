@@ -17,8 +17,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from mrlhf.device import Device
+from mrlhf.models.adapters import SplitRanks, make_adapters
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.heads import GPTHiddenModel, GPTScalarModel
 from mrlhf.models.layer_numbers import LayerNumbers
@@ -88,6 +90,8 @@ def build_model(
     chunks = []
     for number, chunk in enumerate(chunks_of(spec, layout, place)):
         model = _build_chunk(spec, groups, config, chunk, number, transformer_engine)
+        if spec.lora is not None:
+            _adapt(model, spec, chunk, groups, config)
         model.to(device.torch_device)
         chunks.append(HalfPrecision(config, model) if dtype == torch.bfloat16 else model)
     return BuiltModel(config, chunks)
@@ -122,6 +126,36 @@ def _build_chunk(
             lambda module, inputs, output: output * spec.embedding_multiplier
         )
     return model
+
+
+def _adapt(
+    model: torch.nn.Module,
+    spec: ModelSpec,
+    chunk: Chunk,
+    groups: RoleGroups,
+    config: TransformerConfig,
+) -> None:
+    """Add the chunk's adapters, and freeze all else but a scalar head."""
+    family = family_of(spec)
+    shapes = family.tensor_shapes(spec)
+    rules = family.base_rules(spec, chunk)
+    for name, parameter in list(model.named_parameters()):
+        parameter.requires_grad_(spec.head == "scalar" and name == "output_layer.weight")
+        rule = rules[name]
+        group = groups.collection.expt_tp if rule.of_expert else groups.collection.tp
+        ranks = SplitRanks(group, config.sequence_parallel, rule.of_expert)
+        adapters = make_adapters(spec, shapes, name, rule, ranks, config.params_dtype)
+        if adapters is not None:
+            model.get_submodule(name.removesuffix(".weight")).adapters = adapters
+
+    if chunk.is_first:
+        # The backward pass of a stage, or of a layer that is recomputed, needs an input with a
+        # gradient.
+        model.get_submodule("embedding").register_forward_hook(_with_gradient)
+
+
+def _with_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def slots_of(

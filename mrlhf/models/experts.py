@@ -7,10 +7,12 @@ experts are chosen, nor how tokens are shared out over tensor-parallel ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
@@ -20,7 +22,9 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrlhf.models.adapters import Adapters
 from mrlhf.models.grouped_products import grouped_products, has_kernel
+from mrlhf.models.linear import adapted
 from mrlhf.models.ops import gated
 from mrlhf.models.router import Routing
 from mrlhf.models.spec import Experts
@@ -44,22 +48,27 @@ class ExpertMatrix(torch.nn.Module):
         # Its replicas are those of the expert, also where there is no expert parallelism.
         self.weight.allreduce = False  # type: ignore[attr-defined]
         self.gradient_accumulation_fusion = False
+        self.adapters: Adapters | None = None
 
     def forward(self) -> Tensor:
         """Return the matrix; a hook that waits for the weight runs before this."""
         return self.weight
 
     def product(self, x: Tensor) -> Tensor:
-        """Multiply x [tokens, columns] to [tokens, rows]."""
-        output: Tensor = linear_with_grad_accumulation_and_async_allreduce(
-            x,
-            self(),
-            bias=None,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-        )
-        return output
+        """Multiply x [tokens, columns] to [tokens, rows], with what adapters add."""
+        weight = self()
+        if weight.requires_grad:
+            output = linear_with_grad_accumulation_and_async_allreduce(
+                x,
+                weight,
+                bias=None,
+                gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+                allreduce_dgrad=False,
+                sequence_parallel=False,
+            )
+        else:
+            output = F.linear(x, weight)
+        return adapted(output, self.adapters, x)
 
 
 class Expert(torch.nn.Module):
@@ -136,14 +145,43 @@ class RoutedExperts(torch.nn.ModuleDict):
         """
         experts: list[Expert] = list(self.values())  # type: ignore[arg-type]
         width, hidden = experts[0].linear_fc1.weight.shape
-        if has_kernel(rows, hidden, width // 2):
+        ranks = _adapter_ranks(experts[0])
+        if has_kernel(rows, hidden, width // 2, *ranks):
             ends = counts.cumsum(dim=0).int()
-            inner = grouped_products(rows, ends, [expert.linear_fc1() for expert in experts])
-            outer = [expert.linear_fc2() for expert in experts]
-            return grouped_products(gated(inner), ends, outer)
+            inner = _grouped([expert.linear_fc1 for expert in experts], rows, ends)
+            return _grouped([expert.linear_fc2 for expert in experts], gated(inner), ends)
 
         parts = zip(experts, rows.split(counts.tolist()), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
+
+
+def _grouped(matrices: Sequence[ExpertMatrix], rows: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each row by the matrix of its expert, with what that expert's adapters add."""
+    output = grouped_products(rows, ends, [matrix() for matrix in matrices])
+    first = matrices[0].adapters
+    if first is None or not first.is_on:
+        return output
+
+    outputs = {}
+    for name in first:
+        adapters = [
+            matrix.adapters.each[name] for matrix in matrices if matrix.adapters is not None
+        ]
+        inner = grouped_products(rows, ends, [adapter.lora_A for adapter in adapters])
+        factors = [adapter.lora_B for adapter in adapters]
+        outputs[name] = grouped_products(inner * adapters[0].scale, ends, factors)
+    return output + first.in_place(outputs)
+
+
+def _adapter_ranks(expert: Expert) -> list[int]:
+    """Return the rank of each adapter of an expert; those of all experts of a layer are alike."""
+    matrices = (expert.linear_fc1, expert.linear_fc2)
+    return [
+        len(adapter.lora_A)
+        for matrix in matrices
+        if matrix.adapters is not None
+        for adapter in matrix.adapters.each.values()
+    ]
 
 
 def _regrouped(rows: Tensor, sizes: Tensor) -> Tensor:

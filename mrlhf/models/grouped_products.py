@@ -55,10 +55,14 @@ class _GroupedProducts(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends, *matrices = context.saved_tensors
+        are_frozen = not context.needs_input_grad[2]
         if not len(rows):
-            return torch.zeros_like(rows), None, *map(torch.zeros_like, matrices)
+            zeros = [None if are_frozen else torch.zeros_like(matrix) for matrix in matrices]
+            return torch.zeros_like(rows), None, *zeros
         grad = grad.contiguous()
         grad_rows = F.grouped_mm(grad, torch.stack(matrices), offs=ends)
+        if are_frozen:
+            return grad_rows, None, *(None for _ in matrices)
         # Not every version of the kernel writes the zeros of a group without rows.
         is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
         grad_matrices = F.grouped_mm(grad.t(), rows, offs=ends)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -25,35 +24,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from mrlhf.models.linear import (
+    BiasedColumnLinear,
+    BiasedRowLinear,
+    ColumnLinear,
+    RowLinear,
+)
 from mrlhf.models.mixture_layer import MixtureLayer
 from mrlhf.models.norms import NormedRowLinear, ProjectionNormAttention, RMSNorm
 from mrlhf.models.ops import gated
 from mrlhf.models.rope import Rope, rope_of
 from mrlhf.models.self_attention import CoreAttention, TensorParallelSelfAttention
 from mrlhf.models.spec import ModelSpec
-
-
-class BiasedColumnLinear(ColumnParallelLinear):
-    """A linear layer with rows split over ranks, and a bias, whatever the configuration says."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "bias": True})
-
-
-class BiasedRowLinear(RowParallelLinear):
-    """A linear layer with columns split over ranks, and a bias that every rank has whole.
-
-    It adds the bias itself. An MLP that gave it to its layer could not be recomputed: the weight
-    would become a result of the recomputation, which would then compute itself again without end.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "bias": True})
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Map x [..., input_size of the rank] to [..., output_size], and no bias."""
-        output, bias = super().forward(x)
-        return output + bias, None
 
 
 class GatedActivation(torch.nn.Module):
@@ -79,6 +61,7 @@ def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> Transfo
         or spec.residual_multiplier != 1.0
         or spec.norms_after
         or spec.qk_norm == "projection"
+        or spec.lora is not None
     )
 
     make = transformer_engine_layer if transformer_engine and not needs_ours else plain_layer
@@ -97,9 +80,9 @@ def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
         dense.submodules, pre_mlp_layernorm=RMSNorm, mlp=IdentityOp, sharded_state_dict_keys_map={}
     )
     shared = MLPSubmodules(
-        linear_fc1=ColumnParallelLinear,
+        linear_fc1=ColumnLinear,
         activation_func=GatedActivation,
-        linear_fc2=RowParallelLinear,
+        linear_fc2=RowLinear,
     )
     return ModuleSpec(
         module=MixtureLayer,
@@ -127,7 +110,7 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     if spec.residual_multiplier != 1.0:
         add = scaled_add(spec.residual_multiplier)
     mlp = MLPSubmodules(
-        linear_fc1=BiasedColumnLinear if spec.mlp_bias else ColumnParallelLinear,
+        linear_fc1=BiasedColumnLinear if spec.mlp_bias else ColumnLinear,
         activation_func=GatedActivation,
         linear_fc2=_row_linear(spec, spec.mlp_bias),
     )
@@ -154,7 +137,7 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
 def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     head_norm = RMSNorm if spec.qk_norm == "head" else IdentityOp
     submodules = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+        linear_qkv=ColumnLinear,
         core_attention=CoreAttention,
         linear_proj=_row_linear(spec, spec.o_bias),
         q_layernorm=head_norm,
@@ -174,11 +157,11 @@ def _rope(spec: ModelSpec, kind: str | None) -> Rope | None:
     return None if kind is None else rope_of(spec, kind)
 
 
-def _row_linear(spec: ModelSpec, bias: bool) -> type[RowParallelLinear]:
+def _row_linear(spec: ModelSpec, bias: bool) -> type[RowLinear]:
     assert not (bias and spec.norms_after), "a bias is not normalised"
     if spec.norms_after:
         return NormedRowLinear
-    return BiasedRowLinear if bias else RowParallelLinear
+    return BiasedRowLinear if bias else RowLinear
 
 
 def scaled_add(multiplier: float) -> Callable[..., Any]:

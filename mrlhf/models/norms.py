@@ -8,10 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import (
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -19,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrlhf.models.linear import RowLinear
 from mrlhf.models.ops import rms_norm
 from mrlhf.models.self_attention import TensorParallelSelfAttention
 
@@ -39,7 +37,7 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class NormedRowLinear(RowParallelLinear):
+class NormedRowLinear(RowLinear):
     """A linear layer whose columns are split over ranks, and RMSNorm of the ranks' sum."""
 
     def __init__(

@@ -196,6 +196,6 @@ def _engine_map(spec: ModelSpec, experts: range) -> _WeightMap:
 
     rules: dict[str, Rule] = {}
     for name, rule in whole.rules.items():
-        shares_heads = len(rule.names) > 1
+        shares_heads = len(rule.names) > 1 or rule.of_kv_heads
         rules[name] = rule._replace(shared_kv_heads=rule.periods) if shares_heads else rule
     return _WeightMap(rules, whole.shapes)

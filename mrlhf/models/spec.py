@@ -6,8 +6,10 @@ layouts or modules.
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -65,6 +67,58 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """The low-rank adapters of a model: to W x each adds scale * B A x.
+
+    A linear layer is known by its name in Hugging Face's model, without `.weight`. The patterns are
+    peft's: a regular expression for the end of a name, and the number for the layers that match.
+    """
+
+    rank: int  # rows of A
+    alpha: float  # the scale is alpha / rank, or alpha / sqrt(rank)
+    # the ends of the names of the layers that have an adapter; None for all but the output layer
+    # and the routers of mixtures
+    targets: frozenset[str] | None = None
+    excluded: frozenset[str] = frozenset()  # of these, those that have none
+    rank_stabilised: bool = False  # whether the scale is alpha / sqrt(rank), as in rsLoRA
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+
+    def adapts(self, layer: str) -> bool:
+        """Whether the linear layer has an adapter."""
+        if _ends_with(layer, self.excluded):
+            return False
+        return self.targets is None or _ends_with(layer, self.targets)
+
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of the layer's adapter."""
+        return _matching(self.ranks, layer, self.rank)
+
+    def scale_of(self, layer: str) -> float:
+        """Return the factor of the layer's adapter."""
+        rank = self.rank_of(layer)
+        alpha = _matching(self.alphas, layer, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+Value = TypeVar("Value", int, float)
+
+
+def _matching(patterns: tuple[tuple[str, Value], ...], layer: str, default: Value) -> Value:
+    """Return the number of the first pattern that matches the layer."""
+    for pattern, value in patterns:
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return default
+
+
+def _ends_with(layer: str, names: frozenset[str]) -> bool:
+    """Whether one of the names is that of the layer, or its end after a dot."""
+    parts = layer.split(".")
+    return any(".".join(parts[first:]) in names for first in range(len(parts)))
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A Llama-like decoder, dense or with mixtures of experts."""
 
@@ -102,6 +156,7 @@ class ModelSpec:
     attention_multiplier: float | None = None  # of products of q and k; None for 1 / sqrt(head_dim)
     logits_divisor: float = 1.0  # the logits are divided by it
     experts: Experts | None = None  # None in a dense model
+    lora: Lora | None = None  # None if all weights are those of the checkpoint
 
     @property
     def output_is_embedding(self) -> bool:

@@ -98,6 +98,8 @@ def token_loss(
 ) -> Tensor:
     """The loss of all tokens, a scalar with gradients in the hidden states and the weight.
 
+    A frozen weight gets none.
+
     The gradient in the hidden states is that through this rank's columns; the caller sums over the
     ranks of the group.
 
@@ -112,7 +114,9 @@ def token_loss(
     with torch.no_grad():
         projection = _Projection(layer, tokens, wanted)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight: Tensor | None = None
+        if weight.requires_grad:
+            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         spans = projection.spans
         if by_token:
             spans = [_Span(span.rows, [chunk]) for span in spans for chunk in span.chunks]
@@ -125,6 +129,8 @@ def token_loss(
                 span.chunks, numbers, grad_numbers, normalisers
             ):
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
+                if grad_weight is None:
+                    continue
                 if weight.dtype == torch.float32:
                     grad_weight.addmm_(grad_logits.t(), hidden[rows])
                 else:
@@ -291,7 +297,7 @@ class _KnownGradients(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         grad_hidden: Tensor,
-        grad_weight: Tensor,
+        grad_weight: Tensor | None,
     ) -> Tensor:
         ctx.gradients = (grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
@@ -303,10 +309,6 @@ class _KnownGradients(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.gradients
         # A schedule may hold the loss while it computes the next one, so memory is freed here.
         ctx.gradients = None
-        return (
-            None,
-            grad_hidden.mul_(grad_loss),
-            grad_weight.mul_(grad_loss).to(ctx.dtype),
-            None,
-            None,
-        )
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad_loss).to(ctx.dtype)
+        return None, grad_hidden.mul_(grad_loss), grad_weight, None, None

@@ -40,7 +40,10 @@ def data_parallel(
     from every micro-batch: the replicas exchange a bucket once all of it is there, and they must do
     so in the same order.
     """
-    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
+    sizes = []
+    for module in modules:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        sizes.append(sum(parameter.numel() for parameter in trained))
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=splits_optimizer(optim, groups),

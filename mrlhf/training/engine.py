@@ -9,7 +9,8 @@ minimises.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -25,10 +26,13 @@ from mrlhf.config.sections import OptimSection, RoleSection, RouterSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
 from mrlhf.metrics.table import names_of
+from mrlhf.models.adapter_files import read_adapter, write_adapter
+from mrlhf.models.adapters import Adapters
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
 from mrlhf.models.flops import sequence_flops
 from mrlhf.models.heads import GPTHiddenModel
+from mrlhf.models.lora import is_adapter, trained_shapes, without_adapters
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.collectives import all_gather_ragged
@@ -120,6 +124,11 @@ class ModelEngine:
         return self._shapes
 
     @property
+    def trained_shapes(self) -> Mapping[str, Shape]:
+        """Of these, the tensors that training changes: all, or adapters and a scalar head."""
+        return trained_shapes(self._shapes, self.spec, self._family.scalar_head)
+
+    @property
     def slots(self) -> list[Slot]:
         """The places on this rank of each named slice of a weight, after `wait_for_weights`."""
         self.wait_for_weights()
@@ -144,21 +153,49 @@ class ModelEngine:
         assert isinstance(model, GPTHiddenModel), "a scalar model has no output layer"
         return model.output_weight
 
-    def load(self, path: str | Path, seed: int, needs_head: bool = False) -> None:
+    def load(
+        self,
+        path: str | Path,
+        seed: int,
+        needs_head: bool = False,
+        adapter: str | Path | None = None,
+    ) -> None:
         """Read the weights from the Hugging Face checkpoint at `path`.
 
         A scalar model accepts the checkpoint of a language model, unless `needs_head`: the missing
-        head starts from zeros, so that a new critic predicts 0 everywhere. `seed` has no effect if
-        the checkpoint is complete.
+        head starts from zeros, so that a new critic predicts 0 everywhere. Adapters are read from
+        `adapter`, or drawn if that is None. `seed` has no effect if all is read.
 
         Raises:
             WeightError: the files are missing, damaged, or not those of the model.
         """
-        has_head = read_model(path, self.spec, self.slots, needs_head)
+        factors = [slot for slot in self.slots if is_adapter(slot.piece.name)]
+        base = [slot for slot in self.slots if not is_adapter(slot.piece.name)]
+        has_head = read_model(path, without_adapters(self.spec), base, needs_head)
+        if adapter is None:
+            initialise(factors, self._shapes, seed)
+        else:
+            has_head = read_adapter(adapter, self.spec, self.slots) or has_head
         if not has_head:
-            scalar_head = self._family.scalar_head
-            heads = [slot for slot in self.slots if slot.piece.name == scalar_head]
+            heads = [slot for slot in base if slot.piece.name == self._family.scalar_head]
             initialise(heads, self._shapes, seed, std=0.0)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Compute with the base model alone, as long as this lasts."""
+        adapters = [
+            module
+            for chunk in self.chunks
+            for module in chunk.modules()
+            if isinstance(module, Adapters)
+        ]
+        for module in adapters:
+            module.is_on = False
+        try:
+            yield
+        finally:
+            for module in adapters:
+                module.is_on = True
 
     def initialise(self, seed: int) -> None:
         """Draw random weights from `seed` and `initializer_range`, the same in every layout."""
@@ -171,9 +208,16 @@ class ModelEngine:
         self.optimizer.hold_until(wait)
 
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
-        """Write a Hugging Face checkpoint without its `config.json`; every rank calls this."""
+        """Write a Hugging Face checkpoint without its configuration; every rank calls this.
+
+        Of a model with adapters these are written, and a scalar head, as peft does.
+        """
         writers = self.groups.first_copy
-        if writers is not None:
+        if writers is None:
+            return
+        if self.spec.lora is not None:
+            write_adapter(path, self.spec, self.slots, writers)
+        else:
             write_weights(path, self.slots, self._shapes, writers, FileOptions(max_shard_bytes))
 
     def cut(
@@ -406,6 +450,24 @@ class ModelEngine:
         """Do what a schedule does at its end."""
         self._clock.stop()
         finalize_model_grads(*arguments, **options)
+        if self.spec.lora is not None and self.spec.experts is not None:
+            self._sum_parts()
+
+    def _sum_parts(self) -> None:
+        """Sum the gradients of which each rank that splits an expert has a part."""
+        group = self.groups.collection.expt_tp
+        parts = [
+            parameter.main_grad
+            for chunk in self.chunks
+            for parameter in chunk.parameters()
+            if getattr(parameter, "is_partial", False)
+        ]
+        if parts and group.size() > 1:
+            flat = torch.cat([part.flatten() for part in parts])
+            torch.distributed.all_reduce(flat, group=group)
+            sums = flat.split([part.numel() for part in parts])
+            for part, whole in zip(parts, sums, strict=True):
+                part.copy_(whole.view(part.shape))
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

@@ -30,7 +30,14 @@ from mrlhf.weights.files import (
     temporary,
 )
 from mrlhf.weights.shard import Key, Shape, Slot
-from mrlhf.weights.stored import ExpectedTensors, FileTensor, OpenFiles, match, survey
+from mrlhf.weights.stored import (
+    ExpectedTensors,
+    FileTensor,
+    ModelFiles,
+    OpenFiles,
+    match,
+    survey,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class FileOptions:
     # More header entries of each file, beside `format: pt`.
     metadata: Mapping[str, str] = field(default_factory=dict)
     dtype: torch.dtype | None = None  # in the files; None: that of the parameters
+    file: str | None = None  # the name of the only file; None: those of a model
 
 
 def read_weights(path: str | Path, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
@@ -52,14 +60,19 @@ def read_weights(path: str | Path, slots: Sequence[Slot], expected: ExpectedTens
         WeightError: there are no safetensors, or they are damaged, not those of the model or not
             finite.
     """
-    tensors = match(survey(Path(path)), expected)
+    return read_tensors(survey(Path(path)), slots, expected)
+
+
+def read_tensors(stored: ModelFiles, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
+    """Fill `slots` from files whose headers have been read; as `read_weights` otherwise."""
+    tensors = match(stored, expected)
     with OpenFiles(tensors.values()) as files:
         for slot in slots:
             piece = slot.piece
             if piece.name in tensors:
-                stored = files.slice(tensors[piece.name])
+                whole = files.slice(tensors[piece.name])
                 index = (slice(None),) * piece.dim + (slice(piece.start, piece.stop),)
-                slot.store(stored[index])
+                slot.store(whole[index])
                 _check_finite(slot, tensors[piece.name])
     return [name for name in expected.shapes if name not in tensors]
 
@@ -101,7 +114,8 @@ def write_weights(
     model = _survey(slots, shapes, group, options.dtype)
     sizes = {name: tensor.nbytes for name, tensor in model.items()}
     contents = split_files(sizes, options.max_shard_bytes)
-    files = dict(zip(file_names(len(contents)), contents, strict=True))
+    names = file_names(len(contents)) if options.file is None else [options.file]
+    files = dict(zip(names, contents, strict=True))
 
     error = None
     try:

@@ -3,12 +3,13 @@
 Each named tensor is drawn whole, from a generator of its own, which is seeded by a hash of the
 run's seed and the tensor's name. So every rank that holds a slice of a tensor sees the same
 numbers. One full tensor at a time is in memory. This file does not know models: a tensor's name
-says whether it is a norm, a bias or a matrix.
+says whether it is a norm, a bias, a factor of an adapter or another matrix.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,7 +27,7 @@ def initialise(
     head_std: float = 0.02,
 ) -> None:
     """Fill `slots` with norms of 1, biases of 0 and matrices drawn from N(0, std), as transformers
-    does.
+    does, and adapters as peft does.
 
     Args:
         slots: they may be a part of the model.
@@ -49,9 +50,13 @@ def initialise(
 def _draw(name: str, shape: Shape, seed: int, std: float) -> Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=torch.float32, device="cpu")
-    if name.endswith("bias"):
+    if name.endswith(("bias", ".lora_B.weight")):
         return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    if name.endswith(".lora_A.weight"):
+        # Kaiming's rule as peft applies it: uniform within 1 / sqrt(in).
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return (2 * drawn - 1) / math.sqrt(shape[1])
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * std

@@ -48,6 +48,8 @@ class Rule(NamedTuple):
     # With more ranks than KV heads there is one period a rank, and neighbouring ranks hold the same
     # KV head. None if every tensor is split over all ranks.
     shared_kv_heads: int | None = None
+    # Whether the first tensor, too, is of KV heads.
+    of_kv_heads: bool = False
     # The rows [start, stop) along `dim` that the parameter holds of each tensor, which may then be
     # named several times; None for all rows of each.
     intervals: tuple[tuple[int, int], ...] | None = None
@@ -80,7 +82,8 @@ class Rule(NamedTuple):
         if self.is_shared(tp_size):
             assert self.shared_kv_heads is not None
             divides = tp_size % self.shared_kv_heads == 0
-            counts[1:] = [self.shared_kv_heads] * (len(sizes) - 1)
+            for number in range(self._first_of_kv_heads, len(sizes)):
+                counts[number] = self.shared_kv_heads
 
         if len(sizes) > 1:
             for size, count in zip(sizes, counts, strict=True):
@@ -90,6 +93,15 @@ class Rule(NamedTuple):
 
         blocks = tuple(-(-size // count) for size, count in zip(sizes, counts, strict=True))
         return periods // tp_size, blocks
+
+    @property
+    def _first_of_kv_heads(self) -> int:
+        """The number of the first tensor that is of KV heads, if any are."""
+        return 0 if self.of_kv_heads else 1
+
+    def shares(self, number: int, tp_size: int) -> bool:
+        """Whether several of `tp_size` ranks hold the same rows of tensor `number`."""
+        return self.is_shared(tp_size) and number >= self._first_of_kv_heads
 
     def is_shared(self, tp_size: int) -> bool:
         """Whether several of `tp_size` ranks hold the same KV head."""
@@ -206,7 +218,7 @@ def pieces_of(
         first, last = rule.interval(number, shapes)
         size = last - first
         place = tp_rank
-        if number > 0 and rule.is_shared(tp_size):
+        if rule.shares(number, tp_size):
             place = tp_rank * (size // block) // tp_size
 
         # The last ranks hold fewer rows of a tensor that is padded, or none.

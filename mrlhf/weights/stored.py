@@ -100,20 +100,29 @@ def survey(directory: Path) -> ModelFiles:
     """
     if (directory / "adapter_config.json").exists():
         raise WeightError(
-            f"{directory}: adapter_config.json says that an adapter (LoRA) belongs to the weights; "
-            "merge it into the model (peft's merge_and_unload) and save the result, or remove it"
+            f"{directory}: adapter_config.json says that this is an adapter (LoRA); give the base "
+            "model as path, and this directory as lora.path, or merge the two "
+            "(tools/convert_checkpoint.py --merge)"
         )
 
-    remarks = []
     if (directory / SINGLE).exists():
-        files = [directory / SINGLE]
-        if (directory / INDEX).exists():
-            remarks.append(f"{directory}: {SINGLE} is read, as by transformers, and not {INDEX}")
-    elif (directory / INDEX).exists():
-        files = _indexed_files(directory / INDEX)
-    else:
-        raise WeightError(f"{directory}: {_absence(directory)}")
+        stored = read_headers(directory, [directory / SINGLE])
+        if not (directory / INDEX).exists():
+            return stored
+        remark = f"{directory}: {SINGLE} is read, as by transformers, and not {INDEX}"
+        return replace(stored, remarks=(remark, *stored.remarks))
+    if (directory / INDEX).exists():
+        return read_headers(directory, _indexed_files(directory / INDEX))
+    raise WeightError(f"{directory}: {_absence(directory)}")
 
+
+def read_headers(directory: Path, files: Iterable[Path]) -> ModelFiles:
+    """Read the headers of some files of a directory; a later tensor replaces an earlier one.
+
+    Raises:
+        WeightError: a file is damaged.
+    """
+    remarks = []
     tensors: dict[str, FileTensor] = {}
     doubles: dict[str, str] = {}
     for file in files:

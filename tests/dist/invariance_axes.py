@@ -55,6 +55,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "overlap_param_gather": (True, False),
     "model": MODELS,
     "router_losses": (False, True),
+    "lora": (False, True),
     "loss": tuple(LOSSES),
 }
 # Layers of each stage where they are not equal, by the number of stages.

@@ -36,7 +36,8 @@ class PlainRuns:
     """What the plain loops compute of the models and experiences in `root`, each once.
 
     Attributes:
-        tables: takes a model; what transformers says of the batch before training.
+        tables: takes a model, and whether it has its adapter; what transformers says of the batch
+            before training.
     """
 
     def __init__(self, root: Path) -> None:
@@ -49,7 +50,11 @@ class PlainRuns:
         """What the plain loops train, by role."""
         # Of the policy's loss, the supervised trainings read no more than this.
         supervised = Case(
-            case.model, "token-mean", clip_grad=case.clip_grad, router_losses=case.router_losses
+            case.model,
+            "token-mean",
+            clip_grad=case.clip_grad,
+            router_losses=case.router_losses,
+            lora=case.lora,
         )
         if str(supervised) not in self._supervised:
             self._supervised[str(supervised)] = plain_supervised_roles(self._root, supervised)
@@ -57,9 +62,9 @@ class PlainRuns:
             self._ppo[str(case)] = plain_ppo_roles(self._root, case)
         return self._supervised[str(supervised)] | self._ppo[str(case)]
 
-    def _tables(self, model: str) -> dict[str, Tensor]:
+    def _tables(self, model: str, adapted: bool) -> dict[str, Tensor]:
         rollout = load_experience(self._root, Case(model, "token-mean")).rollout
-        return all_tables(self._root / model, rollout)
+        return all_tables(self._root / model, rollout, adapted)
 
 
 def comparisons(
@@ -75,7 +80,7 @@ def comparisons(
     """
     name = name_of(row)
     wanted = plain.roles(case_of(row))
-    tables = plain.tables(row["model"])
+    tables = plain.tables(row["model"], row["lora"])
     checks: dict[str, Callable[[], None]] = {}
     checks["tables"] = partial(_assert_tables, ranks, tables, name)
     for role in ROLES:
@@ -105,7 +110,8 @@ def _assert_metrics(ranks: Sequence[Trained], outcome: Outcome, title: str) -> N
 
 
 def _assert_weights(directory: Path, outcome: Outcome, title: str) -> None:
-    weights = load_file(directory / "model.safetensors")
+    (file,) = directory.glob("*.safetensors")  # of a model, or of an adapter
+    weights = load_file(file)
     assert weights.keys() == outcome.weights.keys(), title
     for name, tensor in weights.items():
         # Up to four steps of up to 1e-2. Gradients of four layers are rounded by up to 4e-6, so

@@ -70,8 +70,9 @@ class RowResult:
 
 
 def case_of(row: Row) -> Case:
-    """The row's model, policy loss and losses of routers."""
-    return Case(row["model"], router_losses=row["router_losses"], **LOSSES[row["loss"]])
+    """The row's model, policy loss, losses of routers, and whether adapters are trained."""
+    own = {"router_losses": row["router_losses"], "lora": row["lora"]}
+    return Case(row["model"], **own, **LOSSES[row["loss"]])
 
 
 def train_rows(rank: int, world_size: int, root: str, rows: Sequence[Row]) -> dict[str, RowResult]:

@@ -19,13 +19,16 @@ from mrlhf.config.roots import TrainedModelSection
 from mrlhf.config.sections import (
     ActorOptimSection,
     ActorSection,
+    AdaptedSection,
     CriticSection,
+    LoraSection,
     OptimSection,
     PolicyLossSection,
     ReferenceSection,
     ScalarOptimSection,
 )
 from mrlhf.device import Device
+from mrlhf.models.adapter_files import with_lora
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
@@ -47,6 +50,7 @@ from tests.oracle import (
     plain_routers,
     plain_tables,
 )
+from tests.oracle.plain_lora import adapter_of
 from tests.oracle.plain_ppo import Case
 
 Optim = TypeVar("Optim", bound=OptimSection)
@@ -261,6 +265,7 @@ def build_actor(setting: Setting, case: Case, **keys: Any) -> Actor:
         "optim": actor_optim(setting, case),
     }
     values |= _form_keys(setting) | _router_keys(case) | case.settings | keys
+    values |= _lora_keys(setting, case, case.model)
     section = ActorSection(**values)
     bypass = None if case.bypass is None else _BYPASS[case.bypass]
     loss = PolicyLossSettings.named(case.loss, section, bypass)
@@ -309,6 +314,7 @@ def build_critic(setting: Setting, case: Case) -> Critic:
         optim=_optim(ScalarOptimSection, setting, case),
         **_form_keys(setting),
         **_router_keys(case),
+        **_lora_keys(setting, case, plain_models.critic_of(case.model)),
     )
     engine = _build_engine(setting, section, "scalar")
     engine.attach_optimizer(section.optim, total_updates=1)
@@ -318,7 +324,8 @@ def build_critic(setting: Setting, case: Case) -> Critic:
 def build_supervised(setting: Setting, case: Case, name: str, head: Head) -> ModelEngine:
     """The checkpoint `name`, ready to be trained with another loss than those of roles."""
     path = str(setting.root / name)
-    section = TrainedModelSection(path=path, **_form_keys(setting), **_router_keys(case))
+    keys = _form_keys(setting) | _router_keys(case) | _lora_keys(setting, case, name)
+    section = TrainedModelSection(path=path, **keys)
     engine = _build_engine(setting, section, head)
     engine.attach_optimizer(_optim(OptimSection, setting, case), total_updates=2)
     return engine
@@ -346,8 +353,13 @@ def _optim(make: type[Optim], setting: Setting, case: Case) -> Optim:
 
 
 def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
-    engine = ModelEngine(section, load_spec(section.path, head), setting.groups, setting.device)
-    engine.load(section.path, seed=0)
+    spec = load_spec(section.path, head)
+    adapter = None
+    if isinstance(section, AdaptedSection):
+        spec = with_lora(spec, section.lora)
+        adapter = section.lora.path
+    engine = ModelEngine(section, spec, setting.groups, setting.device)
+    engine.load(section.path, seed=0, adapter=adapter)
     return engine
 
 
@@ -355,6 +367,12 @@ def _router_keys(case: Case) -> dict[str, float]:
     if not case.router_losses:
         return {}
     return {"router_balance_coef": plain_routers.BALANCE, "router_z_coef": plain_routers.Z}
+
+
+def _lora_keys(setting: Setting, case: Case, model: str) -> dict[str, Any]:
+    if not case.lora:
+        return {}
+    return {"lora": LoraSection(path=str(adapter_of(setting.root / model)))}
 
 
 def _form_keys(setting: Setting) -> dict[str, Any]:

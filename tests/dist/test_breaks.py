@@ -59,6 +59,7 @@ PLAIN: Row = {
     "overlap_param_gather": False,
     "model": "llama",
     "router_losses": False,
+    "lora": False,
     "loss": "sampled KL",
 }
 REPLICAS = PLAIN | {"dp": 2}

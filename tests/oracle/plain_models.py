@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.models.features import YARN
 from tests.models.mixtures import as_in_files
+from tests.oracle.plain_lora import Added, adapt, adapter_of, factors_of, save_adapter
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,  # odd: with tensor parallelism the last rank's shard is padded
@@ -45,6 +46,8 @@ def critic_of(model: str) -> str:
 def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
     """Write random models: `<model>`, `<model>-ref` not far from it, and its critic.
 
+    Beside model and critic stands an adapter of each.
+
     Those in `DEEP` have four layers, and the others `layers`.
     """
     generator = torch.Generator().manual_seed(4)
@@ -54,6 +57,7 @@ def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
         policy = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
         _randomise(policy, generator)
         policy.save_pretrained(root / name)
+        save_adapter(policy, adapter_of(root / name), torch.Generator().manual_seed(7))
         for parameter in policy.parameters():
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
         policy.save_pretrained(root / f"{name}-ref")
@@ -63,6 +67,8 @@ def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
         critic = transformers.AutoModelForSequenceClassification.from_config(config, **EAGER)
         _randomise(critic, generator)
         critic.save_pretrained(root / f"{name}-critic")
+        adapter = adapter_of(root / f"{name}-critic")
+        save_adapter(critic, adapter, torch.Generator().manual_seed(8))
 
 
 def _configs(layers: int) -> dict[str, Any]:
@@ -141,16 +147,24 @@ def _randomise(model: Any, generator: torch.Generator) -> None:
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
-def load(path: Path) -> Any:
-    """The checkpoint at `path` as transformers' model; a critic is a sequence classifier."""
+def load(path: Path, adapted: bool = False) -> Any:
+    """The checkpoint at `path` as transformers' model; a critic is a sequence classifier.
+
+    If `adapted`, only the adapter beside it is trained, and a critic's head.
+    """
     auto = transformers.AutoModelForCausalLM
     if path.name.endswith("-critic"):
         auto = transformers.AutoModelForSequenceClassification
-    return auto.from_pretrained(path, dtype=torch.float32, **EAGER).eval()
+    model = auto.from_pretrained(path, dtype=torch.float32, **EAGER).eval()
+    if adapted:
+        adapt(model, adapter_of(path))
+    return model
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """A copy of the model's weights, by their names in files."""
+    """A copy of the model's weights by their names in files, or of its adapter and head."""
+    if any(isinstance(module, Added) for module in model.modules()):
+        return factors_of(model)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):

@@ -51,6 +51,7 @@ class Case:
     # Whether the policy did not draw the tokens at `HOLES`, which then do not train.
     holes: bool = False
     router_losses: bool = False  # whether the routers of a mixture have losses of their own
+    lora: bool = False  # whether adapters are trained, and not the models
 
     @property
     def has_full_kl(self) -> bool:
@@ -65,7 +66,7 @@ class Case:
 
 def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
     """Update the policy: `EPOCHS` times each mini-batch."""
-    policy = load(model)
+    policy = load(model, case.lora)
     reference = load(Path(f"{model}-ref")).requires_grad_(False)
     settings = case.settings
 
@@ -152,7 +153,7 @@ def _kl(kind: str, experience: Experience, row: int, log_p: Tensor, reference: A
 
 def train_critic(case: Case, model: Path, experience: Experience) -> Outcome:
     """Update the critic: `EPOCHS` times each mini-batch."""
-    critic = load(model.parent / critic_of(model.name))
+    critic = load(model.parent / critic_of(model.name), case.lora)
     assert experience.values is not None
     old_values = experience.values
 

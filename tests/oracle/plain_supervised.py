@@ -48,7 +48,7 @@ def preference_pairs(rollout: Rollout) -> PreferencePairs:
 
 def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcome:
     """One optimizer step for each of `SFT_STEPS`, and a validation on the first rows."""
-    policy = load(model)
+    policy = load(model, case.lora)
 
     def losses(example: SftExample) -> Tensor:
         """Of each token of the response."""
@@ -69,7 +69,7 @@ def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcom
 
 def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outcome:
     """One optimizer step for each of `PAIR_STEPS`, and a validation on the first pairs."""
-    judge = load(model)
+    judge = load(model, case.lora)
 
     def score(token_ids: list[int]) -> Tensor:
         """Of the last token."""

@@ -18,9 +18,12 @@ from tests.padding import pad_responses
 TEMPERATURE = 0.7
 
 
-def all_tables(model: Path, rollout: Rollout) -> dict[str, Tensor]:
-    """Everything below of a policy, its reference and its critic, as `save_models` wrote them."""
-    policy = load(model)
+def all_tables(model: Path, rollout: Rollout, adapted: bool = False) -> dict[str, Tensor]:
+    """Everything below of a policy, its reference and its critic, as `save_models` wrote them.
+
+    If `adapted`, policy and critic have their adapters.
+    """
+    policy = load(model, adapted)
     reference = load(Path(f"{model}-ref"))
     logprobs, entropies = evaluate(policy, rollout)
     return {
@@ -29,7 +32,7 @@ def all_tables(model: Path, rollout: Rollout) -> dict[str, Tensor]:
         "full_kl": full_kl(policy, reference, rollout),
         "sum_of_squares": sum_of_squares(policy, rollout),
         "ref_logprobs": evaluate(reference, rollout)[0],
-        "values": token_values(load(model.parent / critic_of(model.name)), rollout),
+        "values": token_values(load(model.parent / critic_of(model.name), adapted), rollout),
     }
 
 

@@ -395,9 +395,9 @@ def test_a_family_is_asked_for_its_own_parameters(monkeypatch: pytest.MonkeyPatc
     embedding = replace(
         LLAMA,
         model_type="embedding",
-        tensor_shapes=lambda spec: {"rows": (spec.vocab_size, spec.hidden_size)},
-        parameter_names=lambda spec, chunk: ["embedding.weight"] if chunk.is_first else [],
-        rules_of=lambda spec, chunk: {"embedding.weight": Rule(("rows",), dim=0)},
+        base_shapes=lambda spec: {"rows": (spec.vocab_size, spec.hidden_size)},
+        base_parameters=lambda spec, chunk: ["embedding.weight"] if chunk.is_first else [],
+        base_rules=lambda spec, chunk: {"embedding.weight": Rule(("rows",), dim=0)},
     )
     monkeypatch.setitem(FAMILIES, "embedding", embedding)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mrlhf.models.lora import adapter_rules, adapter_shapes, linear_layers, with_adapters
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.shard import Rule, Shape
 from mrlhf.weights.stored import OtherForm
@@ -54,12 +55,12 @@ class Family:
             the model, and not on the layout or the run.
         decoder_spec: (spec, chunk, whether to use TransformerEngine) -> megatron-core's layer specs
             and final norm for the layers of the chunk.
-        tensor_shapes: (spec) -> name and full shape of every tensor of a Hugging Face checkpoint,
+        base_shapes: (spec) -> name and full shape of every tensor of a Hugging Face checkpoint,
             in the order of the checkpoint.
-        parameter_names: (spec, chunk) -> the names in `GPTModel.named_parameters()` of a chunk that
+        base_parameters: (spec, chunk) -> the names in `GPTModel.named_parameters()` of a chunk that
             is built without TransformerEngine, in that order. Layers are numbered from 0.
-        rules_of: (spec, chunk) -> the named tensors that each parameter of the chunk holds. It has
-            the names of both builds, with and without TransformerEngine.
+        base_rules: (spec, chunk) -> the named tensors that each parameter of the chunk holds. It
+            has the names of both builds, with and without TransformerEngine.
         other_forms: (spec) -> by their names in a file, tensors that it may hold in place of those
             of `tensor_shapes`.
         ignored_prefixes: (spec) -> how the names of tensors begin that a checkpoint may hold
@@ -76,12 +77,54 @@ class Family:
     read_config: Callable[[dict[str, Any], Head], ModelSpec]
     megatron_options: Callable[[ModelSpec], dict[str, Any]]
     decoder_spec: Callable[[ModelSpec, Chunk, bool], TransformerBlockSubmodules]
-    tensor_shapes: Callable[[ModelSpec], dict[str, Shape]]
-    parameter_names: Callable[[ModelSpec, Chunk], list[str]]
-    rules_of: Callable[[ModelSpec, Chunk], Mapping[str, Rule]]
+    base_shapes: Callable[[ModelSpec], dict[str, Shape]]
+    base_parameters: Callable[[ModelSpec, Chunk], list[str]]
+    base_rules: Callable[[ModelSpec, Chunk], Mapping[str, Rule]]
     other_forms: Callable[[ModelSpec], dict[str, OtherForm]] = lambda spec: {}
     ignored_prefixes: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ()
     float32_endings: tuple[str, ...] = ()
+
+    def tensor_shapes(self, spec: ModelSpec) -> dict[str, Shape]:
+        """The name and full shape of every tensor, those of adapters last."""
+        shapes = self.base_shapes(spec)
+        if spec.lora is None:
+            return shapes
+        factors: dict[str, Shape] = {}
+        for rule in self._all_rules(spec).values():
+            factors |= adapter_shapes(spec, shapes, rule)
+        return shapes | factors
+
+    def linear_layers(self, spec: ModelSpec) -> list[str]:
+        """The names of all layers that can have an adapter."""
+        shapes = self.base_shapes(spec)
+        layers: list[str] = []
+        for rule in self._all_rules(spec).values():
+            layers += linear_layers(rule, shapes)
+        return layers
+
+    def parameter_names(self, spec: ModelSpec, chunk: Chunk) -> list[str]:
+        """The names of a chunk's parameters in their order, adapters included."""
+        names = self.base_parameters(spec, chunk)
+        if spec.lora is None:
+            return names
+        return list(with_adapters(names, self._adapter_rules(spec, chunk)))
+
+    def rules_of(self, spec: ModelSpec, chunk: Chunk) -> Mapping[str, Rule]:
+        """The named tensors that each parameter of a chunk holds, adapters included."""
+        rules = self.base_rules(spec, chunk)
+        return rules if spec.lora is None else {**rules, **self._adapter_rules(spec, chunk)}
+
+    def _all_rules(self, spec: ModelSpec) -> Mapping[str, Rule]:
+        """The rules of the base as one chunk."""
+        experts = range(0 if spec.experts is None else spec.experts.count)
+        return self.base_rules(spec, Chunk(range(spec.num_layers), True, True, experts))
+
+    def _adapter_rules(self, spec: ModelSpec, chunk: Chunk) -> dict[str, Rule]:
+        shapes = self.base_shapes(spec)
+        rules: dict[str, Rule] = {}
+        for name, rule in self.base_rules(spec, chunk).items():
+            rules |= adapter_rules(spec, shapes, name, rule)
+        return rules
 
     def class_name(self, head: Head) -> str:
         """The transformers class that loads an exported model with this head."""

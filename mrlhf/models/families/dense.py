@@ -51,9 +51,9 @@ def dense_family(
         read_config=read_config,
         megatron_options=megatron_options,
         decoder_spec=decoder_spec,
-        tensor_shapes=tensor_shapes,
-        parameter_names=parameter_names,
-        rules_of=rules_of,
+        base_shapes=tensor_shapes,
+        base_parameters=parameter_names,
+        base_rules=rules_of,
     )
 
 

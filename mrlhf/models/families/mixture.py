@@ -35,8 +35,8 @@ def mixture_family(
     return replace(
         dense_family(model_type, class_stem, read_config),
         required_keys=(*REQUIRED_KEYS, *required_keys),
-        tensor_shapes=partial(tensor_shapes, names=names),
-        rules_of=partial(rules_of, names=names),
+        base_shapes=partial(tensor_shapes, names=names),
+        base_rules=partial(rules_of, names=names),
         other_forms=partial(_other_forms, names=names),
     )
 

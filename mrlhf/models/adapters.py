@@ -1,0 +1,203 @@
+"""Low-rank adapters of a rank's linear layers as modules: scale * B A x, to be added to W x.
+
+The factor on the side that tensor parallelism splits is split too, so only [tokens, rank] numbers
+travel between the ranks of a dense layer: A x of a layer with split rows is gathered (sequence
+parallelism), or its gradient is summed; A x of a layer with split columns is summed. The other
+factor is whole on every rank, and so is its gradient. But under sequence parallelism each rank sees
+its own tokens: megatron-core then sums that gradient over the ranks, as it does for norms.
+
+Nothing travels for an expert: each of its ranks has a part of a sum, of the output and of the
+gradient of the input. So the gradient of a whole factor is a part of a sum as well, which
+`training` adds up once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from mrlhf.models.lora import adapted_layers, adapter_rules, linear_layers
+from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.shard import Rule, Shape, local_shape
+
+
+@dataclass(frozen=True)
+class SplitRanks:
+    """The ranks that split a linear layer."""
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool  # whether each has its own tokens outside of the layer
+    of_expert: bool  # whether they split an expert's layer
+
+
+class Adapter(torch.nn.Module):
+    """The factors of one linear layer, or this rank's slices: [rank, in] and [out, rank]."""
+
+    def __init__(self, scale: float, a_shape: Shape, b_shape: Shape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = scale
+        self.lora_A = torch.nn.Parameter(torch.zeros(a_shape, dtype=dtype))
+        self.lora_B = torch.nn.Parameter(torch.zeros(b_shape, dtype=dtype))
+
+
+class Adapters(torch.nn.ModuleDict):
+    """The adapters of the linear layers that one parameter holds, by the ends of their names.
+
+    Attributes:
+        is_on: whether they are added; the base model is that with all of them off.
+    """
+
+    def __init__(self, adapters: Mapping[str, Adapter], split_dim: int, ranks: SplitRanks) -> None:
+        super().__init__(adapters)
+        self.is_on = True
+        self._group = ranks.group
+        self._sequence_parallel = ranks.sequence_parallel
+        self._communicates = ranks.group.size() > 1 and not ranks.of_expert
+
+        for adapter in adapters.values():
+            split, whole = adapter.lora_A, adapter.lora_B
+            if split_dim == 0:
+                split, whole = whole, split
+            # Other ranks have other numbers, all of which count in the norm of the gradient.
+            set_tensor_model_parallel_attributes(split, True, split_dim, 1)
+            if not ranks.of_expert:
+                whole.sequence_parallel = ranks.sequence_parallel  # type: ignore[attr-defined]
+            else:
+                split.allreduce = False  # type: ignore[attr-defined]
+                whole.allreduce = False  # type: ignore[attr-defined]
+                whole.is_partial = True  # type: ignore[attr-defined]
+
+    @property
+    def each(self) -> dict[str, Adapter]:
+        """The adapters by name."""
+        return dict(self.items())  # type: ignore[arg-type]
+
+    def in_place(self, outputs: Mapping[str, Tensor]) -> Tensor:
+        """Put what is added to each layer, [..., out], where the parameter has the layer's rows."""
+        (output,) = outputs.values()
+        return output
+
+
+class RowAdapters(Adapters):
+    """Those of a parameter whose rows are split.
+
+    The rows are in `periods`, each of which holds a block of rows of every layer.
+    """
+
+    def __init__(
+        self,
+        adapters: Mapping[str, Adapter],
+        ranks: SplitRanks,
+        periods: int,
+        blocks: Sequence[tuple[str, int]],
+    ) -> None:
+        """`blocks` are the name of each layer of the parameter, and the rows in a block of it."""
+        super().__init__(adapters, 0, ranks)
+        self._periods = periods
+        self._blocks = tuple(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., in] to what is added to this rank's rows of the output, [..., out]."""
+        first: list[Tensor] = [adapter.lora_A for adapter in self.each.values()]
+        inner = F.linear(x, first[0] if len(first) == 1 else torch.cat(first))
+        if self._communicates and self._sequence_parallel:
+            inner = gather_from_sequence_parallel_region(
+                inner, tensor_parallel_output_grad=True, group=self._group
+            )
+        elif self._communicates:
+            inner = copy_to_tensor_model_parallel_region(inner, group=self._group)
+
+        outputs = {}
+        parts = inner.split([len(factor) for factor in first], dim=-1)
+        for (name, adapter), part in zip(self.each.items(), parts, strict=True):
+            outputs[name] = F.linear(part * adapter.scale, adapter.lora_B)
+        return self.in_place(outputs)
+
+    def in_place(self, outputs: Mapping[str, Tensor]) -> Tensor:
+        """Put the rows of each layer in their blocks; layers without adapters get zeros."""
+        if len(self._blocks) == 1:
+            return super().in_place(outputs)
+        like = next(iter(outputs.values()))
+        parts = []
+        for name, rows in self._blocks:
+            if name in outputs:
+                parts.append(outputs[name].unflatten(-1, (self._periods, rows)))
+            else:
+                parts.append(like.new_zeros(*like.shape[:-1], self._periods, rows))
+        return torch.cat(parts, dim=-1).flatten(-2)
+
+
+class ColumnAdapters(Adapters):
+    """That of a parameter whose columns are split; such a parameter holds one layer."""
+
+    def __init__(self, adapters: Mapping[str, Adapter], ranks: SplitRanks) -> None:
+        super().__init__(adapters, 1, ranks)
+
+    @property
+    def only(self) -> Adapter:
+        """The adapter."""
+        (adapter,) = self.each.values()
+        return adapter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., in of the rank] to what is added to the ranks' sum, [..., out].
+
+        For an expert it is this rank's part of that.
+        """
+        inner = F.linear(x, self.only.lora_A)
+        if self._communicates and self._sequence_parallel:
+            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self._group)
+        elif self._communicates:
+            inner = reduce_from_tensor_model_parallel_region(inner, group=self._group)
+        return F.linear(inner * self.only.scale, self.only.lora_B)
+
+
+def make_adapters(
+    spec: ModelSpec,
+    shapes: Mapping[str, Shape],
+    parameter: str,
+    rule: Rule,
+    ranks: SplitRanks,
+    dtype: torch.dtype,
+) -> Adapters | None:
+    """Return the adapters of a weight of a chunk, with zeros; None if it has none.
+
+    `shapes` are those of all tensors of the model.
+    """
+    layers = adapted_layers(spec, rule, shapes)
+    if not layers:
+        return None
+    assert spec.lora is not None
+    size = ranks.group.size()
+    cuts = iter(adapter_rules(spec, shapes, parameter, rule).values())
+    adapters = {}
+    for layer in layers:
+        a_shape = local_shape(next(cuts), shapes, size)
+        b_shape = local_shape(next(cuts), shapes, size)
+        adapters[_last(layer)] = Adapter(spec.lora.scale_of(layer), a_shape, b_shape, dtype)
+
+    if rule.dim == 1:
+        return ColumnAdapters(adapters, ranks)
+    all_layers = linear_layers(rule, shapes)
+    periods, rows = rule.blocks(shapes, size)
+    if len(all_layers) == 1:
+        return RowAdapters(adapters, ranks, 1, [(_last(layers[0]), periods * sum(rows))])
+    return RowAdapters(
+        adapters, ranks, periods, list(zip(map(_last, all_layers), rows, strict=True))
+    )
+
+
+def _last(layer: str) -> str:
+    return layer.rpartition(".")[2]

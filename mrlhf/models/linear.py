@@ -1,0 +1,71 @@
+"""The linear layers of a model, split over tensor-parallel ranks, to which adapters may be added.
+
+This file knows no family.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from mrlhf.models.adapters import Adapters
+
+
+def adapted(output: Tensor, adapters: Adapters | None, x: Tensor) -> Tensor:
+    """Return `output`, the product of a layer with x, with what its adapters add."""
+    if adapters is None or not adapters.is_on:
+        return output
+    added: Tensor = adapters(x)
+    return output + added
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """A linear layer with rows split over ranks; megatron-core counts them as columns."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.adapters: Adapters | None = None
+
+    def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Map x [..., input_size] to [..., output_size of the rank], and a bias not yet added."""
+        output, bias = super().forward(x, **options)
+        return adapted(output, self.adapters, x), bias
+
+
+class RowLinear(RowParallelLinear):
+    """A linear layer with columns split over ranks; megatron-core counts them as rows."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.adapters: Adapters | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Map x [..., input_size of the rank] to [..., output_size], and a bias not yet added."""
+        output, bias = super().forward(x)
+        return adapted(output, self.adapters, x), bias
+
+
+class BiasedColumnLinear(ColumnLinear):
+    """A linear layer with rows split over ranks, and a bias, whatever the configuration says."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "bias": True})
+
+
+class BiasedRowLinear(RowLinear):
+    """A linear layer with columns split over ranks, and a bias that every rank has whole.
+
+    It adds the bias itself. An MLP that gave it to its layer could not be recomputed: the weight
+    would become a result of the recomputation, which would then compute itself again without end.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "bias": True})
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Map x [..., input_size of the rank] to [..., output_size], and no bias."""
+        output, bias = super().forward(x)
+        assert bias is not None
+        return output + bias, None

@@ -1,0 +1,121 @@
+"""Low-rank adapters as named tensors: which there are, their shapes, and how they are cut.
+
+Each linear layer of the Hugging Face model has a pair A [rank, in] and B [out, rank] of its own,
+also where a parameter holds several layers. The factor on the side that tensor parallelism splits
+is split like the layer; every rank has the whole of the other. So an adapter means the same on
+every layout, and to peft. Pure: this file knows no modules and no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.shard import Rule, Shape
+
+A = ".lora_A.weight"
+B = ".lora_B.weight"
+MODULE = "adapters"
+"""The name of the module that holds the adapters of a linear layer."""
+
+
+def is_adapter(tensor: str) -> bool:
+    """Whether a named tensor is a factor of an adapter."""
+    return tensor.endswith((A, B))
+
+
+def without_adapters(spec: ModelSpec) -> ModelSpec:
+    """Return the base model."""
+    return replace(spec, lora=None)
+
+
+def linear_layers(rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
+    """Return the linear layers that a parameter holds, each once; none if it holds no matrix.
+
+    Embeddings, output layers, and matrices that every rank holds whole, such as routers, do not
+    count.
+    """
+    name = rule.names[0]
+    is_matrix = rule.dim is not None and len(shapes.get(name, ())) == 2
+    if not is_matrix or ".layers." not in name:
+        return []
+    return [tensor.removesuffix(".weight") for tensor in dict.fromkeys(rule.names)]
+
+
+def adapted_layers(spec: ModelSpec, rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
+    """Return the linear layers of a parameter that have an adapter."""
+    if spec.lora is None:
+        return []
+    return [layer for layer in linear_layers(rule, shapes) if spec.lora.adapts(layer)]
+
+
+def trained_shapes(
+    shapes: Mapping[str, Shape], spec: ModelSpec, scalar_head: str
+) -> dict[str, Shape]:
+    """Return those of a model's tensors that training changes: adapters and a scalar head, or all.
+
+    `shapes` are those of all tensors.
+    """
+    if spec.lora is None:
+        return dict(shapes)
+    return {
+        name: shape for name, shape in shapes.items() if is_adapter(name) or name == scalar_head
+    }
+
+
+def adapter_shapes(spec: ModelSpec, shapes: Mapping[str, Shape], rule: Rule) -> dict[str, Shape]:
+    """Return name and shape of the factors of the adapters of a parameter of a chunk."""
+    factors: dict[str, Shape] = {}
+    for layer in adapted_layers(spec, rule, shapes):
+        assert spec.lora is not None
+        rows, columns = shapes[f"{layer}.weight"]
+        rank = spec.lora.rank_of(layer)
+        factors[layer + A] = (rank, columns)
+        factors[layer + B] = (rows, rank)
+    return factors
+
+
+def adapter_rules(
+    spec: ModelSpec, shapes: Mapping[str, Shape], parameter: str, rule: Rule
+) -> dict[str, Rule]:
+    """Return the parameters of the adapters of a weight with this rule, and their rules."""
+    rules: dict[str, Rule] = {}
+    for layer in adapted_layers(spec, rule, shapes):
+        own = f"{parameter.removesuffix('weight')}{MODULE}.{layer.rpartition('.')[2]}."
+        whole = Rule((layer + (B if rule.dim == 1 else A),), dim=None, of_expert=rule.of_expert)
+        cut = rule._replace(names=(layer + A,)) if rule.dim == 1 else _cut_rows(rule, layer)
+        rules[own + "lora_A"] = cut if rule.dim == 1 else whole
+        rules[own + "lora_B"] = whole if rule.dim == 1 else cut
+    return rules
+
+
+def _cut_rows(rule: Rule, layer: str) -> Rule:
+    """Return the rule of a factor B, whose rows are cut like those of its layer."""
+    names = tuple(layer + B for name in rule.names if name == f"{layer}.weight")
+    if len(names) == len(rule.names):  # one tensor, or a tensor of the file that holds all
+        return rule._replace(names=names)
+    # All but the first are of KV heads, if any are; ranks of an engine may share these.
+    kv_heads = None if rule.names[0] == f"{layer}.weight" else rule.periods
+    return Rule(
+        names,
+        dim=0,
+        periods=kv_heads,
+        of_kv_heads=kv_heads is not None,
+        of_expert=rule.of_expert,
+    )
+
+
+def with_adapters(names: Sequence[str], adapters: Iterable[str]) -> Iterator[str]:
+    """Yield the parameters `names` of a chunk, and after those of each linear layer its adapters.
+
+    That is the order of `named_parameters()`: the modules of a layer come after its own tensors.
+    """
+    waiting: dict[str, list[str]] = {}
+    for name in adapters:
+        waiting.setdefault(name.split(f"{MODULE}.")[0], []).append(name)
+    for name, following in zip(names, [*names[1:], ""], strict=True):
+        yield name
+        for module in [module for module in waiting if name.startswith(module)]:
+            if not following.startswith(module):
+                yield from waiting.pop(module)
