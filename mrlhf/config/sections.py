@@ -181,6 +181,7 @@ class RoleSection(Section):
     an equal part"""
 
 
+ALL_LINEAR = "all-linear"
 _IF_NEW = read_if("path", lambda path: path is None, "is set", "leave that out")
 _IF_THERE_IS_ONE = ReadIf(_without_adapter)
 
@@ -197,8 +198,8 @@ class LoraSection(Section):
     use_rslora: Annotated[bool, _IF_NEW, _IF_THERE_IS_ONE] = False
     """divide alpha by the root of the rank instead, so that the learning rate need not depend on
     it"""
-    target_modules: Annotated[Literal["all-linear"] | Texts, _IF_NEW, _IF_THERE_IS_ONE] = (
-        "all-linear"
+    target_modules: Annotated[Texts, _IF_NEW, _IF_THERE_IS_ONE] = Field(
+        default_factory=lambda: [ALL_LINEAR]
     )
     """names of linear layers, as peft has them, such as q_proj; all-linear: those of attention and
     MLPs, of every expert too"""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mrlhf.config.sections import LoraSection
+from mrlhf.config.sections import ALL_LINEAR, LoraSection
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families import family_of
@@ -29,7 +29,6 @@ from mrlhf.weights.stored import ExpectedTensors, ModelFiles, first_three, read_
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_ALL_LINEAR = "all-linear"
 
 # Keys of `adapter_config.json`. With another value, a layer is not W x + scale * B A x.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -64,7 +63,7 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
     lora = Lora(
         rank=section.rank,
         alpha=section.alpha,
-        targets=None if targets == _ALL_LINEAR else frozenset(targets),
+        targets=None if ALL_LINEAR in targets else frozenset(targets),
         excluded=frozenset(section.exclude_modules),
         rank_stabilised=section.use_rslora,
     )
