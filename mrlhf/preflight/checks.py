@@ -83,18 +83,19 @@ def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
 
 def _adapter_problems(config: AnyConfig) -> Iterator[str]:
     """Adapters that do not go with the rest."""
-    is_supervised = not isinstance(config, PPOConfig)
-    if is_supervised and config.model.lora.is_on and config.model.init == "random":
+    if isinstance(config, PPOConfig | DPOConfig):
+        starts_adapted = config.reference.adapter == "start"
+        if starts_adapted and not config.reference_is_policy:
+            yield (
+                "reference.adapter start is for a reference that is the policy, and a key of "
+                "reference differs from the policy's; leave its other keys out"
+            )
+    if isinstance(config, PPOConfig):
+        return
+    if config.model.lora.is_on and config.model.init == "random":
         yield (
             "model.lora trains adapters of the model in model.path, and model.init is random; set "
             "model.init to checkpoint, or model.lora.rank to 0"
-        )
-    has_reference = isinstance(config, PPOConfig | DPOConfig)
-    starts = has_reference and config.reference.adapter == "start"
-    if has_reference and starts and not config.reference_is_policy:
-        yield (
-            "reference.adapter start is for a reference that is the policy, and a key of reference "
-            "differs from the policy's; leave its other keys out"
         )
 
 
