@@ -84,7 +84,8 @@ def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
 def _adapter_problems(config: AnyConfig) -> Iterator[str]:
     """Adapters that do not go with the rest."""
     if isinstance(config, PPOConfig | DPOConfig):
-        starts_adapted = config.reference.adapter == "start"
+        policy = config.actor if isinstance(config, PPOConfig) else config.model
+        starts_adapted = config.reference.adapter == "start" and policy.lora.path is not None
         if starts_adapted and not config.reference_is_policy:
             yield (
                 "reference.adapter start is for a reference that is the policy, and a key of "

@@ -174,6 +174,20 @@ class ModelEngine:
             heads = [slot for slot in base if slot.piece.name == self._family.scalar_head]
             initialise(heads, self._shapes, seed, std=0.0)
 
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """The bytes on this rank of `weights`, and in training of `gradients` and `optimizer`."""
+        parameters = [slot.parameter for slot in self.slots]
+        parameters = list({id(parameter): parameter for parameter in parameters}.values())
+        sizes = {"weights": sum(parameter.nbytes for parameter in parameters)}
+        if self.optimizer is None:
+            return sizes
+
+        buffers = [(*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in self.chunks]
+        sizes["gradients"] = sum(buffer.grad_data.nbytes for buffer in chain(*buffers))
+        sizes["optimizer"] = self.optimizer.nbytes(parameters)
+        return sizes
+
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Compute with the base model alone, as long as this lasts."""
