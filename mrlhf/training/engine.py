@@ -185,7 +185,8 @@ class ModelEngine:
 
         buffers = [(*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in self.chunks]
         sizes["gradients"] = sum(buffer.grad_data.nbytes for buffer in chain(*buffers))
-        sizes["optimizer"] = self.optimizer.nbytes(parameters)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        sizes["optimizer"] = self.optimizer.nbytes(trained)
         return sizes
 
     @contextmanager

@@ -21,7 +21,7 @@ from tests.models.mixtures import as_in_files
 RANK = 3
 ALPHA = 4.0
 PREFIX = "base_model.model."
-_LINEAR = re.compile(r"\.layers\..*(_proj|\.w[123])\.weight$")
+_LINEAR = re.compile(r"\.layers\..*(_proj|\.w[123]|\.mlp\.gate)\.weight$")
 
 
 def adapter_of(model: Path) -> Path:
@@ -30,7 +30,10 @@ def adapter_of(model: Path) -> Path:
 
 
 def save_adapter(model: Any, directory: Path, generator: torch.Generator) -> None:
-    """Write a random adapter for every linear layer of the decoder; it changes what is computed."""
+    """Write a random adapter for every linear layer of the decoder, routers too.
+
+    It changes what is computed.
+    """
     tensors: dict[str, Tensor] = {}
     weights = dict(model.named_parameters())
     for name, weight in as_in_files(weights, model.config.model_type).items():
