@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ALIGNMENT = 8  # numbers of bfloat16 that the kernel reads together
+ALIGNMENT = 8  # numbers of bfloat16 that the kernel reads together
 # Hopper and Blackwell. On other GPUs torch multiplies group by group, and waits for the host.
 _ARCHITECTURES = (9, 10)
 
@@ -25,7 +25,7 @@ def has_kernel(rows: Tensor, *sizes: int) -> bool:
         and rows.dtype == torch.bfloat16
         and hasattr(F, "grouped_mm")
         and torch.cuda.get_device_capability(rows.device)[0] in _ARCHITECTURES
-        and all(size % _ALIGNMENT == 0 for size in sizes)
+        and all(size % ALIGNMENT == 0 for size in sizes)
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from mrlhf.inference.base import Sample, SamplingParams, requests_for
 from tests.models.engines import (
     MODELS,
+    adapted_model,
     answer,
     assert_same,
     hf_model,
@@ -43,6 +46,8 @@ SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
 FEATURES_OF_FOUR = ("phi3", "olmo3")
 # Each expert split over all ranks, or whole on one of them, or both: over how many parts.
 MIXTURES_OF_TWO = [(name, ep) for name in MIXTURES for ep in (1, 2)]
+# With adapters, on ranks that share a KV head too, and with experts split, whole or both.
+ADAPTED = {2: (("phi3", 1), ("olmo3", 1), ("mixtral", 2)), 4: (("qwen3", 1), ("qwen2-moe", 2))}
 MIXTURES_OF_FOUR = [("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4)]
 # On the second of two ranks, and on the last of four, no column may be drawn.
 NEVER = (3, 20, *range(60, 131))
@@ -88,6 +93,25 @@ def _mixtures(
     }
 
 
+def _adapted(
+    group: dist.ProcessGroup | None, cases: Sequence[tuple[str, int]]
+) -> dict[tuple[str, int], list[Sample]]:
+    """Responses of models with adapters, by model and number of parts."""
+    found = {}
+    for name, ep in cases:
+        with tempfile.TemporaryDirectory() as directory:
+            model = adapted_model(name, Path(directory) / "adapter")
+        engine = make_engine(model, group, ep=1 if group is None else ep)
+        found[name, ep] = answer(engine, PROMPTS, UIDS, DRAWS[0])
+    return found
+
+
+def _assert_adapted(results: dict[tuple[str, int], list[Sample]]) -> None:
+    """As one rank gives them, which is as transformers does."""
+    for case, samples in _adapted(None, list(results)).items():
+        assert_same(results[case], samples, tolerance=2e-5)
+
+
 def _assert_mixtures(results: dict[tuple[str, int], list[Sample]]) -> None:
     """As one rank gives them, which is as transformers does."""
     alone = _mixtures(None, [(name, 1) for name in MIXTURES])
@@ -128,6 +152,7 @@ def _body(rank: int, world_size: int) -> tuple[Any, ...]:
         _step_by_step(group),
         _greedy(group),
         _mixtures(group, MIXTURES_OF_TWO),
+        _adapted(group, ADAPTED[2]),
     )
 
 
@@ -137,14 +162,16 @@ def _body_of_four(rank: int, world_size: int) -> tuple[Any, ...]:
         _generate(group, models=SHARED),
         _greedy(group, FEATURES_OF_FOUR),
         _mixtures(group, MIXTURES_OF_FOUR),
+        _adapted(group, ADAPTED[4]),
     )
 
 
 def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
     alone = _generate(None, models=SHARED)
     greedy = _greedy(None, FEATURES_OF_FOUR)
-    for results, features, mixtures in run_ranks(4, _body_of_four):
+    for results, features, mixtures, adapted in run_ranks(4, _body_of_four):
         _assert_mixtures(mixtures)
+        _assert_adapted(adapted)
         for name, samples in greedy.items():
             assert_same(features[name], samples, tolerance=2e-5)
         for case, samples in alone.items():
@@ -155,10 +182,10 @@ def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
 
 def test_two_ranks_give_the_tokens_and_logprobs_of_one():
     ranks = run_ranks(2, _body)
-    (first, first_bf16, stepped, features, mixtures), (second, second_bf16, stepped_too, _, _) = (
-        ranks
-    )
+    first, first_bf16, stepped, features, mixtures, adapted = ranks[0]
+    second, second_bf16, stepped_too = ranks[1][:3]
     _assert_mixtures(mixtures)
+    _assert_adapted(adapted)
 
     for name, samples in _greedy(None).items():
         assert_same(features[name], samples, tolerance=2e-5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +24,12 @@ from mrlhf.inference.base import (
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.families import FAMILIES
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.lora import A
+from mrlhf.models.spec import Lora, ModelSpec
 from mrlhf.weights.shard import Slot
 from tests.models.features import feature_configs
 from tests.models.mixtures import as_in_files, mixture_configs
+from tests.oracle.plain_lora import ALPHA, PREFIX, RANK, adapt, factors_of, save_adapter
 
 VOCABULARY = 131  # divides over no tensor-parallel size: the last rank pads
 SIZES: dict[str, Any] = {
@@ -85,13 +89,40 @@ def random_model(config: transformers.PreTrainedConfig, seed: int = 0) -> Any:
     return model
 
 
+def adapted_model(name: str, directory: Path, targets: Sequence[str] | None = None) -> Any:
+    """The model `name` with a random adapter, which is written into the new `directory`.
+
+    `targets` are the ends of the names of the layers that have one; None: all that can.
+    """
+    model = hf_model(name)
+    save_adapter(model, directory, torch.Generator().manual_seed(7), targets)
+    adapt(model, directory)
+    return model
+
+
 def spec_of(model: Any) -> ModelSpec:
-    return FAMILIES[model.config.model_type].read_config(model.config.to_dict(), "lm")
+    spec = FAMILIES[model.config.model_type].read_config(model.config.to_dict(), "lm")
+    layers = {name.removesuffix(A) for name in adapter_of(model) if name.endswith(A)}
+    if not layers:
+        return spec
+    return replace(spec, lora=Lora(RANK, ALPHA, targets=frozenset(layers)))
 
 
 def tensors_of(model: Any) -> dict[str, Tensor]:
-    """The model's tensors as in its files."""
-    return as_in_files(model.state_dict(), model.config.model_type)
+    """The model's tensors as in its files, and those of its adapter."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        owner, _, parametrized = name.partition(".parametrizations.")
+        if not parametrized:
+            tensors[name] = tensor
+        elif parametrized.endswith(".original"):
+            tensors[f"{owner}.{parametrized.removesuffix('.original')}"] = tensor
+    return as_in_files(tensors, model.config.model_type) | adapter_of(model)
+
+
+def adapter_of(model: Any) -> dict[str, Tensor]:
+    """The factors of the model's adapter; empty without one."""
+    return {name.removeprefix(PREFIX): factor for name, factor in factors_of(model).items()}
 
 
 def fill(slots: Iterable[Slot], model: Any) -> None:

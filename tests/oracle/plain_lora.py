@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,21 @@ def adapter_of(model: Path) -> Path:
     return model.with_name(f"{model.name}-adapter")
 
 
-def save_adapter(model: Any, directory: Path, generator: torch.Generator) -> None:
+def save_adapter(
+    model: Any,
+    directory: Path,
+    generator: torch.Generator,
+    targets: Sequence[str] | None = None,
+) -> None:
     """Write a random adapter for every linear layer of the decoder, routers too.
 
-    It changes what is computed.
+    It changes what is computed. With `targets`, only for layers whose names end so.
     """
     tensors: dict[str, Tensor] = {}
     weights = dict(model.named_parameters())
     for name, weight in as_in_files(weights, model.config.model_type).items():
-        if _LINEAR.search(name):
+        is_wanted = targets is None or name.split(".")[-2] in targets
+        if _LINEAR.search(name) and is_wanted:
             rows, columns = weight.shape
             layer = PREFIX + name.removesuffix(".weight")
             factors = {"A": (RANK, columns), "B": (rows, RANK)}

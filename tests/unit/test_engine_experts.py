@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,14 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.inference.native.experts import (
+    AdaptedExperts,
     ExpertStack,
     HostExperts,
     LocalExperts,
+    TorchExperts,
     all_at_once,
     grouped,
     make_experts,
     one_by_one,
 )
+from mrlhf.inference.native.linear import Factors
 from mrlhf.inference.native.mlp import Router
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.spec import Experts, Scoring
@@ -44,7 +49,8 @@ def _weights(hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> Loca
 
 def _some(experts: LocalExperts, held: range) -> LocalExperts:
     numbers = slice(held.start, held.stop)
-    return LocalExperts(held.start, experts.fc1[numbers], experts.fc2[numbers])
+    parts = (experts.fc1, experts.fc2, experts.fc1_factors, experts.fc2_factors)
+    return LocalExperts(held.start, *(part[numbers] for part in parts))
 
 
 def _stack(experts: LocalExperts, dtype: torch.dtype = torch.float32) -> ExpertStack:
@@ -91,6 +97,46 @@ def test_the_ways_of_a_gpu_give_the_same(held: range) -> None:
     torch.testing.assert_close(all_at_once(experts, *tokens), wanted, rtol=1e-5, atol=1e-5)
     if hasattr(F, "grouped_mm"):
         torch.testing.assert_close(grouped(experts, *tokens), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("held", [range(COUNT), range(2, 4)])
+def test_adapters_of_experts_are_those_of_merged_weights(held: range) -> None:
+    """Ranks differ between experts, and one expert has no adapter."""
+    plain = _weights(64, 48, torch.float32)
+    adapted = _some(
+        replace(plain, fc1_factors=_factors(96, 64), fc2_factors=_factors(64, 48)), held
+    )
+    merged = LocalExperts(
+        adapted.first,
+        [_merge(*pair) for pair in zip(adapted.fc1, adapted.fc1_factors, strict=True)],
+        [_merge(*pair) for pair in zip(adapted.fc2, adapted.fc2_factors, strict=True)],
+    )
+    tokens = _tokens(9, 64, torch.float32)
+    wanted = one_by_one(_stack(merged), *tokens)
+    assert not torch.allclose(one_by_one(_stack(_some(plain, held)), *tokens), wanted, atol=1e-2)
+
+    here = make_experts(adapted, torch.float32)
+    assert isinstance(here, AdaptedExperts)
+    stack = TorchExperts(adapted, torch.float32).stack
+    ways = [here, partial(one_by_one, stack), partial(all_at_once, stack)]
+    if hasattr(F, "grouped_mm"):
+        ways.append(partial(grouped, stack))
+    for way in ways:
+        torch.testing.assert_close(way(*tokens), wanted, rtol=1e-5, atol=1e-5)
+
+
+def _factors(rows: int, columns: int) -> list[Factors | None]:
+    generator = torch.Generator().manual_seed(rows)
+    factors: list[Factors | None] = []
+    for number in range(COUNT):
+        first = 0.3 * torch.randn(1 + number, columns, generator=generator)
+        second = 0.3 * torch.randn(rows, 1 + number, generator=generator)
+        factors.append(None if number == 3 else Factors(first, second))
+    return factors
+
+
+def _merge(weight: Tensor, added: Factors | None) -> Tensor:
+    return weight if added is None else weight + added.second @ added.first
 
 
 def test_one_expert_by_hand() -> None:

@@ -24,6 +24,7 @@ from tests.models.engines import (
     SAMPLED,
     UIDS,
     VOCABULARY,
+    adapted_model,
     answer,
     assert_same,
     empty_engine,
@@ -76,6 +77,34 @@ def test_greedy_equals_transformers_generate(name):
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         assert list(sample.token_ids) == hf_greedy(model, prompt) and not sample.stopped
         assert_logprobs(model, sample)
+
+
+@pytest.mark.parametrize("name", ("llama", "qwen2-tied", "phi3", "mixtral", "qwen2-moe"))
+def test_adapters_are_added_as_in_transformers(name, tmp_path):
+    model = adapted_model(name, tmp_path / "adapter")
+    samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        assert list(sample.token_ids) == hf_greedy(model, prompt)
+        assert_logprobs(model, sample)
+    base = answer(make_engine(hf_model(name)), PROMPTS, UIDS, GREEDY)
+    assert [sample.token_ids for sample in base] != [sample.token_ids for sample in samples]
+
+
+def test_only_some_layers_have_adapters(tmp_path):
+    """Of q, k and v in one parameter, v has one; of gate and up, gate."""
+    model = adapted_model("qwen3", tmp_path / "adapter", targets=["v_proj", "gate_proj"])
+    for sample in answer(make_engine(model), PROMPTS, UIDS, GREEDY):
+        assert list(sample.token_ids) == hf_greedy(model, PROMPTS[sample.request_id])
+        assert_logprobs(model, sample)
+
+
+@pytest.mark.parametrize("name", ("qwen3", "qwen2-moe"))
+def test_with_adapters_a_response_does_not_depend_on_others_to_the_last_bit(name, tmp_path):
+    model = adapted_model(name, tmp_path / "adapter")
+    together = answer(make_engine(model), PROMPTS, UIDS, SAMPLED)
+    for number in (0, 4):
+        alone = answer(make_engine(model), [PROMPTS[number]], [UIDS[number]], SAMPLED)
+        assert_same(alone, together[3 * number : 3 * number + 3], tolerance=0)
 
 
 @pytest.mark.parametrize("name", MODELS)

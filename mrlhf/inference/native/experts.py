@@ -1,7 +1,8 @@
 """The products of a mixture of experts: each token goes through the experts that it was given.
 
-`HostExperts` use compiled kernels where the host can compile them; `TorchExperts` run on every
-device. Their results agree to rounding. This file knows tensors, and no models.
+`HostExperts` use compiled kernels where the host can compile them, and `AdaptedExperts` are for a
+host's experts with adapters; `TorchExperts` run on every device. Their results agree to rounding.
+This file knows tensors, and no models.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +19,10 @@ from torch import Tensor
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
-from mrlhf.inference.native.linear import panels
+from mrlhf.inference.native.linear import Factors, Linear, linear, panels
 from mrlhf.inference.stacks import stacked
-from mrlhf.models.grouped_products import has_kernel
-from mrlhf.models.ops import torch_gated
+from mrlhf.models.grouped_products import ALIGNMENT, has_kernel
+from mrlhf.models.ops import gated, torch_gated
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,20 @@ class LocalExperts:
     first: int  # number in the layer; the others follow it
     fc1: Sequence[Tensor]  # [2 * width, hidden] each: all gate rows before all up rows
     fc2: Sequence[Tensor]  # [hidden, width] each
+    # What adapters add to each of these, in the dtype of the products; None: nothing.
+    fc1_factors: Sequence[Factors | None] = ()
+    fc2_factors: Sequence[Factors | None] = ()
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """`LocalExperts` in two tensors."""
+    """`LocalExperts` in few tensors."""
 
     first: int
     fc1: Tensor  # [experts, 2 * width, hidden]
     fc2: Tensor  # [experts, hidden, width]
+    fc1_factors: Factors | None = None  # with a dimension of experts before the others
+    fc2_factors: Factors | None = None
 
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,6 +55,10 @@ expert(x), shaped as x [tokens, hidden], in its dtype.
 `chosen` are the numbers of the experts, int64 [tokens, per_token]; `shares` are the factors of
 their outputs, float32 [tokens, per_token].
 """
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""The function (x, matrices [experts, out, in]) -> products of x with one or all of them."""
 
 
 class HostExperts:
@@ -83,6 +94,28 @@ class HostExperts:
         return out
 
 
+class AdaptedExperts:
+    """Experts with adapters on a host, one after another, as linear layers.
+
+    The compiled mixture cannot add to its inner products. These give a token the same result
+    whatever is beside it, as that does.
+    """
+
+    def __init__(self, experts: LocalExperts, dtype: torch.dtype) -> None:
+        """Lay the weights out in `dtype`."""
+        self._held = range(experts.first, experts.first + len(experts.fc1))
+        self._fc1 = _layers(experts.fc1, experts.fc1_factors, dtype)
+        self._fc2 = _layers(experts.fc2, experts.fc2_factors, dtype)
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """See `Experts`."""
+
+        def compute(number: int, rows: Tensor) -> Tensor:
+            return self._fc2[number](gated(self._fc1[number](rows)))
+
+        return _in_turn(self._held, compute, x, chosen, shares)
+
+
 class TorchExperts:
     """Experts on torch's operators.
 
@@ -91,41 +124,75 @@ class TorchExperts:
 
     def __init__(self, experts: LocalExperts, dtype: torch.dtype) -> None:
         """Stack the weights, without a copy if they lie one after another in `dtype`."""
-        self._stack = ExpertStack(
-            experts.first, stacked(experts.fc1).to(dtype), stacked(experts.fc2).to(dtype)
+        self.stack = ExpertStack(
+            experts.first,
+            stacked(experts.fc1).to(dtype),
+            stacked(experts.fc2).to(dtype),
+            _stacked_factors(experts.fc1_factors),
+            _stacked_factors(experts.fc2_factors),
         )
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """See `Experts`."""
-        if len(x) and has_kernel(x, *self._stack.fc1.shape[1:], self._stack.fc2.shape[-1]):
-            return grouped(self._stack, x, chosen, shares)
+        if len(x) and has_kernel(x, *self.stack.fc1.shape[1:], self.stack.fc2.shape[-1]):
+            return grouped(self.stack, x, chosen, shares)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return all_at_once(self._stack, x, chosen, shares)
-        return one_by_one(self._stack, x, chosen, shares)
+            return all_at_once(self.stack, x, chosen, shares)
+        return one_by_one(self.stack, x, chosen, shares)
 
 
 def make_experts(experts: LocalExperts, dtype: torch.dtype) -> Experts:
     """Return the fastest experts that this machine has for `dtype`."""
     on_host = experts.fc1[0].device.type == "cpu"
+    if on_host and any((*experts.fc1_factors, *experts.fc2_factors)):
+        return AdaptedExperts(experts, dtype)
     host = kernels.find(dtype) if on_host else None
     return TorchExperts(experts, dtype) if host is None else HostExperts(host, experts, dtype)
 
 
 def one_by_one(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Compute each expert in turn on its tokens; the host waits for their number."""
+
+    def compute(number: int, rows: Tensor) -> Tensor:
+        return _mlp(experts, lambda x, matrices: F.linear(x, matrices[number]), rows)
+
+    held = range(experts.first, experts.first + len(experts.fc1))
+    return _in_turn(held, compute, x, chosen, shares)
+
+
+def _in_turn(
+    held: range,
+    compute: Callable[[int, Tensor], Tensor],
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+) -> Tensor:
+    """Return what `Experts` says; `compute` takes the place of an expert in `held`, and rows."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for number, (fc1, fc2) in enumerate(zip(experts.fc1, experts.fc2, strict=True)):
-        tokens, places = torch.where(chosen == experts.first + number)
+    for place, number in enumerate(held):
+        tokens, places = torch.where(chosen == number)
         if len(tokens):
-            output = F.linear(torch_gated(F.linear(x[tokens], fc1)), fc2)
+            output = compute(place, x[tokens])
             out.index_add_(0, tokens, output.float() * shares[tokens, places][:, None])
     return out.to(x.dtype)
 
 
+def _mlp(experts: ExpertStack, product: Product, x: Tensor) -> Tensor:
+    """Compute the gated MLPs, with what adapters add."""
+    inner = torch_gated(_times(product, x, experts.fc1, experts.fc1_factors))
+    return _times(product, inner, experts.fc2, experts.fc2_factors)
+
+
+def _times(product: Product, x: Tensor, weights: Tensor, added: Factors | None) -> Tensor:
+    out = product(x, weights)
+    if added is None:
+        return out
+    return out.add_(product(product(x, added.first), added.second))
+
+
 def all_at_once(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Compute all experts on all tokens, if these are few: it reads all weights and never waits."""
-    inner = torch_gated(torch.matmul(x, experts.fc1.transpose(1, 2)))
-    outputs = torch.matmul(inner, experts.fc2.transpose(1, 2))
+    outputs = _mlp(experts, lambda x, matrices: torch.matmul(x, matrices.transpose(1, 2)), x)
 
     numbers = torch.arange(len(experts.fc1), device=x.device) + experts.first
     is_chosen = chosen[..., None] == numbers
@@ -145,13 +212,39 @@ def grouped(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> 
     numbers = torch.arange(count, device=x.device)
     ends = torch.searchsorted(local[order], numbers, right=True).to(torch.int32)
     rows = x[order // chosen.shape[1]]
-    inner = torch_gated(F.grouped_mm(rows, experts.fc1.transpose(1, 2), offs=ends))
-    outputs = F.grouped_mm(inner, experts.fc2.transpose(1, 2), offs=ends)
+
+    def product(x: Tensor, matrices: Tensor) -> Tensor:
+        return F.grouped_mm(x, matrices.transpose(1, 2), offs=ends)
+
+    outputs = _mlp(experts, product, rows)
 
     by_token = torch.empty_like(outputs)
     by_token[order] = outputs
     by_token = by_token.masked_fill(~is_here[:, None], 0).view(*chosen.shape, -1)
     return (by_token.float() * shares[..., None]).sum(dim=1).to(x.dtype)
+
+
+def _layers(
+    weights: Sequence[Tensor], factors: Sequence[Factors | None], dtype: torch.dtype
+) -> list[Linear]:
+    pairs = zip_longest(weights, factors)
+    return [linear(weight.to(dtype), None, added) for weight, added in pairs]
+
+
+def _stacked_factors(factors: Sequence[Factors | None]) -> Factors | None:
+    """Stack the factors of all experts, with zeros up to a rank that grouped products take."""
+    some = [each for each in factors if each is not None]
+    if not some:
+        return None
+    most = max(len(each.first) for each in some)
+    ranks = most + -most % ALIGNMENT
+    first = some[0].first.new_zeros(len(factors), ranks, some[0].first.shape[1])
+    second = some[0].second.new_zeros(len(factors), len(some[0].second), ranks)
+    for number, each in enumerate(factors):
+        if each is not None:
+            first[number, : len(each.first)] = each.first
+            second[number, :, : len(each.first)] = each.second
+    return Factors(first, second)
 
 
 def _gate_up_panels(weight: Tensor, columns: int) -> Tensor:

@@ -9,6 +9,7 @@ many rows there are. This file knows matrices, and no model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,13 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
+class Factors(NamedTuple):
+    """The factors of a matrix of low rank that is added to a weight [out, in]."""
+
+    first: Tensor  # [ranks, in]
+    second: Tensor  # [out, ranks]
+
+
 class HostLinear:
     """x @ weight.T + bias in float32 on the compiled product, with a copy of the weight."""
 
@@ -58,11 +66,18 @@ class HostLinear:
         return out
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def linear(weight: Tensor, bias: Tensor | None = None, added: Factors | None = None) -> Linear:
     """Return the function x [rows, in] -> x @ weight.T + bias [rows, out].
 
-    The weight [out, in] must not change afterwards; a host copies it if it is float32 or large.
+    The weight [out, in] must not change afterwards; a host copies it if it is float32 or large. The
+    product of what is `added` to it is computed apart, so that the sum of matrices is not rounded.
     """
+    if added is not None:
+        base = linear(weight, bias)
+        first = linear(added.first)
+        second = linear(added.second)
+        return lambda x: base(x).add_(second(first(x)))
+
     on_host = weight.device.type == "cpu"
     host = kernels.find_for(weight)
     if weight.dtype == torch.float32 and host is not None:

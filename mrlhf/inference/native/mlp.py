@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrlhf.inference.native.adapters import factors_of, linear_of
 from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
 from mrlhf.inference.native.linear import Linear, linear
 from mrlhf.inference.native.operators import add_norm
@@ -118,8 +119,8 @@ def mlp_of_layer(
 
     def dense(prefix: str, norm: Tensor | None, biased: bool) -> DenseMlp:
         bias = parameters[prefix + "linear_fc1.bias"].to(dtype) if biased else None
-        fc1 = linear(parameters[prefix + "linear_fc1.weight"].to(dtype), bias)
-        fc2 = linear(parameters[prefix + "linear_fc2.weight"].to(dtype))
+        fc1 = linear_of(parameters, prefix + "linear_fc1.weight", dtype, bias)
+        fc2 = linear_of(parameters, prefix + "linear_fc2.weight", dtype)
         return DenseMlp(norm, spec.norm_eps, fc1, fc2)
 
     experts = spec.experts
@@ -128,10 +129,14 @@ def mlp_of_layer(
 
     place = parameters.place
     held = experts_of(spec, place.ep, place.ep_rank)
+    fc1 = [f"{prefix}experts.{expert}.linear_fc1.weight" for expert in held]
+    fc2 = [f"{prefix}experts.{expert}.linear_fc2.weight" for expert in held]
     local = LocalExperts(
         first=held.start,
-        fc1=[parameters[f"{prefix}experts.{expert}.linear_fc1.weight"] for expert in held],
-        fc2=[parameters[f"{prefix}experts.{expert}.linear_fc2.weight"] for expert in held],
+        fc1=[parameters[name] for name in fc1],
+        fc2=[parameters[name] for name in fc2],
+        fc1_factors=[factors_of(parameters, name, dtype) for name in fc1],
+        fc2_factors=[factors_of(parameters, name, dtype) for name in fc2],
     )
 
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None

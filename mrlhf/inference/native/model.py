@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.inference.cache_size import kv_heads_on_rank
+from mrlhf.inference.native.adapters import linear_of
 from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.linear import linear
 from mrlhf.inference.native.mlp import Mlp, mlp_of_layer
@@ -63,7 +64,7 @@ class Decoder:
         self._embedding = tensor("embedding.word_embeddings.weight")
         self._layers: list[DecoderLayer] = []
         for number in range(spec.num_layers):
-            attention = _attention(spec, number, tables[number], tensor, parallel)
+            attention = _attention(spec, number, tables[number], parameters, parallel, dtype)
             mlp = mlp_of_layer(spec, number, parameters, dtype)
             self._layers.append(_layer(spec, number, tensor, attention, mlp))
 
@@ -144,10 +145,15 @@ def _attention(
     spec: ModelSpec,
     number: int,
     tables: Tables,
-    tensor: Callable[[str], Tensor],
+    parameters: Parameters,
     parallel: TensorParallel,
+    dtype: torch.dtype,
 ) -> Attention:
-    """Return the attention of layer `number` on this rank."""
+    """Return the attention of layer `number` on this rank, computed in `dtype`."""
+
+    def tensor(name: str) -> Tensor:
+        return parameters[name].to(dtype)
+
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
 
@@ -164,12 +170,12 @@ def _attention(
         scale=spec.attention_scale,
         kv_heads=kv_heads_on_rank(spec, parallel.size),
         norm=None if spec.norms_after else tensor(prefix + "input_layernorm.weight"),
-        qkv=linear(tensor(attention + "linear_qkv.weight"), bias),
+        qkv=linear_of(parameters, attention + "linear_qkv.weight", dtype, bias),
         head_norms=norms if spec.qk_norm == "head" else None,
         projection_norms=norms if spec.qk_norm == "projection" else None,
         tables=tables,
         window=spec.windows[number],
-        proj=linear(tensor(attention + "linear_proj.weight")),
+        proj=linear_of(parameters, attention + "linear_proj.weight", dtype),
     )
 
 

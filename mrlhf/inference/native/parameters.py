@@ -36,6 +36,7 @@ class Parameters:
         self._device = device
         self._dtype = dtype
         self.place = place
+        self.lora = spec.lora
         cuts = engine_cuts(spec, place)
         shapes = family_of(spec).tensor_shapes(spec)
         self.pieces: dict[str, tuple[Piece, ...]] = {}

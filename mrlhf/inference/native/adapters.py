@@ -1,0 +1,67 @@
+"""The factors of the low-rank adapters of a parameter, which may hold several linear layers.
+
+One product gives A x of all layers. A second one, with a matrix of blocks, puts what is added where
+the parameter has the rows of each layer. Ranks that split the columns each add to their part of a
+sum, so nothing more is exchanged. This file knows parameters, and no layers of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mrlhf.inference.native.linear import Factors, Linear, linear
+from mrlhf.inference.native.parameters import Parameters
+from mrlhf.models.lora import MODULE
+from mrlhf.weights.shard import Piece, Slot
+
+
+def linear_of(
+    parameters: Parameters, weight: str, dtype: torch.dtype, bias: Tensor | None = None
+) -> Linear:
+    """Return the function of the parameter `weight` and its adapters, computed in `dtype`."""
+    return linear(parameters[weight].to(dtype), bias, factors_of(parameters, weight, dtype))
+
+
+def factors_of(parameters: Parameters, weight: str, dtype: torch.dtype) -> Factors | None:
+    """Return the factors for a parameter in `dtype`; None if it has no adapters.
+
+    The scale is multiplied into B. That rounds B once, in bfloat16 too, where the scale is no power
+    of two: less than the product is rounded.
+    """
+    layers: dict[str, list[Piece]] = {}
+    for piece in parameters.pieces[weight]:
+        layers.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
+
+    firsts: list[Tensor] = []
+    seconds: list[Tensor] = []
+    for layer, pieces in layers.items():
+        own = f"{weight.removesuffix('weight')}{MODULE}.{layer.rpartition('.')[2]}."
+        if own + "lora_A" not in parameters.pieces:
+            continue
+        assert parameters.lora is not None
+        scaled = parameters[own + "lora_B"].float() * parameters.lora.scale_of(layer)
+        if pieces[0].dim == 0:
+            rows = len(parameters[weight])
+            scaled = _in_rows(rows, pieces, parameters.pieces[own + "lora_B"], scaled)
+        firsts.append(parameters[own + "lora_A"])
+        seconds.append(scaled)
+    if not firsts:
+        return None
+    return Factors(torch.cat(firsts).to(dtype), torch.cat(seconds, dim=1).to(dtype))
+
+
+def _in_rows(
+    rows: int, pieces: Sequence[Piece], own_pieces: Sequence[Piece], second: Tensor
+) -> Tensor:
+    """Return B of a layer with its rows where the parameter has the layer's; the others are 0.
+
+    `pieces` are those of the layer in the parameter, `own_pieces` those of B.
+    """
+    block = second.new_zeros(rows, second.shape[1])
+    for piece, own in zip(pieces, own_pieces, strict=True):
+        view = Slot(piece, block).view(piece.start, piece.stop)
+        view.copy_(Slot(own, second).load().reshape(view.shape))
+    return block
