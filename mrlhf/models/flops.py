@@ -54,7 +54,9 @@ def _mlp_products(spec: ModelSpec, layer: int) -> int:
 def training_flops(spec: ModelSpec, sequences: Iterable[tuple[int, int]]) -> float:
     """Count the operations of one forward and backward pass.
 
-    Frozen weights have no gradient, and the products of adapters are not counted. For each sequence there are its tokens, and how many positions go through the output layer.
+    Frozen weights have no gradient, and the products of adapters are not counted.
+
+    For each sequence there are its tokens, and how many positions go through the output layer.
     """
     total = 0
     for length, outputs in sequences:
