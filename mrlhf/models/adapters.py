@@ -57,11 +57,13 @@ class Adapters(torch.nn.ModuleDict):
 
     Attributes:
         is_on: whether they are added; the base model is that with all of them off.
+        of_expert: whether the layer is an expert's.
     """
 
     def __init__(self, adapters: Mapping[str, Adapter], split_dim: int, ranks: SplitRanks) -> None:
         super().__init__(adapters)
         self.is_on = True
+        self.of_expert = ranks.of_expert
         self._group = ranks.group
         self._sequence_parallel = ranks.sequence_parallel
         self._communicates = ranks.group.size() > 1 and not ranks.of_expert

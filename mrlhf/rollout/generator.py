@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -106,11 +106,10 @@ class Generator:
             stats = self.hand_over.run(meanwhile=self.engine.take_cache)
             self.engine.commit(version)
 
-        costs = (stats.bytes_moved, stats.bytes_had_to_move, stats.peak_extra_bytes, stats.seconds)
-        mine = torch.tensor(costs, dtype=torch.float64)
+        mine = torch.tensor(astuple(replace(stats, merge_error=0.0)), dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)
-        moved, had_to_move, peak, seconds = torch.stack(every).unbind(dim=1)
+        moved, had_to_move, peak, seconds, _ = torch.stack(every).unbind(dim=1)
         return ReshardStats(
             int(moved.sum()),
             int(had_to_move.sum()),

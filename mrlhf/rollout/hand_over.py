@@ -25,16 +25,15 @@ class HandOver:
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> ReshardStats:
         """Do what `Resharder.run` does."""
-        merge_error = None
-        if self.merged is not None:
-            squares = self.merged.update()
-            dist.all_reduce(squares)
-            lost, added = squares.sqrt().tolist()
-            merge_error = lost / added if added else 0.0
-
         before = ReshardStats(0, 0, 0, 0.0)
         if self.once is not None:
             before = self.once.run()
             self.once = None
-        stats = before + self.each_time.run(meanwhile)
-        return replace(stats, merge_error=merge_error)
+        if self.merged is None:
+            return before + self.each_time.run(meanwhile)
+
+        squares = self.merged.update()
+        dist.all_reduce(squares)
+        lost, added = squares.sqrt().tolist()
+        merge_error = lost / added if added else 0.0
+        return replace(self.each_time.run(meanwhile), merge_error=merge_error)

@@ -42,9 +42,9 @@ from tests.ranks import run_ranks
 
 # Fused layers, one tensor for q, k and v, more ranks than KV heads, experts whole and split.
 MERGED = {
-    "llama-biases": [AxisSizes(tp=2), AxisSizes(tp=4), AxisSizes(pp=2)],
+    "llama-biases": [AxisSizes(tp=2, pp=2), AxisSizes(tp=4)],
     "phi3": [AxisSizes(tp=2)],
-    "qwen3-moe": [AxisSizes(ep=2), AxisSizes(tp=2, ep=2, etp=2)],
+    "qwen3-moe": [AxisSizes(tp=2, ep=2, etp=2)],
     "qwen2-moe": [AxisSizes(tp=2, ep=4, etp=1)],
 }
 # The model, its layout in training, then tp and ep of the engine.

@@ -119,8 +119,8 @@ def mlp_of_layer(
 
     def dense(prefix: str, norm: Tensor | None, biased: bool) -> DenseMlp:
         bias = parameters[prefix + "linear_fc1.bias"].to(dtype) if biased else None
-        fc1 = linear_of(parameters, prefix + "linear_fc1.weight", dtype, bias)
-        fc2 = linear_of(parameters, prefix + "linear_fc2.weight", dtype)
+        fc1 = linear_of(parameters, dtype, prefix + "linear_fc1.weight", bias)
+        fc2 = linear_of(parameters, dtype, prefix + "linear_fc2.weight")
         return DenseMlp(norm, spec.norm_eps, fc1, fc2)
 
     experts = spec.experts

@@ -78,9 +78,8 @@ def build_generator(
     ep = engine_ep(rollout.engine, rollout.ep, rollout.tp, training.etp, actor.spec)
     engines = backend.layout(training, rollout.tp, ep)
     engine_groups = run.factory.engine_groups(engines)
-    merged = None
-    if actor.spec.lora is not None and rollout.lora == "merged":
-        merged = MergedWeights(actor)
+    merges = actor.spec.lora is not None and rollout.lora == "merged"
+    merged = MergedWeights(actor) if merges else None
     spec = actor.spec if merged is None else without_adapters(actor.spec)
     engine = backend.engine(
         spec,
@@ -132,15 +131,12 @@ def plan_hand_over(
         def carried(pieces: list[Piece]) -> list[Piece]:
             return carried_pieces([piece for piece in pieces if brings(piece.name)], itemsize)
 
-        def in_engine(rank: int, tensors: Set[str] | None = None) -> list[Piece]:
-            return carried(pieces(rank, tensors))
-
         sides = sides_around(
             dist.get_rank(),
             groups.layout,
             lambda rank: carried(role_pieces(spec, training, rank)),
-            in_engine,
-            in_engine,
+            lambda rank: carried(pieces(rank, None)),
+            lambda rank, tensors: carried(pieces(rank, tensors)),
         )
         planner = Planner(sides, itemsize, near.__getitem__)
         slots = actor.slots if merged is None else merged.slots
