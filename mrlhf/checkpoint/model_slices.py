@@ -100,7 +100,7 @@ def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: 
     """
     assert engine.optimizer is not None, "a frozen model is not loaded"
     model = manifest.models[role]
-    check_shapes(directory, role, model, engine.tensor_shapes)
+    check_shapes(directory, role, model, engine.trained_shapes)
     moments = [kind for kind in model.kinds if kind != WEIGHT]
     engine.optimizer.make_moments(model.optimizer_steps if moments else 0)
 
@@ -120,11 +120,14 @@ def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: 
 
 
 def _held(engine: ModelEngine) -> Iterator[_Held]:
-    """This rank's parameters, each with its pieces."""
+    """This rank's parameters that training changes, each with its pieces."""
     assert engine.optimizer is not None
     pieces: dict[int, list[Piece]] = {}
     parameters: dict[int, Tensor] = {}
+    trained = engine.trained_shapes
     for slot in engine.slots:
+        if slot.piece.name not in trained:
+            continue
         parameters[id(slot.parameter)] = slot.parameter
         pieces.setdefault(id(slot.parameter), []).append(slot.piece)
 

@@ -273,13 +273,13 @@ def _stored_model(
     role: str, engine: ModelEngine, parts: list[RankPart], numbers: Mapping[str, int]
 ) -> StoredModel:
     """One model's entry in the manifest, made of all ranks' parts."""
-    places: dict[str, list[Any]] = {name: [] for name in engine.tensor_shapes}
+    places: dict[str, list[Any]] = {name: [] for name in engine.trained_shapes}
     for rank, part in enumerate(parts):
         number = numbers[model_file(role, rank)]
         for box in part.models[role].boxes:
             places[box.name].append((number, box.starts, box.stops))
     tensors = {}
-    for name, shape in engine.tensor_shapes.items():
+    for name, shape in engine.trained_shapes.items():
         tensors[name] = StoredTensor(tuple(shape), tuple(places[name]))
 
     slices = [part.models[role] for part in parts]

@@ -95,7 +95,12 @@ def _given(tree: Mapping[str, Any], key: str) -> Any:
 
 def _of_reference(policy: str) -> dict[str, str]:
     """The keys of the reference, which inherit from the policy that is trained."""
-    return {f"reference.{key}": f"{policy}.{key}" for key in ReferenceSection.model_fields}
+    return {f"reference.{key}": f"{policy}.{key}" for key in RoleSection.model_fields}
+
+
+def _is_policy(reference: ReferenceSection, policy: RoleSection) -> bool:
+    """Whether a reference has the model, layout and precision of the policy."""
+    return all(reference.value_of(key) == policy.value_of(key) for key in RoleSection.model_fields)
 
 
 # These go with the policy's sizes; beside a size of its own, the reference has their defaults.
@@ -147,8 +152,9 @@ class PPOConfig(Root):
 
     @property
     def unbuilt(self) -> frozenset[str]:
-        """The sections of models that this run does not build."""
-        return frozenset({"critic", "reference"}.difference(self.roles()))
+        """The sections of models that this run does not use."""
+        unused = {"critic", "reference"}.difference(self.roles())
+        return frozenset(unused - {"reference"} if self.needs_reference else unused)
 
     @property
     def needs_critic(self) -> bool:
@@ -160,6 +166,11 @@ class PPOConfig(Root):
     def needs_reference(self) -> bool:
         """Whether a KL to the reference is in use."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """Whether the reference is the policy without its adapters, and no model of its own."""
+        return self.actor.lora.is_on and _is_policy(self.reference, self.actor)
 
     @property
     def full_kl_in_reward(self) -> bool:
@@ -196,7 +207,7 @@ class PPOConfig(Root):
     def roles(self) -> dict[str, RoleSection]:
         """The models that this run builds, by the name of their section."""
         roles: dict[str, RoleSection] = {**self.trained()}
-        if self.needs_reference:
+        if self.needs_reference and not self.reference_is_policy:
             roles["reference"] = self.reference
         if self.reward_model is not None:
             roles["reward_model"] = self.reward_model
@@ -267,6 +278,11 @@ class DPOConfig(PreferenceConfig):
     """the loss on preference pairs"""
     reference: ReferenceSection
     """the frozen policy that the trained one is compared with"""
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """Whether the reference is the policy as it begins, or without its adapters."""
+        return self.model.lora.is_on and _is_policy(self.reference, self.model)
 
     def roles(self) -> dict[str, RoleSection]:
         """The models that this run builds, by the name of their section."""

@@ -352,8 +352,25 @@ class CriticSection(AdaptedSection, RouterSection, RoleSection):
         return self.loss_agg_mode
 
 
+def _without_start(place: Place) -> NotRead | None:
+    """The choice between adapters of the reference where the policy starts from none."""
+    policy = "actor" if hasattr(place.config, "actor") else "model"
+    decider = f"{policy}.lora.path"
+    if place.value(decider) is not None:
+        return None
+    return NotRead(f", since {decider} is null", "set that", (decider,))
+
+
 class ReferenceSection(RoleSection):
-    """The frozen policy that the KL is measured from; built only if a KL is in use."""
+    """The frozen policy that the KL is measured from; built only if a KL is in use.
+
+    If the policy is trained by adapters and no key of this section differs from the policy's, it is
+    the policy without its adapters, and no model is built.
+    """
+
+    adapter: Annotated[Literal["base", "start"], ReadIf(_without_start)] = "base"
+    """of a policy that starts from lora.path; base: the reference has no adapter; start: it has
+    that one"""
 
 
 class RewardModelSection(RoleSection):

@@ -7,6 +7,7 @@ them. This file does not know ranks or roles.
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mrlhf.config.sections import ALL_LINEAR, LoraSection
+from mrlhf.config.sections import ALL_LINEAR, AdaptedSection, LoraSection, RoleSection
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
-from mrlhf.models.families import family_of
+from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.lora import A, B, is_adapter, trained_shapes
-from mrlhf.models.spec import Lora, ModelSpec
+from mrlhf.models.spec import Head, Lora, ModelSpec
 from mrlhf.weights.hf import FileOptions, read_tensors, write_weights
 from mrlhf.weights.shard import Shape, Slot
 from mrlhf.weights.stored import ExpectedTensors, ModelFiles, first_three, read_headers
@@ -48,6 +49,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
+def spec_of_role(section: RoleSection, head: Head) -> ModelSpec:
+    """Return the model of a section, with its adapters if it is trained with some.
+
+    Raises:
+        ConfigError: the model is not supported, or as for `with_lora`.
+    """
+    spec = load_spec(section.path, head)
+    return with_lora(spec, section.lora) if isinstance(section, AdaptedSection) else spec
+
+
 def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
     """Return the model with the adapters that a section asks for, if it asks for any.
 
@@ -67,7 +78,47 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
         excluded=frozenset(section.exclude_modules),
         rank_stabilised=section.use_rslora,
     )
-    return replace(spec, lora=lora)
+    layers = family_of(spec).linear_layers(spec)
+    _check_names("target_modules", lora.targets or frozenset(), layers)
+    _check_names("exclude_modules", lora.excluded, layers)
+    adapted = replace(spec, lora=lora)
+    _check_rank(adapted)
+    return adapted
+
+
+def _check_names(key: str, names: frozenset[str], layers: Sequence[str]) -> None:
+    """Raise a ConfigError for a name that is not that of a layer, or its end."""
+    known: set[str] = set()
+    for layer in layers:
+        parts = layer.split(".")
+        known |= {".".join(parts[first:]) for first in range(len(parts))}
+    for name in sorted(names - known):
+        last = sorted({layer.rpartition(".")[2] for layer in layers})
+        near = difflib.get_close_matches(name, [*last, *known], n=1)
+        hint = f"did you mean '{near[0]}'? They" if near else "they"
+        raise ConfigError(
+            f"lora.{key} names '{name}', and no linear layer of the model is called so; {hint} are "
+            f"{', '.join(last)} (embeddings and output layers have no adapters)"
+        )
+
+
+def _check_rank(spec: ModelSpec) -> None:
+    """Raise a ConfigError if no layer has an adapter, or a rank is above a layer's size."""
+    family = family_of(spec)
+    shapes = family.base_shapes(spec)
+    factors = [name for name in family.tensor_shapes(spec) if name.endswith(A)]
+    if not factors:
+        raise ConfigError("lora.exclude_modules leaves no layer with an adapter; name fewer")
+    assert spec.lora is not None
+    for name in factors:
+        layer = name.removesuffix(A)
+        rank = spec.lora.rank_of(layer)
+        smallest = min(shapes[f"{layer}.weight"])
+        if rank > smallest:
+            raise ConfigError(
+                f"lora.rank {rank} is above {smallest}, the smaller dimension of {layer}; use at "
+                f"most {smallest}"
+            )
 
 
 def read_adapter(path: str | Path, spec: ModelSpec, slots: Sequence[Slot]) -> bool:

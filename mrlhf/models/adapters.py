@@ -60,7 +60,10 @@ class Adapters(torch.nn.ModuleDict):
         of_expert: whether the layer is an expert's.
     """
 
-    def __init__(self, adapters: Mapping[str, Adapter], split_dim: int, ranks: SplitRanks) -> None:
+    def __init__(
+        self, adapters: Mapping[str, Adapter], split_dim: int | None, ranks: SplitRanks
+    ) -> None:
+        """`split_dim` is the dimension along which ranks split the layer, if they do."""
         super().__init__(adapters)
         self.is_on = True
         self.of_expert = ranks.of_expert
@@ -69,22 +72,31 @@ class Adapters(torch.nn.ModuleDict):
         self._communicates = ranks.group.size() > 1 and not ranks.of_expert
 
         for adapter in adapters.values():
-            split, whole = adapter.lora_A, adapter.lora_B
-            if split_dim == 0:
-                split, whole = whole, split
+            self._mark(adapter.lora_A, split_dim == 1, ranks)
+            self._mark(adapter.lora_B, split_dim == 0, ranks)
+
+    @staticmethod
+    def _mark(factor: torch.nn.Parameter, is_split: bool, ranks: SplitRanks) -> None:
+        """Tell megatron-core, and `training`, which ranks' gradients are added up."""
+        if is_split:
             # Other ranks have other numbers, all of which count in the norm of the gradient.
-            set_tensor_model_parallel_attributes(split, True, split_dim, 1)
-            if not ranks.of_expert:
-                whole.sequence_parallel = ranks.sequence_parallel  # type: ignore[attr-defined]
-            else:
-                split.allreduce = False  # type: ignore[attr-defined]
-                whole.allreduce = False  # type: ignore[attr-defined]
-                whole.is_partial = True  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(factor, True, 0, 1)
+        elif not ranks.of_expert:
+            factor.sequence_parallel = ranks.sequence_parallel  # type: ignore[attr-defined]
+        if ranks.of_expert:
+            factor.allreduce = False  # type: ignore[attr-defined]
+            factor.is_partial = not is_split  # type: ignore[attr-defined]
 
     @property
     def each(self) -> dict[str, Adapter]:
         """The adapters by name."""
         return dict(self.items())  # type: ignore[arg-type]
+
+    @property
+    def only(self) -> Adapter:
+        """The adapter, if the parameter holds one layer."""
+        (adapter,) = self.each.values()
+        return adapter
 
     def in_place(self, outputs: Mapping[str, Tensor]) -> Tensor:
         """Put what is added to each layer, [..., out], where the parameter has the layer's rows."""
@@ -98,6 +110,18 @@ class Adapters(torch.nn.ModuleDict):
             product = adapter.lora_B.float() @ adapter.lora_A.float()
             columns[name] = (product * adapter.scale).t()
         return self.in_place(columns).t()
+
+
+class WholeAdapters(Adapters):
+    """That of a router, which every rank holds whole, and which is computed in float32."""
+
+    def __init__(self, adapters: Mapping[str, Adapter], ranks: SplitRanks) -> None:
+        super().__init__(adapters, None, ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x, float32 [tokens, in], to what is added to the output, [tokens, out]."""
+        inner = F.linear(x, self.only.lora_A.float())
+        return F.linear(inner * self.only.scale, self.only.lora_B.float())
 
 
 class RowAdapters(Adapters):
@@ -155,12 +179,6 @@ class ColumnAdapters(Adapters):
     def __init__(self, adapters: Mapping[str, Adapter], ranks: SplitRanks) -> None:
         super().__init__(adapters, 1, ranks)
 
-    @property
-    def only(self) -> Adapter:
-        """The adapter."""
-        (adapter,) = self.each.values()
-        return adapter
-
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in of the rank] to what is added to the ranks' sum, [..., out].
 
@@ -198,6 +216,8 @@ def make_adapters(
         b_shape = local_shape(next(cuts), shapes, size)
         adapters[_last(layer)] = Adapter(spec.lora.scale_of(layer), a_shape, b_shape, dtype)
 
+    if rule.dim is None:
+        return WholeAdapters(adapters, ranks)
     if rule.dim == 1:
         return ColumnAdapters(adapters, ranks)
     all_layers = linear_layers(rule, shapes)

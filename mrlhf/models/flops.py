@@ -17,8 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from mrlhf.models.spec import ModelSpec
 
-BACKWARD = 2
-"""Matrix products in the backward pass for each one in the forward pass: inputs and weights."""
+_BACKWARD = 2  # products in the backward pass for each one in the forward pass
 
 
 def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
@@ -27,14 +26,19 @@ def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
     `outputs` positions go through the output layer, such as those before response tokens.
     """
     q_rows = spec.num_heads * spec.head_dim
+    pairs = q_rows * sum(visible_pairs(length, window) for window in spec.windows)
+    return _linear_flops(spec, length, outputs) + 4 * pairs
+
+
+def _linear_flops(spec: ModelSpec, length: int, outputs: int) -> int:
+    """Count the operations of the linear layers alone."""
+    q_rows = spec.num_heads * spec.head_dim
     kv_rows = spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (q_rows + 2 * kv_rows) + q_rows * spec.hidden_size
     mlps = sum(_mlp_products(spec, layer) for layer in range(spec.num_layers))
     head = spec.hidden_size * (spec.vocab_size if spec.head == "lm" else 1)
 
-    products = (spec.num_layers * attention + mlps) * length + head * outputs
-    pairs = q_rows * sum(visible_pairs(length, window) for window in spec.windows)
-    return 2 * products + 4 * pairs
+    return 2 * ((spec.num_layers * attention + mlps) * length + head * outputs)
 
 
 def _mlp_products(spec: ModelSpec, layer: int) -> int:
@@ -50,10 +54,14 @@ def _mlp_products(spec: ModelSpec, layer: int) -> int:
 def training_flops(spec: ModelSpec, sequences: Iterable[tuple[int, int]]) -> float:
     """Count the operations of one forward and backward pass.
 
-    For each sequence there are its tokens, and how many positions go through the output layer.
+    Frozen weights have no gradient, and the products of adapters are not counted. For each sequence there are its tokens, and how many positions go through the output layer.
     """
-    forward = sum(forward_flops(spec, length, outputs) for length, outputs in sequences)
-    return float((1 + BACKWARD) * forward)
+    total = 0
+    for length, outputs in sequences:
+        total += (1 + _BACKWARD) * forward_flops(spec, length, outputs)
+        if spec.lora is not None:
+            total -= _linear_flops(spec, length, outputs)
+    return float(total)
 
 
 def sequence_flops(spec: ModelSpec, lengths: Sequence[int], outputs: Sequence[int]) -> list[int]:

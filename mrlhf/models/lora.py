@@ -33,19 +33,19 @@ def without_adapters(spec: ModelSpec) -> ModelSpec:
 def linear_layers(rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
     """Return the linear layers that a parameter holds, each once; none if it holds no matrix.
 
-    Embeddings, output layers, and matrices that every rank holds whole, such as routers, do not
-    count.
+    Embeddings and output layers do not count, nor do gates of one row.
     """
     name = rule.names[0]
-    is_matrix = rule.dim is not None and len(shapes.get(name, ())) == 2
-    if not is_matrix or ".layers." not in name:
+    shape = shapes.get(name, ())
+    if len(shape) != 2 or shape[0] == 1 or ".layers." not in name:
         return []
     return [tensor.removesuffix(".weight") for tensor in dict.fromkeys(rule.names)]
 
 
 def adapted_layers(spec: ModelSpec, rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return the linear layers of a parameter that have an adapter."""
-    if spec.lora is None:
+    """Return the linear layers of a parameter that have an adapter; routers only if named."""
+    is_router = rule.dim is None
+    if spec.lora is None or (is_router and spec.lora.targets is None):
         return []
     return [layer for layer in linear_layers(rule, shapes) if spec.lora.adapts(layer)]
 
@@ -83,10 +83,10 @@ def adapter_rules(
     rules: dict[str, Rule] = {}
     for layer in adapted_layers(spec, rule, shapes):
         own = f"{parameter.removesuffix('weight')}{MODULE}.{layer.rpartition('.')[2]}."
-        whole = Rule((layer + (B if rule.dim == 1 else A),), dim=None, of_expert=rule.of_expert)
-        cut = rule._replace(names=(layer + A,)) if rule.dim == 1 else _cut_rows(rule, layer)
-        rules[own + "lora_A"] = cut if rule.dim == 1 else whole
-        rules[own + "lora_B"] = whole if rule.dim == 1 else cut
+        a = Rule((layer + A,), dim=None, of_expert=rule.of_expert)
+        b = Rule((layer + B,), dim=None, of_expert=rule.of_expert)
+        rules[own + "lora_A"] = a._replace(dim=1) if rule.dim == 1 else a
+        rules[own + "lora_B"] = _cut_rows(rule, layer) if rule.dim == 0 else b
     return rules
 
 
@@ -116,6 +116,8 @@ def with_adapters(names: Sequence[str], adapters: Iterable[str]) -> Iterator[str
         waiting.setdefault(name.split(f"{MODULE}.")[0], []).append(name)
     for name, following in zip(names, [*names[1:], ""], strict=True):
         yield name
-        for module in [module for module in waiting if name.startswith(module)]:
-            if not following.startswith(module):
+        parents = name.split(".")[:-1]
+        for depth in (len(parents), len(parents) - 1):  # its module, or one with a norm inside
+            module = ".".join(parents[:depth]) + "."
+            if module in waiting and not following.startswith(module):
                 yield from waiting.pop(module)

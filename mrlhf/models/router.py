@@ -17,7 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrlhf.models.adapters import Adapters
 from mrlhf.models.expert_choice import SMALLEST_SUM, chosen_experts
+from mrlhf.models.linear import adapted
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.pack_routing import PackRouting
 from mrlhf.parallel.packed_sequences import PackedSequences
@@ -81,6 +83,7 @@ class Router(torch.nn.Module):
         # Under sequence parallelism each rank sees its own tokens, and megatron-core sums the
         # gradients of parameters with this mark over the tensor-parallel group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.adapters: Adapters | None = None
         if experts.has_correction:
             correction = torch.zeros(experts.count, dtype=torch.float32)
             self.correction = torch.nn.Parameter(correction, requires_grad=False)
@@ -93,7 +96,8 @@ class Router(torch.nn.Module):
 
         Under sequence parallelism these are this rank's part of the tokens.
         """
-        logits = F.linear(hidden.float(), self.weight.float())
+        wide = hidden.float()
+        logits = adapted(F.linear(wide, self.weight.float()), self.adapters, wide)
         softmax = self._experts.scoring == "softmax"
         scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
 

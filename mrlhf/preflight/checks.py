@@ -44,6 +44,7 @@ def check(config: AnyConfig, world_size: int) -> None:
     problems = list(_layout_problems(config, world_size))
     fits = not problems
     problems += _role_problems(config)
+    problems += _adapter_problems(config)
     if isinstance(config, PPOConfig):
         problems += _batch_problems(config)
         if fits:
@@ -78,6 +79,25 @@ def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
         if source is None or role.value_of(key) != config.value_of(source):
             return False
     return True
+
+
+def _adapter_problems(config: AnyConfig) -> Iterator[str]:
+    """Adapters that do not go with the rest."""
+    if isinstance(config, PPOConfig | DPOConfig):
+        policy = config.actor if isinstance(config, PPOConfig) else config.model
+        starts_adapted = config.reference.adapter == "start" and policy.lora.path is not None
+        if starts_adapted and not config.reference_is_policy:
+            yield (
+                "reference.adapter start is for a reference that is the policy, and a key of "
+                "reference differs from the policy's; leave its other keys out"
+            )
+    if isinstance(config, PPOConfig):
+        return
+    if config.model.lora.is_on and config.model.init == "random":
+        yield (
+            "model.lora trains adapters of the model in model.path, and model.init is random; set "
+            "model.init to checkpoint, or model.lora.rank to 0"
+        )
 
 
 def _role_problems(config: AnyConfig) -> Iterator[str]:

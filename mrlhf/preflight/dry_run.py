@@ -29,7 +29,7 @@ from mrlhf.preflight.paths import (
     without,
 )
 from mrlhf.preflight.schedule_drawing import draw_schedules
-from mrlhf.preflight.words import count, describe, describe_cache
+from mrlhf.preflight.words import count, describe, describe_cache, describe_memory
 
 
 def smallest_world(config: AnyConfig) -> int:
@@ -84,6 +84,7 @@ def dry_run(
     lines.append(describe(config, world_size, steps))
     if foresee is not None:
         lines.append(f"  {foresee()}")
+    lines += describe_memory(config, specs, world_size)
     if isinstance(config, PPOConfig):
         lines += describe_cache(config, specs["rollout"])
     lines += draw_schedules(config, world_size)

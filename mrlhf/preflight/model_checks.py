@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig
-from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
+from mrlhf.config.sections import ActorSection, AdaptedSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import (
@@ -28,7 +28,8 @@ from mrlhf.inference.cache_size import (
 from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
 from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
-from mrlhf.models.families import load_spec
+from mrlhf.models.adapter_files import check_adapter, spec_of_role
+from mrlhf.models.lora import without_adapters
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import check_weight_files
@@ -91,10 +92,13 @@ def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, Mod
         spec = None
         try:
             if (Path(role.path) / "config.json").is_file():
-                spec = load_spec(role.path, head_of(config, name))
+                spec = spec_of_role(role, head_of(config, name))
                 if name not in unchecked:
                     needs_head = name == "reward_model"
-                    remarks += check_weight_files(role.path, spec, needs_head=needs_head)
+                    base = without_adapters(spec)
+                    remarks += check_weight_files(role.path, base, needs_head=needs_head)
+                if isinstance(role, AdaptedSection) and role.lora.path is not None:
+                    check_adapter(role.lora.path, spec)
         except (ConfigError, WeightError) as error:
             refused.add(role.path)
             problems.append(f"{name}: {error}")

@@ -5,19 +5,21 @@ The numbers come from `batches` and `model_checks`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from mrlhf.config.presets import is_of_method
 from mrlhf.config.reads import ESTIMATOR, LOSS_MODE, trained_loss
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig
-from mrlhf.config.sections import DPOSection
+from mrlhf.config.sections import DPOSection, OptimSection, RoleSection
 from mrlhf.config.tree import in_yaml, nodes
 from mrlhf.config.unread import default_of, is_read
 from mrlhf.config.user_code import is_reference
-from mrlhf.device import device_kind
+from mrlhf.device import device_kind, dtype_on
+from mrlhf.models.lora import without_adapters
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import AxisSizes
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.preflight.batches import RoleWork, longest_unit, role_work
+from mrlhf.preflight.model_bytes import ModelBytes, training_bytes
 from mrlhf.preflight.model_checks import MEBIBYTE, cache_block, cache_needs
 from mrlhf.rl.names import ESTIMATOR_TRAITS
 from mrlhf.roles.policy_loss import configured_bypass, needs_mini_batch_pass
@@ -42,6 +44,37 @@ def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> st
         lines += _supervised_step(config, world_size)
     lines += _run(config, steps)
     return "\n".join(lines)
+
+
+def describe_memory(
+    config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int
+) -> Iterator[str]:
+    """The bytes that each trained model takes on a rank, as far as it is known."""
+    kind = device_kind(config.distributed.device)
+    for name, (role, optim) in _trained(config).items():
+        spec = specs.get(name)
+        if spec is None:
+            continue
+        layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
+        itemsize = dtype_on(role.dtype, kind).itemsize
+        splits = optim.use_distributed_optimizer
+        needed = training_bytes(spec, layout, itemsize, splits)
+        yield f"memory of {name} on a rank: {_in_megabytes(needed)}"
+        if spec.lora is not None:
+            needed = training_bytes(without_adapters(spec), layout, itemsize, splits)
+            yield f"  if all weights were trained: {_in_megabytes(needed)}"
+
+
+def _trained(config: AnyConfig) -> dict[str, tuple[RoleSection, OptimSection]]:
+    """The models that are trained, each with its optimizer."""
+    if isinstance(config, PPOConfig):
+        return {name: (role, role.optim) for name, role in config.trained().items()}
+    return {"model": (config.model, config.optim)}
+
+
+def _in_megabytes(sizes: ModelBytes) -> str:
+    parts = [f"{owner} {size / 1e6:.1f} MB" for owner, size in vars(sizes).items()]
+    return ", ".join(parts)
 
 
 def describe_cache(config: PPOConfig, spec: ModelSpec | None) -> Iterator[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor
 
 from mrlhf.batch import Rollout
@@ -13,13 +16,24 @@ from mrlhf.training.engine import ModelEngine
 class Reference:
     """Asks a frozen language model for log-probabilities or hidden states of responses."""
 
-    def __init__(self, engine: ModelEngine, temperature: float) -> None:
+    def __init__(
+        self,
+        engine: ModelEngine,
+        temperature: float,
+        as_reference: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Take the model, which is the reference within `as_reference`.
+
+        So the model that is trained can be its own reference: with its adapters off.
+        """
         self.engine = engine
+        self._as_reference = as_reference
         self._token_logprobs = TokenLogprobs(engine, temperature)
 
     def logprobs(self, rollout: Rollout, cut: BatchCut) -> Tensor:
         """Log-probabilities of the response tokens, float32 [batch, response_len] on every host."""
-        return self._token_logprobs.of_batch(cut.packs, rollout.shape)
+        with self._as_reference():
+            return self._token_logprobs.of_batch(cut.packs, rollout.shape)
 
     def states(self, cut: BatchCut) -> list[ReferenceStates]:
         """The hidden states for a KL over the whole vocabulary, one for each of this rank's packs.
@@ -32,4 +46,5 @@ class Reference:
         def keep(hidden: Tensor, number: int) -> ReferenceStates:
             return ReferenceStates(self._token_logprobs.layer, hidden.cpu())
 
-        return self.engine.forward(cut.packs, keep)
+        with self._as_reference():
+            return self.engine.forward(cut.packs, keep)

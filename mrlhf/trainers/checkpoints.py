@@ -27,6 +27,7 @@ from mrlhf.checkpoint.restorer import (
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig
+from mrlhf.config.sections import AdaptedSection
 from mrlhf.errors import CheckpointError
 from mrlhf.run.export import ExportedModel, export_result
 from mrlhf.run.report import closing_report
@@ -66,7 +67,8 @@ class Checkpoints:
 
         frozen = {}
         for role, section in config.roles().items():
-            if role not in models:
+            adapted = isinstance(section, AdaptedSection) and section.lora.is_on
+            if role not in models or adapted:
                 frozen[role] = fingerprint(section.path)
         self._frozen = frozen
         self._program = type(config).__name__

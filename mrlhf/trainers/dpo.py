@@ -18,7 +18,7 @@ from mrlhf.config.roots import DPOConfig
 from mrlhf.config.sections import DPOSection
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
-from mrlhf.models.families import load_spec
+from mrlhf.models.adapter_files import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
 from mrlhf.preflight import read_preference_inputs
@@ -36,12 +36,14 @@ def train_dpo(config: DPOConfig) -> None:
     inputs = read_preference_inputs(config)
     with start(config, config.distributed, config.trainer, config.seed) as run:
         data = [inputs.pairs] if inputs.held_out is None else [inputs.pairs, inputs.held_out]
-        tables = reference_logprobs(config.reference, run, data, config.seed)
+        starts_adapted = config.reference.adapter == "start"
+        reference = config.model if starts_adapted else config.reference
+        tables = reference_logprobs(reference, run, data, config.seed)
         scored = [ScoredPairs(*both) for both in zip(data, tables, strict=True)]
 
         held_out = None if inputs.held_out is None else scored[1]
         task = PreferenceOptimization(config.dpo, scored[0], held_out)
-        spec = load_spec(config.model.path, "lm")
+        spec = spec_of_role(config.model, "lm")
         trainer = SupervisedTrainer(config, inputs, run, spec, task)
         run.begin()
         trainer.fit()

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.checkpoint.output_files import REFERENCE_LOGPROBS
-from mrlhf.config.sections import ReferenceSection
+from mrlhf.config.sections import AdaptedSection, RoleSection
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.device import resolve_dtype
-from mrlhf.models.families import load_spec
+from mrlhf.models.adapter_files import spec_of_role
 from mrlhf.roles.response_logprobs import ResponseLogprobs
 from mrlhf.run.startup import Run
 from mrlhf.training.engine import ModelEngine
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def reference_logprobs(
-    section: ReferenceSection, run: Run, data: Sequence[PreferencePairs], seed: int
+    section: RoleSection, run: Run, data: Sequence[PreferencePairs], seed: int
 ) -> list[Tensor]:
     """The log-probabilities of all responses under the reference; every rank calls it.
 
@@ -73,10 +73,10 @@ def reference_logprobs(
 
 
 def _ask(
-    section: ReferenceSection, run: Run, data: Sequence[PreferencePairs], seed: int
+    section: RoleSection, run: Run, data: Sequence[PreferencePairs], seed: int
 ) -> list[Tensor]:
     """Build the reference and run it over all pairs."""
-    spec = load_spec(section.path, "lm")
+    spec = spec_of_role(section, "lm")
     groups = run.groups("reference", section)
     engine = ModelEngine(section, spec, groups, run.device, run.phases)
     engine.load(section.path, seed)
@@ -84,11 +84,13 @@ def _ask(
     return [logprobs.of_pairs(pairs) for pairs in data]
 
 
-def _key(section: ReferenceSection, run: Run, data: Sequence[PreferencePairs]) -> str:
+def _key(section: RoleSection, run: Run, data: Sequence[PreferencePairs]) -> str:
     """A hash of all that the numbers depend on, except the layout, which changes only rounding."""
     dtype = resolve_dtype(section.dtype, run.device)
     digest = xxhash.xxh3_128(f"{fingerprint(section.path)['files']} {dtype}".encode())
     digest.update((Path(section.path) / "config.json").read_bytes())
+    if isinstance(section, AdaptedSection) and section.lora.path is not None:
+        digest.update(str(fingerprint(section.lora.path)["files"]).encode())
     for pairs in data:
         sides = zip(pairs.prompt_lengths, pairs.chosen_ids, pairs.rejected_ids, strict=True)
         for prompt_length, chosen, rejected in sides:

@@ -15,7 +15,7 @@ from mrlhf.batch import Sequences
 from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
-from mrlhf.models.families import load_spec
+from mrlhf.models.adapter_files import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import gather_rows
 from mrlhf.preflight import read_preference_inputs
@@ -32,7 +32,7 @@ def train_reward_model(config: RewardModelConfig) -> None:
     with start(config, config.distributed, config.trainer, config.seed) as run:
         task = PreferenceLearning(inputs.pairs, inputs.held_out)
         tokenizer = inputs.tokenizer
-        stored = load_spec(config.model.path, "scalar")
+        stored = spec_of_role(config.model, "scalar")
         spec = with_pad_token(stored, tokenizer.pad_id, tokenizer.ids)
         trainer = SupervisedTrainer(config, inputs, run, spec, task)
         run.begin()

@@ -14,7 +14,7 @@ from mrlhf.batch import Sequences
 from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
 from mrlhf.metrics import Tally
-from mrlhf.models.families import load_spec
+from mrlhf.models.adapter_files import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.vocab import TokenRange
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
@@ -31,7 +31,7 @@ def train_sft(config: SFTConfig) -> None:
     inputs = read_sft_inputs(config)
     with start(config, config.distributed, config.trainer, config.seed) as run:
         task = FineTuning(inputs.examples, inputs.held_out)
-        spec = load_spec(config.model.path, "lm")
+        spec = spec_of_role(config.model, "lm")
         trainer = SupervisedTrainer(config, inputs, run, spec, task)
         run.begin()
         trainer.fit()

@@ -105,11 +105,10 @@ class SupervisedTrainer:
         checkpoint = find_checkpoint(run)
         groups = run.groups("model", config.model)
         self._engine = ModelEngine(config.model, spec, groups, run.device, run.phases)
-        if checkpoint is None:
-            if config.model.init == "random":
-                self._engine.initialise(config.seed)
-            else:
-                self._engine.load(config.model.path, config.seed)
+        if checkpoint is None and config.model.init == "random":
+            self._engine.initialise(config.seed)
+        elif checkpoint is None or spec.lora is not None:  # no checkpoint holds a base model
+            self._engine.load(config.model.path, config.seed)
         self._engine.attach_optimizer(config.optim, self._steps)
         self._exported = ExportedModel(
             self._engine,

@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrlhf.batch import Parts, Sequences
-from mrlhf.config.sections import OptimSection, RoleSection, RouterSection
+from mrlhf.config.sections import AdaptedSection, OptimSection, RoleSection, RouterSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
 from mrlhf.metrics.table import names_of
@@ -153,42 +153,47 @@ class ModelEngine:
         assert isinstance(model, GPTHiddenModel), "a scalar model has no output layer"
         return model.output_weight
 
-    def load(
-        self,
-        path: str | Path,
-        seed: int,
-        needs_head: bool = False,
-        adapter: str | Path | None = None,
-    ) -> None:
+    def load(self, path: str | Path, seed: int, needs_head: bool = False) -> None:
         """Read the weights from the Hugging Face checkpoint at `path`.
 
         A scalar model accepts the checkpoint of a language model, unless `needs_head`: the missing
         head starts from zeros, so that a new critic predicts 0 everywhere. Adapters are read from
-        `adapter`, or drawn if that is None. `seed` has no effect if all is read.
+        the section's `lora.path`, or drawn. `seed` has no effect if all is read.
 
         Raises:
             WeightError: the files are missing, damaged, or not those of the model.
         """
-        factors = [slot for slot in self.slots if is_adapter(slot.piece.name)]
         base = [slot for slot in self.slots if not is_adapter(slot.piece.name)]
         has_head = read_model(path, without_adapters(self.spec), base, needs_head)
-        if adapter is None:
-            initialise(factors, self._shapes, seed)
+        section = self._section
+        if isinstance(section, AdaptedSection) and section.lora.path is not None:
+            has_head = read_adapter(section.lora.path, self.spec, self.slots) or has_head
         else:
-            has_head = read_adapter(adapter, self.spec, self.slots) or has_head
+            initialise(self._adapter_slots(), self._shapes, seed)
         if not has_head:
             heads = [slot for slot in base if slot.piece.name == self._family.scalar_head]
             initialise(heads, self._shapes, seed, std=0.0)
 
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """The bytes on this rank of `weights`, and in training of `gradients` and `optimizer`."""
+        parameters = [slot.parameter for slot in self.slots]
+        parameters = list({id(parameter): parameter for parameter in parameters}.values())
+        sizes = {"weights": sum(parameter.nbytes for parameter in parameters)}
+        if self.optimizer is None:
+            return sizes
+
+        buffers = [(*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in self.chunks]
+        sizes["gradients"] = sum(buffer.grad_data.nbytes for buffer in chain(*buffers))
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        sizes["optimizer"] = self.optimizer.nbytes(trained)
+        return sizes
+
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Compute with the base model alone, as long as this lasts."""
-        adapters = [
-            module
-            for chunk in self.chunks
-            for module in chunk.modules()
-            if isinstance(module, Adapters)
-        ]
+        modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
+        adapters = [module for module in modules if isinstance(module, Adapters)]
         for module in adapters:
             module.is_on = False
         try:
@@ -196,6 +201,30 @@ class ModelEngine:
         finally:
             for module in adapters:
                 module.is_on = True
+
+    def copy_of_adapters(self) -> list[Tensor]:
+        """Return a copy of this rank's adapters as they are, for `with_adapters`."""
+        self.wait_for_weights()
+        return [slot.parameter.detach().clone() for slot in self._adapter_slots()]
+
+    @contextmanager
+    @torch.no_grad()
+    def with_adapters(self, adapters: Sequence[Tensor]) -> Iterator[None]:
+        """Compute with other adapters, of `copy_of_adapters`, as long as this lasts."""
+        own = self.copy_of_adapters()
+        self._put_adapters(adapters)
+        try:
+            yield
+        finally:
+            self._put_adapters(own)
+
+    def _adapter_slots(self) -> list[Slot]:
+        return [slot for slot in self._slots if is_adapter(slot.piece.name)]
+
+    @torch.no_grad()
+    def _put_adapters(self, adapters: Sequence[Tensor]) -> None:
+        for slot, values in zip(self._adapter_slots(), adapters, strict=True):
+            slot.parameter.copy_(values)
 
     def initialise(self, seed: int) -> None:
         """Draw random weights from `seed` and `initializer_range`, the same in every layout."""

@@ -186,6 +186,17 @@ class ShardedOptimizer:
             held.append(OptimizedRange(start, main.detach().view(-1), moments))
         return held
 
+    def nbytes(self, parameters: Sequence[Tensor]) -> int:
+        """Return the bytes of moments, and of main weights that are not the parameters."""
+        size = 0
+        for parameter, held in zip(parameters, self.ranges(parameters), strict=True):
+            if held is not None:
+                own = held.main.untyped_storage().data_ptr()
+                is_parameter = own == parameter.untyped_storage().data_ptr()
+                size += sum(moment.nbytes for moment in held.moments.values())
+                size += 0 if is_parameter else held.main.nbytes
+        return size
+
     @property
     def is_distributed(self) -> bool:
         """Whether the data-parallel ranks share the main weights and moments between them."""

@@ -19,7 +19,6 @@ from mrlhf.config.roots import TrainedModelSection
 from mrlhf.config.sections import (
     ActorOptimSection,
     ActorSection,
-    AdaptedSection,
     CriticSection,
     LoraSection,
     OptimSection,
@@ -28,8 +27,7 @@ from mrlhf.config.sections import (
     ScalarOptimSection,
 )
 from mrlhf.device import Device
-from mrlhf.models.adapter_files import with_lora
-from mrlhf.models.families import load_spec
+from mrlhf.models.adapter_files import spec_of_role
 from mrlhf.models.spec import Head
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
@@ -353,13 +351,9 @@ def _optim(make: type[Optim], setting: Setting, case: Case) -> Optim:
 
 
 def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
-    spec = load_spec(section.path, head)
-    adapter = None
-    if isinstance(section, AdaptedSection):
-        spec = with_lora(spec, section.lora)
-        adapter = section.lora.path
+    spec = spec_of_role(section, head)
     engine = ModelEngine(section, spec, setting.groups, setting.device)
-    engine.load(section.path, seed=0, adapter=adapter)
+    engine.load(section.path, seed=0)
     return engine
 
 

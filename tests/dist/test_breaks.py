@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.batch import Experience, Sequences
+from mrlhf.models.experts import RoutedExperts
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.vocab_sums import LocalSums
 from mrlhf.roles.actor import Actor
@@ -67,7 +68,18 @@ TENSORS = PLAIN | {"tp": 2, "sequence_parallel": True}
 CONTEXT = PLAIN | {"cp": 2}
 STAGES = PLAIN | {"pp": 2, "model": "qwen2-tied"}
 EXPERTS = PLAIN | {"tp": 2, "ep": 2, "etp": 1, "model": "qwen3-moe", "sequence_parallel": True}
-SOUND = {"tp": TENSORS, "dp": REPLICAS, "cp": CONTEXT, "pp": STAGES, "ep": EXPERTS}
+ADAPTERS = TENSORS | {"lora": True, "model": "phi3"}
+# Both ranks hold a half of every expert.
+EXPERT_ADAPTERS = EXPERTS | {"lora": True, "ep": 1, "etp": None}
+SOUND = {
+    "tp": TENSORS,
+    "dp": REPLICAS,
+    "cp": CONTEXT,
+    "pp": STAGES,
+    "ep": EXPERTS,
+    "adapters": ADAPTERS,
+    "adapters of experts": EXPERT_ADAPTERS,
+}
 
 Patch = Callable[[pytest.MonkeyPatch, int], None]
 """Puts the break into a rank."""
@@ -104,6 +116,24 @@ def _skip(name: str) -> Patch:
         patch.setattr(FINALIZE, name, lambda *_, **__: None)
 
     return put
+
+
+def _keep_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Gradients of which each rank of an expert has a part are not summed."""
+    patch.setattr(engine.ModelEngine, "_sum_parts", lambda _: None)
+
+
+def _share_adapters(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """All experts of a rank compute with the adapter of the first."""
+    right = RoutedExperts.forward
+
+    def shared(experts: RoutedExperts, *arguments: Any) -> Any:
+        first, *others = experts.values()
+        for expert in others:
+            expert.linear_fc1.adapters = first.linear_fc1.adapters
+        return right(experts, *arguments)
+
+    patch.setattr(RoutedExperts, "forward", shared)
 
 
 def _read_other_names(rename: Callable[[str], str]) -> Patch:
@@ -179,6 +209,17 @@ BREAKS = {
         EXPERTS,
         _read_other_names(lambda name: re.sub(r"experts\.\d+\.", "experts.0.", name)),
         ("tables", "actor metrics"),
+    ),
+    "a factor that ranks share is not summed": Break(
+        ADAPTERS,
+        _skip("_allreduce_non_tensor_model_parallel_grads"),
+        ("actor weights", "critic weights", "sft weights", "rm weights"),
+    ),
+    "a part of a factor is not summed": Break(
+        EXPERT_ADAPTERS, _keep_parts, ("actor weights", "critic weights", "sft weights")
+    ),
+    "experts share an adapter": Break(
+        EXPERT_ADAPTERS, _share_adapters, ("tables", "actor metrics")
     ),
     "a mask off by one": Break(CONTEXT, _shift_the_mask, ("tables", "actor metrics")),
     "a vocabulary that is not summed": Break(

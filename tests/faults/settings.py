@@ -74,6 +74,12 @@ def bypass(inputs: Path) -> Setting:
     return Setting("bypass", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
 
 
+def lora(inputs: Path) -> Setting:
+    """Adapters of actor and critic; the reference is the actor without its own."""
+    keys = ["actor.lora.rank=4", "critic.lora.rank=2", f"reference.path={inputs / 'llama'}"]
+    return Setting("lora", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
+
+
 def sft(inputs: Path) -> Setting:
     """Supervised fine-tuning."""
     return Setting("sft", "sft", ["--config", str(inputs / "sft.yaml")])

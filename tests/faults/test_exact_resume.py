@@ -129,6 +129,20 @@ def test_an_update_in_bypass_mode_is_interrupted(
     assert_same_run(run, undisturbed(run.setting))
 
 
+@pytest.mark.full
+def test_an_update_of_adapters_is_killed_and_interrupted(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Sequel(settings.lora(inputs), tmp_path / "run")
+    assert_killed(run.run(Fault(faults.REFERENCE, 1, "SIGKILL", rank=0)), rank=0)
+    assert_killed(run.run(Fault(faults.ACTOR_LOSS, 22, "SIGKILL", rank=1)), rank=1)
+    part = f"{run.checkpoints[-1]}_interrupted"
+    assert interrupt(run, faults.ACTOR_LOSS, 5) == part
+    assert run.state(part)["progress"]["updated"] == ["critic"]
+    run.finish()
+    assert_same_run(run, undisturbed(run.setting))
+
+
 @pytest.mark.parametrize(
     "make",
     [

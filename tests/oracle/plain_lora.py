@@ -22,7 +22,7 @@ from tests.models.mixtures import as_in_files
 RANK = 3
 ALPHA = 4.0
 PREFIX = "base_model.model."
-_LINEAR = re.compile(r"\.layers\..*(_proj|\.w[123])\.weight$")
+_LINEAR = re.compile(r"\.layers\..*(_proj|\.w[123]|\.mlp\.gate)\.weight$")
 
 
 def adapter_of(model: Path) -> Path:
@@ -36,9 +36,9 @@ def save_adapter(
     generator: torch.Generator,
     targets: Sequence[str] | None = None,
 ) -> None:
-    """Write a random adapter for every linear layer of the decoder; it changes what is computed.
+    """Write a random adapter for every linear layer of the decoder, routers too.
 
-    With `targets`, only for layers whose names end so.
+    It changes what is computed. With `targets`, only for layers whose names end so.
     """
     tensors: dict[str, Tensor] = {}
     weights = dict(model.named_parameters())

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from mrlhf.models.families import spec_of as spec_of_config
 from mrlhf.models.flops import forward_flops, sequence_flops, training_flops, visible_pairs
+from mrlhf.models.spec import Lora
 from tests.models.engines import MODELS, hf_model, spec_of
 from tests.models.features import FEATURE_MODELS
 from tests.models.mixtures import MIXTURES, mixture_configs
@@ -55,6 +56,15 @@ def test_equals_what_torch_counts(name: str) -> None:
     assert forward_flops(spec, LENGTH, LENGTH) == forward.get_total_flops() - unseen
     both = forward.get_total_flops() + backward.get_total_flops()
     assert training_flops(spec, [(LENGTH, LENGTH)]) == both - 3 * unseen
+
+    # Of frozen weights no gradient is computed, but that of what goes into them.
+    inputs = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    logits = model.requires_grad_(False)(inputs_embeds=inputs).logits
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    both = forward.get_total_flops() + backward.get_total_flops()
+    adapted = replace(spec, lora=Lora(8, 32.0))
+    assert training_flops(adapted, [(LENGTH, LENGTH)]) == both - 3 * unseen
 
 
 def test_a_value_model_has_one_output() -> None:

@@ -5,6 +5,7 @@ The checks that need no file are rows of `refusals.txt`.
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -75,6 +76,39 @@ def test_check_models_reads_config_json(tmp_path):
         ConfigError, match="257 tokens, is beyond the model's max_position_embeddings 256"
     ):
         check_models(ppo(actor__path=path, data__max_response_length=217))
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"rank": 65}, ("lora.rank 65", "64", "at most 64")),
+        ({"rank": 4, "target_modules": ["q_prj"]}, ("lora.target_modules", "'q_prj'", "'q_proj'")),
+        ({"rank": 4, "target_modules": ["lm_head"]}, ("'lm_head'", "output layers")),
+        ({"rank": 4, "target_modules": ["embed_tokens"]}, ("'embed_tokens'", "embeddings")),
+        ({"rank": 4, "exclude_modules": ["mlp"]}, ("lora.exclude_modules", "'mlp'")),
+        (
+            {"rank": 4, "target_modules": ["q_proj"], "exclude_modules": ["q_proj"]},
+            ("lora.exclude_modules", "no layer"),
+        ),
+        ({"path": "nowhere"}, ("nowhere", "adapter_config.json")),
+    ],
+)
+def test_adapters_that_do_not_fit_the_model_are_refused(tmp_path, lora, words):
+    with pytest.raises(ConfigError) as refusal:
+        check_models(ppo(actor__path=model_dir(tmp_path), actor__lora=lora))
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith("actor: ")
+    assert all(word in line for word in words), line
+
+
+def test_a_dry_run_says_what_adapters_save(tmp_path):
+    path = model_dir(tmp_path)
+    report = dry_run(ppo(actor__path=path, actor__lora={"rank": 4}), 8).text
+    (adapted,) = re.findall(r"memory of actor on a rank: (.*)", report)
+    (whole,) = re.findall(r"  if all weights were trained: (.*)", report)
+    assert re.findall(r"memory of critic on a rank: .* gradients", report)
+    sizes = [[float(size) for size in re.findall(r"[\d.]+", text)] for text in (adapted, whole)]
+    assert sizes[0][0] >= sizes[1][0] and sizes[0][1] < sizes[1][1] / 4
 
 
 def test_one_mistake_is_reported_once(tmp_path):

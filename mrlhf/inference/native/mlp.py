@@ -46,15 +46,14 @@ class DenseMlp:
 
 
 class Router:
-    """The router of one layer, for weights [experts, hidden].
+    """The router of one layer; `logits` are its scores before softmax or sigmoid, in float32.
 
-    It computes in float32 whatever the model's dtype is, since rounded scores would choose other
-    experts. What a token gets does not depend on the other tokens.
+    What a token gets does not depend on the other tokens.
     """
 
-    def __init__(self, experts: specs.Experts, weight: Tensor, correction: Tensor | None) -> None:
+    def __init__(self, experts: specs.Experts, logits: Linear, correction: Tensor | None) -> None:
         self._experts = experts
-        self._logits = linear(weight.float())
+        self._logits = logits
         self._correction = None if correction is None else correction.float()
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +139,9 @@ def mlp_of_layer(
     )
 
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
-    router = Router(experts, parameters[prefix + "router.weight"], correction)
+    # Rounded scores would choose other experts.
+    logits = linear_of(parameters, prefix + "router.weight", torch.float32)
+    router = Router(experts, logits, correction)
 
     shared = None
     shared_gate = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mrlhf.batch import Prompts
@@ -15,6 +16,7 @@ from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.inference.base import SamplingParams
+from mrlhf.models.adapter_files import spec_of_role
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.preflight import PPOInputs
@@ -105,7 +107,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     reward_model = _reward_model(config, run)
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
-    reference = _reference(config, run)
+    reference = _reference(config, run, actor.engine)
     scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups.world, run.phases)
 
     # An optimizer moves the parameters, so the inference engine is connected after it.
@@ -200,10 +202,17 @@ def _critic(config: PPOConfig, run: Run, initial: bool) -> Critic | None:
     return Critic(_engine(config, run, "critic", "scalar", initial), config.critic)
 
 
-def _reference(config: PPOConfig, run: Run) -> Reference | None:
+def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | None:
+    """The reference; it may be the policy itself, whose adapters are as they begin now."""
+    temperature = config.rollout.temperature
     if not config.needs_reference:
         return None
-    return Reference(_engine(config, run, "reference", "lm"), config.rollout.temperature)
+    if not config.reference_is_policy:
+        return Reference(_engine(config, run, "reference", "lm"), temperature)
+    if config.reference.adapter == "base":
+        return Reference(policy, temperature, policy.without_adapters)
+    as_it_began = partial(policy.with_adapters, policy.copy_of_adapters())
+    return Reference(policy, temperature, as_it_began)
 
 
 def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
@@ -215,8 +224,8 @@ def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
 def _engine(config: PPOConfig, run: Run, name: str, head: Head, loads: bool = True) -> ModelEngine:
     """The model of role `name`; without weights unless it `loads` them."""
     section = config.roles()[name]
-    spec = load_spec(section.path, head)
+    spec = spec_of_role(section, head)
     engine = ModelEngine(section, spec, run.groups(name, section), run.device, run.phases)
-    if loads:
+    if loads or spec.lora is not None:  # no checkpoint holds a base model
         engine.load(section.path, config.seed, needs_head=name == "reward_model")
     return engine

@@ -1,0 +1,66 @@
+"""The bytes that a model takes on a rank while it is trained, from shapes alone.
+
+What megatron-core adds so that buffers divide over replicas, and padded rows of a vocabulary, are
+not counted. This file knows no tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mrlhf.models.families import family_of
+from mrlhf.models.lora import trained_shapes
+from mrlhf.models.parameters import keeps_float32, role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES, ParallelLayout
+
+_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """The bytes of one model on one rank, by owner."""
+
+    weights: int
+    gradients: int  # in float32, of the weights that are trained
+    optimizer: int  # moments, and main weights where the weights are not float32
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def training_bytes(
+    spec: ModelSpec, layout: ParallelLayout, itemsize: int, splits_optimizer: bool
+) -> ModelBytes:
+    """The bytes of a model that is trained, on the rank that has most.
+
+    Args:
+        itemsize: bytes of a weight.
+        splits_optimizer: whether replicas share the optimizer's states.
+    """
+    ranks = [layout.rank_at(pp=stage) for stage in range(layout.pp)]
+    every = [_on_rank(spec, layout, rank, itemsize, splits_optimizer) for rank in ranks]
+    return max(every, key=lambda sizes: sizes.total)
+
+
+def _on_rank(
+    spec: ModelSpec, layout: ParallelLayout, rank: int, itemsize: int, splits_optimizer: bool
+) -> ModelBytes:
+    family = family_of(spec)
+    trained = trained_shapes(family.tensor_shapes(spec), spec, family.scalar_head)
+    states = 4 * (_MOMENTS + (itemsize < 4))
+    weights = gradients = optimizer = 0
+
+    for piece in role_pieces(spec, layout, rank):
+        count = math.prod(piece.shape(piece.start, piece.stop))
+        stays_float32 = keeps_float32(piece.parameter)
+        weights += count * (4 if stays_float32 else itemsize)
+        if piece.name in trained and not stays_float32:
+            axes = EXPERT_REPLICA_AXES if piece.of_expert else REPLICA_AXES
+            replicas = layout.group_size(*axes) if splits_optimizer else 1
+            gradients += 4 * count
+            optimizer += -(-states * count // replicas)
+    return ModelBytes(weights, gradients, optimizer)
