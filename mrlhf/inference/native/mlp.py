@@ -140,7 +140,7 @@ def mlp_of_layer(
 
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
     # Rounded scores would choose other experts.
-    logits = linear_of(parameters, prefix + "router.weight", torch.float32)
+    logits = linear_of(parameters, torch.float32, prefix + "router.weight")
     router = Router(experts, logits, correction)
 
     shared = None
