@@ -26,6 +26,12 @@ from mrlhf.rollout.generator import Generator
 from mrlhf.trainers.ppo.generator_setup import plan_hand_over
 from mrlhf.training.merging import MergedWeights, merged_slots
 from mrlhf.weights.shard import Piece
+from tests.dist.ppo_runs import (
+    TP2_PP2,
+    Scenario,
+    assert_engine_and_trainer_agree,
+    run_scenarios,
+)
 from tests.dist.role_runs import (
     MANY_PACKS,
     Setting,
@@ -227,3 +233,20 @@ def test_merged_weights_generate_alike_and_say_what_rounding_loses(root: Path) -
     assert all(errors == ranks[0] for errors in ranks)
     assert ranks[0] == pytest.approx([ranks[0][0]] * 3, rel=1e-9)
     assert 1e-3 < ranks[0][0] < 1e-1
+
+
+def test_ppo_hands_over_adapters_alone_after_its_first_step(tmp_path: Path) -> None:
+    keys = [*TP2_PP2, "actor.lora.rank=2", "actor.optim.lr=1e-2", "rollout.verify_reshard=true"]
+    apart = Scenario("apart", keys)
+    merged = Scenario("merged", [*keys, "rollout.lora=merged"])
+    runs = run_scenarios(tmp_path, [apart, merged])
+    assert_engine_and_trainer_agree(runs)
+
+    first, second = (step.metrics for step in runs.steps(apart))
+    assert 0 < second["reshard/bytes_moved"] < first["reshard/bytes_moved"] / 2
+    assert second["reshard/bytes_moved"] == second["reshard/bytes_had_to_move"]
+    assert "reshard/merge_error" not in second
+
+    first, second = (step.metrics for step in runs.steps(merged))
+    assert second["reshard/bytes_moved"] == first["reshard/bytes_moved"]
+    assert first["reshard/merge_error"] == 0.0 < second["reshard/merge_error"] < 1e-2
