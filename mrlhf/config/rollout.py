@@ -15,6 +15,7 @@ _IF_DUMPED = read_if(
 _IF_PARQUET = read_if(
     "dump_format", lambda name: name != "jsonl", "is jsonl", "set that to parquet"
 )
+_IF_ADAPTED = read_if("actor.lora", lambda lora: lora.is_on, "has rank 0", "set actor.lora.rank")
 _UNLESS_SIZED = read_if(
     "kv_cache_mb", lambda size: size is None, "sizes the KV cache", "set that to null"
 )
@@ -31,6 +32,9 @@ class RolloutSection(Section):
     ep: Ranks | None = None
     """over how many parts of a replica the experts of a mixture are shared out; the ranks of a part
     split each of theirs; null: as in training where that fits"""
+    lora: Annotated[Literal["apart", "merged"], _IF_ADAPTED] = "apart"
+    """with actor.lora: apart: the engine adds the adapters to what the base gives, as training
+    does; merged: it gets the sums of the weights, rounded to dtype. vllm needs merged"""
     n: Count = 1
     """samples of each prompt"""
     temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0

@@ -253,6 +253,13 @@ class InferenceEngine(Protocol):
         """Make `tensor` itself the engine's parameter; nothing is copied."""
         ...
 
+    def keeps(self, tensor: str) -> bool:
+        """Whether the engine keeps a named tensor for all versions once it has come, asleep too.
+
+        It is one that training never changes.
+        """
+        ...
+
     def commit(self, version: int) -> None:
         """Declare the weights complete as `version`, and drop what was computed with older ones.
 

@@ -68,6 +68,9 @@ SAMPLING = Chapter(
            "the lower bound: bytes needed and not held"),
     Metric("reshard/peak_extra_bytes", "max", "ranks", "bytes", "bytes of the buckets"),
     Metric("reshard/seconds", "max", "ranks", "seconds", "the hand-over of the weights"),
+    Metric("reshard/merge_error", "whole", "", "share",
+           "with `rollout.lora: merged`: the share of what the adapters add that is lost as the "
+           "sums are rounded, |lost| / |added| over all weights", below=0.5),
 )
 
 SPEED = Chapter(

@@ -57,6 +57,7 @@ class Adapters(torch.nn.ModuleDict):
 
     Attributes:
         is_on: whether they are added; the base model is that with all of them off.
+        of_expert: whether the layer is an expert's.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Adapters(torch.nn.ModuleDict):
         """`split_dim` is the dimension along which ranks split the layer, if they do."""
         super().__init__(adapters)
         self.is_on = True
+        self.of_expert = ranks.of_expert
         self._group = ranks.group
         self._sequence_parallel = ranks.sequence_parallel
         self._communicates = ranks.group.size() > 1 and not ranks.of_expert

@@ -213,6 +213,11 @@ def _rollout_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     if ranks % rollout.tp:
         divisors = ", ".join(str(divisor) for divisor in _divisors(ranks, most=ranks))
         yield f"rollout.tp {rollout.tp} does not divide {divided}; use one of {divisors}"
+    if rollout.engine == "vllm" and config.actor.lora.is_on and rollout.lora == "apart":
+        yield (
+            "rollout.lora is apart, but rollout.engine vllm only takes whole weights; set "
+            "rollout.lora to merged, which rounds them, or rollout.engine to native"
+        )
     if rollout.ep is not None and rollout.tp % rollout.ep:
         divisors = ", ".join(str(size) for size in _divisors(rollout.tp, most=rollout.tp))
         yield (

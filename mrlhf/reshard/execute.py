@@ -55,6 +55,17 @@ class ReshardStats:
     bytes_had_to_move: int  # bytes that this rank needed and did not hold
     peak_extra_bytes: int  # bytes of the buckets
     seconds: float  # from the first slice to the last, without verification
+    # the share of the adapters' sums that rounding lost in a merge; None: they were not merged
+    merge_error: float | None = None
+
+    def __add__(self, later: ReshardStats) -> ReshardStats:
+        """The cost of one reshard after another; neither has merged."""
+        return ReshardStats(
+            self.bytes_moved + later.bytes_moved,
+            self.bytes_had_to_move + later.bytes_had_to_move,
+            max(self.peak_extra_bytes, later.peak_extra_bytes),
+            self.seconds + later.seconds,
+        )
 
 
 class Resharder:

@@ -35,9 +35,10 @@ from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import Machine
 from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.replica_speed import compare_replicas
-from mrlhf.reshard.execute import Resharder, ReshardStats
+from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
+from mrlhf.rollout.hand_over import HandOver
 from mrlhf.rollout.scoring import Scores
 
 SLOWEST = "perf/slowest_replica"  # metric; the names of others begin with it
@@ -69,7 +70,7 @@ class Generator:
 
     engine: InferenceEngine  # the replica that this rank is part of
     groups: EngineGroups
-    resharder: Resharder  # brings the policy's weights into the engine
+    hand_over: HandOver  # brings the policy's weights into the engine
     seed: int
     # the lengths of the responses so far, by stream. They help to give each replica the same amount
     # of work.
@@ -102,15 +103,19 @@ class Generator:
         """
         with _named_memory_error("waking the engine and handing over the weights"):
             self.engine.wake()
-            stats = self.resharder.run(meanwhile=self.engine.take_cache)
+            stats = self.hand_over.run(meanwhile=self.engine.take_cache)
             self.engine.commit(version)
 
-        mine = torch.tensor(astuple(stats), dtype=torch.float64)
+        mine = torch.tensor(astuple(replace(stats, merge_error=0.0)), dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)
-        moved, had_to_move, peak, seconds = torch.stack(every).unbind(dim=1)
+        moved, had_to_move, peak, seconds, _ = torch.stack(every).unbind(dim=1)
         return ReshardStats(
-            int(moved.sum()), int(had_to_move.sum()), int(peak.max()), float(seconds.max())
+            int(moved.sum()),
+            int(had_to_move.sum()),
+            int(peak.max()),
+            float(seconds.max()),
+            stats.merge_error,
         )
 
     def generate(

@@ -5,7 +5,7 @@ Each rank merges its own slices; nothing travels. This file does not know who ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,16 +15,6 @@ from mrlhf.models.lora import is_adapter
 from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.shard import Slot
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A parameter with adapters."""
-
-    adapters: Adapters
-    weight: Tensor  # the base's
-    merged: Tensor
-    copies: int  # how many ranks hold this slice
 
 
 class MergedWeights:
@@ -38,23 +28,18 @@ class MergedWeights:
     def __init__(self, engine: ModelEngine) -> None:
         """Make the buffers, once the model's optimizer is attached, if it gets one."""
         self._engine = engine
-        base = [slot for slot in engine.slots if not is_adapter(slot.piece.name)]
-        layout = engine.groups.layout
-        copies: dict[Tensor, int] = {}
-        for slot in base:
-            axes = EXPERT_REPLICA_AXES if slot.piece.of_expert else REPLICA_AXES
-            copies[slot.parameter] = layout.group_size(*axes)
-
-        self._layers: list[_Layer] = []
+        self._adapters: dict[Tensor, Adapters] = {}  # by the weight that they belong to
         for chunk in engine.chunks:
             for name, module in chunk.named_modules():
                 if isinstance(module, Adapters):
-                    weight: Tensor = chunk.get_submodule(name.rpartition(".")[0]).weight
-                    merged = torch.empty_like(weight, requires_grad=False)
-                    self._layers.append(_Layer(module, weight, merged, copies[weight]))
-        buffers = {layer.weight: layer.merged for layer in self._layers}
+                    owner = chunk.get_submodule(name.rpartition(".")[0])
+                    self._adapters[owner.weight] = module
+
+        self._merged = {weight: torch.empty_like(weight).detach() for weight in self._adapters}
         self.slots = [
-            replace(slot, parameter=buffers.get(slot.parameter, slot.parameter)) for slot in base
+            replace(slot, parameter=self._merged.get(slot.parameter, slot.parameter))
+            for slot in engine.slots
+            if not is_adapter(slot.piece.name)
         ]
 
     @torch.no_grad()
@@ -66,14 +51,16 @@ class MergedWeights:
             changed of the sums scale * B A, and the squares of those sums.
         """
         self._engine.wait_for_weights()
+        layout = self._engine.groups.layout
         squares = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
-        for layer in self._layers:
-            weight = layer.weight.float()
-            added = layer.adapters.added_to_weight()
-            layer.merged.copy_(weight + added)
-            lost = layer.merged.float() - weight - added
-            for number, part in enumerate((lost, added)):
-                squares[number] += part.double().square().sum() / layer.copies
+        for weight, adapters in self._adapters.items():
+            added = adapters.added_to_weight()
+            merged = self._merged[weight].copy_(weight.float() + added)
+            lost = merged.float() - weight.float() - added
+
+            axes = EXPERT_REPLICA_AXES if adapters.of_expert else REPLICA_AXES
+            both = torch.stack([lost.double().square().sum(), added.double().square().sum()])
+            squares += both / layout.group_size(*axes)  # that many ranks have the same slice
         return squares.cpu()
 
 

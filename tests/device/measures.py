@@ -6,6 +6,7 @@ costs, what each pack costs beside its layers, and what is done once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from mrlhf.device import pick_device
 from mrlhf.inference.base import EngineLimits, SamplingParams, requests_for
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import FAMILIES
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import Lora, ModelSpec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.roles.actor import Actor
@@ -104,7 +105,11 @@ def decoding() -> Figures:
     """Of a decode step in bfloat16, with CUDA graphs, by how tokens are drawn."""
     figures: Figures = {}
     in_graph = []
+    with_adapters = []
     for layers in (1, 2):
+        adapted = _engine(layers, Lora(rank=4, alpha=32.0))
+        greedy = SamplingParams(max_tokens=6, seed=1, **SAMPLINGS["greedy"])
+        with_adapters.append(_decode_step(adapted, greedy).replayed)
         engine = _engine(layers)
         for name, sampling in SAMPLINGS.items():
             step = _decode_step(engine, SamplingParams(max_tokens=6, seed=1, **sampling))
@@ -114,6 +119,8 @@ def decoding() -> Figures:
             figures[f"decode, {name}: unpinned copies a step"] = step.unpinned
         in_graph.append(step.replayed)
     figures["decode: kernels a layer in the graph"] = in_graph[1] - in_graph[0]
+    adapted_layer = with_adapters[1] - with_adapters[0]
+    figures["decode: kernels a layer in the graph, with adapters"] = adapted_layer
     figures["decode: kernels in the graph outside layers"] = 2 * in_graph[0] - in_graph[1]
     figures["decode: query heads of a group read its keys apart (1: yes)"] = float(
         DEVICE.decoded[UNPACKED] > 0
@@ -201,8 +208,8 @@ def _experience() -> Experience:
     )
 
 
-def _engine(layers: int) -> NativeEngine:
-    spec = model_spec(layers)
+def _engine(layers: int, lora: Lora | None = None) -> NativeEngine:
+    spec = replace(model_spec(layers), lora=lora)
     limits = EngineLimits(
         max_num_seqs=8, max_length=600, max_prefill_tokens=64, cache_bytes=1 << 24
     )

@@ -17,6 +17,7 @@ OTHERS = [
     "PPO update in float32",
     "native engine, CUDA graphs",
     "reshard",
+    "adapters",
 ]
 BODY = "tests.device.checks_here"
 

@@ -7,7 +7,7 @@ megatron-core and pydantic alone; neither pytest nor what reads data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrlhf.device import Device, pick_device
-from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
+from mrlhf.inference.base import EngineLimits, Sample, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.native.graphs import DecodeGraphs
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
@@ -171,7 +172,7 @@ def engine(place: Place) -> Figures:
         for eager in (False, True):
             with mock.patch.object(DecodeGraphs, "run", autospec=True, side_effect=_run) as run:
                 actor_path = place.setting.root / model
-                gap = _generate(place, actor_path, _engine(place, actor_path, eager))
+                gap = _generate(actor_path, _engine(place, actor_path, eager))
             assert run.called == (on_gpu and not eager), (model, eager)
             figures[f"{model}, {'eager' if eager else 'graphs'}"] = gap
     return figures
@@ -186,7 +187,7 @@ def reshard(place: Place) -> Figures:
     setting = place.setting
     actor = role_runs.build_actor(setting, case)
     spec = actor.engine.spec
-    holder = _empty_engine(place, setting.root / case.model, eager=False)
+    holder = _empty_engine(place.device, spec, eager=False)
 
     source = side_of_ranks({0: role_pieces(spec, setting.groups.layout, 0)})
     layout = EngineLayout.inside(setting.groups.layout, 1)
@@ -207,9 +208,31 @@ def reshard(place: Place) -> Figures:
         actor.engine.export(exported, 10**9)
         config = setting.root / case.model / "config.json"
         (exported / "config.json").write_bytes(config.read_bytes())
-        gap = _generate(place, exported, holder)
+        gap = _generate(exported, holder)
         holder.sleep()
     return {"largest gap of a log-probability": gap}
+
+
+def adapters(place: Place) -> Figures:
+    """An engine adds the adapters of a policy as on a CPU, those of experts too."""
+    figures = {}
+    for model in ("qwen3", "qwen3-moe"):
+        actor = role_runs.build_actor(place.setting, Case(model, "token-mean", lora=True))
+        answers = []
+        for device in (place.device, torch.device("cpu")):
+            holder = _empty_engine(device, actor.engine.spec, eager=False)
+            weights = {slot.piece.key: slot for slot in actor.engine.slots}
+            for slot in holder.weight_slots():
+                slot.store(weights[slot.piece.key].load().detach().cpu())
+            holder.commit(1)
+            answers.append(_answers(holder))
+        gaps = []
+        for here, on_cpu in zip(*answers, strict=True):
+            assert here.token_ids == on_cpu.token_ids, model
+            gaps.append(_largest_gap(here.logprobs, torch.tensor(on_cpu.logprobs)))
+        figures[model] = max(gaps)
+        assert figures[model] < 1e-3, f"{model}: log-probabilities differ by {figures[model]:.2g}"
+    return figures
 
 
 CHECKS: dict[str, Callable[[Place], Figures]] = {
@@ -222,6 +245,7 @@ CHECKS: dict[str, Callable[[Place], Figures]] = {
     "attention within packs": attention,
     "native engine, CUDA graphs": engine,
     "reshard": reshard,
+    "adapters": adapters,
 }
 
 
@@ -281,7 +305,7 @@ def _update(place: Place, form: Form) -> _Trained:
     return _Trained(pairs, largest, gaps / ways)
 
 
-def _empty_engine(place: Place, model: Path, eager: bool) -> NativeEngine:
+def _empty_engine(device: torch.device, spec: ModelSpec, eager: bool) -> NativeEngine:
     limits = EngineLimits(
         max_num_seqs=8,
         max_length=48,
@@ -289,13 +313,12 @@ def _empty_engine(place: Place, model: Path, eager: bool) -> NativeEngine:
         cache_bytes=64 << 20,
         enforce_eager=eager,
     )
-    spec = load_spec(str(model), "lm")
-    return NativeEngine(spec, None, place.device, torch.float32, limits)
+    return NativeEngine(spec, None, device, torch.float32, limits)
 
 
 def _engine(place: Place, model: Path, eager: bool) -> NativeEngine:
     """An engine with the weights of a checkpoint."""
-    holder = _empty_engine(place, model, eager)
+    holder = _empty_engine(place.device, load_spec(str(model), "lm"), eager)
     state = plain_models.load(model).state_dict()
     for slot in holder.weight_slots():
         piece = slot.piece
@@ -304,20 +327,13 @@ def _engine(place: Place, model: Path, eager: bool) -> NativeEngine:
     return holder
 
 
-def _generate(place: Place, model: Path, holder: NativeEngine) -> float:
+def _generate(model: Path, holder: NativeEngine) -> float:
     """Answer prompts greedily; returns the largest gap of a log-probability to transformers'.
 
     A token may have a logit 1e-3 below the largest one, since rounding decides between such two.
     """
-    generator = torch.Generator().manual_seed(3)
-    vocabulary = plain_models.SIZES["vocab_size"]
-    prompts = [
-        torch.randint(0, vocabulary, (length,), generator=generator).tolist()
-        for length in (1, 8, 15, 3, 20, 6, 11, 2, 9, 17, 5)
-    ]
-    sampling = SamplingParams(temperature=0.0, max_tokens=14, seed=0)
-    requests = requests_for(prompts, list(range(len(prompts))), sampling, None)
-    samples = generate(holder, requests).samples
+    prompts = _prompts()
+    samples = _answers(holder)
     assert len(samples) == len(prompts)
 
     largest = 0.0
@@ -332,6 +348,25 @@ def _generate(place: Place, model: Path, holder: NativeEngine) -> float:
         assert float(below.max()) < 1e-3, f"{model.name}: not the greedy token"
 
         wanted = logits.log_softmax(dim=-1).gather(1, drawn)[:, 0]
-        largest = max(largest, float((torch.tensor(sample.logprobs) - wanted).abs().max()))
+        largest = max(largest, _largest_gap(sample.logprobs, wanted))
     assert largest < 1e-3, f"{model.name}: log-probabilities differ by {largest:.2g}"
     return largest
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    vocabulary = plain_models.SIZES["vocab_size"]
+    return [
+        torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+        for length in (1, 8, 15, 3, 20, 6, 11, 2, 9, 17, 5)
+    ]
+
+
+def _answers(holder: NativeEngine) -> list[Sample]:
+    prompts = _prompts()
+    sampling = SamplingParams(temperature=0.0, max_tokens=14, seed=0)
+    return generate(holder, requests_for(prompts, list(range(len(prompts))), sampling)).samples
+
+
+def _largest_gap(logprobs: Sequence[float], wanted: Tensor) -> float:
+    return float((torch.tensor(logprobs) - wanted).abs().max())

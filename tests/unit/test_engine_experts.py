@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.inference.native.experts import (
-    AdaptedExperts,
     ExpertStack,
     HostExperts,
     LocalExperts,
@@ -116,7 +115,6 @@ def test_adapters_of_experts_are_those_of_merged_weights(held: range) -> None:
     assert not torch.allclose(one_by_one(_stack(_some(plain, held)), *tokens), wanted, atol=1e-2)
 
     here = make_experts(adapted, torch.float32)
-    assert isinstance(here, AdaptedExperts)
     stack = TorchExperts(adapted, torch.float32).stack
     ways = [here, partial(one_by_one, stack), partial(all_at_once, stack)]
     if hasattr(F, "grouped_mm"):

@@ -7,8 +7,6 @@ sum, so nothing more is exchanged. This file knows parameters, and no layers of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from mrlhf.weights.shard import Piece, Slot
 
 
 def linear_of(
-    parameters: Parameters, weight: str, dtype: torch.dtype, bias: Tensor | None = None
+    parameters: Parameters, dtype: torch.dtype, weight: str, bias: Tensor | None = None
 ) -> Linear:
     """Return the function of the parameter `weight` and its adapters, computed in `dtype`."""
     return linear(parameters[weight].to(dtype), bias, factors_of(parameters, weight, dtype))
@@ -42,26 +40,14 @@ def factors_of(parameters: Parameters, weight: str, dtype: torch.dtype) -> Facto
         if own + "lora_A" not in parameters.pieces:
             continue
         assert parameters.lora is not None
-        scaled = parameters[own + "lora_B"].float() * parameters.lora.scale_of(layer)
-        if pieces[0].dim == 0:
-            rows = len(parameters[weight])
-            scaled = _in_rows(rows, pieces, parameters.pieces[own + "lora_B"], scaled)
+        second = parameters[own + "lora_B"].float() * parameters.lora.scale_of(layer)
+        if pieces[0].dim == 0:  # else the parameter has the rows of B
+            block = second.new_zeros(len(parameters[weight]), second.shape[1])
+            for piece, of_second in zip(pieces, parameters.pieces[own + "lora_B"], strict=True):
+                Slot(piece, block).store(Slot(of_second, second).load())
+            second = block
         firsts.append(parameters[own + "lora_A"])
-        seconds.append(scaled)
+        seconds.append(second)
     if not firsts:
         return None
     return Factors(torch.cat(firsts).to(dtype), torch.cat(seconds, dim=1).to(dtype))
-
-
-def _in_rows(
-    rows: int, pieces: Sequence[Piece], own_pieces: Sequence[Piece], second: Tensor
-) -> Tensor:
-    """Return B of a layer with its rows where the parameter has the layer's; the others are 0.
-
-    `pieces` are those of the layer in the parameter, `own_pieces` those of B.
-    """
-    block = second.new_zeros(rows, second.shape[1])
-    for piece, own in zip(pieces, own_pieces, strict=True):
-        view = Slot(piece, block).view(piece.start, piece.stop)
-        view.copy_(Slot(own, second).load().reshape(view.shape))
-    return block

@@ -27,6 +27,7 @@ from mrlhf.inference.native.runner import Runner
 from mrlhf.inference.native.sampler import Sampler
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.inference.stopping import Decode
+from mrlhf.models.lora import is_adapter
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import ReplicaPlace
 from mrlhf.weights.shard import Piece, Slot
@@ -118,6 +119,10 @@ class NativeEngine:
             EngineError: there is no such parameter, or shape, dtype or device differ.
         """
         self._parameters.bind(parameter, tensor)
+
+    def keeps(self, tensor: str) -> bool:
+        """Whether the weight is kept for all versions, asleep too: it is the base of adapters."""
+        return self._spec.lora is not None and not is_adapter(tensor)
 
     @torch.inference_mode()
     def commit(self, version: int) -> None:

@@ -1,8 +1,7 @@
 """The products of a mixture of experts: each token goes through the experts that it was given.
 
-`HostExperts` use compiled kernels where the host can compile them, and `AdaptedExperts` are for a
-host's experts with adapters; `TorchExperts` run on every device. Their results agree to rounding.
-This file knows tensors, and no models.
+`HostExperts` use compiled kernels where the host can compile them; `TorchExperts` run on every
+device. Their results agree to rounding. This file knows tensors, and no models.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
-from mrlhf.inference.native.linear import Factors, Linear, linear, panels
+from mrlhf.inference.native.linear import Factors, linear, panels
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.grouped_products import ALIGNMENT, has_kernel
 from mrlhf.models.ops import gated, torch_gated
@@ -57,10 +56,6 @@ their outputs, float32 [tokens, per_token].
 """
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""The function (x, matrices [experts, out, in]) -> products of x with one or all of them."""
-
-
 class HostExperts:
     """Experts on compiled products, with copies of the weights in reading order."""
 
@@ -94,28 +89,6 @@ class HostExperts:
         return out
 
 
-class AdaptedExperts:
-    """Experts with adapters on a host, one after another, as linear layers.
-
-    The compiled mixture cannot add to its inner products. These give a token the same result
-    whatever is beside it, as that does.
-    """
-
-    def __init__(self, experts: LocalExperts, dtype: torch.dtype) -> None:
-        """Lay the weights out in `dtype`."""
-        self._held = range(experts.first, experts.first + len(experts.fc1))
-        self._fc1 = _layers(experts.fc1, experts.fc1_factors, dtype)
-        self._fc2 = _layers(experts.fc2, experts.fc2_factors, dtype)
-
-    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """See `Experts`."""
-
-        def compute(number: int, rows: Tensor) -> Tensor:
-            return self._fc2[number](gated(self._fc1[number](rows)))
-
-        return _in_turn(self._held, compute, x, chosen, shares)
-
-
 class TorchExperts:
     """Experts on torch's operators.
 
@@ -145,9 +118,23 @@ def make_experts(experts: LocalExperts, dtype: torch.dtype) -> Experts:
     """Return the fastest experts that this machine has for `dtype`."""
     on_host = experts.fc1[0].device.type == "cpu"
     if on_host and any((*experts.fc1_factors, *experts.fc2_factors)):
-        return AdaptedExperts(experts, dtype)
+        return _experts_as_layers(experts, dtype)
     host = kernels.find(dtype) if on_host else None
     return TorchExperts(experts, dtype) if host is None else HostExperts(host, experts, dtype)
+
+
+def _experts_as_layers(experts: LocalExperts, dtype: torch.dtype) -> Experts:
+    """Return experts with adapters on a host: one after another, as linear layers.
+
+    The compiled mixture cannot add to its inner products. As in that, what a token gets does not
+    depend on the others.
+    """
+    fc1, fc2 = (
+        [linear(weight.to(dtype), None, added) for weight, added in zip_longest(*matrices)]
+        for matrices in ((experts.fc1, experts.fc1_factors), (experts.fc2, experts.fc2_factors))
+    )
+    held = range(experts.first, experts.first + len(fc1))
+    return partial(_in_turn, held, lambda number, rows: fc2[number](gated(fc1[number](rows))))
 
 
 def one_by_one(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -177,17 +164,15 @@ def _in_turn(
     return out.to(x.dtype)
 
 
-def _mlp(experts: ExpertStack, product: Product, x: Tensor) -> Tensor:
-    """Compute the gated MLPs, with what adapters add."""
-    inner = torch_gated(_times(product, x, experts.fc1, experts.fc1_factors))
-    return _times(product, inner, experts.fc2, experts.fc2_factors)
+def _mlp(experts: ExpertStack, product: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute the gated MLPs; `product` multiplies with one or all matrices [experts, out, in]."""
 
+    def layer(x: Tensor, weights: Tensor, added: Factors | None) -> Tensor:
+        out = product(x, weights)
+        return out if added is None else out.add_(product(product(x, added.first), added.second))
 
-def _times(product: Product, x: Tensor, weights: Tensor, added: Factors | None) -> Tensor:
-    out = product(x, weights)
-    if added is None:
-        return out
-    return out.add_(product(product(x, added.first), added.second))
+    inner = torch_gated(layer(x, experts.fc1, experts.fc1_factors))
+    return layer(inner, experts.fc2, experts.fc2_factors)
 
 
 def all_at_once(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -212,23 +197,12 @@ def grouped(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> 
     numbers = torch.arange(count, device=x.device)
     ends = torch.searchsorted(local[order], numbers, right=True).to(torch.int32)
     rows = x[order // chosen.shape[1]]
-
-    def product(x: Tensor, matrices: Tensor) -> Tensor:
-        return F.grouped_mm(x, matrices.transpose(1, 2), offs=ends)
-
-    outputs = _mlp(experts, product, rows)
+    outputs = _mlp(experts, lambda x, m: F.grouped_mm(x, m.transpose(1, 2), offs=ends), rows)
 
     by_token = torch.empty_like(outputs)
     by_token[order] = outputs
     by_token = by_token.masked_fill(~is_here[:, None], 0).view(*chosen.shape, -1)
     return (by_token.float() * shares[..., None]).sum(dim=1).to(x.dtype)
-
-
-def _layers(
-    weights: Sequence[Tensor], factors: Sequence[Factors | None], dtype: torch.dtype
-) -> list[Linear]:
-    pairs = zip_longest(weights, factors)
-    return [linear(weight.to(dtype), None, added) for weight, added in pairs]
 
 
 def _stacked_factors(factors: Sequence[Factors | None]) -> Factors | None:
@@ -238,13 +212,11 @@ def _stacked_factors(factors: Sequence[Factors | None]) -> Factors | None:
         return None
     most = max(len(each.first) for each in some)
     ranks = most + -most % ALIGNMENT
-    first = some[0].first.new_zeros(len(factors), ranks, some[0].first.shape[1])
-    second = some[0].second.new_zeros(len(factors), len(some[0].second), ranks)
-    for number, each in enumerate(factors):
-        if each is not None:
-            first[number, : len(each.first)] = each.first
-            second[number, :, : len(each.first)] = each.second
-    return Factors(first, second)
+    nothing = Factors(some[0].first[:0], some[0].second[:, :0])
+    every = [each or nothing for each in factors]
+    first = [F.pad(each.first, (0, 0, 0, ranks - len(each.first))) for each in every]
+    second = [F.pad(each.second, (0, ranks - len(each.first))) for each in every]
+    return Factors(torch.stack(first), torch.stack(second))
 
 
 def _gate_up_panels(weight: Tensor, columns: int) -> Tensor:

@@ -118,8 +118,8 @@ def mlp_of_layer(
 
     def dense(prefix: str, norm: Tensor | None, biased: bool) -> DenseMlp:
         bias = parameters[prefix + "linear_fc1.bias"].to(dtype) if biased else None
-        fc1 = linear_of(parameters, prefix + "linear_fc1.weight", dtype, bias)
-        fc2 = linear_of(parameters, prefix + "linear_fc2.weight", dtype)
+        fc1 = linear_of(parameters, dtype, prefix + "linear_fc1.weight", bias)
+        fc2 = linear_of(parameters, dtype, prefix + "linear_fc2.weight")
         return DenseMlp(norm, spec.norm_eps, fc1, fc2)
 
     experts = spec.experts
@@ -140,7 +140,7 @@ def mlp_of_layer(
 
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
     # Rounded scores would choose other experts.
-    logits = linear_of(parameters, prefix + "router.weight", torch.float32)
+    logits = linear_of(parameters, torch.float32, prefix + "router.weight")
     router = Router(experts, logits, correction)
 
     shared = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor
 from mrlhf.inference.cache_size import kv_heads_on_rank
 from mrlhf.inference.native.adapters import linear_of
 from mrlhf.inference.native.attention import Attention
-from mrlhf.inference.native.linear import linear
+from mrlhf.inference.native.linear import Linear, linear
 from mrlhf.inference.native.mlp import Mlp, mlp_of_layer
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
 from mrlhf.inference.native.parameters import Parameters
@@ -61,10 +62,11 @@ class Decoder:
         def tensor(name: str) -> Tensor:
             return parameters[name].to(dtype)
 
+        layer = partial(linear_of, parameters, dtype)
         self._embedding = tensor("embedding.word_embeddings.weight")
         self._layers: list[DecoderLayer] = []
         for number in range(spec.num_layers):
-            attention = _attention(spec, number, tables[number], parameters, parallel, dtype)
+            attention = _attention(spec, number, tables[number], tensor, layer, parallel)
             mlp = mlp_of_layer(spec, number, parameters, dtype)
             self._layers.append(_layer(spec, number, tensor, attention, mlp))
 
@@ -145,15 +147,11 @@ def _attention(
     spec: ModelSpec,
     number: int,
     tables: Tables,
-    parameters: Parameters,
+    tensor: Callable[[str], Tensor],
+    layer: Callable[..., Linear],
     parallel: TensorParallel,
-    dtype: torch.dtype,
 ) -> Attention:
-    """Return the attention of layer `number` on this rank, computed in `dtype`."""
-
-    def tensor(name: str) -> Tensor:
-        return parameters[name].to(dtype)
-
+    """Return the attention of layer `number` on this rank."""
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
 
@@ -170,12 +168,12 @@ def _attention(
         scale=spec.attention_scale,
         kv_heads=kv_heads_on_rank(spec, parallel.size),
         norm=None if spec.norms_after else tensor(prefix + "input_layernorm.weight"),
-        qkv=linear_of(parameters, attention + "linear_qkv.weight", dtype, bias),
+        qkv=layer(attention + "linear_qkv.weight", bias),
         head_norms=norms if spec.qk_norm == "head" else None,
         projection_norms=norms if spec.qk_norm == "projection" else None,
         tables=tables,
         window=spec.windows[number],
-        proj=linear_of(parameters, attention + "linear_proj.weight", dtype),
+        proj=layer(attention + "linear_proj.weight"),
     )
 
 

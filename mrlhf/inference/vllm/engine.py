@@ -122,6 +122,10 @@ class VllmEngine:
         """
         self._parameters.bind(parameter, tensor)
 
+    def keeps(self, tensor: str) -> bool:
+        """See `InferenceEngine`; packing the weights changes where they are."""
+        return False
+
     def commit(self, version: int) -> None:
         """Declare the weights complete as `version`: pack them, and drop the prefix cache.
 

@@ -18,10 +18,12 @@ from mrlhf.inference.engine_sizes import engine_ep
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.vllm.engine import VllmEngine, check_support
 from mrlhf.inference.vllm.pieces import vllm_pieces
+from mrlhf.models.lora import without_adapters
 from mrlhf.models.parameters import carried_pieces, engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.machine import name_of_this_machine
 from mrlhf.preflight.vocabulary import ids_without_token
@@ -29,8 +31,10 @@ from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around
 from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.hand_over import HandOver
 from mrlhf.run.startup import Run
 from mrlhf.training.engine import ModelEngine
+from mrlhf.training.merging import MergedWeights
 from mrlhf.weights.shard import Piece
 
 
@@ -74,8 +78,11 @@ def build_generator(
     ep = engine_ep(rollout.engine, rollout.ep, rollout.tp, training.etp, actor.spec)
     engines = backend.layout(training, rollout.tp, ep)
     engine_groups = run.factory.engine_groups(engines)
+    merges = actor.spec.lora is not None and rollout.lora == "merged"
+    merged = MergedWeights(actor) if merges else None
+    spec = actor.spec if merged is None else without_adapters(actor.spec)
     engine = backend.engine(
-        actor.spec,
+        spec,
         engine_groups.tp,
         run.device.torch_device,
         actor.dtype,
@@ -85,34 +92,60 @@ def build_generator(
         **({"ep": ep} if ep > 1 else {}),
     )
 
-    itemsize = actor.dtype.itemsize
-
-    def in_engine(rank: int, tensors: Set[str] | None = None) -> list[Piece]:
-        return carried_pieces(backend.pieces(actor.spec, engines, rank, tensors), itemsize)
-
-    sides = sides_around(
-        run.rank,
-        engines,
-        lambda rank: carried_pieces(role_pieces(actor.spec, training, rank), itemsize),
-        in_engine,
-        in_engine,
+    hand_over = plan_hand_over(
+        actor,
+        engine,
+        engine_groups,
+        lambda rank, tensors: backend.pieces(spec, engines, rank, tensors),
+        TransferOptions(rollout.reshard_bucket_mb << 20, rollout.verify_reshard),
+        merged,
     )
-    group = engine_groups.exchange
-    near = _ranks_by_machine(group)
-    planner = Planner(sides, itemsize, near.__getitem__)
-    options = TransferOptions(
-        bucket_bytes=rollout.reshard_bucket_mb << 20,
-        verify=rollout.verify_reshard,
-    )
-    resharder = Resharder(planner, actor.slots, engine, run.rank, options, group)
     return Generator(
         engine,
         engine_groups,
-        resharder,
+        hand_over,
         config.seed,
         phases=run.phases,
         experts=actor.spec.experts if rollout.records_experts else None,
     )
+
+
+def plan_hand_over(
+    actor: ModelEngine,
+    engine: InferenceEngine,
+    groups: EngineGroups,
+    pieces: Callable[[int, Set[str] | None], list[Piece]],
+    options: TransferOptions,
+    merged: MergedWeights | None,
+) -> HandOver:
+    """Plan how this rank's part of the engine gets the actor's weights, merged ones if given.
+
+    `pieces` lists the named slices of a rank of the engine, at least those of some tensors.
+    """
+    spec = actor.spec if merged is None else without_adapters(actor.spec)
+    training = actor.groups.layout
+    itemsize = actor.dtype.itemsize
+    near = _ranks_by_machine(groups.exchange)
+
+    def resharder(brings: Callable[[str], bool]) -> Resharder:
+        def carried(pieces: list[Piece]) -> list[Piece]:
+            return carried_pieces([piece for piece in pieces if brings(piece.name)], itemsize)
+
+        sides = sides_around(
+            dist.get_rank(),
+            groups.layout,
+            lambda rank: carried(role_pieces(spec, training, rank)),
+            lambda rank: carried(pieces(rank, None)),
+            lambda rank, tensors: carried(pieces(rank, tensors)),
+        )
+        planner = Planner(sides, itemsize, near.__getitem__)
+        slots = actor.slots if merged is None else merged.slots
+        return Resharder(planner, slots, engine, dist.get_rank(), options, groups.exchange)
+
+    once = None
+    if any(engine.keeps(tensor) for tensor in actor.tensor_shapes):
+        once = resharder(engine.keeps)
+    return HandOver(resharder(lambda tensor: not engine.keeps(tensor)), once, merged)
 
 
 def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:

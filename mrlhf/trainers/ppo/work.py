@@ -67,7 +67,8 @@ class Work:
         """Bring the actor's weights into the engine as `version`; returns the metrics of this."""
         with self.phases.enter("reshard"):
             resharded = self.parts.generator.take_weights(version)
-        return {f"reshard/{name}": value for name, value in vars(resharded).items()}
+        costs = {name: cost for name, cost in vars(resharded).items() if cost is not None}
+        return {f"reshard/{name}": cost for name, cost in costs.items()}
 
     def cut(self, rollout: Rollout) -> Cuts:
         """Cut the batch for each model that trains, once for all passes and updates of the step."""
