@@ -101,6 +101,14 @@ class Adapters(torch.nn.ModuleDict):
         (output,) = outputs.values()
         return output
 
+    def added_to_weight(self) -> Tensor:
+        """Return scale * B A of this rank's part of the parameter, float32 [rows, columns]."""
+        columns = {}
+        for name, adapter in self.each.items():
+            product = adapter.lora_B.float() @ adapter.lora_A.float()
+            columns[name] = (product * adapter.scale).t()
+        return self.in_place(columns).t()
+
 
 class WholeAdapters(Adapters):
     """That of a router, which every rank holds whole, and which is computed in float32."""
