@@ -304,7 +304,10 @@ def _stored_lora(directory: Path, spec: ModelSpec) -> Lora:
                 f"{file}: {key} is {config[key]!r}; only plain LoRA adapters are supported"
             )
     head = family_of(spec).scalar_head.removesuffix(".weight")
-    others = set(config.get("modules_to_save") or ()) - {head}
+    # peft names heads of other models too; only what is in the file counts.
+    stored = _stored(directory).tensors
+    saved = set(config.get("modules_to_save") or ()) - {head}
+    others = {module for module in saved if any(f".{module}." in name for name in stored)}
     if others:
         raise ConfigError(
             f"{file}: modules_to_save names {first_three(sorted(others))}; beside adapters only "
