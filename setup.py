@@ -95,6 +95,9 @@ setup(
         "dev": [
             "psutil",
             "pytest",
+            # the adapters that ours are compared with
+            "peft==0.21.*",
+            "accelerate",
             "pytest-timeout",
             "pytest-xdist",
             "filelock",

@@ -43,7 +43,7 @@ FOLDERS = MappingProxyType(
         "wandb": ("*",),
     }
 )
-_MODELS = ("actor", "actor_best", "model", "model_best")
+_MODELS = ("actor", "actor_best", "actor_merged", "model", "model_best", "model_merged")
 # Patterns of all that a run and its report leave, by folder; `trainer.overwrite` deletes these.
 WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

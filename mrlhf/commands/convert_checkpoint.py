@@ -2,6 +2,7 @@
 
 Usage: mrlhf-convert-checkpoint SOURCE --to huggingface --out DIR
        mrlhf-convert-checkpoint SOURCE --to megatron --out DIR
+       mrlhf-convert-checkpoint ADAPTER --merge --to huggingface --out DIR
        mrlhf-convert-checkpoint --inspect DIR
 
 One process without a GPU; it holds one tensor at a time.
@@ -50,7 +51,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         help="Hugging Face model, training checkpoint, output directory of a run (the policy with "
         "which it ended is taken, or else its newest checkpoint), or Megatron-LM checkpoint of "
-        "the format torch_dist",
+        "the format torch_dist; with --merge an adapter",
     )
     parser.add_argument("--inspect", type=Path, metavar="DIR", help="say what DIR is, and stop")
     parser.add_argument("--to", choices=("huggingface", "megatron"))
@@ -98,6 +99,16 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="a Hugging Face model of the same shape, whose config.json and tokenizer are used",
+    )
+
+    source.add_argument(
+        "--merge",
+        action="store_const",
+        const=True,
+        help="merge an adapter (LoRA) into its base, in float32, rounded once",
+    )
+    source.add_argument(
+        "--base", type=Path, metavar="DIR", help="base of the adapter; the one that it names"
     )
 
     source.add_argument(
@@ -156,7 +167,13 @@ def _convert(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
     )
     source = SourceOptions(
-        options.role, options.like, options.vocab_size, options.model_type, options.step
+        options.role,
+        options.like,
+        options.vocab_size,
+        options.model_type,
+        options.step,
+        options.merge,
+        options.base,
     )
 
     with ByteBars() as bars:

@@ -31,6 +31,15 @@ _IF_TRACKED = read_if(
 )
 
 
+def _no_adapters(place: Place) -> NotRead | None:
+    """The merging of adapters that do not exist."""
+    role = next(iter(place.config.roles()))
+    if place.value(f"{role}.lora").is_on:
+        return None
+    decider = f"{role}.lora.rank"
+    return NotRead(f", since {decider} is 0", "set a rank", (decider, f"{role}.lora.path"))
+
+
 def _is_named(metric: str | None) -> bool:
     return metric is not None
 
@@ -71,6 +80,9 @@ class TrainerSection(Section):
     """project of the run in wandb and trackio"""
     experiment_name: Annotated[Name | None, _IF_TRACKED] = None
     """name of the run in wandb and trackio; null: that of output_dir"""
+    export_merged: Annotated[bool, ReadIf(_no_adapters)] = False
+    """low-rank adapters: also write the final model with its adapters merged into the base, as a
+    whole Hugging Face checkpoint, into actor_merged or model_merged"""
     max_shard_size_mb: Count = 5000
     """largest safetensors file of the exported model, MB"""
     resume: PathText = "auto"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +27,21 @@ from mrlhf.models.lora import A, B, is_adapter, trained_shapes
 from mrlhf.models.spec import Head, Lora, ModelSpec
 from mrlhf.weights.hf import FileOptions, read_tensors, write_weights
 from mrlhf.weights.shard import Shape, Slot
-from mrlhf.weights.stored import ExpectedTensors, ModelFiles, first_three, read_headers
+from mrlhf.weights.stored import (
+    ExpectedTensors,
+    FileTensor,
+    ModelFiles,
+    first_three,
+    match,
+    read_headers,
+)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+_EXPERTS = ".experts."
+_ATTENTION = re.compile(r"\.self_attn\.")
+_FUSED = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.")
 
 # Keys of `adapter_config.json`. With another value, a layer is not W x + scale * B A x.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -67,7 +79,7 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
             peft, or one of another model or kind.
     """
     if section.path is not None:
-        return replace(spec, lora=_stored_lora(Path(section.path), spec))
+        return with_stored_lora(spec, section.path)
     if not section.rank:
         return spec
     targets = section.target_modules
@@ -83,6 +95,14 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
     _check_names("exclude_modules", lora.excluded, layers)
     adapted = replace(spec, lora=lora)
     _check_rank(adapted)
+    _check_experts("lora.target_modules", adapted)
+    return adapted
+
+
+def with_stored_lora(spec: ModelSpec, path: str | Path) -> ModelSpec:
+    """Return the model with the adapters in a directory of peft; raises as `with_lora`."""
+    adapted = replace(spec, lora=_stored_lora(Path(path), spec))
+    _check_experts(str(path), adapted)
     return adapted
 
 
@@ -121,6 +141,23 @@ def _check_rank(spec: ModelSpec) -> None:
             )
 
 
+def _check_experts(source: str, spec: ModelSpec) -> None:
+    """Raise a ConfigError if experts of one mixture have different adapters, or only some have."""
+    lora = spec.lora
+    assert lora is not None
+    first: dict[str, tuple[str, object]] = {}
+    for layer in family_of(spec).linear_layers(spec):
+        mixture, _, own = layer.partition(_EXPERTS)
+        if own:
+            kind = (lora.rank_of(layer), lora.scale_of(layer)) if lora.adapts(layer) else None
+            one, wanted = first.setdefault(f"{mixture} {own.partition('.')[2]}", (layer, kind))
+            if kind != wanted:
+                raise ConfigError(
+                    f"{source}: the adapters of {one} and {layer} differ in rank or scale, or only "
+                    "one has an adapter; those of all experts of a layer must be alike"
+                )
+
+
 def read_adapter(path: str | Path, spec: ModelSpec, slots: Sequence[Slot]) -> bool:
     """Fill the slots of adapters, and of a scalar head, from a directory of peft.
 
@@ -145,6 +182,18 @@ def write_adapter(
     write_weights(path, _named_slots(slots, shapes), shapes, group, options)
 
 
+def adapter_tensors(path: str | Path, spec: ModelSpec) -> dict[str, FileTensor]:
+    """Return where a directory stores each factor, by its name without peft's prefix.
+
+    Raises:
+        WeightError: as `read_adapter`.
+    """
+    head = PREFIX + family_of(spec).scalar_head
+    expected = ExpectedTensors(_named_shapes(spec), may_lack=(head,))
+    tensors = match(_stored(Path(path)), expected)
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
 def check_adapter(path: str | Path, spec: ModelSpec) -> None:
     """Check by the header of the file that a directory holds the model's adapters.
 
@@ -155,11 +204,22 @@ def check_adapter(path: str | Path, spec: ModelSpec) -> None:
 
 
 def adapter_config(spec: ModelSpec, base: str) -> dict[str, Any]:
-    """Return `adapter_config.json` of a model whose base is the directory `base`."""
+    """Return `adapter_config.json` of a model whose base is the directory `base`.
+
+    transformers keeps the experts of a layer in two parameters, with gate and up as one, and peft
+    adapts these as `target_parameters`. It would take names of MLP layers in `target_modules` for
+    those of experts; so all of a mixture's MLPs and routers are named as parameters.
+    """
     lora = spec.lora
     assert lora is not None, "a model without adapters"
     family = family_of(spec)
     layers = {name.removesuffix(A) for name in family.tensor_shapes(spec) if name.endswith(A)}
+    parameters: dict[str, list[str]] = {}
+    if spec.experts is not None:
+        for layer in sorted(layer for layer in layers if not _ATTENTION.search(layer)):
+            parameters.setdefault(_parameter_of(layer), []).append(layer)
+    modules = layers.difference(*parameters.values())
+    ranks, alphas = _patterns(lora, parameters)
     is_scalar = spec.head == "scalar"
     return {
         "peft_type": "LORA",
@@ -169,15 +229,47 @@ def adapter_config(spec: ModelSpec, base: str) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.rank_stabilised,
-        "target_modules": sorted(_ends(layers, spec)),
-        "rank_pattern": dict(lora.ranks),
-        "alpha_pattern": dict(lora.alphas),
+        "target_modules": sorted(_ends(modules, spec)),
+        "target_parameters": sorted(parameters) or None,
+        "rank_pattern": ranks | dict(lora.ranks),
+        "alpha_pattern": alphas | dict(lora.alphas),
         "modules_to_save": [family.scalar_head.removesuffix(".weight")] if is_scalar else None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
     }
+
+
+def _parameter_of(layer: str) -> str:
+    """The parameter of transformers that holds the weight of a layer of an MLP, or a router."""
+    name = layer.replace(".block_sparse_moe.", ".mlp.")
+    mixture, experts, own = name.partition(_EXPERTS)
+    if not experts:
+        return f"{name}.weight"
+    is_second = own.endswith(("down_proj", ".w2"))
+    return f"{mixture}{_EXPERTS}{'down_proj' if is_second else 'gate_up_proj'}"
+
+
+def _patterns(
+    lora: Lora, parameters: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, int], dict[str, float]]:
+    """The ranks and alphas of parameters where they differ from those of most, as peft counts.
+
+    It joins the factors of gate and up of an expert: the rank is their sum, and the scale stays.
+    """
+    ranks = {}
+    alphas = {}
+    for parameter, layers in parameters.items():
+        expert = layers[0].rpartition(".")[0]
+        joined = [layer for layer in layers if layer.rpartition(".")[0] == expert]
+        rank = sum(lora.rank_of(layer) for layer in joined)
+        divisor = math.sqrt(rank) if lora.rank_stabilised else rank
+        alpha = lora.scale_of(layers[0]) * divisor
+        if (rank, alpha) != (lora.rank, lora.alpha):
+            ranks[re.escape(parameter)] = rank
+            alphas[re.escape(parameter)] = alpha
+    return ranks, alphas
 
 
 def write_adapter_config(spec: ModelSpec, base: str, directory: Path) -> None:
@@ -212,18 +304,28 @@ def _stored_lora(directory: Path, spec: ModelSpec) -> Lora:
                 f"{file}: {key} is {config[key]!r}; only plain LoRA adapters are supported"
             )
     head = family_of(spec).scalar_head.removesuffix(".weight")
-    others = set(config.get("modules_to_save") or ()) - {head}
+    # peft names heads of other models too; only what is in the file counts.
+    stored = _stored(directory).tensors
+    saved = set(config.get("modules_to_save") or ()) - {head}
+    others = {module for module in saved if any(f".{module}." in name for name in stored)}
     if others:
         raise ConfigError(
             f"{file}: modules_to_save names {first_three(sorted(others))}; beside adapters only "
             f"the head {head} of a scalar model can be trained"
         )
 
+    layers = _layers_in(directory)
+    unknown = sorted(layers - set(family_of(spec).linear_layers(spec)))
+    if unknown or not layers:
+        raise ConfigError(
+            f"{directory}: has an adapter of {first_three(unknown) or 'no layer'}, and the base, a "
+            f"{spec.family}, has no such linear layer; give the adapter of this base"
+        )
     try:
         return Lora(
             rank=int(config["r"]),
             alpha=float(config["lora_alpha"]),
-            targets=_ends(_layers_in(directory), spec),
+            targets=_ends(layers, spec),
             rank_stabilised=bool(config.get("use_rslora")),
             ranks=_numbers(config.get("rank_pattern")),
             alphas=_numbers(config.get("alpha_pattern")),
@@ -237,6 +339,12 @@ def _layers_in(directory: Path) -> set[str]:
     layers = set()
     for name in _stored(directory).tensors:
         plain = name.removeprefix(PREFIX)
+        if _FUSED.search(plain):
+            raise ConfigError(
+                f"{directory}: {name} is of all experts of a layer at once, as peft saves them "
+                "with transformers 5; only a pair for each expert and projection is read, as peft "
+                "saves them with transformers 4 and mrlhf always: cut the tensors so"
+            )
         if is_adapter(plain):
             layers.add(plain.removesuffix(A).removesuffix(B))
     return layers

@@ -35,6 +35,8 @@ def check_output(config: AnyConfig) -> None:
     models = ["actor" if isinstance(config, PPOConfig) else "model"]
     if config.trainer.export_best is not None:
         models.append(f"{models[0]}_best")
+    if config.trainer.export_merged:
+        models.append(f"{models[0]}_merged")
 
     problem = (
         _problem(directory)

@@ -1,5 +1,7 @@
 """Writes a trained model as a complete Hugging Face checkpoint, tokenizer included.
 
+Of a model with adapters, they are written, as peft does; and if wanted the model with them merged.
+
 The files are written to `<directory>.partial`, which is renamed when it is complete. So an earlier
 checkpoint stays until the new one is there, and a full disk destroys neither. This file does not
 know when a run exports.
@@ -22,11 +24,13 @@ from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoint_name, with_manifes
 from mrlhf.checkpoint.output_files import MODEL_FILES
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import CheckpointError, WeightError
+from mrlhf.models.adapter_files import write_adapter_config
 from mrlhf.models.families import save_config
 from mrlhf.models.generation_config import write_generation_config
 from mrlhf.parallel.collectives import all_gather_objects, raise_together
 from mrlhf.parallel.machine import name_of_this_machine
 from mrlhf.training.engine import ModelEngine
+from mrlhf.training.merging import base_shapes, export_merged
 from mrlhf.weights.files import flush
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ class ExportedModel:
     tokenizer: Tokenizer
     max_shard_mb: int
     generation_config: str | None = None
+    also_merged: bool = False  # write the model of adapters and base too, when the run ends
 
 
 def export_result(
@@ -86,6 +91,20 @@ def export_result(
             f"checkpoint of step {step}{go_on}; make room, and set trainer.save_freq, which saves "
             "the last step too"
         ) from error
+    if model.also_merged:
+        _export_merged(model, directory)
+
+
+def _export_merged(model: ExportedModel, directory: Path) -> None:
+    """Write the model merged, beside its adapters in `directory`."""
+    merged = directory.with_name(f"{directory.name}_merged")
+    try:
+        export_checkpoint(model, merged, merged=True)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; its adapters are in {directory}: once the cause is gone, run "
+            f"tools/convert_checkpoint.py {directory} --merge --to huggingface --out {merged}"
+        ) from error
 
 
 def _is_saved(save: Callable[[], None]) -> bool:
@@ -99,11 +118,11 @@ def _is_saved(save: Callable[[], None]) -> bool:
     return True
 
 
-def export_checkpoint(model: ExportedModel, directory: Path) -> None:
+def export_checkpoint(model: ExportedModel, directory: Path, merged: bool = False) -> None:
     """Write a model as a complete Hugging Face checkpoint; every rank calls it.
 
-    An earlier checkpoint in `directory`, which may be a link, is replaced when the new one is
-    complete, and other files stay.
+    `merged` says to write base and adapters as one model. An earlier checkpoint in `directory`,
+    which may be a link, is replaced when the new one is complete, and other files stay.
 
     Raises:
         CheckpointError: there is no room, or a rank could not write, on every rank.
@@ -114,9 +133,11 @@ def export_checkpoint(model: ExportedModel, directory: Path) -> None:
     place = Path(os.path.realpath(directory))
     partial = place.with_name(f"{place.name}.partial")
     try:
-        prepared = _prepare(engine, place, partial) if is_main else None
+        shapes = base_shapes(engine) if merged else engine.trained_shapes
+        needed = sum(map(math.prod, shapes.values())) * engine.dtype.itemsize
+        prepared = _prepare(needed, place, partial) if is_main else None
         raise_together(prepared, CheckpointError, world)
-        raise_together(_write(model, partial), CheckpointError, world)
+        raise_together(_write(model, partial, merged), CheckpointError, world)
         installed = _install(partial, place) if is_main else None
         raise_together(installed, CheckpointError, world)
     except CheckpointError as error:
@@ -127,10 +148,11 @@ def export_checkpoint(model: ExportedModel, directory: Path) -> None:
         logger.info("wrote the Hugging Face checkpoint %s", directory)
 
 
-def _prepare(engine: ModelEngine, place: Path, partial: Path) -> str | None:
-    """Make an empty directory to write into, if there is room; returns an error message or None."""
-    needed = sum(math.prod(shape) for shape in engine.tensor_shapes.values())
-    needed *= engine.dtype.itemsize
+def _prepare(needed: int, place: Path, partial: Path) -> str | None:
+    """Make an empty directory to write into, if there is room for so many bytes.
+
+    Returns an error message or None.
+    """
     replaced = _replaced(place)
     try:
         if replaced.is_dir() and not place.exists():
@@ -152,11 +174,15 @@ def _prepare(engine: ModelEngine, place: Path, partial: Path) -> str | None:
     return None
 
 
-def _write(model: ExportedModel, partial: Path) -> str | None:
+def _write(model: ExportedModel, partial: Path, merged: bool) -> str | None:
     """Write this rank's part; returns an error message or None."""
     engine = model.engine
     try:
-        engine.export(partial, model.max_shard_mb * _MEGABYTE)
+        max_shard_bytes = model.max_shard_mb * _MEGABYTE
+        if merged:
+            export_merged(engine, partial, max_shard_bytes)
+        else:
+            engine.export(partial, max_shard_bytes)
     except WeightError as failure:
         return str(failure)
     except Exception as failure:  # no bug may cost the model
@@ -166,7 +192,10 @@ def _write(model: ExportedModel, partial: Path) -> str | None:
         return None
 
     try:
-        save_config(engine.spec, partial, engine.dtype)
+        if merged or engine.spec.lora is None:
+            save_config(engine.spec, partial, engine.dtype)
+        else:
+            write_adapter_config(engine.spec, os.path.abspath(engine.path), partial)
         model.tokenizer.save_pretrained(partial, _padding(engine))
         if model.generation_config is not None:
             write_generation_config(model.generation_config, partial)

@@ -115,6 +115,7 @@ class SupervisedTrainer:
             inputs.tokenizer,
             config.trainer.max_shard_size_mb,
             inputs.generation_config,
+            config.trainer.export_merged,
         )
 
         self._completed = 0

@@ -97,6 +97,7 @@ class ModelEngine:
         self.groups = groups
         self.device = device.torch_device
         self.dtype = resolve_dtype(section.dtype, device)
+        self.path = section.path
         self._section = section
         self.phases = phases or Phases()
         self._family = family_of(spec)

@@ -6,6 +6,7 @@ Each rank merges its own slices; nothing travels. This file does not know who ta
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from mrlhf.models.adapters import Adapters
 from mrlhf.models.lora import is_adapter
 from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES
 from mrlhf.training.engine import ModelEngine
-from mrlhf.weights.shard import Slot
+from mrlhf.weights.hf import FileOptions, write_weights
+from mrlhf.weights.shard import Shape, Slot
 
 
 class MergedWeights:
@@ -62,6 +64,20 @@ class MergedWeights:
             both = torch.stack([lost.double().square().sum(), added.double().square().sum()])
             squares += both / layout.group_size(*axes)  # that many ranks have the same slice
         return squares.cpu()
+
+
+def export_merged(engine: ModelEngine, path: Path, max_shard_bytes: int) -> None:
+    """Write the merged model, without its configuration; every rank calls this."""
+    writers = engine.groups.first_copy
+    if writers is not None:
+        slots = merged_slots(engine)
+        write_weights(path, slots, base_shapes(engine), writers, FileOptions(max_shard_bytes))
+
+
+def base_shapes(engine: ModelEngine) -> dict[str, Shape]:
+    """Return name and full shape of every tensor of the model but its adapters."""
+    shapes = engine.tensor_shapes.items()
+    return {name: shape for name, shape in shapes if not is_adapter(name)}
 
 
 def merged_slots(engine: ModelEngine) -> list[Slot]:

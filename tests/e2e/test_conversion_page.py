@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import shutil
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -19,6 +21,7 @@ from mrlhf.parallel.layout import ParallelLayout
 from tests.dist.role_runs import Form, Setting, build_actor, build_critic, save_inputs
 from tests.e2e.programs import ROOT, run_program, succeed
 from tests.models.checkpoints import assert_same_tensors
+from tests.oracle.plain_lora import adapter_of
 from tests.oracle.plain_ppo import Case
 from tests.pages import commands_of
 from tests.ranks import run_ranks
@@ -45,6 +48,14 @@ def _save_run(rank: int, world_size: int, root: Path) -> None:
         saver.save(Contents(step, False, models, {}))
 
 
+def _save_adapter(model: Path, directory: Path) -> None:
+    """What a run with adapters leaves behind."""
+    shutil.copytree(adapter_of(model), directory)
+    file = directory / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"base_model_name_or_path": str(model)}
+    file.write_text(json.dumps(config))
+
+
 def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_inputs(tmp_path, models=["qwen2-tied"])
     run_ranks(1, _save_run, tmp_path)
@@ -52,6 +63,7 @@ def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     runs = tmp_path / "runs"
     (runs / "qwen").symlink_to(runs / "ppo")
+    _save_adapter(tmp_path / "qwen2-tied", runs / "lora" / "actor")
 
     said = {}
     for command in [*COMMANDS, *commands_of("README.md", "convert_checkpoint")]:
@@ -59,7 +71,8 @@ def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with redirect_stdout(StringIO()) as output:
             assert convert_checkpoint.main(shlex.split(arguments)) == 0, command
         said[arguments] = output.getvalue()
-    assert len(said) == 6
+    assert len(said) == 7
+    assert AutoModelForCausalLM.from_pretrained(runs / "merged") is not None
     assert_same_tensors(runs / "policy", tmp_path / "policy")
 
     assert AutoModelForCausalLM.from_pretrained(runs / "policy") is not None

@@ -162,6 +162,6 @@ def test_every_reason_is_of_a_command() -> None:
 def test_the_commands_of_the_pages_are_found() -> None:
     """As many as a reader counts on two pages."""
     texts = [command.text for command in ALL]
-    assert sum(command.page == "docs/conversion.md" for command in ALL) == 5
+    assert sum(command.page == "docs/conversion.md" for command in ALL) == 6
     assert sum(command.page == "configs/recipes/dpo/README.md" for command in ALL) == 5
     assert "make demo" in texts

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from mrlhf.checkpoint.conversion.adapter_source import AdapterSource
 from mrlhf.checkpoint.conversion.identify import Found, identify
 from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_folder
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions, write_megatron
@@ -30,9 +31,10 @@ Start = Callable[[str, int], Progress]
 
 # The source options without effect, for each format of a source.
 _NOT_READ = {
-    "huggingface": ("role", "like", "vocab_size", "model_type"),
-    "training": ("vocab_size", "model_type"),
-    "megatron": ("role",),
+    "huggingface": ("role", "like", "vocab_size", "model_type", "merge", "base"),
+    "adapter": ("role", "like", "vocab_size", "model_type"),
+    "training": ("vocab_size", "model_type", "merge", "base"),
+    "megatron": ("role", "merge", "base"),
 }
 
 
@@ -46,6 +48,8 @@ class SourceOptions:
     vocab_size: int | None = None  # rows of the embedding without padding
     model_type: str | None = None  # the family, for a checkpoint of Megatron-LM
     step: int | None = None  # of a run's checkpoint; None for the newest state of the run
+    merge: bool | None = None  # whether to merge an adapter into its base
+    base: Path | None = None  # the base of an adapter; None for the one that it names
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,13 @@ def _open(found: Found, options: SourceOptions) -> ModelSource:
 
     if found.format == "huggingface":
         return HuggingFaceSource(found.path, found.step)
+    if found.format == "adapter" and not options.merge:
+        raise ConfigError(
+            f"{found.path} is an adapter, which peft and lora.path take as it is; add --merge to "
+            "get a whole model"
+        )
+    if found.format == "adapter":
+        return AdapterSource(found.path, options.base, found.step)
     assets = options.like or found.assets
     if found.format == "training":
         return TrainingSource(found.path, options.role, assets)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mrlhf.checkpoint.conversion.adapter_source import AdapterSource
 from mrlhf.checkpoint.conversion.megatron_arguments import SHAPE_ARGUMENTS
 from mrlhf.checkpoint.conversion.megatron_names import split_names
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, find_folder, read_common
 from mrlhf.checkpoint.conversion.model_files import CONFIG_FILE, HuggingFaceSource
-from mrlhf.checkpoint.conversion.run_output import choose, models_in
+from mrlhf.checkpoint.conversion.run_output import ADAPTER, choose, models_in
 from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
 from mrlhf.checkpoint.conversion.training_checkpoints import model_spec
 from mrlhf.checkpoint.manifest import (
@@ -50,7 +51,7 @@ _LAYOUT = {
 class Found:
     """The format of a directory, and the checkpoint in it."""
 
-    format: Literal["huggingface", "megatron", "training"]
+    format: Literal["huggingface", "adapter", "megatron", "training"]
     kind: str  # the format in words
     path: Path  # the checkpoint itself; a run's output directory holds several
     assets: Path | None  # a directory with the tokenizer, if it is known
@@ -83,7 +84,9 @@ def identify(path: Path, step: int | None = None, role: str | None = None) -> Fo
     choice = choose(path, step, role)
     if choice is not None and choice.step is not None:
         kind = "output directory of a finished run"
-        return Found("huggingface", kind, choice.path, choice.path, choice.step)
+        is_adapter = (choice.path / ADAPTER).is_file()
+        form: Literal["adapter", "huggingface"] = "adapter" if is_adapter else "huggingface"
+        return Found(form, kind, choice.path, choice.path, choice.step)
     if choice is not None:
         assets = _run_assets(choice.path)
         kind = "output directory of a run"
@@ -102,6 +105,8 @@ def identify(path: Path, step: int | None = None, role: str | None = None) -> Fo
             f"{path} is a Megatron-LM checkpoint of the old format torch; save it anew with "
             f"--ckpt-convert-format torch_dist"
         )
+    if (path / ADAPTER).is_file():
+        return Found("adapter", "LoRA adapter", path, path)
     if (path / CONFIG_FILE).is_file() or any(path.glob("model*.safetensors")):
         return Found("huggingface", "Hugging Face model", path, path)
     models = models_in(path)
@@ -129,6 +134,7 @@ def examine(path: Path, every_byte: bool = False) -> Finding:
 
     describe: dict[str, Callable[[Found, Finding, bool], None]] = {
         "huggingface": _examine_hugging_face,
+        "adapter": _examine_adapter,
         "megatron": _examine_megatron,
         "training": _examine_training,
     }
@@ -154,6 +160,15 @@ def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> N
 
     has_tokenizer = any(found.path.glob("tokenizer*"))
     finding.say("tokenizer", "beside it" if has_tokenizer else "none")
+    finding.say("not verified", _WITHOUT_HASHES[every_byte])
+    for name in source.tensors if every_byte else ():
+        source.read(name)
+
+
+def _examine_adapter(found: Found, finding: Finding, every_byte: bool) -> None:
+    source = AdapterSource(found.path, None, found.step)
+    finding.say("adapter", source.description.kind)
+    finding.say("model", _model(source.spec))
     finding.say("not verified", _WITHOUT_HASHES[every_byte])
     for name in source.tensors if every_byte else ():
         source.read(name)

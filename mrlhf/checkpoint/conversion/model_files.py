@@ -42,8 +42,11 @@ ASSET_PATTERNS = (
 class HuggingFaceSource(ModelSource):
     """A Hugging Face model: a language model, or a sequence classifier with one label."""
 
-    def __init__(self, directory: Path, step: int | None = None) -> None:
+    def __init__(self, directory: Path, step: int | None = None, head: Head | None = None) -> None:
         """Read `config.json` and the headers of the files; `step` is the weights', if known.
+
+        With `head` the model is taken as one with that head, which the files may lack; None: the
+        head that `config.json` names, which must be there.
 
         Raises:
             ConfigError: `config.json` is missing, or describes no model that we know.
@@ -51,21 +54,27 @@ class HuggingFaceSource(ModelSource):
         """
         stored = survey(directory)
         self.assets = directory
-        self.spec = load_spec(directory, _head(directory))
+        self.spec = load_spec(directory, head or _head(directory))
         expected = expected_tensors(self.spec)
-        is_copied = self.spec.output_is_embedding
+        ignores_output = self.spec.output_is_embedding or head is not None
         # A model that is converted must be whole, and nothing of it is dropped in silence.
         self._files = match(
             stored,
-            replace(expected, may_lack=(), ignored=expected.ignored if is_copied else ()),
+            replace(
+                expected,
+                may_lack=() if head is None else expected.may_lack,
+                ignored=expected.ignored if ignores_output else (),
+            ),
         )
 
+        self.held = frozenset(self._files)  # the names of the tensors that are there
+        self.dtype = DTYPES[next(iter(self._files.values())).dtype]
         self.tensors = {}
-        for name, tensor in self._files.items():
-            self.tensors[name] = TensorForm(tensor.shape, DTYPES[tensor.dtype])
-        self.dtype = next(iter(self.tensors.values())).dtype
-        head = "policy" if self.spec.head == "lm" else "critic or reward model"
-        kind = f"Hugging Face model ({head})"
+        for name, shape in expected.shapes.items():
+            dtype = DTYPES[self._files[name].dtype] if name in self.held else self.dtype
+            self.tensors[name] = TensorForm(shape, dtype)
+        use = "policy" if self.spec.head == "lm" else "critic or reward model"
+        kind = f"Hugging Face model ({use})"
         self.description = Description(kind, step, self._left_out(directory, stored))
 
     def read(self, name: str) -> Tensor:
@@ -95,6 +104,8 @@ class HuggingFaceSource(ModelSource):
                 unneeded += 1
             elif name.endswith(BUFFER):
                 left_out.append(f"{name}: follows from {CONFIG_FILE}")
+            elif self.spec.head == "scalar":
+                left_out.append(f"{name}: the output layer of the language model")
             else:
                 left_out.append(f"{name}: a copy of the embedding, which the model shares")
         if unneeded:

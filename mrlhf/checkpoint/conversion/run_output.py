@@ -21,6 +21,7 @@ from mrlhf.checkpoint.summary import SUMMARY, read_summary
 from mrlhf.errors import CheckpointError, DataError
 
 _CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def choose(directory: Path, step: int | None, role: str | None) -> Choice | None
     policy, last_step = final
     end = (last_step, False)
     reached = end if manifest is None else (manifest.step, manifest.unfinished_step)
-    has_policy = (policy / _CONFIG).is_file()
+    has_policy = any((policy / name).is_file() for name in (_CONFIG, ADAPTER))
     takes_policy = has_policy and role in (None, policy.name)
     if newest is not None and (reached > end or (reached == end and not takes_policy)):
         return Choice(newest, None, passed_over)

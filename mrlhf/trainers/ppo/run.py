@@ -60,6 +60,7 @@ class PPORun:
             parts.tokenizer,
             config.trainer.max_shard_size_mb,
             parts.generation_config,
+            config.trainer.export_merged,
         )
         self._checkpoints = Checkpoints(
             run,

@@ -1,0 +1,193 @@
+"""Adapters in files: peft's are read, what is written is what peft loads, and merges agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
+from mrlhf.config.sections import ActorSection, LoraSection
+from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.device import Device
+from mrlhf.models.adapter_files import spec_of_role
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.run.export import ExportedModel, export_result
+from mrlhf.training.engine import ModelEngine
+from tests.models.mixtures import mixture_configs
+from tests.oracle.plain_lora import adapter_of, save_adapter
+from tests.oracle.plain_models import EAGER, MODELS, SIZES, load, save_models
+from tests.ranks import run_ranks
+from tests.tiny_task import write_tiny_task
+
+LAYOUTS = {"tp1": AxisSizes(), "tp2": AxisSizes(tp=2)}
+# How peft itself makes more adapters, by name: the model, and its settings.
+MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
+    "patterns": (
+        "llama",
+        {
+            "r": 4,
+            "lora_alpha": 6,
+            "use_rslora": True,
+            "target_modules": r".*\.(q_proj|k_proj|up_proj|down_proj)",
+            "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 3},
+            "alpha_pattern": {"k_proj": 9},
+        },
+    ),
+    "some layers": (
+        "qwen3",
+        {
+            "target_modules": ["q_proj", "v_proj", "gate_proj"],
+            "exclude_modules": ["v_proj"],
+            "layers_to_transform": [1],
+        },
+    ),
+    "attention": ("qwen3-moe", {"target_modules": ["q_proj", "o_proj"]}),
+    "head": (
+        "llama-critic",
+        {"task_type": "SEQ_CLS", "target_modules": ["q_proj"], "modules_to_save": ["score"]},
+    ),
+}
+PLAIN = (*MODELS, "mixtral", "qwen3-moe-rslora")
+
+
+def _adapters(root: Path) -> dict[str, tuple[Path, Path]]:
+    """The model and the adapter of each case."""
+    cases = {name: (root / name, adapter_of(root / name)) for name in PLAIN}
+    cases["qwen3-moe-rslora"] = (root / "qwen3-moe", adapter_of(root / "qwen3-moe-rslora"))
+    for name, (model, _) in MADE_BY_PEFT.items():
+        cases[name] = (root / model, root / f"{name}-adapter")
+    return cases
+
+
+def _save_all(root: Path) -> None:
+    save_models(root)
+    write_tiny_task(root / "data")
+    config = mixture_configs(SIZES)["mixtral"]
+    torch.manual_seed(3)
+    mixtral = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
+    mixtral.save_pretrained(root / "mixtral")
+    save_adapter(mixtral, adapter_of(root / "mixtral"), torch.Generator().manual_seed(7))
+
+    qwen = load(root / "qwen3-moe")
+    stabilised = adapter_of(root / "qwen3-moe-rslora")
+    save_adapter(qwen, stabilised, torch.Generator().manual_seed(9))
+    file = stabilised / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
+
+    for name, (model, settings) in MADE_BY_PEFT.items():
+        adapted = get_peft_model(load(root / model), LoraConfig(**settings))
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.save_pretrained(root / f"{name}-adapter")
+
+
+def _export(rank: int, world_size: int, root: Path) -> None:
+    factory = GroupFactory(timeout_s=600.0)
+    tokenizer = load_tokenizer(str(root / "data" / "tokenizer"), None)
+    for layout, sizes in LAYOUTS.items():
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
+        for name, (model, adapter) in _adapters(root).items():
+            section = ActorSection(
+                path=str(model),
+                dtype="float32",
+                lora=LoraSection(path=str(adapter)),
+                tp=sizes.tp,
+            )
+            head = "scalar" if model.name.endswith("-critic") else "lm"
+            device = Device("cpu", torch.device("cpu"), "gloo")
+            engine = ModelEngine(section, spec_of_role(section, head), groups, device)
+            engine.load(model, seed=0)
+            exported = ExportedModel(engine, tokenizer, 1, also_merged=True)
+            export_result(exported, root / layout / name, 1, lambda: None)
+            dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("lora")
+    _save_all(root)
+    run_ranks(2, _export, root)
+    return root
+
+
+def _logits(model: Any) -> Tensor:
+    """In float64, so that the order of operations is not seen."""
+    tokens = torch.randint(67, (1, 18), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits: Tensor = model.double().eval()(tokens).logits
+    return logits
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *MADE_BY_PEFT])
+def test_a_round_trip_keeps_every_bit_and_peft_computes_the_same(root: Path, name: str) -> None:
+    model, adapter = _adapters(root)[name]
+    wanted = load_file(adapter / "adapter_model.safetensors")
+    for layout in LAYOUTS:
+        exported = root / layout / name
+        found = load_file(exported / "adapter_model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[tensor], wanted[tensor]) for tensor in wanted)
+        assert (exported / "tokenizer.json").is_file()
+        assert not (exported / "config.json").exists()
+        config = json.loads((exported / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(model)
+
+    oracle = load(model, adapted=True) if name in MODELS else None
+    if name in MADE_BY_PEFT or name == "mixtral":
+        oracle = PeftModel.from_pretrained(load(model), adapter)
+    theirs = PeftModel.from_pretrained(load(model), root / "tp1" / name)
+    merged = _logits(_load_merged(root / "tp1" / f"{name}_merged", model))
+    logits = _logits(theirs)
+    assert (logits - _logits(load(model))).abs().max() > 0.01
+    torch.testing.assert_close(merged, logits, rtol=0, atol=1e-5)
+    if oracle is not None:
+        torch.testing.assert_close(logits, _logits(oracle), rtol=0, atol=1e-6)
+
+
+def _load_merged(path: Path, model: Path) -> Any:
+    """The merged checkpoint as transformers' model."""
+    auto = transformers.AutoModelForCausalLM
+    if model.name.endswith("-critic"):
+        auto = transformers.AutoModelForSequenceClassification
+    loaded, told = auto.from_pretrained(path, output_loading_info=True, **EAGER)
+    assert not any(told.values()), told
+    return loaded
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *MADE_BY_PEFT])
+def test_all_ways_to_merge_agree(root: Path, tmp_path: Path, name: str) -> None:
+    model, adapter = _adapters(root)[name]
+    source = SourceOptions(merge=True, base=model)
+    target = TargetOptions("huggingface")
+    convert(adapter, tmp_path / "merged", source, target, verify=True, start=_in_silence)
+
+    wanted = _load_merged(tmp_path / "merged", model).state_dict()
+    found = [_load_merged(root / layout / f"{name}_merged", model) for layout in LAYOUTS]
+    states = [each.state_dict() for each in found]
+    peft = PeftModel.from_pretrained(load(model), root / "tp1" / name)
+    states.append(peft.merge_and_unload().state_dict())
+    for state in states:
+        for tensor, values in wanted.items():
+            torch.testing.assert_close(state[tensor], values, rtol=1e-6, atol=1e-6)
+
+
+def test_transformers_loads_base_and_adapter_from_the_export(root: Path) -> None:
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(root / "tp1" / "llama", **EAGER)
+    wanted = PeftModel.from_pretrained(load(root / "llama"), adapter_of(root / "llama"))
+    torch.testing.assert_close(_logits(loaded), _logits(wanted), rtol=0, atol=1e-6)
+
+
+def _in_silence(task: str, nbytes: int) -> Callable[[int], None]:
+    return lambda done: None

@@ -1,0 +1,154 @@
+"""Adapters that are not plain LoRA, or not of the base, are refused in one line, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mrlhf.commands.convert_checkpoint import main
+from mrlhf.config.sections import LoraSection
+from mrlhf.errors import MrlhfError
+from mrlhf.models.adapter_files import check_adapter, with_lora
+from mrlhf.models.families import load_spec
+from tests.oracle.plain_lora import PREFIX, adapter_of
+from tests.oracle.plain_models import load, save_models
+
+LAYER = f"{PREFIX}model.layers.0.self_attn.q_proj"
+EXPERT = r"layers\.0\.mlp\.experts\.1\.gate_proj"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    save_models(path)
+    return path
+
+
+def _refusal(model: Path, adapter: Path) -> str:
+    spec = load_spec(model, "lm")
+    with pytest.raises(MrlhfError) as refusal:
+        check_adapter(adapter, with_lora(spec, LoraSection(path=str(adapter))))
+    message = str(refusal.value)
+    assert "\n" not in message and str(adapter) in message
+    return message
+
+
+def _copy(
+    source: Path,
+    target: Path,
+    config: dict[str, Any],
+    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+) -> Path:
+    target.mkdir()
+    stored = json.loads((source / "adapter_config.json").read_text())
+    (target / "adapter_config.json").write_text(json.dumps(stored | config))
+    changed = tensors(load_file(source / "adapter_model.safetensors"))
+    save_file(changed, target / "adapter_model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "words"),
+    [
+        ("llama", {"use_dora": True}, ("use_dora is True", "plain LoRA")),
+        ("llama", {"peft_type": "LOHA"}, ("peft_type is 'LOHA'",)),
+        ("llama", {"bias": "all"}, ("bias is 'all'",)),
+        ("llama", {"r": None}, ("r, lora_alpha or a pattern",)),
+        ("qwen3-moe", {"rank_pattern": {EXPERT: 2}}, ("experts.0.gate_proj", "experts.1.gate_pro")),
+        ("qwen3-moe", {"alpha_pattern": {EXPERT: 2}}, ("differ in rank or scale",)),
+    ],
+)
+def test_other_settings_of_peft(
+    root: Path, tmp_path: Path, model: str, config: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    adapter = _copy(adapter_of(root / model), tmp_path / "adapter", config, dict)
+    message = _refusal(root / model, adapter)
+    assert all(word in message for word in words), message
+
+
+def _without_an_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if ".experts.2.up_proj" not in name}
+
+
+def _with(name: str, columns: int = 32) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: tensors | {name: torch.ones(3, columns)}
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "words"),
+    [
+        ("llama", _with(f"{LAYER}.lora_A.weight"), ()),
+        ("llama", _with(f"{PREFIX}lm_head.lora_A.weight"), ("lm_head", "no such linear layer")),
+        ("llama", _with(f"{PREFIX}model.norm.weight"), ("no place for tensor", "norm")),
+        ("llama", lambda tensors: {f"{LAYER}.lora_A.weight": torch.ones(3, 32)}, ("lora_B",)),
+        ("llama", _with(f"{LAYER}.lora_A.weight", 31), ("[3, 31] and not [3, 32]",)),
+        ("qwen3-moe", _without_an_expert, ("experts.2.up_proj", "only one has an adapter")),
+    ],
+)
+def test_other_tensors(
+    root: Path, tmp_path: Path, model: str, change: Any, words: tuple[str, ...]
+) -> None:
+    adapter = _copy(adapter_of(root / model), tmp_path / "adapter", {}, change)
+    if not words:  # the change changes nothing
+        check_adapter(
+            adapter, with_lora(load_spec(root / model, "lm"), LoraSection(path=str(adapter)))
+        )
+        return
+    message = _refusal(root / model, adapter)
+    assert all(word in message for word in words), message
+
+
+def test_an_adapter_of_another_base(root: Path) -> None:
+    assert "qkv_proj" in _refusal(root / "llama", adapter_of(root / "phi3"))
+    message = _refusal(root / "llama", adapter_of(root / "olmo2"))  # it has more layers
+    assert "layers.2." in message and "no such linear layer" in message
+
+
+def test_experts_that_peft_has_joined(root: Path, tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["gate_proj", "up_proj", "down_proj"])
+    get_peft_model(load(root / "qwen3-moe"), config).save_pretrained(tmp_path / "adapter")
+    message = _refusal(root / "qwen3-moe", tmp_path / "adapter")
+    assert "all experts of a layer at once" in message and "transformers 5" in message
+
+
+def test_the_converter_takes_an_adapter_with_merge_alone(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = adapter_of(root / "llama")
+    command = ["--to", "huggingface", "--out", str(tmp_path / "out")]
+    for arguments, words in (
+        ([str(adapter)], ("is an adapter", "--merge")),
+        ([str(adapter), "--merge"], ("base of the adapter", "--base")),
+        ([str(root / "llama"), "--merge"], ("--merge has no meaning",)),
+        ([str(adapter), "--merge", "--base", str(root / "phi3")], ("no such linear layer",)),
+    ):
+        assert main([*arguments, *command]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(word in error for word in words), error
+
+    assert main([str(adapter), "--merge", "--base", str(root / "llama"), *command]) == 0
+    assert "adapter, merged into" in capsys.readouterr().out
+
+
+def test_a_merge_rounds_once(root: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    load(root / "llama").to(torch.bfloat16).save_pretrained(base)
+    adapter = adapter_of(root / "llama")
+    for dtype in ("float32", None):
+        command = [str(adapter), "--merge", "--base", str(base), "--to", "huggingface"]
+        chosen = [] if dtype is None else ["--dtype", dtype]
+        assert main([*command, *chosen, "--out", str(tmp_path / f"{dtype}")]) == 0
+    exact = load_file(tmp_path / "float32" / "model.safetensors")
+    rounded = load_file(tmp_path / "None" / "model.safetensors")
+    for name, tensor in exact.items():
+        assert torch.equal(rounded[name], tensor.to(torch.bfloat16)), name
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(exact[name], rounded[name].float())
