@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -155,19 +155,26 @@ def bring_back_replaced(directory: Path) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in `directory`; see `parse_manifest`.
+    """The manifest of the checkpoint in `directory`; see `read_content` and `manifest_of`."""
+    return manifest_of(directory, read_content(directory))
 
-    A CheckpointError says that there is none, or that the directory has another checkpoint's name.
-    """
-    file = directory / MANIFEST
+
+def read_content(directory: Path) -> bytes:
+    """The content of the manifest in `directory`; a CheckpointError says that there is none."""
     try:
-        content = file.read_bytes()
+        return (directory / MANIFEST).read_bytes()
     except OSError as error:
         raise CheckpointError(
             f"{directory} is no whole checkpoint: it has no readable {MANIFEST}"
         ) from error
 
-    manifest = parse_manifest(file, content)
+
+def manifest_of(directory: Path, content: bytes) -> Manifest:
+    """The manifest with this content; see `parse_manifest`.
+
+    A CheckpointError says that the directory has another checkpoint's name.
+    """
+    manifest = parse_manifest(directory / MANIFEST, content)
     check_name(directory, manifest)
     return manifest
 
@@ -215,9 +222,9 @@ def check_name(directory: Path, manifest: Manifest) -> None:
         )
 
 
-def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Refuse, with a CheckpointError, a checkpoint with a file missing or of another size."""
-    for listed in manifest.files:
+def check_sizes(directory: Path, files: Iterable[WrittenFile]) -> None:
+    """Refuse, with a CheckpointError, a checkpoint with one of these files missing or resized."""
+    for listed in files:
         file = directory / listed.path
         try:
             nbytes = file.stat().st_size
@@ -231,10 +238,9 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:
+def check_hashes(path: Path, files: Iterable[WrittenFile]) -> None:
     """Refuse, with a CheckpointError, a checkpoint with one of these files damaged."""
-    for number in numbers:
-        listed = manifest.files[number]
+    for listed in files:
         if describe_file(path, listed.path) != listed:
             raise CheckpointError(
                 f"{path} is damaged: {listed.path} is not what was written (its hash differs from "

@@ -88,9 +88,9 @@ class EngineGroups:
 class GroupFactory:
     """Creates process groups, one for each distinct set of ranks.
 
-    All ranks of the job take part in creating a group, so every rank must call the methods of its
-    factory in the same order and with the same layouts. Roles with equal layouts get the same
-    groups. `machine` are the ranks of this machine, which share memory.
+    Every rank must call the methods of its factory in the same order and with the same layouts.
+    Roles with equal layouts get the same groups. `machine` are the ranks of this machine, which
+    share memory.
     """
 
     def __init__(self, timeout_s: float, machine: str | None = None) -> None:
@@ -184,12 +184,14 @@ class GroupFactory:
         return group
 
     def _own_group_or_none(self, rank_lists: Sequence[Sequence[int]]) -> Group | None:
-        """Create the groups of all lists, and return the one that this rank is in, if any."""
-        own_group = None
-        for ranks in rank_lists:
-            key = tuple(sorted(ranks))
-            if key not in self._groups:
-                self._groups[key] = dist.new_group(list(key), timeout=self._timeout)
-            if self._rank in key:
-                own_group = self._groups[key]
-        return own_group
+        """Create the group of the list that this rank is in, if any; the lists share no rank."""
+        key = next((tuple(sorted(ranks)) for ranks in rank_lists if self._rank in ranks), None)
+        if key is None:
+            return None
+        if key not in self._groups:
+            # A group is named for its ranks and made by them alone. All ranks see all lists in the
+            # same order, so the members of two groups do not wait for each other crosswise.
+            self._groups[key] = dist.new_group(
+                list(key), timeout=self._timeout, use_local_synchronization=True
+            )
+        return self._groups[key]

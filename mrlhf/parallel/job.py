@@ -26,6 +26,7 @@ from mrlhf.errors import ConfigError, HangError
 
 STORE_S = 10.0  # for the store to answer, where nothing has to be waited for
 _POLL_S = 0.02
+_MOST_LOOKS = 4000  # a second, of all ranks together
 _MOST_DIGITS = 18
 
 
@@ -281,6 +282,15 @@ def meet(
     return dist.PrefixStore(f"mrlhf {name}", connection)
 
 
+def polling_period(world_size: int, least_s: float) -> float:
+    """Seconds between two looks of one rank into the job's store; `least_s` in a small job.
+
+    One thread of one process serves the store, so a large job looks less often. (`Store.wait` would
+    not do: a rank must also look for failures, and torch logs two warnings for each wait in vain.)
+    """
+    return max(least_s, world_size / _MOST_LOOKS)
+
+
 def wait_for(
     store: dist.Store,
     keys: Sequence[str],
@@ -295,7 +305,7 @@ def wait_for(
             raise _in_vain(launch, timeout_s)
         if look is not None:
             look()
-        time.sleep(_POLL_S)
+        time.sleep(polling_period(launch.world_size, _POLL_S))
 
 
 def check_interfaces(backend: str) -> None:
@@ -364,7 +374,7 @@ def _name_attempt(
             return name
         if look is not None:
             look()
-        time.sleep(_POLL_S)
+        time.sleep(polling_period(launch.world_size, _POLL_S))
     raise _in_vain(launch, timeout_s)
 
 

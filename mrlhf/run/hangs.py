@@ -22,10 +22,12 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from mrlhf.parallel.job import polling_period
 from mrlhf.parallel.phases import Phases
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.02
 _ANSWER_S = 5.0
 _NAMED_RANKS = 3
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
@@ -97,12 +99,15 @@ class HangReports:
         keys = [f"answer {question} of rank {rank}" for rank in range(self._world_size)]
         latest = time.monotonic() + _ANSWER_S
         while not self._store.check(keys) and time.monotonic() < latest:
-            time.sleep(0.02)
+            time.sleep(polling_period(self._world_size, _POLL_S))
 
-        answers: dict[int, Answer | None] = {}
-        for rank, key in enumerate(keys):
-            given = self._store.check([key])
-            answers[rank] = Answer(**json.loads(self._store.get(key))) if given else None
+        answers: dict[int, Answer | None] = dict.fromkeys(range(self._world_size))
+        given = list(range(self._world_size))
+        if not self._store.check(keys):
+            given = [rank for rank in given if self._store.check([keys[rank]])]
+        if given:
+            texts = self._store.multi_get([keys[rank] for rank in given])
+            answers |= {rank: Answer(**json.loads(t)) for rank, t in zip(given, texts, strict=True)}
         return Report(answers, self._directory / folder)
 
     def time_out(self) -> None:

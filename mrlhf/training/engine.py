@@ -30,7 +30,6 @@ from mrlhf.models.families import family_of
 from mrlhf.models.flops import sequence_flops
 from mrlhf.models.heads import GPTHiddenModel
 from mrlhf.models.spec import ModelSpec
-from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
@@ -41,6 +40,7 @@ from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
+from mrlhf.training.first_weights import read_for_all
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
 from mrlhf.training.update_clock import UpdateClock
 from mrlhf.weights.hf import FileOptions, write_weights
@@ -154,7 +154,7 @@ class ModelEngine:
         Raises:
             WeightError: the files are missing, damaged, or not those of the model.
         """
-        has_head = read_model(path, self.spec, self.slots, needs_head)
+        has_head = read_for_all(path, self.spec, self.slots, needs_head, self.groups)
         if not has_head:
             scalar_head = self._family.scalar_head
             heads = [slot for slot in self.slots if slot.piece.name == scalar_head]
