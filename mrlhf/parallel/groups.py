@@ -88,9 +88,9 @@ class EngineGroups:
 class GroupFactory:
     """Creates process groups, one for each distinct set of ranks.
 
-    Every rank must call the methods of its factory in the same order and with the same layouts.
-    Roles with equal layouts get the same groups. `machine` are the ranks of this machine, which
-    share memory.
+    All ranks of the job take part in creating a group, so every rank must call the methods of its
+    factory in the same order and with the same layouts. Roles with equal layouts get the same
+    groups. `machine` are the ranks of this machine, which share memory.
     """
 
     def __init__(self, timeout_s: float, machine: str | None = None) -> None:
@@ -184,14 +184,19 @@ class GroupFactory:
         return group
 
     def _own_group_or_none(self, rank_lists: Sequence[Sequence[int]]) -> Group | None:
-        """Create the group of the list that this rank is in, if any; the lists share no rank."""
-        key = next((tuple(sorted(ranks)) for ranks in rank_lists if self._rank in ranks), None)
-        if key is None:
-            return None
-        if key not in self._groups:
-            # A group is named for its ranks and made by them alone. All ranks see all lists in the
-            # same order, so the members of two groups do not wait for each other crosswise.
-            self._groups[key] = dist.new_group(
-                list(key), timeout=self._timeout, use_local_synchronization=True
-            )
-        return self._groups[key]
+        """Create the groups of all lists, and return the one that this rank is in, if any.
+
+        All ranks must create groups of several ranks together: torch numbers these on each rank.
+        """
+        own_group = None
+        for ranks in rank_lists:
+            key = tuple(sorted(ranks))
+            is_alone = len(key) == 1
+            if key not in self._groups and (self._rank in key or not is_alone):
+                # A large job has thousands of groups of one rank, which makes its own by itself.
+                self._groups[key] = dist.new_group(
+                    list(key), timeout=self._timeout, use_local_synchronization=is_alone
+                )
+            if self._rank in key:
+                own_group = self._groups[key]
+        return own_group
