@@ -154,27 +154,21 @@ def bring_back_replaced(directory: Path) -> None:
             hidden.rename(path)
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in `directory`; see `read_content` and `manifest_of`."""
-    return manifest_of(directory, read_content(directory))
+def read_manifest(directory: Path, content: bytes | None = None) -> Manifest:
+    """The manifest of the checkpoint in `directory`; see `parse_manifest`.
 
-
-def read_content(directory: Path) -> bytes:
-    """The content of the manifest in `directory`; a CheckpointError says that there is none."""
+    `content` is that of its file, if the caller has it. A CheckpointError says that there is no
+    manifest, or that the directory has another checkpoint's name.
+    """
+    file = directory / MANIFEST
     try:
-        return (directory / MANIFEST).read_bytes()
+        content = file.read_bytes() if content is None else content
     except OSError as error:
         raise CheckpointError(
             f"{directory} is no whole checkpoint: it has no readable {MANIFEST}"
         ) from error
 
-
-def manifest_of(directory: Path, content: bytes) -> Manifest:
-    """The manifest with this content; see `parse_manifest`.
-
-    A CheckpointError says that the directory has another checkpoint's name.
-    """
-    manifest = parse_manifest(directory / MANIFEST, content)
+    manifest = parse_manifest(file, content)
     check_name(directory, manifest)
     return manifest
 

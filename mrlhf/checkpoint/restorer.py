@@ -6,8 +6,9 @@ the state means.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from mrlhf.checkpoint.manifest import (
     check_hashes,
     check_sizes,
     checkpoints_in,
-    manifest_of,
-    read_content,
+    read_manifest,
 )
 from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.random_state import restore_random_state
@@ -85,47 +85,34 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
 
     If it is not whole or damaged, every rank raises a CheckpointError that names the file.
     """
-    manifest = _manifest_for_all(path, world)
-    share = manifest.files[dist.get_rank(world) :: dist.get_world_size(world)]
+    rank = dist.get_rank(world)
+    content: list[bytes | None] = [None]
+    if rank == 0:
+        with contextlib.suppress(OSError):  # `read_manifest` says why, on every rank
+            content = [(path / MANIFEST).read_bytes()]
+    dist.broadcast_object_list(content, src=0, group=world)
+
+    manifest = None
     state: dict[str, Any] = {}
-
-    def read() -> None:
+    error = None
+    try:
+        manifest = read_manifest(path, content[0])
+        share = manifest.files[rank :: dist.get_world_size(world)]
+        check_sizes(path, share)
         check_hashes(path, share)
-        state.update(read_state(path))
+        state = read_state(path)
+    except CheckpointError as failure:
+        error = str(failure)
 
-    # A file that is too short is found before hours of reading.
-    _together(lambda: check_sizes(path, share), world)
-    _together(read, world)
-    if not manifest.has_hash and dist.get_rank(world) == 0:
+    raise_together(error, CheckpointError, world)
+    assert manifest is not None
+    if not manifest.has_hash and rank == 0:
         logger.warning(
             "%s is of an earlier version, whose %s has no hash: it was not checked for damage",
             path,
             MANIFEST,
         )
     return Checkpoint(path, manifest, state)
-
-
-def _manifest_for_all(path: Path, world: dist.ProcessGroup) -> Manifest:
-    """The manifest, which rank 0 alone reads; every rank raises the same CheckpointError."""
-    content: list[bytes] = [b""]
-
-    def read() -> None:
-        if dist.get_rank(world) == 0:
-            content[0] = read_content(path)
-
-    _together(read, world)
-    dist.broadcast_object_list(content, src=0, group=world)
-    return manifest_of(path, content[0])
-
-
-def _together(check: Callable[[], None], world: dist.ProcessGroup) -> None:
-    """Call `check` on every rank; if it raises a CheckpointError on one, all of them raise it."""
-    error = None
-    try:
-        check()
-    except CheckpointError as failure:
-        error = str(failure)
-    raise_together(error, CheckpointError, world)
 
 
 def set_aside(path: Path) -> None:

@@ -184,16 +184,13 @@ class GroupFactory:
         return group
 
     def _own_group_or_none(self, rank_lists: Sequence[Sequence[int]]) -> Group | None:
-        """Create the groups of all lists, and return the one that this rank is in, if any.
-
-        All ranks must create groups of several ranks together: torch numbers these on each rank.
-        """
+        """Create the groups of all lists, and return the one that this rank is in, if any."""
         own_group = None
         for ranks in rank_lists:
             key = tuple(sorted(ranks))
             is_alone = len(key) == 1
             if key not in self._groups and (self._rank in key or not is_alone):
-                # A large job has thousands of groups of one rank, which makes its own by itself.
+                # torch numbers groups on each rank, so all ranks make those of several ranks.
                 self._groups[key] = dist.new_group(
                     list(key), timeout=self._timeout, use_local_synchronization=is_alone
                 )

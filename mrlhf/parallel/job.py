@@ -282,11 +282,10 @@ def meet(
     return dist.PrefixStore(f"mrlhf {name}", connection)
 
 
-def polling_period(world_size: int, least_s: float) -> float:
-    """Seconds between two looks of one rank into the job's store; `least_s` in a small job.
+def polling_s(world_size: int, least_s: float) -> float:
+    """Seconds between two looks of a rank into the job's store: `least_s`, and more in large jobs.
 
-    One thread of one process serves the store, so a large job looks less often. (`Store.wait` would
-    not do: a rank must also look for failures, and torch logs two warnings for each wait in vain.)
+    One thread serves all ranks. `Store.wait` would log two warnings each time that it runs out.
     """
     return max(least_s, world_size / _MOST_LOOKS)
 
@@ -305,7 +304,7 @@ def wait_for(
             raise _in_vain(launch, timeout_s)
         if look is not None:
             look()
-        time.sleep(polling_period(launch.world_size, _POLL_S))
+        time.sleep(polling_s(launch.world_size, _POLL_S))
 
 
 def check_interfaces(backend: str) -> None:
@@ -374,7 +373,7 @@ def _name_attempt(
             return name
         if look is not None:
             look()
-        time.sleep(polling_period(launch.world_size, _POLL_S))
+        time.sleep(polling_s(launch.world_size, _POLL_S))
     raise _in_vain(launch, timeout_s)
 
 

@@ -19,13 +19,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from mrlhf.errors import ConfigError, DataError, HangError, MethodError, MrlhfError, UserTraceback
-from mrlhf.parallel.job import (
-    STORE_S,
-    Launch,
-    connect_before_start,
-    polling_period,
-    write_error_file,
-)
+from mrlhf.parallel.job import STORE_S, Launch, connect_before_start, polling_s, write_error_file
 from mrlhf.run.hangs import is_time_out
 
 logger = logging.getLogger(__name__)
@@ -83,7 +77,7 @@ class Failures:
         """Begin without a failure; all ranks of this attempt share `store`, for this alone."""
         self._store = store
         self._rank = rank
-        self._poll_s = polling_period(world_size, _POLL_S)
+        self._poll_s = polling_s(world_size, _POLL_S)
         self._informed = [f"rank {other} has heard" for other in range(world_size)]
 
     def another_reports(self) -> bool:

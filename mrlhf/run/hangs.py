@@ -22,12 +22,11 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from mrlhf.parallel.job import polling_period
+from mrlhf.parallel.job import polling_s
 from mrlhf.parallel.phases import Phases
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.02
 _ANSWER_S = 5.0
 _NAMED_RANKS = 3
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
@@ -99,15 +98,13 @@ class HangReports:
         keys = [f"answer {question} of rank {rank}" for rank in range(self._world_size)]
         latest = time.monotonic() + _ANSWER_S
         while not self._store.check(keys) and time.monotonic() < latest:
-            time.sleep(polling_period(self._world_size, _POLL_S))
+            time.sleep(polling_s(self._world_size, 0.02))
 
-        answers: dict[int, Answer | None] = dict.fromkeys(range(self._world_size))
-        given = list(range(self._world_size))
-        if not self._store.check(keys):
-            given = [rank for rank in given if self._store.check([keys[rank]])]
-        if given:
-            texts = self._store.multi_get([keys[rank] for rank in given])
-            answers |= {rank: Answer(**json.loads(t)) for rank, t in zip(given, texts, strict=True)}
+        given = keys if self._store.check(keys) else [k for k in keys if self._store.check([k])]
+        texts = dict(zip(given, self._store.multi_get(given) if given else [], strict=True))
+        answers: dict[int, Answer | None] = {}
+        for rank, key in enumerate(keys):
+            answers[rank] = Answer(**json.loads(texts[key])) if key in texts else None
         return Report(answers, self._directory / folder)
 
     def time_out(self) -> None:

@@ -19,7 +19,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from mrlhf.errors import HangError
-from mrlhf.parallel.job import connect, is_store_of_launcher, polling_period
+from mrlhf.parallel.job import connect, is_store_of_launcher, polling_s
 from mrlhf.parallel.phases import Phases
 from mrlhf.run.failures import STOP_SIGNALS, Failures
 from mrlhf.run.hangs import HangReports, describe
@@ -106,8 +106,7 @@ class Watcher:
         self._on_failure = on_failure
         self._rank = rank
         self._timeout_s = timeout_s
-        self._poll_s = polling_period(world_size, _POLL_S)
-        self._poll_soon_s = polling_period(world_size, _POLL_SOON_S)
+        self._world_size = world_size
         self._deadline = deadline if rank == 0 else None
         self._at_start = self._place()
         self._progress = (0, 0)
@@ -174,7 +173,8 @@ class Watcher:
     def _watch(self) -> None:
         soon = False
         while not self._closed.is_set():
-            signals = self._signals(self._poll_soon_s if soon else self._poll_s)
+            least_s = _POLL_SOON_S if soon else _POLL_S
+            signals = self._signals(polling_s(self._world_size, least_s))
             self._look_for_a_failure()
             for number in signals:
                 self._take_signal(number)
@@ -246,11 +246,9 @@ class Watcher:
         elif self._asked_at is None:
             self._asked_at = time.monotonic()
         elif time.monotonic() - self._asked_at > _ANSWER_S:
-            # Each key of `missing` is a request, so one rank of thousands looks for all of them.
             who = "another rank says for whom it waits"
-            if self._hangs.claim():
-                silent = ", ".join(map(str, self.phases.stops.missing()))
-                who = f"rank {silent} gives no answer"
+            if self._hangs.claim():  # one rank asks for the thousands of keys
+                who = f"rank {', '.join(map(str, self.phases.stops.missing()))} gives no answer"
             leave(ENDED_BY_SIGTERM, f"cannot stop with the others: {who}")
 
     def _look_for_a_stall(self) -> None:

@@ -1,7 +1,5 @@
-"""Fills the weights of all replicas of a model from its files, which one replica reads.
-
-A file system that all machines share then serves each weight once, whatever the number of ranks.
-This file does not know what the weights are for.
+"""Fills a model's weights on all replicas from files that one of them reads: a file system that all
+machines share serves each weight once.
 """
 
 from __future__ import annotations
@@ -9,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from mrlhf.errors import WeightError
@@ -20,33 +19,26 @@ from mrlhf.weights.shard import Slot
 
 
 def read_for_all(
-    path: str | Path,
-    spec: ModelSpec,
-    slots: Sequence[Slot],
-    needs_head: bool,
-    groups: RoleGroups,
+    path: str | Path, spec: ModelSpec, slots: Sequence[Slot], needs_head: bool, groups: RoleGroups
 ) -> bool:
-    """Fill the `slots` of every rank, as `read_model` does; every rank calls it.
+    """Fill the `slots` of every rank, as `read_model` does; every rank calls it."""
 
-    A WeightError of one rank is raised on all.
-    """
-    replicas: dict[int, dist.ProcessGroup] = {}  # of the parameter with this id
-    same = groups.collection
-    for slot in slots:
-        replicas[id(slot.parameter)] = same.expt_dp if slot.piece.of_expert else same.dp_cp
-    own = [slot for slot in slots if replicas[id(slot.parameter)].rank() == 0]
+    def replicas(slot: Slot) -> dist.ProcessGroup:
+        same = groups.collection
+        return same.expt_dp if slot.piece.of_expert else same.dp_cp
 
     has_head = False
     error = None
     try:
-        has_head = read_model(path, spec, own, needs_head)
+        read = [slot for slot in slots if replicas(slot).rank() == 0]
+        has_head = read_model(path, spec, read, needs_head)
     except WeightError as failure:
         error = str(failure)
     raise_together(error, WeightError, groups.world)
 
-    # All ranks of a pipeline stage have the same parameters in the same order.
-    for parameter in {id(slot.parameter): slot.parameter for slot in slots}.values():
-        group = replicas[id(parameter)]
-        if group.size() > 1:
-            dist.broadcast(parameter.detach(), group=group, group_src=0)
+    # The ranks of a pipeline stage have the same parameters in the same order.
+    for slot in {id(slot.parameter): slot for slot in slots}.values():
+        if replicas(slot).size() > 1:
+            as_bytes = slot.parameter.detach().view(-1).view(torch.uint8)
+            dist.broadcast(as_bytes, group=replicas(slot), group_src=0)
     return has_head

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import RewardResult
 from mrlhf.rollout.scoring import Scorer
@@ -56,15 +56,13 @@ def score(rank: int, world_size: int) -> dict[str, Any]:
     function = RewardFunction([("gsm8k", 1.0), ("format", 0.5)])
     tokenizer: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
     own: Any = OwnColumns(rank)
-    factory = GroupFactory(60.0)
-    world = dist.group.WORLD
-    assert world is not None
+    groups = GroupFactory(60.0).role_groups(ParallelLayout(tp=1, pp=1, dp=world_size))
 
-    scorer = Scorer(function, tokenizer, None, world, factory.machine)
+    scorer = Scorer(function, tokenizer, None, groups)
     with_answers = scorer.score(rollout(), with_answers=True)
     without = scorer.score(rollout())
     scorer.close()
-    unlike = Scorer(own, tokenizer, None, world, factory.machine).score(rollout())
+    unlike = Scorer(own, tokenizer, None, groups).score(rollout())
 
     return {
         "total": with_answers.total.tolist(),

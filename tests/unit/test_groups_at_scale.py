@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mrlhf.parallel import groups
 from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.job import Launch, meet, polling_period
+from mrlhf.parallel.job import Launch, meet, polling_s
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.phases import Phases
 from mrlhf.run import same_start
@@ -258,9 +258,9 @@ def test_a_step_asks_nothing_of_the_store() -> None:
 
 
 def test_a_large_job_looks_into_the_store_more_rarely() -> None:
-    assert polling_period(8, 0.02) == 0.02
-    assert polling_period(1024, 0.5) == 0.5
-    assert [count / polling_period(count, 0.5) for count in (4096, 16384)] == [4000, 4000]
+    assert polling_s(8, 0.02) == 0.02
+    assert polling_s(1024, 0.5) == 0.5
+    assert [count / polling_s(count, 0.5) for count in (4096, 16384)] == [4000, 4000]
 
 
 def _page() -> str:
