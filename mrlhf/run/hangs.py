@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _NAMED_RANKS = 3
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
-_TIMED_OUT = ("timed out waiting", "operation timeout", "wait timeout")
+_TIMED_OUT = ("timed out waiting", "operation timeout", "wait timeout", "connect timeout")
 # The innermost functions of a main thread that waits for other ranks.
 _WAITING_IN = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication.py")
 
