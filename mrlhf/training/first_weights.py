@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mrlhf.errors import WeightError
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
-from mrlhf.parallel.collectives import raise_together
+from mrlhf.parallel.collectives import together
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.weights.shard import Slot
 
@@ -27,14 +27,9 @@ def read_for_all(
         same = groups.collection
         return same.expt_dp if slot.piece.of_expert else same.dp_cp
 
-    has_head = False
-    error = None
-    try:
+    with together(WeightError, groups.world):
         read = [slot for slot in slots if replicas(slot).rank() == 0]
         has_head = read_model(path, spec, read, needs_head)
-    except WeightError as failure:
-        error = str(failure)
-    raise_together(error, WeightError, groups.world)
 
     # The ranks of a pipeline stage have the same parameters in the same order.
     for slot in {id(slot.parameter): slot for slot in slots}.values():

@@ -42,6 +42,7 @@ GATHERS = {
     "compare_replicas",
     "gather_object",
     "raise_together",
+    "together",
 }
 RANKS_OF_A_MACHINE = 8
 ACTOR = AxisSizes(tp=8, pp=4)
