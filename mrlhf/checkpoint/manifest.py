@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -154,14 +154,15 @@ def bring_back_replaced(directory: Path) -> None:
             hidden.rename(path)
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, content: bytes | None = None) -> Manifest:
     """The manifest of the checkpoint in `directory`; see `parse_manifest`.
 
-    A CheckpointError says that there is none, or that the directory has another checkpoint's name.
+    `content` is that of its file, if the caller has it. A CheckpointError says that there is no
+    manifest, or that the directory has another checkpoint's name.
     """
     file = directory / MANIFEST
     try:
-        content = file.read_bytes()
+        content = file.read_bytes() if content is None else content
     except OSError as error:
         raise CheckpointError(
             f"{directory} is no whole checkpoint: it has no readable {MANIFEST}"
@@ -215,9 +216,9 @@ def check_name(directory: Path, manifest: Manifest) -> None:
         )
 
 
-def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Refuse, with a CheckpointError, a checkpoint with a file missing or of another size."""
-    for listed in manifest.files:
+def check_sizes(directory: Path, files: Iterable[WrittenFile]) -> None:
+    """Refuse, with a CheckpointError, a checkpoint with one of these files missing or resized."""
+    for listed in files:
         file = directory / listed.path
         try:
             nbytes = file.stat().st_size
@@ -231,10 +232,9 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:
+def check_hashes(path: Path, files: Iterable[WrittenFile]) -> None:
     """Refuse, with a CheckpointError, a checkpoint with one of these files damaged."""
-    for number in numbers:
-        listed = manifest.files[number]
+    for listed in files:
         if describe_file(path, listed.path) != listed:
             raise CheckpointError(
                 f"{path} is damaged: {listed.path} is not what was written (its hash differs from "

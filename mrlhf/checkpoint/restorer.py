@@ -6,6 +6,7 @@ the state means.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.random_state import restore_random_state
 from mrlhf.checkpoint.state_tree import read_state
 from mrlhf.errors import CheckpointError
-from mrlhf.parallel.collectives import raise_together
+from mrlhf.parallel.collectives import together
 from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
@@ -84,21 +85,21 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
 
     If it is not whole or damaged, every rank raises a CheckpointError that names the file.
     """
-    manifest = None
-    state: dict[str, Any] = {}
-    error = None
-    try:
-        manifest = read_manifest(path)
-        check_sizes(path, manifest)
-        ranks = dist.get_world_size(world)
-        check_hashes(path, manifest, range(dist.get_rank(), len(manifest.files), ranks))
-        state = read_state(path)
-    except CheckpointError as failure:
-        error = str(failure)
+    rank = dist.get_rank(world)
+    content: list[bytes | None] = [None]
+    if rank == 0:
+        with contextlib.suppress(OSError):  # `read_manifest` says why, on every rank
+            content = [(path / MANIFEST).read_bytes()]
+    dist.broadcast_object_list(content, src=0, group=world)
 
-    raise_together(error, CheckpointError, world)
-    assert manifest is not None
-    if not manifest.has_hash and dist.get_rank(world) == 0:
+    with together(CheckpointError, world):  # a file that is cut short is found at once
+        manifest = read_manifest(path, content[0])
+        share = manifest.files[rank :: dist.get_world_size(world)]
+        check_sizes(path, share)
+    with together(CheckpointError, world):
+        check_hashes(path, share)
+        state = read_state(path)
+    if not manifest.has_hash and rank == 0:
         logger.warning(
             "%s is of an earlier version, whose %s has no hash: it was not checked for damage",
             path,

@@ -209,7 +209,7 @@ class Saver:
                 if part.error is not None:
                     raise CheckpointError(f"rank {rank} {part.error}")
             manifest = self._manifest(pending.contents, parts)
-            check_sizes(pending.hidden, manifest)  # rank 0 must see what all ranks wrote
+            check_sizes(pending.hidden, manifest.files)  # rank 0 must see what all ranks wrote
             write_bytes(pending.hidden, MANIFEST, manifest.to_bytes())
             if self._verify is not None:
                 self._verify()

@@ -7,7 +7,8 @@ creates no group and does not know roles, weights or batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -56,6 +57,17 @@ def raise_together(
     for other in all_gather_objects(error, group):
         if other is not None:
             raise kind(other)
+
+
+@contextmanager
+def together(kind: type[Exception], group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Raise a `kind` that the body raises on one rank on every rank of the group."""
+    error = None
+    try:
+        yield
+    except kind as failure:
+        error = str(failure)
+    raise_together(error, kind, group)
 
 
 def all_max(value: int, group: dist.ProcessGroup | None, device: torch.device) -> int:

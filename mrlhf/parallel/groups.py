@@ -188,8 +188,12 @@ class GroupFactory:
         own_group = None
         for ranks in rank_lists:
             key = tuple(sorted(ranks))
-            if key not in self._groups:
-                self._groups[key] = dist.new_group(list(key), timeout=self._timeout)
+            is_alone = len(key) == 1
+            if key not in self._groups and (self._rank in key or not is_alone):
+                # torch numbers groups on each rank, so all ranks make those of several ranks.
+                self._groups[key] = dist.new_group(
+                    list(key), timeout=self._timeout, use_local_synchronization=is_alone
+                )
             if self._rank in key:
                 own_group = self._groups[key]
         return own_group

@@ -26,6 +26,7 @@ from mrlhf.errors import ConfigError, HangError
 
 STORE_S = 10.0  # for the store to answer, where nothing has to be waited for
 _POLL_S = 0.02
+_MOST_LOOKS = 4000  # a second, of all ranks together
 _MOST_DIGITS = 18
 
 
@@ -281,6 +282,14 @@ def meet(
     return dist.PrefixStore(f"mrlhf {name}", connection)
 
 
+def polling_s(world_size: int, least_s: float) -> float:
+    """Seconds between two looks of a rank into the job's store: `least_s`, and more in large jobs.
+
+    One thread serves all ranks. `Store.wait` would log two warnings each time that it runs out.
+    """
+    return max(least_s, world_size / _MOST_LOOKS)
+
+
 def wait_for(
     store: dist.Store,
     keys: Sequence[str],
@@ -295,7 +304,7 @@ def wait_for(
             raise _in_vain(launch, timeout_s)
         if look is not None:
             look()
-        time.sleep(_POLL_S)
+        time.sleep(polling_s(launch.world_size, _POLL_S))
 
 
 def check_interfaces(backend: str) -> None:
@@ -364,7 +373,7 @@ def _name_attempt(
             return name
         if look is not None:
             look()
-        time.sleep(_POLL_S)
+        time.sleep(polling_s(launch.world_size, _POLL_S))
     raise _in_vain(launch, timeout_s)
 
 

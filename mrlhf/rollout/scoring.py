@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from mrlhf.batch import Rollout
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.phases import Phases
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import RewardInput, RewardResult
@@ -90,7 +91,7 @@ class Scorer:
     function: RewardFunction  # the terms, which `close` ends
     tokenizer: Tokenizer
     reward_model: RewardModel | None
-    world: dist.ProcessGroup  # responses are shared out among its ranks
+    groups: RoleGroups  # responses are shared out among all ranks
     # is told how many of this rank's responses are scored; all ranks may stop after every few
     phases: Phases = field(default_factory=Phases)
 
@@ -108,8 +109,9 @@ class Scorer:
             RewardError: a term failed, hung or returned no number for this rank's share.
             Interrupted: the run stops here.
         """
-        rank = self.world.rank()
-        world_size = self.world.size()
+        world = self.groups.world
+        rank = world.rank()
+        world_size = world.size()
 
         model_scores: dict[str, list[float]] = {}
         if self.reward_model is not None:
@@ -119,20 +121,29 @@ class Scorer:
         result = self._score_rows(rollout, my_rows, model_scores)
 
         # After an error above the job ends, so no rank waits here for long.
-        my_answers = result.answers if with_answers else {}
-        shares = all_gather_objects((result.scores, result.metrics, my_answers), self.world)
+        names = self._column_names(result.metrics)
+        absent = [math.nan] * len(my_rows)
+        mine = [result.scores, *(result.metrics.get(name, absent) for name in names)]
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        table = self.groups.machine.table((len(mine), len(rollout)), torch.int64)
+        table.entries[:, rank::world_size] = numbers.view(torch.int64)  # 0 + bits are these bits
+        total, *columns = table.complete().view(torch.float64)
+        terms = {name: column.tolist() for name, column in zip(names, columns, strict=True)}
 
-        total = torch.empty(len(rollout), dtype=torch.float32)
-        names = sorted({name for _, metrics, _ in shares for name in metrics})
-        terms = {name: [math.nan] * len(rollout) for name in names}
-        for source, (scores, metrics, _) in enumerate(shares):
-            total[source::world_size] = torch.tensor(scores, dtype=torch.float32)
-            for name, column in metrics.items():
-                terms[name][source::world_size] = column
-
-        answers_of_ranks = [answers for _, _, answers in shares]
+        answers_of_ranks = all_gather_objects(result.answers, world) if with_answers else []
         answers = _join_answers(answers_of_ranks, _correctness_column(terms), len(rollout))
-        return Scores(total, terms, answers)
+        return Scores(total.to(torch.float32), terms, answers)
+
+    def _column_names(self, own: Iterable[str]) -> list[str]:
+        """The names of the columns on all ranks, sorted; they are gathered only if they differ."""
+        mine = sorted(own)
+        world = self.groups.world
+        table = self.groups.machine.table((world.size(),), torch.int64)
+        table.entries[world.rank()] = xxhash.xxh3_64_intdigest(repr(mine).encode()) >> 1
+        hashes = table.complete()
+        if bool((hashes == hashes[0]).all()):
+            return mine
+        return sorted({name for names in all_gather_objects(mine, world) for name in names})
 
     def close(self) -> None:
         """End the processes of users' functions."""

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from mrlhf.errors import ConfigError, DataError, HangError, MethodError, MrlhfError, UserTraceback
-from mrlhf.parallel.job import STORE_S, Launch, connect_before_start, write_error_file
+from mrlhf.parallel.job import STORE_S, Launch, connect_before_start, polling_s, write_error_file
 from mrlhf.run.hangs import is_time_out
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class Failures:
         """Begin without a failure; all ranks of this attempt share `store`, for this alone."""
         self._store = store
         self._rank = rank
+        self._poll_s = polling_s(world_size, _POLL_S)
         self._informed = [f"rank {other} has heard" for other in range(world_size)]
 
     def another_reports(self) -> bool:
@@ -98,7 +99,7 @@ class Failures:
         """The failure that another rank reports within `limit_s`, if any."""
         latest = time.monotonic() + limit_s
         while (failure := self.look()) is None and time.monotonic() < latest:
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
         return failure
 
     def raise_if_reported(self) -> None:
@@ -150,7 +151,7 @@ class Failures:
             others = [key for rank, key in enumerate(self._informed) if rank != self._rank]
             latest = time.monotonic() + (_READ_WAIT_S if own.is_cause else _READ_LOSS_WAIT_S)
             while others and not self._store.check(others) and time.monotonic() < latest:
-                time.sleep(_POLL_S)
+                time.sleep(self._poll_s)
         except (RuntimeError, OSError):
             logger.debug("the job's store has gone", exc_info=True)
 

@@ -22,6 +22,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from mrlhf.parallel.job import polling_s
 from mrlhf.parallel.phases import Phases
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _NAMED_RANKS = 3
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
-_TIMED_OUT = ("timed out waiting", "operation timeout", "wait timeout")
+_TIMED_OUT = ("timed out waiting", "operation timeout", "wait timeout", "connect timeout")
 # The innermost functions of a main thread that waits for other ranks.
 _WAITING_IN = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication.py")
 
@@ -97,12 +98,13 @@ class HangReports:
         keys = [f"answer {question} of rank {rank}" for rank in range(self._world_size)]
         latest = time.monotonic() + _ANSWER_S
         while not self._store.check(keys) and time.monotonic() < latest:
-            time.sleep(0.02)
+            time.sleep(polling_s(self._world_size, 0.02))
 
+        given = keys if self._store.check(keys) else [k for k in keys if self._store.check([k])]
+        texts = dict(zip(given, self._store.multi_get(given) if given else [], strict=True))
         answers: dict[int, Answer | None] = {}
         for rank, key in enumerate(keys):
-            given = self._store.check([key])
-            answers[rank] = Answer(**json.loads(self._store.get(key))) if given else None
+            answers[rank] = Answer(**json.loads(texts[key])) if key in texts else None
         return Report(answers, self._directory / folder)
 
     def time_out(self) -> None:

@@ -19,7 +19,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from mrlhf.errors import HangError
-from mrlhf.parallel.job import connect, is_store_of_launcher
+from mrlhf.parallel.job import connect, is_store_of_launcher, polling_s
 from mrlhf.parallel.phases import Phases
 from mrlhf.run.failures import STOP_SIGNALS, Failures
 from mrlhf.run.hangs import HangReports, describe
@@ -106,6 +106,7 @@ class Watcher:
         self._on_failure = on_failure
         self._rank = rank
         self._timeout_s = timeout_s
+        self._world_size = world_size
         self._deadline = deadline if rank == 0 else None
         self._at_start = self._place()
         self._progress = (0, 0)
@@ -172,7 +173,8 @@ class Watcher:
     def _watch(self) -> None:
         soon = False
         while not self._closed.is_set():
-            signals = self._signals(_POLL_SOON_S if soon else _POLL_S)
+            least_s = _POLL_SOON_S if soon else _POLL_S
+            signals = self._signals(polling_s(self._world_size, least_s))
             self._look_for_a_failure()
             for number in signals:
                 self._take_signal(number)
@@ -244,11 +246,10 @@ class Watcher:
         elif self._asked_at is None:
             self._asked_at = time.monotonic()
         elif time.monotonic() - self._asked_at > _ANSWER_S:
-            ranks = ", ".join(map(str, self.phases.stops.missing()))
-            leave(
-                ENDED_BY_SIGTERM,
-                f"cannot stop with the others: rank {ranks} gives no answer",
-            )
+            who = "another rank says for whom it waits"
+            if self._hangs.claim():  # one rank asks for the thousands of keys
+                who = f"rank {', '.join(map(str, self.phases.stops.missing()))} gives no answer"
+            leave(ENDED_BY_SIGTERM, f"cannot stop with the others: {who}")
 
     def _look_for_a_stall(self) -> None:
         """Write down where all ranks are if this one is stalled for nearly the time-out."""

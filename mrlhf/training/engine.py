@@ -34,7 +34,6 @@ from mrlhf.models.flops import sequence_flops
 from mrlhf.models.heads import GPTHiddenModel
 from mrlhf.models.lora import is_adapter, trained_shapes, without_adapters
 from mrlhf.models.spec import ModelSpec
-from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
@@ -45,6 +44,7 @@ from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
+from mrlhf.training.first_weights import read_for_all
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
 from mrlhf.training.update_clock import UpdateClock
 from mrlhf.weights.hf import FileOptions, write_weights
@@ -165,7 +165,8 @@ class ModelEngine:
             WeightError: the files are missing, damaged, or not those of the model.
         """
         base = [slot for slot in self.slots if not is_adapter(slot.piece.name)]
-        has_head = read_model(path, without_adapters(self.spec), base, needs_head)
+        own = without_adapters(self.spec)
+        has_head = read_for_all(path, own, base, needs_head, self.groups)
         section = self._section
         if isinstance(section, AdaptedSection) and section.lora.path is not None:
             has_head = read_adapter(section.lora.path, self.spec, self.slots) or has_head

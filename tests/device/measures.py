@@ -59,7 +59,7 @@ def all_figures() -> Figures:
 
 def lines() -> dict[str, Counts]:
     """What each line costs in passes over two packs with one layer, and in a decode step."""
-    _join()
+    join()
     passes = _passes(1, FEW_PACKS)
     engine = _engine(1)
     steps = {
@@ -71,7 +71,7 @@ def lines() -> dict[str, Counts]:
 
 def training() -> Figures:
     """Of log-probabilities and of the actor's update, in bfloat16, with GQA and tied embeddings."""
-    _join()
+    join()
     found = {
         (layers, packs): _passes(layers, packs)
         for layers in (1, 2)
@@ -128,7 +128,7 @@ def decoding() -> Figures:
     return figures
 
 
-def _join() -> None:
+def join() -> None:
     if not dist.is_initialized():
         store = dist.HashStore()
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
@@ -166,7 +166,7 @@ def _passes(layers: int, packs: int) -> Passes:
     engine.attach_optimizer(section.optim, total_updates=100)
     actor = Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
 
-    experience = _experience()
+    experience = example()
     rollout = experience.rollout
     cut = engine.cut(rollout.sequences(), "response")
     assert len(cut.packs) == packs, f"{len(cut.packs)} packs"
@@ -179,7 +179,7 @@ def _passes(layers: int, packs: int) -> Passes:
     return Passes(forward, update)
 
 
-def _experience() -> Experience:
+def example() -> Experience:
     half = LENGTH // 2
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)

@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -72,7 +73,11 @@ def _in_ranks(rank: int, world_size: int, root: str) -> tuple[str, list[str]]:
     return error, logged
 
 
-def test_a_hung_rank_is_named_and_all_stacks_are_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_a_hung_rank_is_named_and_all_stacks_are_written(
+    lazy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)  # ranks connect when they first meet
     (error, logged), (no_error, logged_too) = run_ranks(2, _in_ranks, str(tmp_path))
     (directory,) = (tmp_path / "hangs").iterdir()  # one, though the stall was seen before
     assert no_error == ""

@@ -46,6 +46,8 @@ def test_the_missing_ranks_are_named(others: list[Answer | None], wanted: str) -
 def test_time_outs_are_told_from_other_errors() -> None:
     gloo = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation"
     assert is_time_out(RuntimeError(gloo))
+    late = "[gloo/transport/tcp/pair.h:311] Connect timeout [none]"  # if groups connect late
+    assert is_time_out(RuntimeError(late))
     assert not is_time_out(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
     assert not is_time_out(TrainingError("5 gradients in a row were not usable"))
     assert not is_time_out(None)

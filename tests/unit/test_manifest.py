@@ -50,7 +50,7 @@ def change(directory: Path, **values: Any) -> None:
 def test_a_manifest_comes_back(tmp_path: Path) -> None:
     manifest = save(tmp_path / "step_000005")
     assert read_manifest(tmp_path / "step_000005") == manifest
-    check_sizes(tmp_path / "step_000005", manifest)
+    check_sizes(tmp_path / "step_000005", manifest.files)
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "a/../../b", ""])
@@ -66,10 +66,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
     manifest = save(directory)
     (directory / "actor.bin").write_bytes(b"012")
     with pytest.raises(CheckpointError, match=r"actor\.bin has 3 bytes and not 10"):
-        check_sizes(directory, manifest)
+        check_sizes(directory, manifest.files)
     (directory / "actor.bin").unlink()
     with pytest.raises(CheckpointError, match=r"actor\.bin is missing"):
-        check_sizes(directory, manifest)
+        check_sizes(directory, manifest.files)
 
     change(directory, format=99)
     with pytest.raises(CheckpointError, match="has format 99"):

@@ -1,5 +1,5 @@
-"""docs/parallelism.md is right: its layouts pass the dry run, its refusals are those of the checks,
-and its picture shows where the ranks stand.
+"""docs/parallelism.md is right: its layouts pass the dry run and fit, its refusals are those of the
+checks, and its picture shows where the ranks stand.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from mrlhf.models.families import FAMILIES, load_spec
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.preflight import dry_run
 from mrlhf.preflight.schedule_drawing import draw
+from tests import memory_rules
 from tests.tiny_task import write_tiny_task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
 LAYOUTS = re.findall(
     r"^### (\d+) GPUs: [^#]*?^```yaml\n(.*?)^```\n\n```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
 )
+MEMORY = re.findall(r"^\| (\d+) \|([\d |]+)\|$", PAGE, re.MULTILINE)
+GPU_GB = 80
+REST_GB = 10  # of the layer that is being computed, the output layer and NCCL
 REFUSALS = re.findall(r"^\| `([^|]+=[^|]+)` \| ([^|]+) \|$", PAGE, re.MULTILINE)
 
 LLAMA = {
@@ -105,8 +109,28 @@ def test_a_layout_passes_the_dry_run(world_size: str, _: str, said: str) -> None
     assert lines[-1] == ["what", "could", "be", "checked", "fits", world_size, "ranks"]
 
 
+@pytest.mark.parametrize(("world_size", "row"), MEMORY, ids=lambda text: text[:3])
+def test_a_layout_takes_the_memory_that_the_page_says_and_fits(world_size: str, row: str) -> None:
+    config = load_config(PPOConfig, f"{world_size}.yaml", [])
+    specs = {"actor": load_spec(config.actor.path, "lm")}
+    if "critic" in yaml_of(world_size):
+        specs["critic"] = load_spec(config.critic.path, "scalar")
+    taken = memory_rules.gigabytes(config, specs, int(world_size))
+    owners = ("actor", "reference", "critic", "engine", "activations")
+    together = sum(taken.values())
+    wanted = [taken.get(owner) for owner in owners] + [together]
+    said = [None if not cell.strip() else int(cell) for cell in row.split("|")]
+    assert said == [None if number is None else round(number) for number in wanted]
+    assert together + REST_GB < GPU_GB
+
+
+def yaml_of(world_size: str) -> str:
+    return next(block for ranks, block, _ in LAYOUTS if ranks == world_size)
+
+
 def test_there_are_three_layouts_and_several_refusals() -> None:
     assert [world_size for world_size, _, _ in LAYOUTS] == ["8", "64", "512"]
+    assert [world_size for world_size, _ in MEMORY] == ["8", "64", "512"]
     assert len(REFUSALS) == 10
 
 

@@ -139,7 +139,7 @@ def convert(
     _check_target(source_path, found, target_path, options.overwrite)
     if verify and found.format == "training":
         manifest = read_manifest(found.path)
-        check_hashes(found.path, manifest, range(len(manifest.files)))
+        check_hashes(found.path, manifest.files)
     source = _open(found, source_options)
     hidden = target_path.parent / f".{target_path.name}.converting"
     try:

@@ -196,7 +196,7 @@ def _examine_training(found: Found, finding: Finding, every_byte: bool) -> None:
         finding.say("not verified", f"{MANIFEST}: an earlier version saved it without a hash")
     if not every_byte:
         finding.say("not verified", "hashes; --verify compares those of all files")
-    check_sizes(found.path, manifest)
+    check_sizes(found.path, manifest.files)
     for listed in manifest.files if every_byte else ():
         if describe_file(found.path, listed.path) != listed:
             finding.problems.append(f"{listed.path} is not what was written")

@@ -119,7 +119,7 @@ def _newest_whole(
     for path in newest_first:
         try:
             manifest = read_manifest(path)
-            check_sizes(path, manifest)
+            check_sizes(path, manifest.files)
         except CheckpointError as error:
             passed_over.append(str(error))
         else:

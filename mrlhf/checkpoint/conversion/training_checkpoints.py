@@ -41,7 +41,7 @@ class TrainingSource(ModelSource):
             CheckpointError: the checkpoint is not whole, or has no such model.
         """
         manifest = read_manifest(directory)
-        check_sizes(directory, manifest)
+        check_sizes(directory, manifest.files)
         self._role = _pick_role(directory, manifest, role)
         model = manifest.models[self._role]
         if model.dtype not in _DTYPES:

@@ -108,7 +108,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run, actor.engine)
-    scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups.world, run.phases)
+    scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups, run.phases)
 
     # An optimizer moves the parameters, so the inference engine is connected after it.
     actor_updates = max(1, inputs.steps - max(0, config.trainer.critic_warmup - 1))
