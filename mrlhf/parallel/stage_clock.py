@@ -6,12 +6,13 @@ handed to them in the place of these timers. It knows neither models nor micro-b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+
+from mrlhf.device import Moment
 
 _EXCHANGE = ("-send", "-recv")
 """How the names of the timers around an exchange with a neighbouring stage end."""
@@ -20,9 +21,8 @@ _EXCHANGE = ("-send", "-recv")
 class StageClock:
     """The timers of one stage, as `TransformerConfig.timers` wants them.
 
-    A stage waits while it exchanges something with a neighbour, the transfer included. Before each
-    exchange the stages tell each other a shape, for which a GPU has to be waited for anyway. The
-    clock waits for the GPU at the same places, so what it measures there is right as well.
+    A stage waits while it exchanges something with a neighbour, the transfer included. The clock of
+    a GPU's stage notes moments in the GPU's work, and reads them when the times are taken.
     """
 
     def __init__(self, device: torch.device, stage: int, stages: int) -> None:
@@ -30,33 +30,34 @@ class StageClock:
         self._device = device
         self._stage = stage
         self._stages = stages
-        self._exchange_began = 0.0
-        self._ended = 0.0  # the last exchange or backward pass; what follows is no stage's alone
-        self._waited = 0.0
-        self._idle = 0.0
-        self._busy = 0.0
+        self._exchange_began = self._now()
+        self._ended = self._now()  # the last exchange or backward pass
+        self._waits: list[tuple[Moment, Moment]] = []
+        self._runs: list[_Run] = []  # since the last `take`
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measure the run of a schedule in the body of a `with` statement, unless it raises."""
         began = self._now()
-        self._waited = 0.0
+        self._waits = []
         yield
-        span = self._ended - began
-        busy = span - self._waited
-
-        # The first stage has the first forward and the last backward pass, so its span is that of
-        # the whole schedule. Of that, each stage is idle while it is not busy.
-        whole = self._stages * span if self._stage == 0 else 0.0
-        self._idle += whole - busy
-        self._busy += busy
+        # What follows the last exchange or backward pass is no stage's alone.
+        self._runs.append(_Run(began, self._ended, self._waits))
 
     def take(self) -> tuple[float, float]:
         """Seconds idle and seconds busy since the last call, to be summed over the stages."""
-        taken = (self._idle, self._busy)
-        self._idle = 0.0
-        self._busy = 0.0
-        return taken
+        idle = 0.0
+        busy = 0.0
+        for run in self._runs:
+            span = run.ended.since(run.began)
+            waited = sum(end.since(begin) for begin, end in run.waits)
+            # The first stage has the first forward and the last backward pass, so its span is that
+            # of the whole schedule. Of that, each stage is idle while it is not busy.
+            whole = self._stages * span if self._stage == 0 else 0.0
+            idle += whole - (span - waited)
+            busy += span - waited
+        self._runs = []
+        return idle, busy
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
         """The timer `name` of megatron-core; the level does not matter."""
@@ -71,14 +72,20 @@ class StageClock:
         """Note the end of an exchange or of a backward pass."""
         if name.endswith(_EXCHANGE):
             self._ended = self._now()
-            self._waited += self._ended - self._exchange_began
+            self._waits.append((self._exchange_began, self._ended))
         elif name == "backward-compute":
             self._ended = self._now()
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def _now(self) -> Moment:
+        return Moment(self._device)
+
+
+class _Run(NamedTuple):
+    """The run of a schedule, from its begin to its last exchange or backward pass."""
+
+    began: Moment
+    ended: Moment
+    waits: list[tuple[Moment, Moment]]  # begin and end of each exchange
 
 
 class _Timer(NamedTuple):
