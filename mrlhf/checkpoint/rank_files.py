@@ -1,12 +1,14 @@
 """The files that one rank writes into a checkpoint, at once or in a thread while training goes on.
 
+On a GPU the thread copies in a stream of its own, so that what trains or generates does not wait.
 This file knows neither the manifest nor the other ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
@@ -42,18 +44,48 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def copy(self, role: str, sources: Sequence[TensorSource]) -> list[TensorSource]:
-        """The same tensors, copied; they stay as they are until the next call for this role."""
+    def copy_all(
+        self, models: Mapping[str, RankSlices], stream: torch.cuda.Stream | None
+    ) -> dict[str, RankSlices]:
+        """Copies of models' slices, which stay as they are until the next call.
+
+        A GPU copies in `stream`; without one it is None.
+        """
+        copied = {}
+        with _on(stream):
+            for role, slices in models.items():
+                sources = self._copy(role, slices.sources, is_pinned=stream is not None)
+                copied[role] = replace(slices, sources=sources)
+        return copied
+
+    def _copy(
+        self, role: str, sources: Sequence[TensorSource], is_pinned: bool
+    ) -> list[TensorSource]:
         copies = []
         for number, source in enumerate(sources):
             elements = source.nbytes // source.dtype.itemsize
             place = f"{role} {number}"
             buffer = self._buffers.get(place)
             if buffer is None or buffer.dtype != source.dtype or len(buffer) != elements:
-                buffer = torch.empty(elements, dtype=source.dtype, device="cpu")
+                # A GPU copies to pinned memory at full speed, and beside other work.
+                buffer = torch.empty(
+                    elements, dtype=source.dtype, device="cpu", pin_memory=is_pinned
+                )
                 self._buffers[place] = buffer
             copies.append(source.copied(into=buffer))
         return copies
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Let a GPU do the work of this thread in `stream`, and wait for it; None: there is no GPU."""
+    if stream is None:
+        yield
+        return
+    torch.cuda.set_device(stream.device)  # a thread begins with the machine's first GPU
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 class RankWriter:
@@ -92,13 +124,21 @@ class RankWriter:
         self._part = part
 
     def begin(
-        self, models: Mapping[str, RankSlices], write_rest: WriteFiles, staging: Staging
+        self,
+        models: Mapping[str, RankSlices],
+        write_rest: WriteFiles,
+        staging: Staging,
+        device: torch.device,
     ) -> None:
-        """Copy the models' state and write all files, in a thread.
+        """Copy the models' state from `device` and write all files, in a thread.
 
         The models must not change before `wait_until_copied` has returned.
         """
-        arguments = (models, write_rest, staging)
+        stream = None
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+        arguments = (models, write_rest, staging, stream)
         self._thread = Thread(target=self._copy_and_write, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -119,13 +159,15 @@ class RankWriter:
         return self._part
 
     def _copy_and_write(
-        self, models: Mapping[str, RankSlices], write_rest: WriteFiles, staging: Staging
+        self,
+        models: Mapping[str, RankSlices],
+        write_rest: WriteFiles,
+        staging: Staging,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         # Whatever is raised in a thread is lost with it; so every error goes into the result.
         try:
-            copied = {}
-            for role, slices in models.items():
-                copied[role] = replace(slices, sources=staging.copy(role, slices.sources))
+            copied = staging.copy_all(models, stream)
             self._copied.set()
             self.write(copied, write_rest)
         except Exception as error:
