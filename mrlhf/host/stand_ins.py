@@ -131,7 +131,7 @@ def _patch_random(module: Any) -> None:
 
 
 def _patch_linear(module: Any) -> None:
-    """Replace Apex's kernel that adds the gradient of a weight to float32 `main_grad` in place."""
+    """Let a CPU add the gradient of a weight to float32 `main_grad` in place."""
 
     def add_product(inputs: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
         if inputs.dtype == total.dtype:
@@ -139,6 +139,17 @@ def _patch_linear(module: Any) -> None:
         else:
             total.add_(grad_output.t() @ inputs)
 
+    replace_apex_kernel(module, add_product)
+
+
+def replace_apex_kernel(
+    module: Any, add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+) -> None:
+    """Put `add_product` in the place of Apex's kernel in megatron-core's module of linear layers.
+
+    It takes inputs [tokens, columns], the gradient of outputs [tokens, rows], and adds the gradient
+    of the weight to a float32 sum [rows, columns].
+    """
     module.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
     module._grad_accum_fusion_available = True
 

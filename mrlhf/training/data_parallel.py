@@ -7,16 +7,21 @@ gradients are used for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from mrlhf.config.sections import OptimSection
+from mrlhf.host.stand_ins import replace_apex_kernel
 from mrlhf.models.experts import ExpertMatrix
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import REPLICA_AXES
@@ -25,6 +30,7 @@ from mrlhf.parallel.layout import REPLICA_AXES
 # better; with fewer of them there is less to overlap.
 _BUCKET_PARAMETERS = 40_000_000
 _LEAST_BUCKETS = 4
+_log = logging.getLogger(__name__)
 
 
 def data_parallel(
@@ -55,7 +61,8 @@ def data_parallel(
         DistributedDataParallel(config, settings, module, pg_collection=groups.collection)
         for module in modules
     ]
-    if device.type == "cpu":
+    # A CPU has the kernel, and so has a GPU with Apex.
+    if layers._grad_accum_fusion_available or _adds_products_to_sums():
         for chunk in chunks:
             _add_weight_gradients_in_place(chunk)
     return chunks
@@ -160,9 +167,41 @@ def _gather(group: _ParamAndGradBucketGroup) -> list[dist.Work]:
 def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:
     """Let linear layers add the gradient of their weight to its `main_grad` as they compute it.
 
-    Otherwise DistributedDataParallel adds it, after it has been stored. On a CPU `mrlhf.device`
-    stands in for Apex's kernel.
+    Otherwise DistributedDataParallel adds it, after it has been stored.
     """
     for layer in wrapped.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertMatrix)):
             layer.gradient_accumulation_fusion = True
+
+
+@cache
+def _adds_products_to_sums() -> bool:
+    """Whether torch takes the place of Apex's kernel on this GPU, tried once; else it warns."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((64, 16), (64, 32), (16, 32))
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
+    grads, inputs, total = (numbers.to("cuda") for numbers in drawn)
+    grads, inputs = grads.bfloat16(), inputs.bfloat16()
+    wanted = total + grads.float().t() @ inputs.float()
+    try:
+        _add_product(inputs, grads, total)
+        problem = "" if torch.allclose(total, wanted, rtol=1e-2, atol=1e-2) else "wrong numbers"
+    except Exception as error:  # of the driver or of torch's version
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    if problem:
+        _log.warning(
+            "torch.addmm does not add products in bfloat16 to float32 here (%s); gradients of "
+            "weights are stored first, and training takes longer",
+            problem,
+        )
+        return False
+    replace_apex_kernel(layers, _add_product)
+    return True
+
+
+def _add_product(inputs: Tensor, grad_output: Tensor, total: Tensor) -> None:
+    """Add the gradient of a weight to `total` in one call, in its float32."""
+    if inputs.dtype == total.dtype:
+        total.addmm_(grad_output.t(), inputs)
+    else:
+        torch.addmm(total, grad_output.t(), inputs, out_dtype=total.dtype, out=total)
