@@ -10,6 +10,7 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,6 +90,14 @@ class Moment:
         if not self._event.query():
             self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1000
+
+
+Span = tuple[Moment, Moment]
+
+
+def seconds_in(spans: Sequence[Span]) -> float:
+    """The seconds of all spans together."""
+    return sum(end.since(begin) for begin, end in spans)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ This file knows neither the manifest nor the other ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.checkpoint.model_slices import RankSlices
-from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, sync_files, write_tensors
+from mrlhf.checkpoint.tensor_file import WrittenFile, sync_files, write_tensors
 from mrlhf.errors import CheckpointError
 
 WriteFiles = Callable[[], list[WrittenFile]]
@@ -43,49 +42,36 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
 
-    def copy_all(
-        self, models: Mapping[str, RankSlices], stream: torch.cuda.Stream | None
-    ) -> dict[str, RankSlices]:
-        """Copies of models' slices, which stay as they are until the next call.
+    def follow(self, device: torch.device) -> None:
+        """Copy next what the device has computed by now, beside what it computes from now on."""
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
-        A GPU copies in `stream`; without one it is None.
-        """
-        copied = {}
-        with _on(stream):
-            for role, slices in models.items():
-                sources = self._copy(role, slices.sources, is_pinned=stream is not None)
-                copied[role] = replace(slices, sources=sources)
-        return copied
-
-    def _copy(
-        self, role: str, sources: Sequence[TensorSource], is_pinned: bool
-    ) -> list[TensorSource]:
-        copies = []
-        for number, source in enumerate(sources):
-            elements = source.nbytes // source.dtype.itemsize
-            place = f"{role} {number}"
-            buffer = self._buffers.get(place)
-            if buffer is None or buffer.dtype != source.dtype or len(buffer) != elements:
-                # A GPU copies to pinned memory at full speed, and beside other work.
-                buffer = torch.empty(
-                    elements, dtype=source.dtype, device="cpu", pin_memory=is_pinned
-                )
-                self._buffers[place] = buffer
-            copies.append(source.copied(into=buffer))
+    def copy(self, models: Mapping[str, RankSlices]) -> dict[str, RankSlices]:
+        """The same slices, copied; they stay as they are until the next call."""
+        if self._stream is None:
+            return {role: self._copied(role, slices) for role, slices in models.items()}
+        torch.cuda.set_device(self._stream.device)  # a thread begins with the first one
+        with torch.cuda.stream(self._stream):
+            copies = {role: self._copied(role, slices) for role, slices in models.items()}
+        self._stream.synchronize()
         return copies
 
-
-@contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Let a GPU do the work of this thread in `stream`, and wait for it; None: there is no GPU."""
-    if stream is None:
-        yield
-        return
-    torch.cuda.set_device(stream.device)  # a thread begins with the machine's first GPU
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    def _copied(self, role: str, slices: RankSlices) -> RankSlices:
+        is_pinned = self._stream is not None  # only then the copy goes on beside other work
+        copies = []
+        for number, source in enumerate(slices.sources):
+            size = source.nbytes // source.dtype.itemsize
+            place = f"{role} {number}"
+            buffer = self._buffers.get(place)
+            if buffer is None or buffer.dtype != source.dtype or len(buffer) != size:
+                buffer = torch.empty(size, dtype=source.dtype, device="cpu", pin_memory=is_pinned)
+                self._buffers[place] = buffer
+            copies.append(source.copied(into=buffer))
+        return replace(slices, sources=copies)
 
 
 class RankWriter:
@@ -124,21 +110,13 @@ class RankWriter:
         self._part = part
 
     def begin(
-        self,
-        models: Mapping[str, RankSlices],
-        write_rest: WriteFiles,
-        staging: Staging,
-        device: torch.device,
+        self, models: Mapping[str, RankSlices], write_rest: WriteFiles, staging: Staging
     ) -> None:
-        """Copy the models' state from `device` and write all files, in a thread.
+        """Copy the models' state and write all files, in a thread.
 
         The models must not change before `wait_until_copied` has returned.
         """
-        stream = None
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-        arguments = (models, write_rest, staging, stream)
+        arguments = (models, write_rest, staging)
         self._thread = Thread(target=self._copy_and_write, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -159,15 +137,11 @@ class RankWriter:
         return self._part
 
     def _copy_and_write(
-        self,
-        models: Mapping[str, RankSlices],
-        write_rest: WriteFiles,
-        staging: Staging,
-        stream: torch.cuda.Stream | None,
+        self, models: Mapping[str, RankSlices], write_rest: WriteFiles, staging: Staging
     ) -> None:
         # Whatever is raised in a thread is lost with it; so every error goes into the result.
         try:
-            copied = staging.copy_all(models, stream)
+            copied = staging.copy(models)
             self._copied.set()
             self.write(copied, write_rest)
         except Exception as error:

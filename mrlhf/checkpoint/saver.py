@@ -143,8 +143,8 @@ class Saver:
             if self._staging is None:
                 writer.write(models, write_rest)
             else:
-                device = next(iter(contents.models.values())).device
-                writer.begin(models, write_rest, self._staging, device)
+                self._staging.follow(next(iter(contents.models.values())).device)
+                writer.begin(models, write_rest, self._staging)
                 for engine in contents.models.values():
                     engine.hold_until(writer.wait_until_copied)
         self._pending = _Pending(contents, hidden, writer)

@@ -63,14 +63,11 @@ class TensorSource:
         )
 
     def copied(self, into: Tensor | None = None) -> TensorSource:
-        """The same tensor in memory of its own, on the host; `into`, flat, is used if given.
-
-        If `into` is pinned, the copy from a GPU is done once the current stream is.
-        """
+        """The same tensor in memory of its own, on the host; `into`, flat, is used if given."""
         copy = into
         if copy is None:
             copy = torch.empty(math.prod(self.shape), dtype=self.dtype, device="cpu")
-        is_pinned = copy.is_pinned()
+        is_pinned = copy.is_pinned()  # then the caller waits for the stream of a GPU
         place = 0
         for run in self.runs():
             copy[place : place + run.numel()].copy_(run, non_blocking=is_pinned)

@@ -27,11 +27,9 @@ def chosen_experts(scores: Tensor, correction: Tensor | None, experts: Experts) 
 
 
 def occurrences(numbers: Tensor, size: int) -> Tensor:
-    """Return how often each of 0 to `size` - 1 occurs, int64 [size].
-
-    It is `Tensor.bincount`, which would ask a GPU for the largest number.
-    """
+    """Return how often each of 0 to `size` - 1 occurs, int64 [size]."""
     flat = numbers.flatten()
+    # `Tensor.bincount` would ask a GPU for the largest number.
     return flat.new_zeros(size).index_add_(0, flat, torch.ones_like(flat))
 
 

@@ -79,10 +79,7 @@ def passes(
 def received(
     rank: int, stages: int, chunks: int, micro_batches: int
 ) -> tuple[list[int], list[int]]:
-    """The micro-batches whose hidden states and whose gradients a rank receives, in their order.
-
-    The first virtual stage gets no hidden states, the last one no gradients.
-    """
+    """The micro-batches whose hidden states and whose gradients a rank receives, in their order."""
     order = _forward_order(micro_batches, stages, chunks)
     hidden = [number for chunk, number in order if rank > 0 or chunk > 0]
     # Gradients go through the chunks from the last to the first, which the order counts from 0 too.

@@ -200,14 +200,12 @@ class Pipeline:
         return model(token_ids, packed.position_ids[None], None, packed_seq_params=packed)
 
     def _pass_over(self, model: nn.Module, pack: Pack | None) -> Tensor:
-        """Run the shortest pack in the place of a pack; what the stages exchange has its shape.
-
-        A stage may begin to receive a micro-batch before it knows of the stop.
-        """
+        """Run the shortest pack in the place of a pack; what the stages exchange has its shape."""
+        # A stage may begin to receive a micro-batch before it knows of the stop.
         chunk = unwrap_model(model)
-        received_rows = chunk.decoder.input_tensor
-        if received_rows is not None:
-            chunk.set_input_tensor(received_rows[: self._rows_sent(self._shortest)])
+        hidden = chunk.decoder.input_tensor
+        if hidden is not None:
+            chunk.set_input_tensor(hidden[: self._rows_sent(self._shortest)])
         output = self._forward_pack(model, self._shortest)
         if pack is None or chunk.post_process:
             return output
@@ -236,14 +234,12 @@ class Communicator(P2PCommunicator):
         super().__init__(group, config)
         self._clock = clock
         self._chunks = config.virtual_pipeline_model_parallel_size or 1
-        self._rows: tuple[Iterator[int], Iterator[int]] = (iter(()), iter(()))
+        self._rows: list[Iterator[int]] = []
 
     def expect(self, rows: Sequence[int]) -> None:
         """Begin a schedule of micro-batches that have these rows of hidden states each."""
-        group = self.pp_group
-        orders = received(group.rank(), group.size(), self._chunks, len(rows))
-        hidden, gradients = ([rows[number] for number in order] for order in orders)
-        self._rows = (iter(hidden), iter(gradients))
+        orders = received(self.pp_group.rank(), self.pp_group.size(), self._chunks, len(rows))
+        self._rows = [iter([rows[number] for number in order]) for order in orders]
 
     def _communicate_shapes(
         self, send_next: Tensor | None, send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -254,20 +250,12 @@ class Communicator(P2PCommunicator):
             for receives, rows in zip((recv_prev, recv_next), self._rows, strict=True)
         )
 
-    def send_forward_recv_forward(self, *arguments: Any, **options: Any) -> Any:
-        """Do the same as megatron-core's, on the clock."""
-        return self._clocked(super().send_forward_recv_forward(*arguments, **options))
-
-    def send_backward_recv_backward(self, *arguments: Any, **options: Any) -> Any:
-        """Do the same as megatron-core's, on the clock."""
-        return self._clocked(super().send_backward_recv_backward(*arguments, **options))
-
-    def _clocked(self, received: Any) -> Any:
-        """The received tensor, and any requests that are still under way, each on the clock."""
-        if not isinstance(received, tuple):
-            return received
-        tensor, requests = received
-        return tensor, {name: _Request(each, self._clock) for name, each in requests.items()}
+    def _communicate(self, **options: Any) -> Any:
+        """Do the same as megatron-core's, with the requests that are under way on the clock."""
+        *tensors, requests = super()._communicate(**options)
+        if requests:
+            requests = {name: _Request(each, self._clock) for name, each in requests.items()}
+        return *tensors, requests
 
 
 class _Request(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from mrlhf.device import Moment
+from mrlhf.device import Moment, Span, seconds_in
 
 _EXCHANGE = ("-send", "-recv")
 """How the names of the timers around an exchange with a neighbouring stage end."""
@@ -30,34 +30,32 @@ class StageClock:
         self._device = device
         self._stage = stage
         self._stages = stages
-        self._exchange_began = self._now()
-        self._ended = self._now()  # the last exchange or backward pass
-        self._waits: list[tuple[Moment, Moment]] = []
-        self._runs: list[_Run] = []  # since the last `take`
+        self._exchange_began = Moment(device)
+        self._ended = Moment(device)  # the last exchange or backward pass
+        self._exchanges: list[Span] = []
+        self._spans: list[Span] = []  # of the measured schedules since the last `take`
+        self._waits: list[Span] = []
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measure the run of a schedule in the body of a `with` statement, unless it raises."""
-        began = self._now()
-        self._waits = []
+        began = Moment(self._device)
+        self._exchanges = []
         yield
         # What follows the last exchange or backward pass is no stage's alone.
-        self._runs.append(_Run(began, self._ended, self._waits))
+        self._spans.append((began, self._ended))
+        self._waits += self._exchanges
 
     def take(self) -> tuple[float, float]:
         """Seconds idle and seconds busy since the last call, to be summed over the stages."""
-        idle = 0.0
-        busy = 0.0
-        for run in self._runs:
-            span = run.ended.since(run.began)
-            waited = sum(end.since(begin) for begin, end in run.waits)
-            # The first stage has the first forward and the last backward pass, so its span is that
-            # of the whole schedule. Of that, each stage is idle while it is not busy.
-            whole = self._stages * span if self._stage == 0 else 0.0
-            idle += whole - (span - waited)
-            busy += span - waited
-        self._runs = []
-        return idle, busy
+        span = seconds_in(self._spans)
+        busy = span - seconds_in(self._waits)
+        self._spans = []
+        self._waits = []
+        # The first stage has the first forward and the last backward pass, so its span is that of
+        # the whole schedule. Of that, each stage is idle while it is not busy.
+        whole = self._stages * span if self._stage == 0 else 0.0
+        return whole - busy, busy
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
         """The timer `name` of megatron-core; the level does not matter."""
@@ -66,26 +64,15 @@ class StageClock:
     def start(self, name: str) -> None:
         """Note the begin of an exchange."""
         if name.endswith(_EXCHANGE):
-            self._exchange_began = self._now()
+            self._exchange_began = Moment(self._device)
 
     def stop(self, name: str) -> None:
         """Note the end of an exchange or of a backward pass."""
         if name.endswith(_EXCHANGE):
-            self._ended = self._now()
-            self._waits.append((self._exchange_began, self._ended))
+            self._ended = Moment(self._device)
+            self._exchanges.append((self._exchange_began, self._ended))
         elif name == "backward-compute":
-            self._ended = self._now()
-
-    def _now(self) -> Moment:
-        return Moment(self._device)
-
-
-class _Run(NamedTuple):
-    """The run of a schedule, from its begin to its last exchange or backward pass."""
-
-    began: Moment
-    ended: Moment
-    waits: list[tuple[Moment, Moment]]  # begin and end of each exchange
+            self._ended = Moment(self._device)
 
 
 class _Timer(NamedTuple):

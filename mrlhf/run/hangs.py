@@ -34,11 +34,7 @@ _NAMED_RANKS = 3
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
 _TIMED_OUT = ("timed out waiting", "operation timeout", "wait timeout")
 # The innermost functions of a main thread that waits for other ranks, or for a GPU, which waits.
-_WAITING_IN = (
-    "torch/distributed/",
-    "torch/cuda/",
-    "megatron/core/pipeline_parallel/p2p_communication.py",
-)
+_WAITING_IN = ("torch/distributed/", "torch/cuda/", "megatron/core/pipeline_parallel/p2p_comm")
 # Methods written in C, whose callers are the innermost functions that Python knows.
 _WAITS_FOR_GPU = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 
@@ -184,10 +180,7 @@ def _name(rank: int, answer: Answer | None) -> str:
 
 
 def _waits(innermost: FrameType) -> bool:
-    """Whether the thread is in a call that waits for other ranks.
-
-    A collective of a GPU returns at once. The host waits where it asks for a result of the GPU.
-    """
+    """Whether the thread waits for other ranks, on a GPU where it asks for a result of a GPU."""
     file = innermost.f_code.co_filename
     if any(part in file.replace("\\", "/") for part in _WAITING_IN):
         return True

@@ -245,10 +245,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _grad_norm(self) -> float:
-        """Return the norm of the whole gradient, for which the host waits once.
-
-        It is megatron-core's, which waits for a GPU at each weight unless Apex is installed.
-        """
+        """Return megatron-core's norm of the whole gradient, for which the host waits once."""
         grads: dict[dist.ProcessGroup, list[Tensor]] = {}
         for optimizer in self._megatron_optimizers():
             group = optimizer.get_grad_stats_parallel_group()
@@ -261,8 +258,7 @@ class ShardedOptimizer:
                 square = get_total_norm(of_group).square()
             dist.all_reduce(square, group=group)
             squares.append(square)
-        norms = [square**0.5 for square in torch.stack(squares).tolist()]
-        return math.sqrt(sum(norm**2 for norm in norms))
+        return math.sqrt(sum((square**0.5) ** 2 for square in torch.stack(squares).tolist()))
 
     @torch.no_grad()
     def _clip(self, grad_norm: float) -> None:

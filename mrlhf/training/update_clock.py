@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mrlhf.device import Moment
+from mrlhf.device import Moment, Span, seconds_in
 from mrlhf.models.flops import sequence_flops
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
@@ -35,7 +35,7 @@ class UpdateClock:
         self._device = device
         self._stages = stages
         self._began = Moment(device)
-        self._passes: list[tuple[Moment, Moment]] = []  # begin and end of each
+        self._passes: list[Span] = []
         self._operations = 0
 
     def start(self, packs: Sequence[Pack]) -> None:
@@ -66,8 +66,7 @@ class UpdateClock:
         return {f"perf/bubble/{prefix}": idle / busy} if busy else {}
 
     def _slowest(self, prefix: str) -> dict[str, float]:
-        seconds = sum(end.since(begin) for begin, end in self._passes)
-        spent = seconds / self._operations if self._operations else 0.0
+        spent = seconds_in(self._passes) / self._operations if self._operations else 0.0
         self._passes = []
         self._operations = 0
 

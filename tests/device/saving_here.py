@@ -43,7 +43,8 @@ def _save(staging: Staging, first: float) -> Saved:
 
         def forward(inputs: StepInputs) -> Tensor:
             if DEVICE.capturing is not None:
-                writer.begin({"actor": slices}, list, staging, DEVICE.device)
+                staging.follow(DEVICE.device)
+                writer.begin({"actor": slices}, list, staging)
                 writer.wait_until_copied()
             return inputs.tokens * 2
 
