@@ -72,20 +72,13 @@ def figures_of_two() -> Figures:
 
 
 def _mixture(title: str, sizes: AxisSizes) -> Figures:
-    """What a layer of experts makes the host wait."""
-    few, many = (
-        {layers: _passes(layers, packs, sizes, mixture=True) for layers in (1, 2)}
-        for packs in (FEW_PACKS, MANY_PACKS)
-    )
+    """What a layer of experts makes the host wait; outside of layers it does not wait."""
+    few, many = (_passes(1, packs, sizes, mixture=True) for packs in (FEW_PACKS, MANY_PACKS))
     figures = {}
     for name in Passes._fields:
-        more, one = (
-            getattr(many[layers], name).stops - getattr(few[layers], name).stops
-            for layers in (2, 1)
-        )
-        figures[f"{title}, {name}: waits a layer and micro-batch"] = (more - one) / (
-            MANY_PACKS - FEW_PACKS
-        )
+        waits = getattr(many, name).stops - getattr(few, name).stops
+        label = f"{title}, {name}: waits a layer and micro-batch"
+        figures[label] = waits / (MANY_PACKS - FEW_PACKS)
     return figures
 
 
