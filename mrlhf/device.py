@@ -9,6 +9,8 @@ import random
 import re
 import resource
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +71,33 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor
     # A copy from other than pinned memory would wait for all work of the GPU.
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Moment:
+    """The present moment in the work of a device, which the host does not wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds since an earlier moment; waits until the device has come to this one."""
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        if not self._event.query():
+            self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+Span = tuple[Moment, Moment]
+
+
+def seconds_in(spans: Sequence[Span]) -> float:
+    """The seconds of all spans together."""
+    return sum(end.since(begin) for begin, end in spans)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The files that one rank writes into a checkpoint, at once or in a thread while training goes on.
 
+On a GPU the thread copies in a stream of its own, so that what trains or generates does not wait.
 This file knows neither the manifest nor the other ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.checkpoint.model_slices import RankSlices
-from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, sync_files, write_tensors
+from mrlhf.checkpoint.tensor_file import WrittenFile, sync_files, write_tensors
 from mrlhf.errors import CheckpointError
 
 WriteFiles = Callable[[], list[WrittenFile]]
@@ -41,19 +42,36 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
 
-    def copy(self, role: str, sources: Sequence[TensorSource]) -> list[TensorSource]:
-        """The same tensors, copied; they stay as they are until the next call for this role."""
+    def follow(self, device: torch.device) -> None:
+        """Copy next what the device has computed by now, beside what it computes from now on."""
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def copy(self, models: Mapping[str, RankSlices]) -> dict[str, RankSlices]:
+        """The same slices, copied; they stay as they are until the next call."""
+        if self._stream is None:
+            return {role: self._copied(role, slices) for role, slices in models.items()}
+        torch.cuda.set_device(self._stream.device)  # a thread begins with the first one
+        with torch.cuda.stream(self._stream):
+            copies = {role: self._copied(role, slices) for role, slices in models.items()}
+        self._stream.synchronize()
+        return copies
+
+    def _copied(self, role: str, slices: RankSlices) -> RankSlices:
+        is_pinned = self._stream is not None  # only then the copy goes on beside other work
         copies = []
-        for number, source in enumerate(sources):
-            elements = source.nbytes // source.dtype.itemsize
+        for number, source in enumerate(slices.sources):
+            size = source.nbytes // source.dtype.itemsize
             place = f"{role} {number}"
             buffer = self._buffers.get(place)
-            if buffer is None or buffer.dtype != source.dtype or len(buffer) != elements:
-                buffer = torch.empty(elements, dtype=source.dtype, device="cpu")
+            if buffer is None or buffer.dtype != source.dtype or len(buffer) != size:
+                buffer = torch.empty(size, dtype=source.dtype, device="cpu", pin_memory=is_pinned)
                 self._buffers[place] = buffer
             copies.append(source.copied(into=buffer))
-        return copies
+        return replace(slices, sources=copies)
 
 
 class RankWriter:
@@ -123,9 +141,7 @@ class RankWriter:
     ) -> None:
         # Whatever is raised in a thread is lost with it; so every error goes into the result.
         try:
-            copied = {}
-            for role, slices in models.items():
-                copied[role] = replace(slices, sources=staging.copy(role, slices.sources))
+            copied = staging.copy(models)
             self._copied.set()
             self.write(copied, write_rest)
         except Exception as error:

@@ -143,6 +143,7 @@ class Saver:
             if self._staging is None:
                 writer.write(models, write_rest)
             else:
+                self._staging.follow(next(iter(contents.models.values())).device)
                 writer.begin(models, write_rest, self._staging)
                 for engine in contents.models.values():
                     engine.hold_until(writer.wait_until_copied)

@@ -67,9 +67,10 @@ class TensorSource:
         copy = into
         if copy is None:
             copy = torch.empty(math.prod(self.shape), dtype=self.dtype, device="cpu")
+        is_pinned = copy.is_pinned()  # then the caller waits for the stream of a GPU
         place = 0
         for run in self.runs():
-            copy[place : place + run.numel()].copy_(run)
+            copy[place : place + run.numel()].copy_(run, non_blocking=is_pinned)
             place += run.numel()
         return TensorSource(self.key, self.dtype, self.shape, lambda: [copy])
 

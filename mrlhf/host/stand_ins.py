@@ -130,21 +130,24 @@ def _patch_random(module: Any) -> None:
     module._set_cuda_rng_state = CUDA_ON_CPU.set_rng_state
 
 
-def _patch_linear(module: Any) -> None:
-    """Replace Apex's kernel that adds the gradient of a weight to float32 `main_grad` in place."""
+def add_product(inputs: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
+    """Add a weight's gradient to a float32 sum, on a GPU in one call, as Apex's kernel does."""
+    if inputs.dtype == total.dtype:
+        total.addmm_(grad_output.t(), inputs)
+    elif total.is_cuda:
+        torch.addmm(total, grad_output.t(), inputs, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(grad_output.t() @ inputs)
 
-    def add_product(inputs: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
-        if inputs.dtype == total.dtype:
-            total.addmm_(grad_output.t(), inputs)
-        else:
-            total.add_(grad_output.t() @ inputs)
 
+def replace_apex_kernel(module: Any) -> None:
+    """Give megatron-core's module of linear layers `add_product` in place of Apex's kernel."""
     module.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
     module._grad_accum_fusion_available = True
 
 
 _PATCHES: dict[str, Callable[[Any], None]] = {
-    "megatron.core.tensor_parallel.layers": _patch_linear,
+    "megatron.core.tensor_parallel.layers": replace_apex_kernel,
     "megatron.core.tensor_parallel.random": _patch_random,
 }
 

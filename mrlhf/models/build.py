@@ -237,6 +237,8 @@ def _pipeline_options(spec: ModelSpec, layout: ParallelLayout, stage: int) -> di
     options: dict[str, Any] = {
         "pipeline_model_parallel_size": layout.pp,
         "pipeline_model_parallel_layout": LayerNumbers(layout.stages, stage, spec.num_layers),
+        # It would wait for the GPU after each exchange, for old versions of torch.
+        "batch_p2p_sync": False,
     }
     if layout.vpp == 1:
         return options

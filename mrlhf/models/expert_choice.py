@@ -26,6 +26,13 @@ def chosen_experts(scores: Tensor, correction: Tensor | None, experts: Experts) 
     return scores.topk(experts.per_token, dim=-1).indices
 
 
+def occurrences(numbers: Tensor, size: int) -> Tensor:
+    """Return how often each of 0 to `size` - 1 occurs, int64 [size]."""
+    flat = numbers.flatten()
+    # `Tensor.bincount` would ask a GPU for the largest number.
+    return flat.new_zeros(size).index_add_(0, flat, torch.ones_like(flat))
+
+
 def _of_best_groups(scores: Tensor, experts: Experts) -> Tensor:
     """Set the scores of the experts outside of each token's best groups to -inf.
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrlhf.models.adapters import Adapters
+from mrlhf.models.expert_choice import occurrences
 from mrlhf.models.grouped_products import grouped_products, has_kernel
 from mrlhf.models.linear import adapted
 from mrlhf.models.ops import gated
@@ -105,11 +106,11 @@ class RoutedExperts(torch.nn.ModuleDict):
         order = flat.argsort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        counts = flat.bincount(minlength=self._count)
+        counts = occurrences(flat, self._count)
 
         rows = _Copies.apply(tokens, order, places)
         if self._group.size() == 1:
-            rows = self._compute(rows, counts)
+            rows = self._compute(rows, counts, counts)
         else:
             rows = self._compute_where_experts_are(rows, counts)
 
@@ -127,21 +128,23 @@ class RoutedExperts(torch.nn.ModuleDict):
         ranks = self._group.size()
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self._group)
-        sizes = arriving.view(ranks, -1)  # [rank that they come from, expert of this rank]
-        sent = counts.view(ranks, -1).sum(dim=1).tolist()
+        # In one copy: the rows for each rank and its experts; those from each rank and for ours.
+        leaving, sizes = torch.stack([counts, arriving]).cpu().view(2, ranks, -1)
+        sent = leaving.sum(dim=1).tolist()
         received = sizes.sum(dim=1).tolist()
 
         rows = all_to_all(self._group, rows, received, sent)
         rows = _regrouped(rows, sizes)
-        rows = self._compute(rows, sizes.sum(dim=0))
+        rows = self._compute(rows, arriving.view(ranks, -1).sum(dim=0), sizes.sum(dim=0))
         rows = _regrouped(rows, sizes.t())
         back: Tensor = all_to_all(self._group, rows, sent, received)
         return back
 
-    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _compute(self, rows: Tensor, counts: Tensor, on_host: Tensor) -> Tensor:
         """Give each expert its consecutive rows; `counts` says how many.
 
-        An expert without rows takes part, so that its gradients exist too.
+        An expert without rows takes part, so that its gradients exist too. `on_host` are the counts
+        on the host, if they are there, and otherwise `counts`.
         """
         experts: list[Expert] = list(self.values())  # type: ignore[arg-type]
         width, hidden = experts[0].linear_fc1.weight.shape
@@ -151,7 +154,7 @@ class RoutedExperts(torch.nn.ModuleDict):
             inner = _grouped([expert.linear_fc1 for expert in experts], rows, ends)
             return _grouped([expert.linear_fc2 for expert in experts], gated(inner), ends)
 
-        parts = zip(experts, rows.split(counts.tolist()), strict=True)
+        parts = zip(experts, rows.split(on_host.tolist()), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
 
 
@@ -187,7 +190,8 @@ def _adapter_ranks(expert: Expert) -> list[int]:
 def _regrouped(rows: Tensor, sizes: Tensor) -> Tensor:
     """Reorder parts from the order of the rows of a table to the order of its columns.
 
-    `rows` are [sum of sizes, hidden]; `sizes` is the table, with the number of rows of each part.
+    `rows` are [sum of sizes, hidden]; `sizes` is the table, with the number of rows of each part,
+    on the host.
     """
     parts = rows.split(sizes.flatten().tolist())
     numbers = torch.arange(len(parts)).view(sizes.shape).t().flatten().tolist()

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrlhf.models.adapters import Adapters
-from mrlhf.models.expert_choice import SMALLEST_SUM, chosen_experts
+from mrlhf.models.expert_choice import SMALLEST_SUM, chosen_experts, occurrences
 from mrlhf.models.linear import adapted
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.pack_routing import PackRouting
@@ -153,7 +153,7 @@ class Router(torch.nn.Module):
         """
         experts = self._experts.count
         places = owners.unsqueeze(-1) * experts + chosen
-        counts = places.flatten().bincount(minlength=(sequences + 1) * experts)
+        counts = occurrences(places, (sequences + 1) * experts)
         counts = counts.view(sequences + 1, experts)
         self.load += counts[:-1].sum(dim=0)
         return counts.float()

@@ -76,6 +76,17 @@ def passes(
     return [each for each in ordered if each is not None and each.micro_batch < micro_batches]
 
 
+def received(
+    rank: int, stages: int, chunks: int, micro_batches: int
+) -> tuple[list[int], list[int]]:
+    """The micro-batches whose hidden states and whose gradients a rank receives, in their order."""
+    order = _forward_order(micro_batches, stages, chunks)
+    hidden = [number for chunk, number in order if rank > 0 or chunk > 0]
+    # Gradients go through the chunks from the last to the first, which the order counts from 0 too.
+    gradients = [number for chunk, number in order if rank < stages - 1 or chunk > 0]
+    return hidden, gradients
+
+
 def timeline(
     stages: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> list[list[Pass | None]]:

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from mrlhf.batch import Sequences
 from mrlhf.parallel.groups import RoleGroups
@@ -33,7 +34,7 @@ from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packing import make_packs
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.phases import Phases
-from mrlhf.parallel.pipeline_order import group_size, rounds
+from mrlhf.parallel.pipeline_order import group_size, received, rounds
 from mrlhf.parallel.stage_clock import StageClock
 
 Result = TypeVar("Result")
@@ -66,19 +67,19 @@ class Pipeline:
         layout = groups.layout
         # The shortest pack that can run. It replaces the micro-batches after a stop, and fills up
         # the number that an interleaved schedule needs.
-        multiple = layout.tp if config.sequence_parallel else 1
+        self._multiple = layout.tp if config.sequence_parallel else 1
         [self._shortest] = make_packs(
-            Sequences.of([[0]], [1]), [[]], "last", multiple, device, groups.segments
+            Sequences.of([[0]], [1]), [[]], "last", self._multiple, device, groups.segments
         )
 
         vp_size = layout.vpp if layout.vpp > 1 else None
         self._run = get_forward_backward_func(pp_size=layout.pp, vp_size=vp_size)
 
-        self._communication = {}
+        self._communication: dict[str, Communicator] = {}
         self.clock: StageClock | None = None
         if layout.pp > 1:
             self.clock = StageClock(device, groups.coordinates.pp, layout.pp)
-            communicator = ClockedCommunicator(groups.pp, config, self.clock)
+            communicator = Communicator(groups.pp, config, self.clock)
             self._communication["p2p_communicator"] = communicator
             config.timers = self.clock
 
@@ -164,17 +165,21 @@ class Pipeline:
             if pack is None or not may_begin(number):
                 # The stages wait for each other's micro-batches, so the schedule goes on to its
                 # end; all stages stop at the same micro-batch.
-                return self._forward_pack(model, self._shortest), partial(_finish_nothing, model)
+                return self._pass_over(model, pack), partial(_finish_nothing, model)
             if not pack.rows:  # other ranks have some, and send tokens to the experts of this one
                 return self._forward_pack(model, pack), partial(_finish_nothing, model)
             return self._forward_pack(model, pack, routing), partial(finish, pack, number)
+
+        rows = [self._rows_sent(pack or self._shortest) for pack in filled]
+        for communicator in self._communication.values():
+            communicator.expect(rows)
 
         results: list = self._run(
             forward_step_func=step,
             data_iterator=[iter(enumerate(filled)) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=count,
-            seq_length=1,  # not used: the stages tell each other the length of every micro-batch
+            seq_length=1,  # not used: the communicator knows the length of every micro-batch
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -194,12 +199,30 @@ class Pipeline:
         token_ids = pack.token_ids.long()[None]
         return model(token_ids, packed.position_ids[None], None, packed_seq_params=packed)
 
+    def _pass_over(self, model: nn.Module, pack: Pack | None) -> Tensor:
+        """Run the shortest pack in the place of a pack; what the stages exchange has its shape."""
+        # A stage may begin to receive a micro-batch before it knows of the stop.
+        chunk = unwrap_model(model)
+        hidden = chunk.decoder.input_tensor
+        if hidden is not None:
+            chunk.set_input_tensor(hidden[: self._rows_sent(self._shortest)])
+        output = self._forward_pack(model, self._shortest)
+        if pack is None or chunk.post_process:
+            return output
+        return pad(output, (0, 0, 0, 0, 0, self._rows_sent(pack) - len(output)))
+
+    def _rows_sent(self, pack: Pack) -> int:
+        """The number of tokens whose hidden states a stage sends of a pack."""
+        return len(pack.token_ids) // self._multiple
+
     def _selected(self, output: Tensor, pack: Pack) -> Tensor:
         return output[0].index_select(0, pack.select.long())
 
 
-class ClockedCommunicator(P2PCommunicator):
+class Communicator(P2PCommunicator):
     """Exchanges tensors with the neighbouring stages of a pipeline, and measures the waiting.
+
+    All stages know the packs, so it need not ask for the shapes of what it receives.
 
     In an interleaved schedule a stage goes on computing while a tensor is under way. Only the time
     for which it then still has to wait counts as waiting, as in the other exchanges.
@@ -210,21 +233,29 @@ class ClockedCommunicator(P2PCommunicator):
     ) -> None:
         super().__init__(group, config)
         self._clock = clock
+        self._chunks = config.virtual_pipeline_model_parallel_size or 1
+        self._rows: list[Iterator[int]] = []
 
-    def send_forward_recv_forward(self, *arguments: Any, **options: Any) -> Any:
-        """Do the same as megatron-core's, on the clock."""
-        return self._clocked(super().send_forward_recv_forward(*arguments, **options))
+    def expect(self, rows: Sequence[int]) -> None:
+        """Begin a schedule of micro-batches that have these rows of hidden states each."""
+        orders = received(self.pp_group.rank(), self.pp_group.size(), self._chunks, len(rows))
+        self._rows = [iter([rows[number] for number in order]) for order in orders]
 
-    def send_backward_recv_backward(self, *arguments: Any, **options: Any) -> Any:
-        """Do the same as megatron-core's, on the clock."""
-        return self._clocked(super().send_backward_recv_backward(*arguments, **options))
+    def _communicate_shapes(
+        self, send_next: Tensor | None, send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int] | None, ...]:
+        """The shapes of what comes from the previous and the next stage, in place of megatron's."""
+        return tuple(
+            [next(rows), 1, self.config.hidden_size] if receives else None
+            for receives, rows in zip((recv_prev, recv_next), self._rows, strict=True)
+        )
 
-    def _clocked(self, received: Any) -> Any:
-        """The received tensor, and any requests that are still under way, each on the clock."""
-        if not isinstance(received, tuple):
-            return received
-        tensor, requests = received
-        return tensor, {name: _Request(each, self._clock) for name, each in requests.items()}
+    def _communicate(self, **options: Any) -> Any:
+        """Do the same as megatron-core's, with the requests that are under way on the clock."""
+        *tensors, requests = super()._communicate(**options)
+        if requests:
+            requests = {name: _Request(each, self._clock) for name, each in requests.items()}
+        return *tensors, requests
 
 
 class _Request(NamedTuple):

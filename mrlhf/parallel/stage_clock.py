@@ -6,12 +6,13 @@ handed to them in the place of these timers. It knows neither models nor micro-b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+
+from mrlhf.device import Moment, Span, seconds_in
 
 _EXCHANGE = ("-send", "-recv")
 """How the names of the timers around an exchange with a neighbouring stage end."""
@@ -20,9 +21,8 @@ _EXCHANGE = ("-send", "-recv")
 class StageClock:
     """The timers of one stage, as `TransformerConfig.timers` wants them.
 
-    A stage waits while it exchanges something with a neighbour, the transfer included. Before each
-    exchange the stages tell each other a shape, for which a GPU has to be waited for anyway. The
-    clock waits for the GPU at the same places, so what it measures there is right as well.
+    A stage waits while it exchanges something with a neighbour, the transfer included. The clock of
+    a GPU's stage notes moments in the GPU's work, and reads them when the times are taken.
     """
 
     def __init__(self, device: torch.device, stage: int, stages: int) -> None:
@@ -30,33 +30,32 @@ class StageClock:
         self._device = device
         self._stage = stage
         self._stages = stages
-        self._exchange_began = 0.0
-        self._ended = 0.0  # the last exchange or backward pass; what follows is no stage's alone
-        self._waited = 0.0
-        self._idle = 0.0
-        self._busy = 0.0
+        self._exchange_began = Moment(device)
+        self._ended = Moment(device)  # the last exchange or backward pass
+        self._exchanges: list[Span] = []
+        self._spans: list[Span] = []  # of the measured schedules since the last `take`
+        self._waits: list[Span] = []
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measure the run of a schedule in the body of a `with` statement, unless it raises."""
-        began = self._now()
-        self._waited = 0.0
+        began = Moment(self._device)
+        self._exchanges = []
         yield
-        span = self._ended - began
-        busy = span - self._waited
-
-        # The first stage has the first forward and the last backward pass, so its span is that of
-        # the whole schedule. Of that, each stage is idle while it is not busy.
-        whole = self._stages * span if self._stage == 0 else 0.0
-        self._idle += whole - busy
-        self._busy += busy
+        # What follows the last exchange or backward pass is no stage's alone.
+        self._spans.append((began, self._ended))
+        self._waits += self._exchanges
 
     def take(self) -> tuple[float, float]:
         """Seconds idle and seconds busy since the last call, to be summed over the stages."""
-        taken = (self._idle, self._busy)
-        self._idle = 0.0
-        self._busy = 0.0
-        return taken
+        span = seconds_in(self._spans)
+        busy = span - seconds_in(self._waits)
+        self._spans = []
+        self._waits = []
+        # The first stage has the first forward and the last backward pass, so its span is that of
+        # the whole schedule. Of that, each stage is idle while it is not busy.
+        whole = self._stages * span if self._stage == 0 else 0.0
+        return whole - busy, busy
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
         """The timer `name` of megatron-core; the level does not matter."""
@@ -65,20 +64,15 @@ class StageClock:
     def start(self, name: str) -> None:
         """Note the begin of an exchange."""
         if name.endswith(_EXCHANGE):
-            self._exchange_began = self._now()
+            self._exchange_began = Moment(self._device)
 
     def stop(self, name: str) -> None:
         """Note the end of an exchange or of a backward pass."""
         if name.endswith(_EXCHANGE):
-            self._ended = self._now()
-            self._waited += self._ended - self._exchange_began
+            self._ended = Moment(self._device)
+            self._exchanges.append((self._exchange_began, self._ended))
         elif name == "backward-compute":
-            self._ended = self._now()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+            self._ended = Moment(self._device)
 
 
 class _Timer(NamedTuple):

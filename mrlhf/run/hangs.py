@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import linecache
 import logging
 import math
+import re
 import sys
 import sysconfig
 import threading
@@ -20,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 
 from mrlhf.parallel.job import polling_s
@@ -31,8 +34,10 @@ _ANSWER_S = 5.0
 _NAMED_RANKS = 3
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
 _TIMED_OUT = ("timed out waiting", "operation timeout", "wait timeout", "connect timeout")
-# The innermost functions of a main thread that waits for other ranks.
-_WAITING_IN = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication.py")
+# The innermost functions of a main thread that waits for other ranks, or for a GPU, which waits.
+_WAITING_IN = ("torch/distributed/", "torch/cuda/", "megatron/core/pipeline_parallel/p2p_comm")
+# Methods written in C, whose callers are the innermost functions that Python knows.
+_WAITS_FOR_GPU = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 
 
 @dataclass(frozen=True)
@@ -177,9 +182,12 @@ def _name(rank: int, answer: Answer | None) -> str:
 
 
 def _waits(innermost: FrameType) -> bool:
-    """Whether the thread is in a call that waits for other ranks."""
-    file = innermost.f_code.co_filename.replace("\\", "/")
-    return any(part in file for part in _WAITING_IN)
+    """Whether the thread waits for other ranks, on a GPU where it asks for a result of a GPU."""
+    file = innermost.f_code.co_filename
+    if any(part in file.replace("\\", "/") for part in _WAITING_IN):
+        return True
+    line = linecache.getline(file, innermost.f_lineno)
+    return torch.cuda.is_initialized() and _WAITS_FOR_GPU.search(line) is not None
 
 
 def _where(innermost: FrameType) -> str:

@@ -7,16 +7,20 @@ gradients are used for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrlhf.config.sections import OptimSection
+from mrlhf.host.stand_ins import add_product, replace_apex_kernel
 from mrlhf.models.experts import ExpertMatrix
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import REPLICA_AXES
@@ -25,6 +29,7 @@ from mrlhf.parallel.layout import REPLICA_AXES
 # better; with fewer of them there is less to overlap.
 _BUCKET_PARAMETERS = 40_000_000
 _LEAST_BUCKETS = 4
+_log = logging.getLogger(__name__)
 
 
 def data_parallel(
@@ -58,7 +63,8 @@ def data_parallel(
         DistributedDataParallel(config, settings, module, pg_collection=groups.collection)
         for module in modules
     ]
-    if device.type == "cpu":
+    # A CPU has the kernel, and so has a GPU with Apex.
+    if layers._grad_accum_fusion_available or _adds_products_to_sums():
         for chunk in chunks:
             _add_weight_gradients_in_place(chunk)
     return chunks
@@ -163,9 +169,22 @@ def _gather(group: _ParamAndGradBucketGroup) -> list[dist.Work]:
 def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:
     """Let linear layers add the gradient of their weight to its `main_grad` as they compute it.
 
-    Otherwise DistributedDataParallel adds it, after it has been stored. On a CPU `mrlhf.device`
-    stands in for Apex's kernel.
+    Otherwise DistributedDataParallel adds it, after it has been stored.
     """
     for layer in wrapped.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertMatrix)):
             layer.gradient_accumulation_fusion = True
+
+
+@cache
+def _adds_products_to_sums() -> bool:
+    """Whether torch takes the place of Apex's kernel on this GPU; tried once."""
+    ones = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    total = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+    try:
+        add_product(ones, ones, total)
+    except (RuntimeError, TypeError) as error:  # of an older torch
+        _log.warning("gradients of weights are stored before they are added: %s", error)
+        return False
+    replace_apex_kernel(layers)
+    return bool((total == 17).all())

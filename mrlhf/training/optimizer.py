@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -23,7 +24,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mrlhf.config.sections import OptimSection, ScalarOptimSection
 from mrlhf.errors import TrainingError
@@ -97,10 +98,10 @@ class ShardedOptimizer:
                     group["fused"] = True
 
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_updates)
+        self._device = next(chunks[0].parameters()).device
         self._gather: WeightGather | None = None
         if splits_optimizer(optim, groups):
-            device = next(chunks[0].parameters()).device
-            overlapped = overlaps(optim.overlap_param_gather, groups, device)
+            overlapped = overlaps(optim.overlap_param_gather, groups, self._device)
             self._gather = WeightGather(chunks, overlapped)
         self._wait_for_reader: Callable[[], None] | None = None
         self.skipped_in_a_row = 0  # steps skipped since the last one that was taken
@@ -141,7 +142,7 @@ class ShardedOptimizer:
         """
         self.wait_for_weights()
         self._optimizer.prepare_grads()
-        grad_norm = float(self._optimizer.get_grad_norm())
+        grad_norm = self._grad_norm()
         if not self._is_usable(grad_norm):
             self._skip(grad_norm)
             return OptimizerStep(grad_norm, taken=False)
@@ -254,14 +255,31 @@ class ShardedOptimizer:
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
     @torch.no_grad()
+    def _grad_norm(self) -> float:
+        """Return megatron-core's norm of the whole gradient, for which the host waits once."""
+        grads: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for optimizer in self._megatron_optimizers():
+            group = optimizer.get_grad_stats_parallel_group()
+            grads.setdefault(group, []).extend(optimizer.get_main_grads_for_grad_norm())
+
+        squares = []
+        for group, of_group in grads.items():
+            square = torch.zeros((), dtype=torch.float32, device=self._device)
+            if of_group:  # without tensors, torch would give a norm on the host
+                square = get_total_norm(of_group).square()
+            dist.all_reduce(square, group=group)
+            squares.append(square)
+        return math.sqrt(sum((square**0.5) ** 2 for square in torch.stack(squares).tolist()))
+
+    @torch.no_grad()
     def _clip(self, grad_norm: float) -> None:
         """Scale the gradients of the main weights down to the norm `clip_grad`, if it is set."""
         limit = self._optim.clip_grad
         if not 0 < limit < grad_norm:
             return
+        norm = torch.full((), grad_norm, dtype=torch.float32, device=self._device)
         for optimizer in self._megatron_optimizers():
-            parameters = optimizer.get_parameters()
-            clip_grads_with_norm_(parameters, limit, torch.tensor(grad_norm, dtype=torch.float32))
+            clip_grads_with_norm_(optimizer.get_parameters(), limit, norm)
 
     def _let_reader_finish(self) -> None:
         if self._wait_for_reader is not None:
@@ -313,7 +331,7 @@ class ShardedOptimizer:
         limit = self._optim.skip_grad_norm
         usable = math.isfinite(grad_norm) and (limit is None or grad_norm <= limit)
         verdict = torch.tensor(float(usable), dtype=torch.float32)
-        torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, group=self._world)
+        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self._world)
         return bool(verdict)
 
     def _skip(self, grad_norm: float) -> None:
@@ -321,7 +339,7 @@ class ShardedOptimizer:
         limit = self._optim.skip_grad_norm
         bound = "" if limit is None else f" (limit skip_grad_norm {limit:g})"
 
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             logger.warning(
                 "skipped an optimizer step: gradient norm %g%s, %d in a row",
                 grad_norm,

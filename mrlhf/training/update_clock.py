@@ -8,11 +8,11 @@ too, and their times are alike.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 
+from mrlhf.device import Moment, Span, seconds_in
 from mrlhf.models.flops import sequence_flops
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
@@ -34,8 +34,8 @@ class UpdateClock:
         self._groups = groups
         self._device = device
         self._stages = stages
-        self._began = 0.0
-        self._seconds = 0.0
+        self._began = Moment(device)
+        self._passes: list[Span] = []
         self._operations = 0
 
     def start(self, packs: Sequence[Pack]) -> None:
@@ -43,11 +43,11 @@ class UpdateClock:
         for pack in packs:
             lengths = pack.lengths.tolist()
             self._operations += sum(sequence_flops(self._spec, lengths, pack.row_counts.tolist()))
-        self._began = self._now()
+        self._began = Moment(self._device)
 
     def stop(self) -> None:
         """Stop the clock at the end of a pass; from now on the replica waits for others."""
-        self._seconds += self._now() - self._began
+        self._passes.append((self._began, Moment(self._device)))
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Return `perf/{bubble,slowest_update,slowest_update_rank}/<prefix>` since the last call.
@@ -66,8 +66,8 @@ class UpdateClock:
         return {f"perf/bubble/{prefix}": idle / busy} if busy else {}
 
     def _slowest(self, prefix: str) -> dict[str, float]:
-        spent = self._seconds / self._operations if self._operations else 0.0
-        self._seconds = 0.0
+        spent = seconds_in(self._passes) / self._operations if self._operations else 0.0
+        self._passes = []
         self._operations = 0
 
         first_rank = self._groups.layout.rank_at(dp=self._groups.coordinates.dp)
@@ -78,8 +78,3 @@ class UpdateClock:
             f"perf/slowest_update/{prefix}": slowest.ratio,
             f"perf/slowest_update_rank/{prefix}": slowest.rank,
         }
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from mrlhf.batch import Experience, Prompts
 from mrlhf.config.sections import ActorOptimSection, ActorSection
@@ -54,7 +54,33 @@ class Passes(NamedTuple):
 
 def all_figures() -> Figures:
     """Every figure by the name that it has in the table."""
-    return {**training(), **decoding()}
+    return {**training(), **_mixture("experts", AxisSizes()), **decoding()}
+
+
+def figures_of_two() -> Figures:
+    """Of layouts of two ranks; the larger figure of the two."""
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    figures = {}
+    pipeline = _passes(4, MANY_PACKS, sizes=AxisSizes(pp=2, vpp=2))
+    for name, counts in pipeline._asdict().items():
+        label = f"pipeline of 2 ranks, {name}: waits of {MANY_PACKS} micro-batches in all"
+        figures[label] = float(counts.stops)
+    figures |= _mixture("experts on 2 ranks", AxisSizes(ep=2))
+
+    ours = torch.tensor(list(figures.values()), dtype=torch.float64, device="cpu")
+    dist.all_reduce(ours, dist.ReduceOp.MAX)
+    return dict(zip(figures, ours.tolist(), strict=True))
+
+
+def _mixture(title: str, sizes: AxisSizes) -> Figures:
+    """What a layer of experts makes the host wait; outside of layers it does not wait."""
+    few, many = (_passes(1, packs, sizes, mixture=True) for packs in (FEW_PACKS, MANY_PACKS))
+    figures = {}
+    for name in Passes._fields:
+        waits = getattr(many, name).stops - getattr(few, name).stops
+        label = f"{title}, {name}: waits a layer and micro-batch"
+        figures[label] = waits / (MANY_PACKS - FEW_PACKS)
+    return figures
 
 
 def lines() -> dict[str, Counts]:
@@ -134,9 +160,12 @@ def join() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
 
 
-def model_spec(layers: int) -> ModelSpec:
-    """A Qwen3 with GQA and tied embeddings."""
-    config = Qwen3Config(
+def model_spec(layers: int, mixture: bool = False) -> ModelSpec:
+    """A Qwen3 with GQA and tied embeddings, or a mixture of the same size."""
+    kind = Qwen3MoeConfig if mixture else Qwen3Config
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = kind(
+        **(experts if mixture else {}),
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
@@ -147,21 +176,24 @@ def model_spec(layers: int) -> ModelSpec:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
-    return FAMILIES["qwen3"].read_config(config.to_dict(), "lm")
+    return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
-def _passes(layers: int, packs: int) -> Passes:
+def _passes(
+    layers: int, packs: int, sizes: AxisSizes | None = None, mixture: bool = False
+) -> Passes:
+    layout = ParallelLayout.for_world("actor", dist.get_world_size(), sizes or AxisSizes())
     section = ActorSection(
         path="random",
         dtype="bfloat16",
-        micro_batch_tokens=SEQUENCES * LENGTH // packs,
+        micro_batch_tokens=SEQUENCES * LENGTH // packs // layout.dp,
         ppo_epochs=1,
         loss_scale_factor=1.0,
         optim=ActorOptimSection(lr=1e-6),
     )
-    layout = ParallelLayout.for_world("actor", 1, AxisSizes(tp=1, pp=1))
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
-    engine = ModelEngine(section, model_spec(layers), groups, pick_device("auto", local_rank=0))
+    device = pick_device("auto", local_rank=dist.get_rank())
+    engine = ModelEngine(section, model_spec(layers, mixture), groups, device)
     engine.initialise(seed=1)
     engine.attach_optimizer(section.optim, total_updates=100)
     actor = Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)

@@ -13,10 +13,11 @@ import argparse
 import re
 from pathlib import Path
 
-from tests.simulated_device.client import devices
+from tests.simulated_device.client import Devices, devices
 
 PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 BODY = "tests.device.measures:all_figures"
+BODY_OF_TWO = "tests.device.measures:figures_of_two"
 LINES = "tests.device.measures:lines"
 _BEGIN = "<!-- counted: python -m tests.device.speed_table -->"
 _END = "<!-- end of what is counted -->"
@@ -30,10 +31,17 @@ def bounds() -> dict[str, float]:
     return {name: float(number) for name, number in _ROW.findall(table)}
 
 
-def write(figures: dict[str, float]) -> None:
+def figures(server: Devices) -> dict[str, float]:
+    """Measure on one rank and on two."""
+    (of_one,) = server.run(BODY)
+    of_two, _ = server.run(BODY_OF_TWO, world_size=2)
+    return {**of_one, **of_two}
+
+
+def write(found: dict[str, float]) -> None:
     """Put the figures into the page."""
     rows = ["| count | |", "|---|---|"]
-    rows += [f"| {name} | {number:g} |" for name, number in figures.items()]
+    rows += [f"| {name} | {number:g} |" for name, number in found.items()]
     text = PAGE.read_text(encoding="utf-8")
     before = text[: text.index(_BEGIN)]
     after = text[text.index(_END) :]
@@ -47,12 +55,12 @@ def main() -> None:
     arguments = parser.parse_args()
     with devices() as server:
         if arguments.lines:
-            (found,) = server.run(LINES)
-            for name, counts in found.items():
+            (costs,) = server.run(LINES)
+            for name, counts in costs.items():
                 print(f"## {name}\n{counts.describe(most=20)}")
             return
-        (figures,) = server.run(BODY)
-    write(figures)
+        found = figures(server)
+    write(found)
 
 
 if __name__ == "__main__":

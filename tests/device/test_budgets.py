@@ -8,7 +8,7 @@ from tests.simulated_device.client import Devices
 
 def test_no_count_is_above_its_bound(device: Devices) -> None:
     bounds = speed_table.bounds()
-    (figures,) = device.run(speed_table.BODY)
+    figures = speed_table.figures(device)
     assert figures.keys() == bounds.keys(), "run: python -m tests.device.speed_table"
     above = {
         name: f"{number:g} > {bounds[name]:g}"

@@ -28,7 +28,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.vocab_sums import LocalSums
 from mrlhf.roles.actor import Actor
 from mrlhf.trainers.ppo import experience as experience_of_ppo
-from mrlhf.training import engine
+from mrlhf.training import engine, first_weights
 from mrlhf.weights.shard import Slot
 from tests.covering import Row
 from tests.dist.invariance_checks import PlainRuns, comparisons
@@ -140,7 +140,7 @@ def _read_other_names(rename: Callable[[str], str]) -> Patch:
     """Rank 1 reads other tensors than its own, of the same shape."""
 
     def put(patch: pytest.MonkeyPatch, rank: int) -> None:
-        right = engine.read_model
+        right = first_weights.read_model
 
         def wrong(path: Any, spec: Any, slots: Sequence[Slot], needs_head: bool) -> bool:
             renamed = []
@@ -149,14 +149,14 @@ def _read_other_names(rename: Callable[[str], str]) -> Patch:
                 renamed.append(replace(slot, piece=piece) if rank == 1 else slot)
             return right(path, spec, renamed, needs_head)
 
-        patch.setattr(engine, "read_model", wrong)
+        patch.setattr(first_weights, "read_model", wrong)
 
     return put
 
 
 def _read_the_first_shard(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Rank 1 reads rank 0's rows of one matrix."""
-    right = engine.read_model
+    right = first_weights.read_model
 
     def wrong(path: Any, spec: Any, slots: Sequence[Slot], needs_head: bool) -> bool:
         moved = []
@@ -167,7 +167,7 @@ def _read_the_first_shard(patch: pytest.MonkeyPatch, rank: int) -> None:
             moved.append(replace(slot, piece=piece))
         return right(path, spec, moved, needs_head)
 
-    patch.setattr(engine, "read_model", wrong)
+    patch.setattr(first_weights, "read_model", wrong)
 
 
 def _shift_the_mask(patch: pytest.MonkeyPatch, rank: int) -> None:

@@ -167,7 +167,10 @@ def _train(groups: RoleGroups, optim: ScalarOptimSection) -> Result:
         (chunk(step) * replicas).backward()
         finalize_model_grads([chunk], pg_collection=groups.collection)
         rates.append((optimizer.learning_rate, optimizer.head_learning_rate))
+        optimizer._optimizer.prepare_grads()
+        norm_of_megatron = optimizer._optimizer.get_grad_norm()
         norms.append(optimizer.step().grad_norm)
+        assert norms[-1] == norm_of_megatron
         optimizer.advance_schedule()
     optimizer.wait_for_weights()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch._dynamo.trace_rules
 import torch.utils._device
 
 from tests.simulated_device import collectives, operators
+from tests.simulated_device.counts import place
 from tests.simulated_device.graphs import SimulatedGraph, capture
 from tests.simulated_device.state import DEVICE
 from tests.simulated_device.tensors import DeviceMode, SimulatedTensor
@@ -23,18 +26,31 @@ DEVICES = 8
 
 
 class Stream:
-    """Stands for a stream; all work is in one order."""
+    """Stands for a stream; all work is in one order, but a new stream must wait for another one."""
 
     cuda_stream = 0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.device = DEVICE.device
+        self._has_waited = False
 
     def wait_stream(self, stream: Stream) -> None:
-        """Nothing: all work is in one order."""
+        """The order is kept anyway."""
+        self._has_waited = True
 
     def wait_event(self, event: Event) -> None:
-        """Nothing: all work is in one order."""
+        """The order is kept anyway."""
+        self._has_waited = True
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Work in the body is of this stream."""
+        if not self._has_waited:
+            raise RuntimeError(f"a stream computes before it has waited for another at {place()}")
+        outer = DEVICE.streams.beside
+        DEVICE.streams.beside = True
+        yield
+        DEVICE.streams.beside = outer
 
     def record_event(self, event: Event | None = None) -> Event:
         """An event at this moment."""
@@ -56,10 +72,12 @@ class Event:
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._moment = 0
+        self._seconds = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         """The moment is now."""
         self._moment = DEVICE.host.now
+        self._seconds = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Nothing: all work is in one order."""
@@ -74,8 +92,8 @@ class Event:
         DEVICE.wait("Event.synchronize", self._moment)
 
     def elapsed_time(self, end: Event) -> float:
-        """No time passes."""
-        return 0.0
+        """Milliseconds of the host."""
+        return 1000 * (end._seconds - self._seconds)
 
 
 class _Generators:
@@ -148,7 +166,7 @@ def _install_cuda() -> None:
         "Event": Event,
         "current_stream": lambda *_: _stream(),
         "default_stream": lambda *_: _stream(),
-        "stream": lambda *_: contextlib.nullcontext(),
+        "stream": Stream.entered,
         "set_stream": _nothing,
         "is_current_stream_capturing": lambda: DEVICE.capturing is not None,
         "CUDAGraph": SimulatedGraph,
@@ -165,6 +183,7 @@ def _install_host() -> None:
     """Pinned memory, and what reads tensors without an operator."""
     tensor = torch.Tensor
     real_tensor = torch.tensor
+    real_empty = torch.empty
     torch.utils._device._device_constructors()  # keeps a set of functions, torch.tensor among them
 
     def pin_memory(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -188,11 +207,16 @@ def _install_host() -> None:
         # torch asks each tensor of a list for its number in C++, where nothing sees it.
         return real_tensor(_numbers(data), *arguments, **options)
 
+    def empty(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made = real_empty(*size, **options)
+        return DEVICE.host.pin(made) if pin_memory else made
+
     tensor.pin_memory = pin_memory  # type: ignore[method-assign]
     tensor.is_pinned = is_pinned  # type: ignore[method-assign]
     tensor.numpy = checked("numpy")  # type: ignore[method-assign]
     tensor.tolist = checked("tolist")  # type: ignore[method-assign]
     torch.tensor = tensor_of
+    torch.empty = empty
 
 
 def _numbers(data: Any) -> Any:

@@ -30,9 +30,14 @@ class SimulatedGraph:
 
     def add(self, call: Callable[[], Any], outs: Sequence[Any], made: Sequence[Tensor]) -> None:
         """Record a call, the tensors that it must fill again, and those that it made."""
-        if threading.get_ident() == self._thread:
+        if self.is_of_this_thread:
             self._calls.append((call, [x for x in outs if isinstance(x, Tensor)]))
             self._made += made
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether the calling thread captures it; others work beside it."""
+        return threading.get_ident() == self._thread
 
     def pool(self) -> tuple[int, int]:
         """The handle of the graph's memory."""
@@ -63,6 +68,8 @@ class SimulatedGraph:
 def capture(graph: SimulatedGraph, *arguments: Any, **options: Any) -> Iterator[None]:
     """Stands for `torch.cuda.graph`."""
     DEVICE.refuse_in_capture("capture")
+    is_global = options.get("capture_error_mode", "global") != "thread_local"
+    DEVICE.capture_forbids = None if is_global else threading.get_ident()
     DEVICE.capturing = graph
     DEVICE.counts.captures += 1
     try:

@@ -19,6 +19,8 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, device()); }
   void record(void**, const Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
+  // As many as `cuda.py` says; autograd has a queue for each.
+  c10::DeviceIndex deviceCount() const noexcept override { return 8; }
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };

@@ -221,6 +221,21 @@ def _elsewhere(call: Callable[[], Any]) -> Any:
     return _thread().submit(call).result()
 
 
+def _add_product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A product in bfloat16 or float16 that is added to a float32 matrix."""
+    values = _values(func, args, kwargs)
+    ours = [values[name] for name in ("self", "mat1", "mat2", "out")]
+    if not all(isinstance(value, SimulatedTensor) for value in ours):
+        raise DeviceMismatchError(f"addmm: a tensor is on the host at {place()}")
+    total, first, second, out = (value.inner for value in ours)
+    narrow = (torch.bfloat16, torch.float16)
+    if first.dtype != second.dtype or first.dtype not in narrow or out.dtype != torch.float32:
+        raise RuntimeError(f"addmm: {first.dtype} and {second.dtype} to {out.dtype} at {place()}")
+    DEVICE.launch("addmm")
+    out.copy_(total + first.float() @ second.float())
+    return values["out"]
+
+
 _real_attention = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -261,5 +276,6 @@ def install() -> None:
     """Put the operators in place of torch's."""
     EMULATED[torch.ops.torch_attn._varlen_attn.default] = _attention
     EMULATED[torch.ops.torch_attn._varlen_attn_backward.default] = _attention_backward
+    EMULATED[torch.ops.aten.addmm.dtype_out] = _add_product
     torch.nn.functional.rms_norm = rms_norm
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from tests.simulated_device.graphs import SimulatedGraph
 
 
+class Streams(threading.local):
+    """What a thread knows of streams."""
+
+    beside = False
+
+
 class SimulatedDevice:
     """What the device of this process holds and has done.
 
@@ -25,6 +32,8 @@ class SimulatedDevice:
         index: of the device among those of the machine; a fork may change it before it uses it.
         counts: everything so far.
         capturing: the graph that is being captured.
+        streams: whether the work of a thread is beside that of others.
+        capture_forbids: the thread that may not wait meanwhile; None: no thread may.
         collectives: of this rank in their order, on device and host.
         decoded: calls of attention in decode, by whether query heads are packed.
         compiled: calls of functions that `torch.compile` would compile, by name.
@@ -37,6 +46,8 @@ class SimulatedDevice:
         self.memory = Memory()
         self.host = HostMemory()
         self.capturing: SimulatedGraph | None = None
+        self.capture_forbids: int | None = None
+        self.streams = Streams()
         self.collectives: list[Collective] = []
         self.compiled: Counter[str] = Counter()
         self.decoded: Counter[str] = Counter()
@@ -60,7 +71,8 @@ class SimulatedDevice:
 
     def refuse_in_capture(self, kind: str) -> None:
         """Raise as CUDA does if a graph is being captured."""
-        if self.capturing is not None:
+        forbidden = self.capture_forbids in (None, threading.get_ident())
+        if self.capturing is not None and forbidden:
             raise RuntimeError(
                 f"CUDA error: operation not permitted when stream is capturing ({kind}) at "
                 f"{place()}"
@@ -68,7 +80,7 @@ class SimulatedDevice:
 
     def launch(self, name: str) -> None:
         """A kernel is launched, or captured."""
-        if self.capturing is not None:
+        if self.capturing is not None and self.capturing.is_of_this_thread:
             self.capturing.kernels[name] += 1
         else:
             self.counts.kernels[(name, place())] += 1

@@ -296,7 +296,9 @@ def _copy_across(
         return False
     pinned = not blocking if host is None else DEVICE.host.is_pinned(host)
     direction = "to the device" if to_device else "to the host"
-    DEVICE.counts.copies[(f"{'pinned' if pinned else 'unpinned'} {direction}", place())] += 1
+    beside = ", beside other work" if DEVICE.streams.beside else ""
+    kind = f"{'pinned' if pinned else 'unpinned'} {direction}{beside}"
+    DEVICE.counts.copies[(kind, place())] += 1
     if blocking or (not pinned and not to_device):
         DEVICE.wait(f"copy {direction}")
         return False

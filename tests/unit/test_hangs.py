@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from mrlhf.errors import TrainingError
@@ -51,6 +57,58 @@ def test_time_outs_are_told_from_other_errors() -> None:
     assert not is_time_out(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
     assert not is_time_out(TrainingError("5 gradients in a row were not usable"))
     assert not is_time_out(None)
+
+
+class _Number:
+    """A number that its GPU has not computed yet."""
+
+    def __init__(self) -> None:
+        computed = threading.Lock()
+        computed.acquire()
+        self.compute = computed.release
+        self.item: Callable[[], bool] = computed.acquire  # written in C, as torch's method
+
+
+def _answer_while_asking(directory: Path, score: FunctionType) -> Answer | None:
+    """What a rank answers while its main thread is in `score`."""
+    number = _Number()
+    reports = HangReports(HashStore(), 0, 1, directory, Phases())
+    answers = []
+
+    main = threading.get_ident()
+
+    def watch() -> None:
+        while sys._current_frames()[main].f_code is not score.__code__:
+            time.sleep(0.01)
+        answers.append(reports.report(since=0.0).answers[0])
+        number.compute()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    score(number)
+    watcher.join()
+    return answers[0]
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_rank_that_asks_its_gpu_for_a_number_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
+    answer = _answer_while_asking(tmp_path, lambda number: number.item())
+    assert answer is not None and "test_hangs.py" in answer.where
+    assert answer.waits == has_gpu
+
+
+def test_a_rank_that_scores_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def score(number: _Number) -> bool:
+        rule = number.item
+        return rule()
+
+    answer = _answer_while_asking(tmp_path, score)
+    assert answer is not None and not answer.waits
 
 
 def test_stacks_that_cannot_be_written_are_no_error(tmp_path: Path) -> None:

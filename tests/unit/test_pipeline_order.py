@@ -14,6 +14,7 @@ from mrlhf.parallel.pipeline_order import (
     group_size,
     idle_share,
     passes,
+    received,
     rounds,
     timeline,
 )
@@ -52,6 +53,29 @@ def test_a_schedule_of_fewer_micro_batches_than_ranks_runs_empty_ones() -> None:
     assert rounds(5, stages=4, chunks=2) == 5
     assert rounds(1, stages=4, chunks=1) == 1
     assert passes(0, 2, 2, 1) == [forward(0), forward(0, 1), backward(0, 1), backward(0)]
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), SIZES)
+def test_a_rank_receives_what_its_neighbours_send(
+    stages: int, chunks: int, micro_batches: int
+) -> None:
+    count = rounds(micro_batches, stages, chunks)
+    for rank in range(stages):
+        is_first, is_last = rank == 0, rank == stages - 1
+        before = passes((rank - 1) % stages, stages, chunks, count)
+        after = passes((rank + 1) % stages, stages, chunks, count)
+        # What the last virtual stage computes goes nowhere, nor do the gradients of the first.
+        hidden = [
+            each.micro_batch
+            for each in before
+            if not each.is_backward and not (is_first and each.chunk == chunks - 1)
+        ]
+        gradients = [
+            each.micro_batch
+            for each in after
+            if each.is_backward and not (is_last and each.chunk == 0)
+        ]
+        assert received(rank, stages, chunks, count) == (hidden, gradients)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
 
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # A thread that saves a checkpoint may wait for the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._forward(static)
         self._pool = graph.pool()
         return graph, static, logits
