@@ -101,8 +101,7 @@ def build_generator(
     near = _ranks_by_machine(group)
     planner = Planner(sides, itemsize, near.__getitem__)
     options = TransferOptions(
-        bucket_bytes=rollout.reshard_bucket_mb << 20,
-        verify=rollout.verify_reshard,
+        bucket_bytes=rollout.reshard_bucket_mb << 20, verify=rollout.verify_reshard
     )
     resharder = Resharder(planner, actor.slots, engine, run.rank, options, group)
     return Generator(
