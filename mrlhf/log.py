@@ -146,12 +146,7 @@ def metrics_line(step: int, metrics: Mapping[str, float]) -> str:
 class Progress:
     """Shows the progress of a run as log lines, and estimates the time left."""
 
-    def __init__(
-        self,
-        total_steps: int,
-        first_step: int = 0,
-        log_freq: int = 1,
-    ) -> None:
+    def __init__(self, total_steps: int, first_step: int = 0, log_freq: int = 1) -> None:
         """Start the clock.
 
         Args:

@@ -64,9 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; the source's by default")
     parser.add_argument(
-        "--max-shard-mb",
-        type=_positive,
-        help=f"size of a file (default: {_FILE_MB})",
+        "--max-shard-mb", type=_positive, help=f"size of a file (default: {_FILE_MB})"
     )
     _add_source_options(parser)
     _add_target_options(parser)

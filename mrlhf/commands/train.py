@@ -148,7 +148,7 @@ def _dry_run(config: AnyConfig, dry: DryRun, left_out: str) -> int:
     from mrlhf.preflight import dry_run
     from mrlhf.run.startup import foresee
 
-    found = dry_run(config, dry.world_size, lambda: foresee(config, config.trainer))
+    found = dry_run(config, dry.world_size, lambda: foresee(config))
     if left_out:
         show(left_out)
     show(found.text)

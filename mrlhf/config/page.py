@@ -137,12 +137,7 @@ def _values(value: JsonSchema) -> str:
 
 
 def _bounds(value: JsonSchema) -> str:
-    signs = {
-        "minimum": "≥",
-        "exclusiveMinimum": ">",
-        "maximum": "≤",
-        "exclusiveMaximum": "<",
-    }
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [
         f"{sign} {_number(value[name])}"
         for name, sign in signs.items()

@@ -46,11 +46,7 @@ _METHOD = (
     "rollout.n",
     "trainer.critic_warmup",
 )
-_TASK = (
-    "algorithm.reward_",
-    "algorithm.missing_eos_penalty",
-    "algorithm.rollout_correction",
-)
+_TASK = ("algorithm.reward_", "algorithm.missing_eos_penalty", "algorithm.rollout_correction")
 _CORRECTION = "algorithm.rollout_correction."
 
 

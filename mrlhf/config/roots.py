@@ -222,7 +222,7 @@ class TrainedModelSection(AdaptedSection, RouterSection, RoleSection):
 
 
 class SupervisedConfig(Root):
-    """What the trainings on rows of a file share: fine-tuning, and those on preference pairs."""
+    """The keys of every training on rows of a file: fine-tuning, and those on preference pairs."""
 
     inherited: ClassVar[Mapping[str, str]] = {"data.tokenizer": "model.path"}
 
@@ -252,7 +252,7 @@ class SFTConfig(SupervisedConfig):
 
 
 class PreferenceConfig(SupervisedConfig):
-    """What the trainings on preference pairs share."""
+    """The keys of every training on preference pairs."""
 
     data: PreferenceDataSection
     """prompts with a chosen and a rejected response"""

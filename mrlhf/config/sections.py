@@ -220,7 +220,7 @@ class AdaptedSection(Section):
 
 
 class RouterSection(Section):
-    """What is added to the loss for the routers of a mixture of experts."""
+    """The terms of the loss that act on the routers of a mixture of experts."""
 
     router_balance_coef: NotNegative = 0.0
     """mixture of experts: weight of the load-balancing loss of each layer, a mean over sequences

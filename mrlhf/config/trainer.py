@@ -9,15 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from mrlhf.config.fields import (
-    Count,
-    CountOrZero,
-    Minutes,
-    Name,
-    PathText,
-    Positive,
-    Section,
-)
+from mrlhf.config.fields import Count, CountOrZero, Minutes, Name, PathText, Positive, Section
 from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, read_if
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]

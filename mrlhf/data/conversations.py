@@ -62,9 +62,7 @@ def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
     return checked
 
 
-def encode_prompt(
-    row: Row, prompt: Prompt, tokenizer: Tokenizer, chat: bool
-) -> tuple[str, list[int]]:
+def encode_prompt(row: Row, prompt: Prompt, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     """Text and tokens of `prompt`; error messages name `row`, where it comes from.
 
     A DataError says that there is no token, that a message has a role that neither we nor the chat
@@ -73,7 +71,7 @@ def encode_prompt(
     try:
         if not isinstance(prompt, str) and tokenizer.has_chat_template:
             _check_roles(prompt, tokenizer)
-        text, token_ids = tokenizer.encode_prompt(prompt, chat=chat)
+        text, token_ids = tokenizer.encode_prompt(prompt)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
     if not token_ids:

@@ -52,20 +52,14 @@ class PreferencePairs:
 
 
 def encode_preferences(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    *,
-    max_length: int,
-    overlong: Overlong = "drop",
-    chat: bool = False,
+    rows: Sequence[Row], tokenizer: Tokenizer, *, max_length: int, overlong: Overlong = "drop"
 ) -> PreferencePairs:
     """Tokenise preference rows.
 
     `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages of which the
     last is the assistant's. Such a list may hold the prompt itself, as in TRL. A pair is never
     truncated, because the reward is read at eos: if a side has more than `max_length` tokens, the
-    pair is refused, or dropped and counted. With `chat`, plain string prompts go through the chat
-    template too.
+    pair is refused, or dropped and counted.
 
     Raises:
         DataError: a row is malformed or too long, or no row is left.
@@ -77,7 +71,7 @@ def encode_preferences(
     for row in rows:
         prompt, chosen, rejected = _parts(row)
         empty += not chosen or not rejected
-        _, prompt_ids = encode_prompt(row, prompt, tokenizer, chat)
+        _, prompt_ids = encode_prompt(row, prompt, tokenizer)
         better = prompt_ids + encode_response(row, chosen, tokenizer)
         worse = prompt_ids + encode_response(row, rejected, tokenizer)
 

@@ -44,7 +44,6 @@ class PromptDataset:
         *,
         max_prompt_length: int,
         overlong: Overlong = "error",
-        chat: bool = False,
         split: str = "train",
         answer_rules: AnswerRules = MappingProxyType({}),
     ) -> None:
@@ -54,7 +53,6 @@ class PromptDataset:
             files: jsonl or parquet files.
             max_prompt_length: the most tokens of a prompt.
             overlong: refuse a longer prompt, or drop it and count it.
-            chat: put plain string prompts through the chat template too.
             split: the value of "split" in the `extra_info` of rows that do not state one.
             answer_rules: the rules that need an answer in every row; none: the answer may be left
                 out.
@@ -66,7 +64,7 @@ class PromptDataset:
         rows = read_rows(files)
         entries: list[tuple[Any, ...]] = []
         for uid, row in enumerate(rows):
-            text, token_ids = encode_prompt(row, prompt_of(row), tokenizer, chat)
+            text, token_ids = encode_prompt(row, prompt_of(row), tokenizer)
             source = _data_source(row)
             answer = reference_answer(row, answer_rules)
             extra_info = _extra_info(row, uid, split)

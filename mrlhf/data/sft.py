@@ -27,18 +27,13 @@ class SftExample:
 
 
 def encode_sft(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    *,
-    max_length: int,
-    overlong: Overlong = "error",
-    chat: bool = False,
+    rows: Sequence[Row], tokenizer: Tokenizer, *, max_length: int, overlong: Overlong = "error"
 ) -> list[SftExample]:
     """Tokenise rows for supervised fine-tuning.
 
     A row has a `prompt` (a string or chat messages) and a `response`, or else an `answer`. If
     prompt, response and eos are more than `max_length` tokens, the row is refused, or dropped and
-    counted in the log. With `chat`, plain string prompts go through the chat template too.
+    counted in the log.
 
     Raises:
         DataError: a row is malformed or too long, or no row is left.
@@ -46,7 +41,7 @@ def encode_sft(
     examples: list[SftExample] = []
     empty = 0
     for row in rows:
-        _, prompt = encode_prompt(row, prompt_of(row), tokenizer, chat)
+        _, prompt = encode_prompt(row, prompt_of(row), tokenizer)
         response = encode_response(row, _response(row), tokenizer)
         empty += len(response) == 1
 

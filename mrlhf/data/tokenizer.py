@@ -185,20 +185,16 @@ class Tokenizer:
         except Exception as error:  # a template is a program, and may fail in any way
             raise DataError(f"the chat template refuses the messages: {_brief(error)}") from error
 
-    def encode_prompt(self, prompt: Prompt, chat: bool = False) -> tuple[str, list[int]]:
-        """The text of a prompt as the model sees it, and its tokens.
-
-        With `chat`, plain text is treated as one message of the user.
-        """
-        if isinstance(prompt, str) and not chat:
+    def encode_prompt(self, prompt: Prompt) -> tuple[str, list[int]]:
+        """The text of a prompt as the model sees it, and its tokens."""
+        if isinstance(prompt, str):
             ids = self.encode(prompt, add_special_tokens=True)
             # Some tokenizers append eos, but the response must still follow.
             if ids and ids[-1] == self.eos_id:
                 ids = ids[:-1]
             return prompt, ids
 
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = self.apply_chat_template(messages)
+        text = self.apply_chat_template(prompt)
         return text, self.encode(text)
 
     def encode_response(self, text: str) -> list[int]:

@@ -68,11 +68,7 @@ def check_sampling(requests: Sequence[Request], common: SamplingParams) -> None:
 
 
 def check_tensor(
-    name: str,
-    tensor: Tensor,
-    shapes: Mapping[str, Shape],
-    dtype: torch.dtype,
-    device: torch.device,
+    name: str, tensor: Tensor, shapes: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Refuse a tensor that cannot become the parameter `name`.
 

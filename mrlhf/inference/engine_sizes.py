@@ -67,11 +67,7 @@ def engine_ep_problem(
 
 
 def engine_ep(
-    engine: Literal["native", "vllm"],
-    wanted: int | None,
-    tp: int,
-    actor_etp: int,
-    spec: ModelSpec,
+    engine: Literal["native", "vllm"], wanted: int | None, tp: int, actor_etp: int, spec: ModelSpec
 ) -> int:
     """Return the number of parts of a replica over which the experts of a layer are shared out.
 

@@ -41,9 +41,7 @@ class Phases:
     """The phases of one rank. The main thread enters them; any thread may read the attributes."""
 
     def __init__(
-        self,
-        stops: AgreedStop | None = None,
-        synchronize: Callable[[], None] | None = None,
+        self, stops: AgreedStop | None = None, synchronize: Callable[[], None] | None = None
     ) -> None:
         """Begin in the phase "start"; nobody asks the ranks to stop if `stops` is None.
 

@@ -8,22 +8,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import TracebackType
 
 from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards.custom import CustomReward, Limits, load_custom
-from mrlhf.rewards.interface import (
-    RewardInput,
-    RewardResult,
-    Rule,
-    Scored,
-    check_score,
-    split_score,
-)
-from mrlhf.rewards.rules import ANSWERS, FORMAT_PATTERN, RULES, format_match
+from mrlhf.rewards.interface import RewardInput, RewardResult, Scored, check_score, split_score
+from mrlhf.rewards.rules import ANSWERS, RULES
 from mrlhf.rewards.term_names import term_names
 
 EXTERNAL_TERMS = ("reward_model",)
@@ -74,13 +64,7 @@ class RewardFunction:
         weights: each term's weight, under its name as `term_names` gives it.
     """
 
-    def __init__(
-        self,
-        terms: Sequence[tuple[str, float]],
-        *,
-        limits: Limits | None = None,
-        format_pattern: str = FORMAT_PATTERN,
-    ) -> None:
+    def __init__(self, terms: Sequence[tuple[str, float]], *, limits: Limits | None = None) -> None:
         """Load the terms; a user's function starts its process here.
 
         Args:
@@ -88,26 +72,16 @@ class RewardFunction:
                 "path/to/file.py:function".
             limits: the resources of each user's function; None: no limit but a minute for each
                 call.
-            format_pattern: the regular expression of the "format" rule.
 
         Raises:
-            ConfigError: a name is unknown or given twice, a weight is not finite, or the pattern is
-                malformed.
+            ConfigError: a name is unknown or given twice, or a weight is not finite.
             RewardError: a user's function cannot be loaded.
         """
         _check_terms(terms)
         references = [reference for reference, _ in terms]
         names = term_names(references)
         self.weights = {name: float(weight) for name, (_, weight) in zip(names, terms, strict=True)}
-        try:
-            re.compile(format_pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"format pattern {format_pattern!r} is no regular expression: {error}"
-            ) from error
-
-        rules: dict[str, Rule] = {**RULES, "format": partial(format_match, pattern=format_pattern)}
-        self._rules = {name: rules[name] for name in references if name in rules}
+        self._rules = {name: RULES[name] for name in references if name in RULES}
 
         self._custom: dict[str, CustomReward] = {}
         try:
@@ -165,17 +139,6 @@ class RewardFunction:
         """End the processes of users' functions."""
         for custom in self._custom.values():
             custom.close()
-
-    def __enter__(self) -> RewardFunction:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _evaluate(self, name: str, inputs: Sequence[RewardInput]) -> list[Scored]:
         if name in self._custom:

@@ -146,15 +146,7 @@ LossAggMode = Literal[
 RewardKlKind = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped", "full"]
 """Estimators of the KL in the reward."""
 KlKind = Literal[
-    RewardKlKind,
-    "k1+",
-    "kl+",
-    "abs+",
-    "k2+",
-    "mse+",
-    "k3+",
-    "low_var_kl+",
-    "k1_clamped+",
+    RewardKlKind, "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+", "k1_clamped+"
 ]
 """Estimators of the KL in the loss: a `+` stands for the gradient of k2."""
 KlPlacement = Literal["token", "terminal"]

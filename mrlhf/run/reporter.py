@@ -50,12 +50,7 @@ class Reporter:
     """Writes and shows the metrics of each step."""
 
     @staticmethod
-    def of(
-        run: Run,
-        config: AnyConfig,
-        total_steps: int,
-        resumed: ResumePoint | None,
-    ) -> Reporter:
+    def of(run: Run, config: AnyConfig, total_steps: int, resumed: ResumePoint | None) -> Reporter:
         """The reporter of this rank; it does nothing on all but the main one."""
         if not run.is_main_rank:
             return NoReporter()

@@ -18,9 +18,9 @@ from typing import TextIO, cast
 import torch.distributed as dist
 
 from mrlhf.checkpoint.output_files import METRICS
-from mrlhf.config.roots import Root
+from mrlhf.config.roots import AnyConfig
 from mrlhf.config.sections import RoleSection
-from mrlhf.config.trainer import DistributedSection, TrainerSection
+from mrlhf.config.trainer import TrainerSection
 from mrlhf.device import Device, pick_device, seed_everything
 from mrlhf.errors import CheckpointError, ConfigError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging
@@ -178,12 +178,7 @@ class Run:
         return seconds_by_phase(spans)
 
 
-def start(
-    config: Root,
-    distributed: DistributedSection,
-    trainer: TrainerSection,
-    seed: int,
-) -> Run:
+def start(config: AnyConfig) -> Run:
     """Join the job, set the seeds, lock the output directory and plan what to do with it.
 
     From then on a signal is a request to stop. So is the end of the job's time:
@@ -196,7 +191,8 @@ def start(
             not come.
     """
     began = time.time()
-    deadline = _deadline(trainer.save_by_minutes)
+    distributed = config.distributed
+    deadline = _deadline(config.trainer.save_by_minutes)
     launch = read_launch()
     before = Failures(
         connect_before_start(max(STORE_S, distributed.timeout_s)), launch.rank, launch.world_size
@@ -210,7 +206,7 @@ def start(
     failures = Failures(dist.PrefixStore("failures", job.store), job.rank, job.world_size)
     try:
         context = JobContext(device, job, failures, began, deadline)
-        return _begin(config, distributed, trainer, seed, context)
+        return _begin(config, context)
     except Exception as error:
         raise _reported(failures, error, job.rank) from error
 
@@ -232,21 +228,17 @@ class JobContext:
     deadline: Deadline
 
 
-def _begin(
-    config: Root,
-    distributed: DistributedSection,
-    trainer: TrainerSection,
-    seed: int,
-    context: JobContext,
-) -> Run:
+def _begin(config: AnyConfig, context: JobContext) -> Run:
     """Set the seeds, take the output directory and watch over this rank; see `start`."""
     job = context.job
+    trainer = config.trainer
+    timeout_s = config.distributed.timeout_s
     configure_logging(job.rank, console_of_log(trainer.console))
-    seed_everything(seed)
+    seed_everything(config.seed)
 
     directory = Path(trainer.output_dir)
     changes: list[Callable[[], None]] = []
-    lock, resume_from = _take(config, trainer, job.rank, changes)
+    lock, resume_from = _take(config, job.rank, changes)
 
     stops = AgreedStop(dist.PrefixStore("stop", job.store), job.rank, job.world_size)
     phases = Phases(stops, context.device.synchronize)
@@ -263,9 +255,7 @@ def _begin(
             lock.withdraw()
 
     watched = (phases, context.deadline, context.failures, end_failed)
-    watcher = Watcher(
-        job.store, job.rank, job.world_size, directory, distributed.timeout_s, *watched
-    )
+    watcher = Watcher(job.store, job.rank, job.world_size, directory, timeout_s, *watched)
     watcher.start()
     if monitor is not None:
         monitor.start()
@@ -275,7 +265,7 @@ def _begin(
         device=context.device,
         rank=job.rank,
         world_size=job.world_size,
-        factory=GroupFactory(distributed.timeout_s),
+        factory=GroupFactory(timeout_s),
         output_dir=directory,
         resume_from=resume_from,
         lock=lock,
@@ -290,7 +280,7 @@ def _begin(
 
 
 def _monitor(board: Board, directory: Path, job: Job, trainer: TrainerSection) -> Monitor | None:
-    """What shows the board, on the main rank; the lines of all ranks then stand above a view."""
+    """The monitor, on the main rank; if it draws a view, the lines of all ranks stand above it."""
     monitor = None
     drawn = is_drawn(trainer.console)
     if job.rank == 0:
@@ -311,16 +301,17 @@ def _deadline(save_by_minutes: float | None) -> Deadline:
     return Deadline(end=None if end is None else now + end - time.time())
 
 
-def foresee(config: Root, trainer: TrainerSection) -> str:
+def foresee(config: AnyConfig) -> str:
     """Say what a start would do with the output directory now; nothing is written."""
-    directory = Path(trainer.output_dir)
+    directory = Path(config.trainer.output_dir)
     holder = DirectoryLock(directory, None, partial(leave, FAILED)).living_holder()
     if holder is not None:
         return f"a start would be refused: {holder} is using {directory}"
-    return describe_opening(directory, _opening_options(config, trainer))
+    return describe_opening(directory, _opening_options(config))
 
 
-def _opening_options(config: Root, trainer: TrainerSection) -> OpeningOptions:
+def _opening_options(config: AnyConfig) -> OpeningOptions:
+    trainer = config.trainer
     history = read_launch_history()
     return OpeningOptions(
         trainer.resume, trainer.overwrite, history.names, history.again, inputs_in(config)
@@ -328,18 +319,18 @@ def _opening_options(config: Root, trainer: TrainerSection) -> OpeningOptions:
 
 
 def _take(
-    config: Root, trainer: TrainerSection, rank: int, changes: list[Callable[[], None]]
+    config: AnyConfig, rank: int, changes: list[Callable[[], None]]
 ) -> tuple[DirectoryLock | None, Path | None]:
     """Lock the output directory on the main rank, and plan what to do with it; every rank calls it.
 
     The plan goes into `changes`. Returns the lock and the checkpoint to continue from.
     """
-    directory = Path(trainer.output_dir)
+    directory = Path(config.trainer.output_dir)
     lock = None
     outcome: list[Path | Exception | None] = [None]
     if rank == 0:
         lock = DirectoryLock(directory, read_launch_history().job, partial(leave, FAILED))
-        options = _opening_options(config, trainer)
+        options = _opening_options(config)
         try:
             lock.acquire()
             opening = plan_opening(directory, options)

@@ -24,11 +24,7 @@ class BestExport:
     """The best model so far, as a Hugging Face checkpoint; every rank calls it together."""
 
     def __init__(
-        self,
-        best: Best,
-        export: Callable[[Path], None],
-        directory: Path,
-        world: dist.ProcessGroup,
+        self, best: Best, export: Callable[[Path], None], directory: Path, world: dist.ProcessGroup
     ) -> None:
         """Export nothing yet.
 

@@ -18,12 +18,7 @@ import torch.distributed as dist
 
 from mrlhf.checkpoint.frozen import check_frozen, fingerprint
 from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
-from mrlhf.checkpoint.restorer import (
-    Checkpoint,
-    newest_checkpoint,
-    open_checkpoint,
-    set_aside,
-)
+from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint, set_aside
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig

@@ -34,7 +34,7 @@ def train_dpo(config: DPOConfig) -> None:
     """Train a policy on preference pairs as configured; every rank calls it."""
     # Bad input is refused before the output directory is touched.
     inputs = read_preference_inputs(config)
-    with start(config, config.distributed, config.trainer, config.seed) as run:
+    with start(config) as run:
         data = [inputs.pairs] if inputs.held_out is None else [inputs.pairs, inputs.held_out]
         starts_adapted = config.reference.adapter == "start"
         reference = config.model if starts_adapted else config.reference

@@ -29,7 +29,7 @@ def train_reward_model(config: RewardModelConfig) -> None:
     """Train a reward model as configured; every rank calls it."""
     # Bad input is refused before the output directory is touched.
     inputs = read_preference_inputs(config)
-    with start(config, config.distributed, config.trainer, config.seed) as run:
+    with start(config) as run:
         task = PreferenceLearning(inputs.pairs, inputs.held_out)
         tokenizer = inputs.tokenizer
         stored = spec_of_role(config.model, "scalar")

@@ -29,7 +29,7 @@ def train_sft(config: SFTConfig) -> None:
     """Run supervised fine-tuning as configured; every rank calls it."""
     # Bad input is refused before the output directory is touched.
     inputs = read_sft_inputs(config)
-    with start(config, config.distributed, config.trainer, config.seed) as run:
+    with start(config) as run:
         task = FineTuning(inputs.examples, inputs.held_out)
         spec = spec_of_role(config.model, "lm")
         trainer = SupervisedTrainer(config, inputs, run, spec, task)

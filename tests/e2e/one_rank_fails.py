@@ -25,7 +25,7 @@ class Raising(FakeEngine):
 
 def train(config: PPOConfig) -> None:
     """Generate once, for four prompts."""
-    with start(config, config.distributed, config.trainer, config.seed) as run:
+    with start(config) as run:
         _generate(config, run)
 
 

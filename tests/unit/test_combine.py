@@ -1,6 +1,7 @@
 """Weighted terms: their mix, what is kept of each, and what is refused."""
 
 import math
+from contextlib import closing
 
 import pytest
 
@@ -53,11 +54,6 @@ def test_weighs_rules_and_keeps_each_score():
     }
 
 
-def test_format_pattern():
-    reward = RewardFunction([("format", 1.0)], format_pattern=r"\AA: \d+\Z")
-    assert reward.score(inputs("A: 18", "#### 18")).scores == [1.0, 0.0]
-
-
 def test_given_scores_alone_need_no_text():
     assert not RewardFunction([("reward_model", 1.0)]).reads_text
     assert RewardFunction([("reward_model", 1.0), ("format", 0.5)]).reads_text
@@ -89,7 +85,7 @@ def test_user_functions_and_their_metrics(tmp_path):
         "    rest = {'long': 1} if len(solution_str) > 2 else {}\n"
         "    return {'score': len(solution_str), **rest}\n"
     )
-    with RewardFunction([("exact_match", 1.0), (f"{file}:bonus", 0.1)]) as reward:
+    with closing(RewardFunction([("exact_match", 1.0), (f"{file}:bonus", 0.1)])) as reward:
         assert reward.weights == {"exact_match": 1.0, "bonus": 0.1}
         result = reward.score(inputs("18", "180"))
     assert result.scores == pytest.approx([1.2, 0.3])
@@ -106,7 +102,7 @@ def test_a_users_answers(tmp_path):
         "def plain(data_source, solution_str, ground_truth, extra_info):\n"
         "    return 1\n"
     )
-    with RewardFunction([(f"{file}:plain", 1.0), (f"{file}:last", 0.1)]) as reward:
+    with closing(RewardFunction([(f"{file}:plain", 1.0), (f"{file}:last", 0.1)])) as reward:
         result = reward.score(inputs("so it is 18", "", "18"))
     assert result.answers == {"last": ["18", None, "18"]}
     assert set(result.metrics) == {"plain", "last", "last/acc"}
@@ -119,7 +115,7 @@ def test_functions_of_the_same_name_are_told_apart_by_their_files(tmp_path):
             f"    return {{'score': {score}, 'acc': 1, 'pred': '{name}'}}\n"
         )
     terms = [(f"{tmp_path}/q1.py:f", 1.0), (f"{tmp_path}/q2.py:f", 0.5)]
-    with RewardFunction(terms) as reward:
+    with closing(RewardFunction(terms)) as reward:
         result = reward.score(inputs("18"))
     assert reward.weights == {"q1.f": 1.0, "q2.f": 0.5}
     assert result.scores == [6.0]
@@ -156,8 +152,6 @@ def test_refuses_terms(terms, message):
         RewardFunction(terms)
 
 
-def test_refuses_pattern_and_missing_file():
-    with pytest.raises(ConfigError, match="is no regular expression"):
-        RewardFunction([("format", 1.0)], format_pattern="(")
+def test_refuses_a_missing_file():
     with pytest.raises(RewardError, match="there is no file"):
         RewardFunction([("nowhere.py:f", 1.0)])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_function_finds_all_that_the_page_lists(place):
     given = RewardInput(
         row.data_source[0], row.text[0], "3", row.ground_truth[0], row.extra_info[0], 2
     )
-    with RewardFunction([("mine.py:f", 1.0)]) as reward:
+    with closing(RewardFunction([("mine.py:f", 1.0)])) as reward:
         (answer,) = reward.score([given]).answers["f"]
     source, solution, truth, extra_info = json.loads(str(answer))
     assert (source, solution, truth) == ("own", "3", None)
@@ -65,7 +66,7 @@ def test_the_example_of_the_page_scores(place):
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (place / "mine.py").write_text(example)
     right = RewardInput("own", "1+2=", " 3", "3", {}, 2)
-    with RewardFunction([("mine.py:shorter_is_better", 2.0)]) as reward:
+    with closing(RewardFunction([("mine.py:shorter_is_better", 2.0)])) as reward:
         result = reward.score([right])
     assert result.scores == [pytest.approx(1.96)]
     assert result.metrics["shorter_is_better/acc"] == [1.0]
@@ -86,7 +87,7 @@ def test_numbers_of_other_libraries(place):
         f"    score = [{', '.join(values)}][int(solution_str)]\n"
         "    return {'score': score, 'acc': np.bool_(True), 'none': None}\n"
     )
-    with RewardFunction([("mine.py:f", 1.0)]) as reward:
+    with closing(RewardFunction([("mine.py:f", 1.0)])) as reward:
         rows = [RewardInput("own", "1+2=", str(i), None, {}, 2) for i in range(4)]
         result = reward.score(rows)
     assert result.scores == [0.5] * 4

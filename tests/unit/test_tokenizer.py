@@ -177,7 +177,6 @@ def test_chat_template(directory, tmp_path):
     text, ids = tokenizer.encode_prompt([{"role": "user", "content": "2+2?"}])
     assert text == "<s>[user]2+2?\n[assistant]"
     assert ids == [1, *tokenizer.encode("[user]2+2?\n[assistant]")]
-    assert tokenizer.encode_prompt("2+2?", chat=True) == (text, ids)
     assert tokenizer.encode_prompt("2+2?") == ("2+2?", tokenizer.encode("2+2?"))
 
 
@@ -338,7 +337,7 @@ def test_a_chat_template_is_bounded_in_length_and_time_and_in_what_it_writes(
     # The tokenizer's own template, which is first used with the data.
     own = load_tokenizer(chat_directory(directory, tmp_path, loops))
     with pytest.raises(DataError, match="the chat template has not ended after"):
-        own.encode_prompt("2+2?", chat=True)
+        own.encode_prompt([{"role": "user", "content": "2+2?"}])
 
 
 def test_broken_chat_templates_are_one_line(directory, tmp_path):

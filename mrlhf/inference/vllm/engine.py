@@ -25,11 +25,7 @@ from mrlhf.inference.installed import VLLM, require_engine
 from mrlhf.inference.stopping import Decode
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.parameters import VllmParameters
-from mrlhf.inference.vllm.pieces import (
-    parameter_pieces,
-    parameter_shapes,
-    unsupported_on_cpu,
-)
+from mrlhf.inference.vllm.pieces import parameter_pieces, parameter_shapes, unsupported_on_cpu
 from mrlhf.inference.vllm.requests import Requests
 from mrlhf.models.families import family_of, save_config
 from mrlhf.models.spec import ModelSpec

@@ -151,11 +151,7 @@ def equal_score_metrics(scores: Tensor, prompt_groups: Tensor, estimator: str) -
 
 
 def _rewards(
-    shaped: Tensor,
-    drawn: Tensor,
-    kl: Tensor | None,
-    kl_coef: float,
-    algorithm: AlgorithmSection,
+    shaped: Tensor, drawn: Tensor, kl: Tensor | None, kl_coef: float, algorithm: AlgorithmSection
 ) -> Tensor:
     """The reward of each token, [batch, response_len]."""
     rewards = token_rewards(shaped, drawn, kl, kl_coef, algorithm.kl_placement)

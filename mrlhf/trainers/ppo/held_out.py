@@ -28,11 +28,7 @@ class HeldOut:
     """The held-out prompts of a run; every rank calls each method together."""
 
     def __init__(
-        self,
-        section: PPOTrainerSection,
-        phases: Phases,
-        parts: Parts,
-        samples: SampleViewer,
+        self, section: PPOTrainerSection, phases: Phases, parts: Parts, samples: SampleViewer
     ) -> None:
         """Ask nothing yet; `samples` shows some answers of the validation."""
         sampling = parts.sampling

@@ -82,9 +82,7 @@ class StepProgress:
 
     @staticmethod
     def from_state(
-        state: Mapping[str, Any],
-        prompts_of: Callable[[Sequence[int]], Prompts],
-        machine: Machine,
+        state: Mapping[str, Any], prompts_of: Callable[[Sequence[int]], Prompts], machine: Machine
     ) -> StepProgress:
         """The inverse of `state_dict`; every rank calls it.
 

@@ -32,7 +32,7 @@ def train_ppo(config: PPOConfig) -> None:
     """Run PPO as configured; every rank calls it."""
     # Bad input is refused before the output directory is touched.
     inputs = read_ppo_inputs(config)
-    with start(config, config.distributed, config.trainer, config.seed) as run:
+    with start(config) as run:
         checkpoint = find_checkpoint(run)
         parts = assemble(config, inputs, run, initial=checkpoint is None)
         ppo = PPORun(config, run, parts, checkpoint)
