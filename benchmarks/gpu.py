@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,23 @@ from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.init import initialise
 
-# sequences, prompt and response tokens of a batch; most tokens of a micro-batch
-BATCHES = {
-    "tiny": (4, 8, 8, 8192),
-    "0.6B": (32, 256, 768, 16384),
-    "1.7B": (32, 256, 768, 8192),
+
+class Work(NamedTuple):
+    """What a size is measured with."""
+
+    sequences: int  # of a batch to train on
+    prompt_length: int
+    response_length: int
+    micro_batch_tokens: int
+    decoded_at_once: tuple[int, ...]  # sequences, of each row
+
+
+WORK = {
+    "tiny": Work(4, 8, 8, 8192, (1, 16)),
+    "0.6B": Work(32, 256, 768, 16384, (1, 16, 64, 256)),
+    "1.7B": Work(32, 256, 768, 8192, (1, 16, 64, 256)),
 }
 MAX_PREFILL_TOKENS = 8192
-DECODED_AT_ONCE = (1, 16, 64, 256)
 REPEATS = 3
 
 
@@ -58,7 +67,7 @@ def main() -> None:
     """Measure what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
-    parser.add_argument("--size", choices=BATCHES, action="append", help="0.6B and 1.7B")
+    parser.add_argument("--size", choices=WORK, action="append", help="0.6B and 1.7B")
     arguments = parser.parse_args()
     sizes = arguments.size or ["0.6B", "1.7B"]
     if not torch.cuda.is_available() and sizes != ["tiny"]:
@@ -107,7 +116,7 @@ def train(size: str, device: Device) -> Iterator[dict[str, Any]]:
     section = ActorSection(
         path="random",
         dtype="bfloat16",
-        micro_batch_tokens=BATCHES[size][3],
+        micro_batch_tokens=WORK[size].micro_batch_tokens,
         ppo_epochs=1,
         loss_scale_factor=1.0,
         optim=ActorOptimSection(lr=1e-6),
@@ -160,9 +169,9 @@ def train(size: str, device: Device) -> Iterator[dict[str, Any]]:
 def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
     """Tokens that the native engine decodes, against what reading the weights and cache allows."""
     spec, config = _model(size)
-    _, prompt_length, response_length, _ = BATCHES[size]
+    _, prompt_length, response_length, _, counts = WORK[size]
     limits = EngineLimits(
-        max_num_seqs=max(DECODED_AT_ONCE),
+        max_num_seqs=max(counts),
         max_length=prompt_length + response_length,
         max_prefill_tokens=MAX_PREFILL_TOKENS,
         cache_bytes=(1 << 26) if device.kind == "cpu" else None,
@@ -174,7 +183,7 @@ def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
     engine.commit(1)
 
     bandwidth = read_bandwidth(device.torch_device, time.perf_counter)
-    for count in DECODED_AT_ONCE:
+    for count in counts:
         prompts = _tokens(count, prompt_length, spec.vocab_size).tolist()
         first, whole = (
             _answer_seconds(engine, prompts, length, device) for length in (1, response_length)
@@ -206,7 +215,7 @@ def _tokens(rows: int, length: int, vocab: int) -> Tensor:
 
 
 def _rollout(size: str, vocab: int) -> Rollout:
-    count, prompt_length, response_length, _ = BATCHES[size]
+    count, prompt_length, response_length, *_ = WORK[size]
     prompts = Prompts(
         token_ids=_tokens(count, prompt_length, vocab).tolist(),
         uid=list(range(count)),

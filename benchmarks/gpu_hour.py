@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import importlib.util
 import json
 import os
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from gpu_hour_steps import FULL, TINY, Step, steps_of
@@ -67,18 +68,22 @@ def main() -> int:
         parser.error(f"no step is called {', '.join(sorted(unknown))}; there are {names}")
 
     machine = {"size": arguments.size, "torch": torch.__version__, "gpus": gpus}
-    results = _results(out / "results.json", machine)
-    if results["machine"] != machine:
-        parser.error(f"{out} is of {results['machine']}, and here is {machine}: give another --out")
+    try:
+        lock = _claim(out)
+        results = _results(out / "results.json", machine)
+    except ValueError as error:
+        parser.error(f"{error}: give another --out")
     for name in again:
         results["steps"].pop(name, None)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     try:
         run_steps(steps, out, results)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on with the step that was stopped")
         return 130
+    lock.close()
     print("", *targets(results["steps"]), "", f"more in {out / 'report.md'}", sep="\n")
     return int(any(found["outcome"] != "done" for found in results["steps"].values()))
 
@@ -178,11 +183,24 @@ def _reason(log: Sequence[str]) -> str:
     return (errors or lines)[-1][:_LONGEST_REASON]
 
 
+def _claim(out: Path) -> TextIO:
+    """Make the directory this process's own, until the file that is returned is closed."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock = (out / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"another process uses {out}") from error
+    return lock
+
+
 def _results(file: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """What is recorded so far."""
+    """What is recorded so far, which must be of this machine."""
     if not file.is_file():
         return {"machine": machine, "steps": {}}
     recorded: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if recorded["machine"] != machine:
+        raise ValueError(f"{file} is of {recorded['machine']}, and here is {machine}")
     return recorded
 
 

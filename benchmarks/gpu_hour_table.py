@@ -56,7 +56,8 @@ def report(results: Mapping[str, Any]) -> str:
         "One step, profiled, by phase": _table(phases),
         "Its largest costs": _table(profiled["costs"]),
     }
-    lines = ["# The first hour on a GPU", "", f"{machine['gpus'] or 'a CPU'}, {machine['torch']}"]
+    where = ", ".join(machine["gpus"]) or "A CPU: this is a trial"
+    lines = ["# The first hour on a GPU", "", f"{where}; torch {machine['torch']}."]
     for title, table in tables.items():
         lines += ["", f"## {title}", "", *table]
     return "\n".join(lines) + "\n"
@@ -175,5 +176,7 @@ def _table(rows: Sequence[Mapping[str, Any]] | Iterator[Mapping[str, Any]]) -> I
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, float):
+        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return text.replace("|", "/").replace("\n", "<br>")
