@@ -75,6 +75,7 @@ def main() -> int:
         parser.error(f"{error}: give another --out")
     for name in again:
         results["steps"].pop(name, None)
+    write_json(out / "results.json", results)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)

@@ -3,8 +3,9 @@
     python launch/torchrun.py --standalone --nproc-per-node=1 benchmarks/gpu_hour_profile.py \\
         --json FILE --step 3 <arguments of launch/train_ppo.py>
 
-It runs all of train_ppo; what rank 0 does in one step goes through torch's profiler. On a CPU the
-costs are operators' own seconds, and the idle share is null.
+It runs all of train_ppo; what rank 0 does in one step goes through torch's profiler. The profiler
+slows the host, so idle shares are upper bounds. On a CPU the costs are operators' own seconds, and
+there are no idle shares.
 """
 
 from __future__ import annotations

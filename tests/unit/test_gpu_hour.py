@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,8 +16,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "benchmarks" / "gpu_hour.py"
+from tests.pages import ROOT, commands_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the trial is for a CPU")
 
@@ -26,10 +26,15 @@ def _on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
+def _start(command: str, out: Path) -> subprocess.Popen[str]:
+    """A command of the page, with another directory for what it finds."""
+    words = shlex.split(command.replace("runs/trial", str(out)))
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), *arguments]
-    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
+    if words[0] == "python":
+        words[0] = sys.executable
+    else:
+        words.append(f"GPU_PYTHON={sys.executable}")
+    return subprocess.Popen(words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
 
 
 def _wait_for(file: Path) -> None:
@@ -39,30 +44,31 @@ def _wait_for(file: Path) -> None:
         time.sleep(0.05)
 
 
-def test_without_a_gpu_one_line_says_what_is_missing() -> None:
-    process = _start()
-    output, _ = process.communicate()
-    assert process.returncode == 0
-    assert len(output.splitlines()) == 1
-    assert torch.__version__ in output and "CUDA" in output
+def test_without_a_gpu_one_line_says_what_is_missing(tmp_path: Path) -> None:
+    for command in commands_of("docs/gpu.md", "make gpu-hour"):
+        process = _start(command, tmp_path)
+        output, _ = process.communicate()
+        assert process.returncode == 0
+        assert len(output.splitlines()) == 1
+        assert torch.__version__ in output and "CUDA" in output
 
 
 def test_the_trial_is_killed_in_the_middle_and_goes_on(tmp_path: Path) -> None:
-    arguments = ("--size", "tiny", "--out", str(tmp_path))
+    [command] = commands_of("docs/gpu.md", "--size tiny")
     log = tmp_path / "steps" / "checks.log"
-    first = _start(*arguments)
+    first = _start(command, tmp_path)
     _wait_for(log)
     first.kill()
     first.communicate()
     assert set(json.loads((tmp_path / "results.json").read_text())["steps"]) == {"facts"}
 
-    second = _start(*arguments)
+    second = _start(command, tmp_path)
     _wait_for(tmp_path / "steps" / "ppo-small.log")
     second.send_signal(signal.SIGTERM)
     assert "the same command goes on" in second.communicate()[0]
     assert second.returncode == 130
 
-    third = _start(*arguments)
+    third = _start(command, tmp_path)
     output, _ = third.communicate()
     assert third.returncode == 0, output
     recorded = [line for line in output.splitlines() if "recorded: done" in line]
