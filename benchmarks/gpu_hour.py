@@ -37,6 +37,7 @@ from gpu_record import write_json
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("megatron", "transformers", "pydantic", "yaml", "pyarrow", "sentencepiece", "xxhash")
 LIMIT_S = 570.0  # of a step
+STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE_S = 15.0
 _LONGEST_REASON = 300  # characters
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -77,7 +78,7 @@ def main() -> int:
         results["steps"].pop(name, None)
     write_json(out / "results.json", results)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOPS:
         signal.signal(number, signal.default_int_handler)
     try:
         run_steps(steps, out, results)
@@ -131,6 +132,8 @@ def run(step: Step, log: Path, limit_s: float = LIMIT_S) -> dict[str, Any]:
     variables = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
     began = time.monotonic()
+    # While Python starts a process it may lose the exception of a signal, so signals wait.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, *step.command],
@@ -140,9 +143,10 @@ def run(step: Step, log: Path, limit_s: float = LIMIT_S) -> dict[str, Any]:
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=_prepare,
         )
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
@@ -163,8 +167,11 @@ def run(step: Step, log: Path, limit_s: float = LIMIT_S) -> dict[str, Any]:
     }
 
 
-def _end_with_parent() -> None:
-    """In the new process: ask the system to end it if this one is killed."""
+def _prepare() -> None:
+    """In the new process: take signals, and ask the system to end it if this one is killed."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

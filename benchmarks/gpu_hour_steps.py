@@ -59,27 +59,22 @@ def steps_of(sizes: Sizes, out: Path, gpus: int) -> list[Step]:
     saves = f"trainer.save_freq={few}"
     models = sorted({sizes.small, sizes.large})
     inputs = ["benchmarks/gpu_hour_inputs.py", *models, "--out", str(out / "inputs")]
-    contenders = [["native", "transformers"], ["vllm"]]
-
-    return [
+    steps = [
         _written("facts", out, "benchmarks/gpu_hour_facts.py"),
         _written("checks", out, "-m", "tests.gpu", *([] if gpus else ["--device", "cpu"])),
         _written("inputs", out, *inputs),
         _ppo("ppo-small", sizes.small, out, f"trainer.total_steps={many}"),
         _ppo("ppo-large", sizes.large, out, f"trainer.total_steps={few}", saves),
         _resumed(sizes.large, out, few),
-        *(_decode(names, sizes.large, out) for names in contenders if gpus or "vllm" not in names),
-        *(
-            _written(f"speed-{size}", out, "benchmarks/gpu.py", "--size", size)
-            for size in sorted({sizes.large, sizes.largest})
-        ),
-        *(
-            [_written("hand-over", out, "benchmarks/reshard.py", "--sizes", "110M")]
-            if gpus > 1
-            else []
-        ),
-        _profile(sizes.large, out),
+        _decode(["native", "transformers"], sizes.large, out),
     ]
+    if gpus:  # a trial does without vLLM, whose start on a CPU takes a minute
+        steps.append(_decode(["vllm"], sizes.large, out))
+    for size in sorted({sizes.large, sizes.largest}):
+        steps.append(_written(f"speed-{size}", out, "benchmarks/gpu.py", "--size", size))
+    if gpus > 1:
+        steps.append(_written("hand-over", out, "benchmarks/reshard.py", "--sizes", "110M"))
+    return [*steps, _profile(sizes.large, out)]
 
 
 def _written(name: str, out: Path, *command: str) -> Step:
