@@ -2,7 +2,7 @@
 #   make demo     PPO on arithmetic, a few minutes on two CPU cores
 #   make gsm8k DATA=dir
 #   make test     ten minutes; make test-full, make test-recipes run the rest
-#   make test-gpu, make bench-gpu    on a machine with an NVIDIA GPU; skipped elsewhere
+#   make gpu-hour, test-gpu, bench-gpu    on a machine with an NVIDIA GPU; skipped elsewhere
 #   make vllm     adds vLLM for CPUs, an engine beside the native one; make test-vllm tests it
 
 PYTHON ?= python3
@@ -16,11 +16,12 @@ DEV_READY := $(VENV)/dev-ready
 # A machine with a GPU has a build of torch of its own, so what `make install` makes is not needed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON ?= runs/gpu.json
+HOUR_ARGS ?=
 export OMP_NUM_THREADS := 1
 # Runs and tests start many processes; each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install dev demo gsm8k test test-full test-recipes test-gpu bench-gpu vllm test-vllm screenshots lint clean
+.PHONY: install dev demo gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
@@ -71,12 +72,16 @@ test-full: $(VENV)/vllm-ready $(DEV_READY)
 test-recipes: $(DEV_READY)
 	$(PYTEST) --tier=recipes --junitxml=runs/tests/recipes.xml
 
-# These two need torch >= 2.11, transformers, megatron-core and pydantic alone.
+# The first two need torch >= 2.11, transformers, megatron-core and pydantic alone; the hour trains
+# as well, and so needs what setup.py lists. HOUR_ARGS are options of benchmarks/gpu_hour.py.
 test-gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu --json '$(GPU_JSON)'
 
 bench-gpu:
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py --json '$(GPU_JSON)'
+
+gpu-hour:
+	@PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_hour.py $(HOUR_ARGS)
 
 # Without --no-deps pip would add builds of torchvision that do not fit this torch.
 vllm: $(VENV)/vllm-ready

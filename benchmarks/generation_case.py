@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from generation_contenders import CONTENDERS, Contender, Setting
 from generation_limits import gemm_flops, read_bandwidth, work
+from model_sizes import QWEN3
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -64,6 +66,7 @@ SIZES |= {
         ("110M", _MIXTURE_110M, 64, 8, 128),
     )
 }
+SIZES |= QWEN3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # On a machine that others load, the processor time of a process with one thread tells more.
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -138,7 +141,9 @@ def _build(names: list[str], setting: Setting) -> tuple[dict[str, Contender], di
 
 def _write_model(size: str, dtype: torch.dtype, directory: Path) -> PreTrainedConfig:
     torch.manual_seed(0)
-    kind = Qwen3MoeConfig if "num_experts" in SIZES[size] else LlamaConfig
+    kind = Qwen3Config if size in QWEN3 else LlamaConfig
+    if "num_experts" in SIZES[size]:
+        kind = Qwen3MoeConfig
     config = kind(
         **SIZES[size],
         max_position_embeddings=MAX_POSITIONS,
@@ -153,8 +158,10 @@ def _write_model(size: str, dtype: torch.dtype, directory: Path) -> PreTrainedCo
     return config
 
 
-def _prompts(workload: Mapping[str, Any], config: PreTrainedConfig) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
+def _prompts(
+    workload: Mapping[str, Any], config: PreTrainedConfig, number: int = 0
+) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1000 * workload["prompts"] + number)
     shape = (workload["prompts"], workload["prompt_length"])
     rows: list[list[int]] = torch.randint(1, config.vocab_size, shape, generator=generator).tolist()
     return rows
@@ -213,12 +220,12 @@ def _compare(
     repeats: int,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Tokens a second of each contender; in each repeat they take turns with new random numbers."""
-    prompts = _prompts(workload, config)
+    """Tokens a second of each contender; in each repeat they take turns with new prompts."""
     sampling = _sampling(workload, config)
 
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for repeat in range(repeats):
+        prompts = _prompts(workload, config, repeat + 1)
         for name, contender in contenders.items():
             contender.prepare()
             torch.manual_seed(repeat)

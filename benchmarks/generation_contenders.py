@@ -25,7 +25,7 @@ from mrlhf.models.weight_files import read_model
 
 MAX_PREFILL_TOKENS = 8192
 CACHE_BYTES = 2**30
-# vLLM on a GPU counts memory that others hold, and all contenders share one.
+# Of each engine's weights and cache: all contenders share one GPU.
 GPU_MEMORY_UTILIZATION = 0.3
 # Ways of transformers to compute experts, and to keep keys and values (None: the default).
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
@@ -68,19 +68,26 @@ class Native:
 
     def __init__(self, setting: Setting) -> None:
         spec = load_spec(str(setting.directory), "lm")
+        self._on_cpu = setting.device.type == "cpu"
         limits = EngineLimits(
             max_num_seqs=setting.max_num_seqs,
             max_length=setting.max_length,
             max_prefill_tokens=MAX_PREFILL_TOKENS,
-            cache_bytes=CACHE_BYTES,
+            cache_bytes=CACHE_BYTES if self._on_cpu else None,
+            gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
         )
         self._engine = NativeEngine(spec, None, setting.device, setting.dtype, limits)
         self._engine.wake()
         read_model(setting.directory, spec, self._engine.weight_slots(), needs_head=False)
+        self._engine.commit(0)
 
     def prepare(self) -> None:
-        """A new version of the weights drops what was cached."""
-        self._engine.commit(0)
+        """A new version of the weights drops what was cached.
+
+        On a GPU it would drop the CUDA graphs too. There nothing is dropped: no prompt comes twice.
+        """
+        if self._on_cpu:
+            self._engine.commit(0)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams

@@ -59,9 +59,9 @@ def work(
         responses: tokens of each response.
         itemsize: bytes of a number.
     """
-    head_dim = config.hidden_size // config.num_attention_heads
-    kv_width = config.num_key_value_heads * head_dim
-    attention = 2 * config.hidden_size + 2 * kv_width
+    width = config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    attention = 2 * width + 2 * kv_width
     computed, stored = _mlp_widths(config)
     body = config.num_hidden_layers * config.hidden_size * (attention + 3 * computed)
     weights = config.num_hidden_layers * config.hidden_size * (attention + 3 * stored)
@@ -73,7 +73,7 @@ def work(
         tokens = prompt_length + length - 1  # the last token is drawn and not computed
         seen = tokens * (tokens + 1) / 2
         operations += 2 * body * tokens + 2 * output * length
-        operations += 4 * config.num_hidden_layers * config.hidden_size * seen
+        operations += 4 * config.num_hidden_layers * width * seen
 
         decoded = seen - prompt_length * (prompt_length + 1) / 2
         read += 2 * config.num_hidden_layers * kv_width * itemsize * decoded

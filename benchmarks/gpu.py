@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/gpu.py --json runs/gpu.json      (or make bench-gpu)
 
-The models have the shapes of Qwen2.5 0.5B and 1.5B with random weights. It needs torch,
+The models have the shapes of Qwen3-0.6B and Qwen3-1.7B with random weights. It needs torch,
 transformers, megatron-core and pydantic alone. Each row is written as soon as it is measured, and a
 measure that fails leaves a row that says why. Without a GPU nothing is measured, unless `--size
 tiny` tries the program itself on a CPU.
@@ -18,14 +18,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from generation_limits import read_bandwidth, work
 from gpu_record import record
+from model_sizes import qwen3_config
 from torch import Tensor
-from transformers import Qwen2Config
+from transformers import Qwen3Config
 
 from mrlhf.batch import Experience, Prompts, Rollout
 from mrlhf.config.sections import ActorOptimSection, ActorSection
@@ -42,14 +43,23 @@ from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.init import initialise
 
-# hidden, MLP, layers, heads, KV heads, vocabulary; sequences, prompt and response tokens of a batch
-SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, int, int]]] = {
-    "tiny": ((64, 128, 2, 4, 2, 1000), (4, 8, 8)),
-    "0.5B": ((896, 4864, 24, 14, 2, 151936), (32, 256, 768)),
-    "1.5B": ((1536, 8960, 28, 12, 2, 151936), (32, 256, 768)),
+
+class Work(NamedTuple):
+    """What a size is measured with."""
+
+    sequences: int  # of a batch to train on
+    prompt_length: int
+    response_length: int
+    micro_batch_tokens: int
+    decoded_at_once: tuple[int, ...]  # sequences, of each row
+
+
+WORK = {
+    "tiny": Work(4, 8, 8, 8192, (1, 16)),
+    "0.6B": Work(32, 256, 768, 16384, (1, 16, 64, 256)),
+    "1.7B": Work(32, 256, 768, 8192, (1, 16, 64, 256)),
 }
-MICRO_BATCH_TOKENS = 8192
-DECODED_AT_ONCE = (1, 16, 64, 256)
+MAX_PREFILL_TOKENS = 8192
 REPEATS = 3
 
 
@@ -57,9 +67,9 @@ def main() -> None:
     """Measure what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
-    parser.add_argument("--size", choices=SHAPES, action="append", help="0.5B and 1.5B")
+    parser.add_argument("--size", choices=WORK, action="append", help="0.6B and 1.7B")
     arguments = parser.parse_args()
-    sizes = arguments.size or ["0.5B", "1.5B"]
+    sizes = arguments.size or ["0.6B", "1.7B"]
     if not torch.cuda.is_available() and sizes != ["tiny"]:
         print(f"skipped: benchmarks of {', '.join(sizes)}: need a CUDA GPU")
         return
@@ -106,7 +116,7 @@ def train(size: str, device: Device) -> Iterator[dict[str, Any]]:
     section = ActorSection(
         path="random",
         dtype="bfloat16",
-        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        micro_batch_tokens=WORK[size].micro_batch_tokens,
         ppo_epochs=1,
         loss_scale_factor=1.0,
         optim=ActorOptimSection(lr=1e-6),
@@ -159,11 +169,11 @@ def train(size: str, device: Device) -> Iterator[dict[str, Any]]:
 def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
     """Tokens that the native engine decodes, against what reading the weights and cache allows."""
     spec, config = _model(size)
-    _, (_, prompt_length, response_length) = SHAPES[size]
+    _, prompt_length, response_length, _, counts = WORK[size]
     limits = EngineLimits(
-        max_num_seqs=max(DECODED_AT_ONCE),
+        max_num_seqs=max(counts),
         max_length=prompt_length + response_length,
-        max_prefill_tokens=MICRO_BATCH_TOKENS,
+        max_prefill_tokens=MAX_PREFILL_TOKENS,
         cache_bytes=(1 << 26) if device.kind == "cpu" else None,
     )
     engine = NativeEngine(spec, None, device.torch_device, torch.bfloat16, limits)
@@ -173,7 +183,7 @@ def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
     engine.commit(1)
 
     bandwidth = read_bandwidth(device.torch_device, time.perf_counter)
-    for count in DECODED_AT_ONCE:
+    for count in counts:
         prompts = _tokens(count, prompt_length, spec.vocab_size).tolist()
         first, whole = (
             _answer_seconds(engine, prompts, length, device) for length in (1, response_length)
@@ -195,19 +205,9 @@ def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
         }
 
 
-def _model(size: str) -> tuple[ModelSpec, Qwen2Config]:
-    (hidden, mlp, layers, heads, kv_heads, vocab), _ = SHAPES[size]
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    return FAMILIES["qwen2"].read_config(config.to_dict(), "lm"), config
+def _model(size: str) -> tuple[ModelSpec, Qwen3Config]:
+    config = qwen3_config(size)
+    return FAMILIES["qwen3"].read_config(config.to_dict(), "lm"), config
 
 
 def _tokens(rows: int, length: int, vocab: int) -> Tensor:
@@ -215,7 +215,7 @@ def _tokens(rows: int, length: int, vocab: int) -> Tensor:
 
 
 def _rollout(size: str, vocab: int) -> Rollout:
-    _, (count, prompt_length, response_length) = SHAPES[size]
+    count, prompt_length, response_length, *_ = WORK[size]
     prompts = Prompts(
         token_ids=_tokens(count, prompt_length, vocab).tolist(),
         uid=list(range(count)),

@@ -20,5 +20,12 @@ def record(path: Path, section: str, rows: Sequence[dict[str, Any]]) -> None:
         "cuda": torch.version.cuda,
     }
     kept[section] = list(rows)
+    write_json(path, kept)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that is whole whenever the process is killed, in a directory that is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)

@@ -177,7 +177,8 @@ def _rank(rank: int, world_size: int, port: int, arguments: argparse.Namespace) 
     factory = GroupFactory(timeout_s=600.0)
     rows = []
     for size in arguments.sizes:
-        for tp, pp in LAYOUTS if world_size > 1 else ((1, 1),):
+        fitting = [(tp, pp) for tp, pp in LAYOUTS if tp * pp <= world_size]
+        for tp, pp in fitting or [(1, 1)]:
             layout = ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
             for engine_tp in (1, 2, 4):
                 if tp * pp % engine_tp != 0:

@@ -49,9 +49,8 @@ def main() -> int:
             row["seconds"] = round(time.perf_counter() - began, 2)
             print(f"{row['outcome']}: {name} ({row['seconds']} s)", flush=True)
             rows.append(row)
-
-    if arguments.json is not None:
-        record(arguments.json, "checks", rows)
+            if arguments.json is not None:
+                record(arguments.json, "checks", rows)
     return sum(row["outcome"] != "passed" for row in rows)
 
 

@@ -26,7 +26,7 @@ def test_the_tiny_size_measures_everything(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "gpu.json").read_text())["benchmarks"]
     assert not [row for row in rows if "outcome" in row]
     assert [row["what"] for row in rows[:2]] == ["update", "log-probabilities"]
-    assert [row["sequences"] for row in rows[2:]] == [1, 16, 64, 256]
+    assert [row["sequences"] for row in rows[2:]] == [1, 16]
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
