@@ -209,8 +209,10 @@ class NativeEngine:
         self._in_flight.drop_unfinished()
         return self.collect()
 
-    def sleep(self) -> None:
-        """Free the KV cache and the copies of weights laid out for this machine; the weights stay.
+    def sleep(self, free_weights: bool = False) -> None:
+        """Free the KV cache and the copies of weights laid out for this machine.
+
+        With `free_weights`, also free the weights that are not bound.
 
         Raises:
             EngineError: samples are in flight.
@@ -220,6 +222,8 @@ class NativeEngine:
         self._runner = None
         self._cache = None
         self._awake = False
+        if free_weights:
+            self._parameters.free()
 
     def wake(self) -> None:
         """Allow `commit` and `submit` again."""

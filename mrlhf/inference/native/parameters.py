@@ -44,6 +44,7 @@ class Parameters:
             self.pieces[name] = pieces_of(name, cut.rule, shapes, cut.part, cut.parts)
             self._shapes[name] = local_shape(cut.rule, shapes, cut.parts)
         self._tensors: dict[str, Tensor] = {}
+        self._bound: set[str] = set()
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -69,6 +70,11 @@ class Parameters:
         """
         check_tensor(name, tensor, self._shapes, self._dtype_of(name), self._device)
         self._tensors[name] = tensor
+        self._bound.add(name)
+
+    def free(self) -> None:
+        """Give back the memory of the parameters that are stored here; they are missing then."""
+        self._tensors = {name: self._tensors[name] for name in self._bound}
 
     def slots(self) -> list[Slot]:
         """Return where each piece is stored.
