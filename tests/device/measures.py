@@ -35,12 +35,15 @@ SEQUENCES = 8
 LENGTH = 32  # of prompt and response together
 FEW_PACKS = 2
 MANY_PACKS = 4
+LEFT_OUT = "some tokens never drawn"
 SAMPLINGS = {
     "temperature 1": {"temperature": 1.0},
     "top-k and top-p": {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
     "greedy": {"temperature": 0.0},
+    LEFT_OUT: {"temperature": 1.0},
 }
 
+OPTIM = ActorOptimSection(lr=1e-6)
 Figures = dict[str, float]
 
 
@@ -58,19 +61,19 @@ def all_figures() -> Figures:
 
 def lines() -> dict[str, Counts]:
     """What each line costs in passes over two packs with one layer, and in a decode step."""
-    _join()
+    join()
     passes = _passes(1, FEW_PACKS)
-    engine = _engine(1)
-    steps = {
-        f"decode, {name}": _decode_step(engine, SamplingParams(max_tokens=6, seed=1, **sampling))
-        for name, sampling in SAMPLINGS.items()
-    }
+    engines = _engine(1), _engine(1, never=(3, 5))
+    steps = {}
+    for name, sampling in SAMPLINGS.items():
+        drawing = SamplingParams(max_tokens=6, seed=1, **sampling)
+        steps[f"decode, {name}"] = _decode_step(engines[name == LEFT_OUT], drawing)
     return {**passes._asdict(), **steps}
 
 
 def training() -> Figures:
     """Of log-probabilities and of the actor's update, in bfloat16, with GQA and tied embeddings."""
-    _join()
+    join()
     found = {
         (layers, packs): _passes(layers, packs)
         for layers in (1, 2)
@@ -103,25 +106,29 @@ def training() -> Figures:
 def decoding() -> Figures:
     """Of a decode step in bfloat16, with CUDA graphs, by how tokens are drawn."""
     figures: Figures = {}
-    in_graph = []
+    in_graph: dict[str, list[int]] = {name: [] for name in SAMPLINGS}
     for layers in (1, 2):
-        engine = _engine(layers)
+        engines = _engine(layers), _engine(layers, never=(3, 5))
         for name, sampling in SAMPLINGS.items():
+            engine = engines[name == LEFT_OUT]
             step = _decode_step(engine, SamplingParams(max_tokens=6, seed=1, **sampling))
             assert step.replays == 1, "the step was not replayed from a graph"
             figures[f"decode, {name}: kernels outside the graph"] = step.launched
             figures[f"decode, {name}: waits a step"] = step.stops
             figures[f"decode, {name}: unpinned copies a step"] = step.unpinned
-        in_graph.append(step.replayed)
-    figures["decode: kernels a layer in the graph"] = in_graph[1] - in_graph[0]
-    figures["decode: kernels in the graph outside layers"] = 2 * in_graph[0] - in_graph[1]
+            figures[f"decode, {name}: copies a step"] = step.copies.total()
+            in_graph[name].append(step.replayed)
+    for name, (one, two) in in_graph.items():
+        figures[f"decode, {name}: kernels in the graph outside layers"] = 2 * one - two
+    figures["decode: kernels a layer in the graph"] = two - one
     figures["decode: query heads of a group read its keys apart (1: yes)"] = float(
         DEVICE.decoded[UNPACKED] > 0
     )
     return figures
 
 
-def _join() -> None:
+def join() -> None:
+    """Be the only rank of a job."""
     if not dist.is_initialized():
         store = dist.HashStore()
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
@@ -143,23 +150,26 @@ def model_spec(layers: int) -> ModelSpec:
     return FAMILIES["qwen3"].read_config(config.to_dict(), "lm")
 
 
-def _passes(layers: int, packs: int) -> Passes:
+def actor_of(packs: int, layers: int) -> tuple[ModelEngine, Actor]:
+    """A policy in bfloat16 without an optimizer; its micro-batches are so many `packs`."""
     section = ActorSection(
         path="random",
         dtype="bfloat16",
         micro_batch_tokens=SEQUENCES * LENGTH // packs,
         ppo_epochs=1,
         loss_scale_factor=1.0,
-        optim=ActorOptimSection(lr=1e-6),
     )
     layout = ParallelLayout.for_world("actor", 1, AxisSizes(tp=1, pp=1))
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     engine = ModelEngine(section, model_spec(layers), groups, pick_device("auto", local_rank=0))
     engine.initialise(seed=1)
-    engine.attach_optimizer(section.optim, total_updates=100)
-    actor = Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
+    return engine, Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
 
-    experience = _experience()
+
+def _passes(layers: int, packs: int) -> Passes:
+    engine, actor = actor_of(packs, layers)
+    engine.attach_optimizer(OPTIM, total_updates=100)
+    experience = make_experience()
     rollout = experience.rollout
     cut = engine.cut(rollout.sequences(), "response")
     assert len(cut.packs) == packs, f"{len(cut.packs)} packs"
@@ -172,7 +182,8 @@ def _passes(layers: int, packs: int) -> Passes:
     return Passes(forward, update)
 
 
-def _experience() -> Experience:
+def make_experience() -> Experience:
+    """Random sequences with random advantages."""
     half = LENGTH // 2
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
@@ -201,12 +212,12 @@ def _experience() -> Experience:
     )
 
 
-def _engine(layers: int) -> NativeEngine:
+def _engine(layers: int, never: tuple[int, ...] = ()) -> NativeEngine:
     spec = model_spec(layers)
     limits = EngineLimits(
         max_num_seqs=8, max_length=600, max_prefill_tokens=64, cache_bytes=1 << 24
     )
-    engine = NativeEngine(spec, None, DEVICE.device, torch.bfloat16, limits)
+    engine = NativeEngine(spec, None, DEVICE.device, torch.bfloat16, limits, never=never)
     family = FAMILIES[spec.family]
     slots = engine.weight_slots()
     initialise(slots, family.tensor_shapes(spec), 1, 0.02, family.scalar_head)
