@@ -69,6 +69,26 @@ def memory() -> dict[str, Any]:
     return found
 
 
+def sizes() -> list[int]:
+    """Sizes of the cache with half a block to spare, with one block more, and with much less."""
+    training = _training()
+    engine = _engine(cache_bytes=None)
+    _hand_over(engine, training, version=1)
+    torch.cuda.empty_cache()
+    kept = DEVICE.memory.total - int(0.9 * DEVICE.memory.total)
+    block = engine._cache_shape.block_bytes
+    found = []
+    for blocks in (12.5, 13.5, 5.5):
+        filler = DEVICE.memory.free - kept - int(blocks * block)
+        other = torch.empty(filler, dtype=torch.uint8, device=DEVICE.device)
+        engine.take_cache()
+        found.append(engine.cache_bytes // block)
+        del other
+        engine.sleep()
+        torch.cuda.empty_cache()
+    return found
+
+
 def graphs() -> dict[str, Any]:
     """Captures after each kind of hand-over, and whether its samples are those of a new engine."""
     training = _training()

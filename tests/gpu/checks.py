@@ -236,7 +236,7 @@ def reshard(place: Place) -> Figures:
         config = setting.root / case.model / "config.json"
         (exported / "config.json").write_bytes(config.read_bytes())
         gap = _generate(place, exported, holder)
-        holder.sleep()
+        holder.sleep(free_weights=True)
     return {"largest gap of a log-probability": gap}
 
 
