@@ -235,7 +235,7 @@ class _ReadyEngine:
         """Take note of the version of the weights."""
         self.version = version
 
-    def sleep(self) -> None:
+    def sleep(self, free_weights: bool = False) -> None:
         """Do nothing."""
 
     def wake(self) -> None:

@@ -100,6 +100,14 @@ def seconds_in(spans: Sequence[Span]) -> float:
     return sum(end.since(begin) for begin, end in spans)
 
 
+def fetch(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors of one device on the host, which waits once for all of them."""
+    found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return found
+
+
 @dataclass(frozen=True)
 class Device:
     """Where tensors live and how ranks communicate; a GPU's `torch_device` includes the index."""

@@ -100,7 +100,7 @@ class FakeEngine:
         self._requests = []
         return Finished([], EngineStats())
 
-    def sleep(self) -> None:
+    def sleep(self, free_weights: bool = False) -> None:
         self.calls.append("sleep")
 
     def wake(self) -> None:

@@ -296,8 +296,11 @@ class InferenceEngine(Protocol):
         """Drop the samples that have not ended, and return those that have."""
         ...
 
-    def sleep(self) -> None:
+    def sleep(self, free_weights: bool = False) -> None:
         """Free all device memory but the weights.
+
+        With `free_weights` an engine may free those that are not bound, too; then all weights must
+        come again before the next `commit`.
 
         Raises:
             EngineError: samples are in flight.

@@ -66,16 +66,17 @@ class CacheShape:
         return self.token_bytes * self.block_size
 
 
-def gpu_room(utilization: float, weights: int, free: int, total: int) -> int:
+def gpu_room(utilization: float, weights: int, free: int, total: int, idle: int = 0) -> int:
     """Return the bytes that an engine may still take of a GPU.
 
     As in vLLM, `utilization` is the share of the GPU for the engine: its weights, of which
-    `weights` bytes are there already (shared or not), and all else.
+    `weights` bytes are there already (shared or not), and all else. `idle` bytes are not free, but
+    torch holds them for tensors to come, though not for the cache, whose memory is its own.
     """
     # Training's memory comes first: a tenth of the GPU stays free in any case, or less where
     # `utilization` is above 0.9.
-    kept = total * min(1 - utilization, _FREE_GPU_SHARE)
-    return max(0, min(int(total * utilization) - weights, free - int(kept)))
+    kept = int(total * min(1 - utilization, _FREE_GPU_SHARE)) - idle
+    return max(0, min(int(total * utilization) - weights, free - max(0, kept)))
 
 
 def kv_heads_on_rank(spec: ModelSpec, tp_size: int) -> int:

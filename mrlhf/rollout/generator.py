@@ -168,7 +168,8 @@ class Generator:
 
     def sleep(self) -> None:
         """Free the engine's memory while the models train."""
-        self.engine.sleep()
+        # `take_weights` brings all weights again, so those of the engine's own need not stay.
+        self.engine.sleep(free_weights=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The state on which the assignment of the next batches depends."""

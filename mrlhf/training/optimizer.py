@@ -105,6 +105,7 @@ class ShardedOptimizer:
             self._gather = WeightGather(chunks, overlapped)
         self._wait_for_reader: Callable[[], None] | None = None
         self.skipped_in_a_row = 0  # steps skipped since the last one that was taken
+        self.make_moments(steps_taken=0)
 
     @property
     def learning_rate(self) -> float:
@@ -176,6 +177,7 @@ class ShardedOptimizer:
         """
         held: list[OptimizedRange | None] = []
         owners = self._owners()
+        names = MOMENTS if self.steps_taken else ()
         for parameter in parameters:
             place = self._place(parameter, owners)
             if place is None:
@@ -183,7 +185,7 @@ class ShardedOptimizer:
                 continue
             inner, start, main = place
             state = inner.state.get(main, {})  # indexing would make an entry
-            moments = {name: state[name].view(-1) for name in MOMENTS if name in state}
+            moments = {name: state[name].view(-1) for name in names if name in state}
             held.append(OptimizedRange(start, main.detach().view(-1), moments))
         return held
 
@@ -220,20 +222,21 @@ class ShardedOptimizer:
     def make_moments(self, steps_taken: int) -> None:
         """Make moments of zeros, as they are after `steps_taken` steps, to be filled in.
 
-        After no step there are no moments.
+        On a host there are none after no step. On a GPU they are made at once, since at the first
+        step they would take the memory that the first KV cache had, and the second would miss.
         """
         self._let_reader_finish()
 
         for inner in self._inner_optimizers():
             inner.state.clear()
-            if steps_taken == 0:
-                continue
             counts_by_group = not isinstance(inner, torch.optim.AdamW)
 
             for group in inner.param_groups:
                 if counts_by_group:
                     group["step"] = steps_taken
                 for parameter in group["params"]:
+                    if steps_taken == 0 and not parameter.is_cuda:
+                        continue
                     state = {name: torch.zeros_like(parameter.data) for name in MOMENTS}
                     if not counts_by_group:
                         # Each parameter has a tensor of its own, since AdamW adds to it in place.

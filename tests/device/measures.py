@@ -36,12 +36,15 @@ SEQUENCES = 8
 LENGTH = 32  # of prompt and response together
 FEW_PACKS = 2
 MANY_PACKS = 4
+LEFT_OUT = "some tokens never drawn"
 SAMPLINGS = {
     "temperature 1": {"temperature": 1.0},
     "top-k and top-p": {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
     "greedy": {"temperature": 0.0},
+    LEFT_OUT: {"temperature": 1.0},
 }
 
+OPTIM = ActorOptimSection(lr=1e-6)
 Figures = dict[str, float]
 
 
@@ -87,11 +90,11 @@ def lines() -> dict[str, Counts]:
     """What each line costs in passes over two packs with one layer, and in a decode step."""
     join()
     passes = _passes(1, FEW_PACKS)
-    engine = _engine(1)
-    steps = {
-        f"decode, {name}": _decode_step(engine, SamplingParams(max_tokens=6, seed=1, **sampling))
-        for name, sampling in SAMPLINGS.items()
-    }
+    engines = _engine(1), _engine(1, never=(3, 5))
+    steps = {}
+    for name, sampling in SAMPLINGS.items():
+        drawing = SamplingParams(max_tokens=6, seed=1, **sampling)
+        steps[f"decode, {name}"] = _decode_step(engines[name == LEFT_OUT], drawing)
     return {**passes._asdict(), **steps}
 
 
@@ -130,24 +133,27 @@ def training() -> Figures:
 def decoding() -> Figures:
     """Of a decode step in bfloat16, with CUDA graphs, by how tokens are drawn."""
     figures: Figures = {}
-    in_graph = []
+    in_graph: dict[str, list[int]] = {name: [] for name in SAMPLINGS}
     with_adapters = []
     for layers in (1, 2):
-        adapted = _engine(layers, Lora(rank=4, alpha=32.0))
+        adapted = _engine(layers, lora=Lora(rank=4, alpha=32.0))
         greedy = SamplingParams(max_tokens=6, seed=1, **SAMPLINGS["greedy"])
         with_adapters.append(_decode_step(adapted, greedy).replayed)
-        engine = _engine(layers)
+        engines = _engine(layers), _engine(layers, never=(3, 5))
         for name, sampling in SAMPLINGS.items():
+            engine = engines[name == LEFT_OUT]
             step = _decode_step(engine, SamplingParams(max_tokens=6, seed=1, **sampling))
             assert step.replays == 1, "the step was not replayed from a graph"
             figures[f"decode, {name}: kernels outside the graph"] = step.launched
             figures[f"decode, {name}: waits a step"] = step.stops
             figures[f"decode, {name}: unpinned copies a step"] = step.unpinned
-        in_graph.append(step.replayed)
-    figures["decode: kernels a layer in the graph"] = in_graph[1] - in_graph[0]
+            figures[f"decode, {name}: copies a step"] = step.copies.total()
+            in_graph[name].append(step.replayed)
+    for name, (one, two) in in_graph.items():
+        figures[f"decode, {name}: kernels in the graph outside layers"] = 2 * one - two
+    figures["decode: kernels a layer in the graph"] = two - one
     adapted_layer = with_adapters[1] - with_adapters[0]
     figures["decode: kernels a layer in the graph, with adapters"] = adapted_layer
-    figures["decode: kernels in the graph outside layers"] = 2 * in_graph[0] - in_graph[1]
     figures["decode: query heads of a group read its keys apart (1: yes)"] = float(
         DEVICE.decoded[UNPACKED] > 0
     )
@@ -155,6 +161,7 @@ def decoding() -> Figures:
 
 
 def join() -> None:
+    """Be the only rank of a job."""
     if not dist.is_initialized():
         store = dist.HashStore()
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
@@ -179,9 +186,10 @@ def model_spec(layers: int, mixture: bool = False) -> ModelSpec:
     return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
-def _passes(
-    layers: int, packs: int, sizes: AxisSizes | None = None, mixture: bool = False
-) -> Passes:
+def actor_of(
+    packs: int, layers: int, sizes: AxisSizes | None = None, mixture: bool = False
+) -> tuple[ModelEngine, Actor]:
+    """A policy in bfloat16 without an optimizer; its micro-batches are so many `packs`."""
     layout = ParallelLayout.for_world("actor", dist.get_world_size(), sizes or AxisSizes())
     section = ActorSection(
         path="random",
@@ -189,15 +197,19 @@ def _passes(
         micro_batch_tokens=SEQUENCES * LENGTH // packs // layout.dp,
         ppo_epochs=1,
         loss_scale_factor=1.0,
-        optim=ActorOptimSection(lr=1e-6),
     )
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     device = pick_device("auto", local_rank=dist.get_rank())
     engine = ModelEngine(section, model_spec(layers, mixture), groups, device)
     engine.initialise(seed=1)
-    engine.attach_optimizer(section.optim, total_updates=100)
-    actor = Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
+    return engine, Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
 
+
+def _passes(
+    layers: int, packs: int, sizes: AxisSizes | None = None, mixture: bool = False
+) -> Passes:
+    engine, actor = actor_of(packs, layers, sizes, mixture)
+    engine.attach_optimizer(OPTIM, total_updates=100)
     experience = example()
     rollout = experience.rollout
     cut = engine.cut(rollout.sequences(), "response")
@@ -212,6 +224,7 @@ def _passes(
 
 
 def example() -> Experience:
+    """Random sequences with random advantages."""
     half = LENGTH // 2
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
@@ -240,12 +253,12 @@ def example() -> Experience:
     )
 
 
-def _engine(layers: int, lora: Lora | None = None) -> NativeEngine:
+def _engine(layers: int, never: tuple[int, ...] = (), lora: Lora | None = None) -> NativeEngine:
     spec = replace(model_spec(layers), lora=lora)
     limits = EngineLimits(
         max_num_seqs=8, max_length=600, max_prefill_tokens=64, cache_bytes=1 << 24
     )
-    engine = NativeEngine(spec, None, DEVICE.device, torch.bfloat16, limits)
+    engine = NativeEngine(spec, None, DEVICE.device, torch.bfloat16, limits, never=never)
     family = FAMILIES[spec.family]
     slots = engine.weight_slots()
     initialise(slots, family.tensor_shapes(spec), 1, 0.02, family.scalar_head)

@@ -16,6 +16,7 @@ OTHERS = [
     "first ratio is one",
     "PPO update in float32",
     "native engine, CUDA graphs",
+    "native engine in bfloat16",
     "reshard",
     "adapters",
 ]
@@ -37,6 +38,7 @@ def test_quick_checks(device: Devices) -> None:
 def test_other_checks(device: Devices) -> None:
     (found,) = device.run(f"{BODY}:run", OTHERS)
     assert list(found) == OTHERS
-    engine = found["native engine, CUDA graphs"]["counts"]
-    assert engine.captures > 0
-    assert engine.replays > engine.captures
+    for name in ("native engine, CUDA graphs", "native engine in bfloat16"):
+        engine = found[name]["counts"]
+        assert engine.captures > 0
+        assert engine.replays > engine.captures

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -48,6 +49,15 @@ NEAR = {
 }
 UPDATE = Case("qwen3", "token-mean", NEAR)
 BFLOAT16 = replace(MANY_PACKS, dtype="bfloat16")
+SMALL = EngineLimits(max_num_seqs=8, max_length=48, max_prefill_tokens=64, cache_bytes=64 << 20)
+PRODUCTION = replace(SMALL, max_length=600, max_prefill_tokens=200)
+SHORT_PROMPTS = (1, 8, 15, 3, 20, 6, 11, 2, 9, 17, 5)
+LONG_PROMPTS = (300, 5, 530, 250)  # tokens; pages of a GPU have 256
+NEVER = (3, 5, 8)
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.8},
+    "top-k and top-p": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+}
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,25 @@ def engine(place: Place) -> Figures:
 _run = DecodeGraphs.run
 
 
+def engine_in_bfloat16(place: Place) -> Figures:
+    """The engine as a run uses it stays near transformers in float32 with the same weights.
+
+    In bfloat16, with several pages a sequence, prompts in chunks that are computed once for all
+    their samples, more samples than run at once, and tokens that are never drawn.
+    """
+    figures = {}
+    root = place.setting.root / "qwen3"
+    reference = plain_models.load(root).bfloat16().float()
+    for name, options in SAMPLINGS.items():
+        for eager in (False, True):
+            holder = _engine(place, root, eager, PRODUCTION, torch.bfloat16, NEVER)
+            gaps = _gaps_of_samples(holder, reference, options)
+            assert float(gaps.mean()) < 0.03, f"{name}: {float(gaps.mean()):.2g} on average"
+            assert float(gaps.max()) < 0.3, f"{name}: {float(gaps.max()):.2g}"
+            figures[f"{name}, {'eager' if eager else 'graphs'}"] = float(gaps.mean())
+    return figures
+
+
 def reshard(place: Place) -> Figures:
     """Trained weights are in the engine after a hand-over, which copies nothing on one rank."""
     case = UPDATE
@@ -209,7 +238,7 @@ def reshard(place: Place) -> Figures:
         config = setting.root / case.model / "config.json"
         (exported / "config.json").write_bytes(config.read_bytes())
         gap = _generate(exported, holder)
-        holder.sleep()
+        holder.sleep(free_weights=True)
     return {"largest gap of a log-probability": gap}
 
 
@@ -244,6 +273,7 @@ CHECKS: dict[str, Callable[[Place], Figures]] = {
     "PPO update in bfloat16": bfloat16_update,
     "attention within packs": attention,
     "native engine, CUDA graphs": engine,
+    "native engine in bfloat16": engine_in_bfloat16,
     "reshard": reshard,
     "adapters": adapters,
 }
@@ -305,20 +335,21 @@ def _update(place: Place, form: Form) -> _Trained:
     return _Trained(pairs, largest, gaps / ways)
 
 
-def _empty_engine(device: torch.device, spec: ModelSpec, eager: bool) -> NativeEngine:
-    limits = EngineLimits(
-        max_num_seqs=8,
-        max_length=48,
-        max_prefill_tokens=64,
-        cache_bytes=64 << 20,
-        enforce_eager=eager,
-    )
-    return NativeEngine(spec, None, device, torch.float32, limits)
+def _empty_engine(
+    device: torch.device,
+    spec: ModelSpec,
+    eager: bool,
+    limits: EngineLimits = SMALL,
+    dtype: torch.dtype = torch.float32,
+    never: tuple[int, ...] = (),
+) -> NativeEngine:
+    limits = replace(limits, enforce_eager=eager)
+    return NativeEngine(spec, None, device, dtype, limits, never=never)
 
 
-def _engine(place: Place, model: Path, eager: bool) -> NativeEngine:
-    """An engine with the weights of a checkpoint."""
-    holder = _empty_engine(place.device, load_spec(str(model), "lm"), eager)
+def _engine(place: Place, model: Path, eager: bool, *form: Any) -> NativeEngine:
+    """An engine with the weights of a checkpoint; `form` is that of `_empty_engine`."""
+    holder = _empty_engine(place.device, load_spec(str(model), "lm"), eager, *form)
     state = plain_models.load(model).state_dict()
     for slot in holder.weight_slots():
         piece = slot.piece
@@ -327,12 +358,42 @@ def _engine(place: Place, model: Path, eager: bool) -> NativeEngine:
     return holder
 
 
+def _gaps_of_samples(holder: NativeEngine, reference: Any, options: dict[str, Any]) -> Tensor:
+    """Draw three samples of each long prompt; returns the gap of each token's log-probability."""
+    prompts = _prompts(LONG_PROMPTS)
+    sampling = SamplingParams(n=3, max_tokens=20, seed=0, **options)
+    finished = generate(holder, requests_for(prompts, list(range(len(prompts))), sampling, None))
+    # Prompts are computed once for the samples that run at the same time.
+    assert finished.stats.computed_prompt_tokens < 2 * sum(LONG_PROMPTS)
+
+    gaps = []
+    for number, prompt in enumerate(prompts):
+        samples = [some for some in finished.samples if some.request_id == number]
+        assert len({tuple(sample.token_ids) for sample in samples}) == sampling.n
+        assert not {*NEVER} & {token for sample in samples for token in sample.token_ids}
+        ids = torch.tensor([[*prompt, *sample.token_ids] for sample in samples])
+        with torch.no_grad():
+            logits = reference(ids).logits[:, len(prompt) - 1 : -1] / sampling.temperature
+        drawn = ids[:, len(prompt) :, None]
+        wanted = logits.log_softmax(dim=-1).gather(2, drawn)[..., 0]
+        gaps.append((torch.tensor([sample.logprobs for sample in samples]) - wanted).abs())
+    return torch.stack(gaps)
+
+
+def _prompts(lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    vocabulary = plain_models.SIZES["vocab_size"]
+    return [
+        torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
 def _generate(model: Path, holder: NativeEngine) -> float:
     """Answer prompts greedily; returns the largest gap of a log-probability to transformers'.
 
     A token may have a logit 1e-3 below the largest one, since rounding decides between such two.
     """
-    prompts = _prompts()
+    prompts = _prompts(SHORT_PROMPTS)
     samples = _answers(holder)
     assert len(samples) == len(prompts)
 
@@ -363,7 +424,8 @@ def _prompts() -> list[list[int]]:
 
 
 def _answers(holder: NativeEngine) -> list[Sample]:
-    prompts = _prompts()
+    """Answer the short prompts greedily."""
+    prompts = _prompts(SHORT_PROMPTS)
     sampling = SamplingParams(temperature=0.0, max_tokens=14, seed=0)
     return generate(holder, requests_for(prompts, list(range(len(prompts))), sampling)).samples
 

@@ -161,6 +161,8 @@ def _install_cuda() -> None:
         "memory_reserved": lambda *_: memory.reserved,
         "max_memory_allocated": lambda *_: memory.peak,
         "reset_peak_memory_stats": lambda *_: memory.reset_peak(),
+        "MemPool": object,
+        "use_mem_pool": lambda *_: memory.pool(),
         "default_generators": _Generators(),
         "Stream": Stream,
         "Event": Event,

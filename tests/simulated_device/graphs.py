@@ -1,7 +1,8 @@
 """CUDA graphs of the simulated device: the operators of a capture, replayed on the same memory.
 
 What a graph computed while it was captured is spoilt afterwards, since a GPU would not have
-computed it: only a replay gives numbers.
+computed it: only a replay gives numbers. A graph knows addresses: it does not keep alive what was
+there before the capture, and a replay is refused if nothing is there any more.
 """
 
 from __future__ import annotations
@@ -10,13 +11,28 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.simulated_device.state import DEVICE
+
+
+class _Place(NamedTuple):
+    """A tensor by its address."""
+
+    address: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        """The tensor that lies there now."""
+        storage = DEVICE.memory.at(self.address)
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
 
 class SimulatedGraph:
@@ -26,13 +42,37 @@ class SimulatedGraph:
         self.kernels: Counter[str] = Counter()
         self._calls: list[tuple[Callable[[], Any], list[Tensor]]] = []
         self._made: list[Tensor] = []
+        self._own: set[int] = set()  # storages that the capture made
         self._thread = threading.get_ident()
 
     def add(self, call: Callable[[], Any], outs: Sequence[Any], made: Sequence[Tensor]) -> None:
         """Record a call, the tensors that it must fill again, and those that it made."""
         if self.is_of_this_thread:
-            self._calls.append((call, [x for x in outs if isinstance(x, Tensor)]))
             self._made += made
+            self._own.update(x.untyped_storage()._cdata for x in made)
+            self._calls.append((call, [x for x in outs if self._is_own(x)]))
+
+    def later(self, func: Any, arguments: tuple[Any, Any]) -> Callable[[], Any]:
+        """A call of an operator on what lies at the addresses of its arguments then."""
+        flat, spec = tree_flatten(arguments)
+        places = [self._place(x) if isinstance(x, Tensor) else x for x in flat]
+
+        def call() -> Any:
+            flat = [x.tensor() if isinstance(x, _Place) else x for x in places]
+            args, kwargs = tree_unflatten(flat, spec)
+            return func(*args, **kwargs)
+
+        return call
+
+    def _is_own(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.untyped_storage()._cdata in self._own
+
+    def _place(self, tensor: Tensor) -> Tensor | _Place:
+        address = tensor.untyped_storage().data_ptr()
+        if self._is_own(tensor) or not DEVICE.memory.has(address):
+            return tensor
+        offset = int(tensor.storage_offset())
+        return _Place(address, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
     @property
     def is_of_this_thread(self) -> bool:

@@ -1,7 +1,8 @@
 """The memory of a simulated device as torch's caching allocator sees it, without fragmentation.
 
 A tensor's storage takes a multiple of 512 bytes. Memory that was freed stays reserved until
-`empty_cache`. It does not know what the tensors are.
+`empty_cache`; that of a pool is the pool's alone, and is given back at once, as when the pool goes
+with its tensors. It does not know what the tensors are.
 """
 
 from __future__ import annotations
@@ -23,11 +24,29 @@ class Memory:
     def __init__(self, total: int = DEVICE_BYTES) -> None:
         self.total = total
         self.allocated = 0
-        self.reserved = 0
+        self.in_pools = 0  # of what is allocated
+        self._reserved = 0  # outside of pools
+        self._pooling = False
+        self._pooled: set[int] = set()
         self.peak = 0
         self.phase_peaks: dict[str, int] = {}
         self._open: list[str] = []
         self._live: dict[int, int] = {}
+        self._by_address: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that are not free."""
+        return self._reserved + self.in_pools
+
+    @contextmanager
+    def pool(self) -> Iterator[None]:
+        """Take memory from a pool in the body."""
+        self._pooling = True
+        try:
+            yield
+        finally:
+            self._pooling = False
 
     @property
     def free(self) -> int:
@@ -50,17 +69,33 @@ class Memory:
                 f"{self.total} are allocated"
             )
         self._live[key] = size
-        weakref.finalize(storage, self._free, key).atexit = False
+        address = storage.data_ptr()
+        self._by_address[address] = weakref.ref(storage)
+        weakref.finalize(storage, self._free, key, address).atexit = False
 
         self.allocated += size
-        self.reserved = max(self.reserved, self.allocated)
+        if self._pooling:
+            self._pooled.add(key)
+            self.in_pools += size
+        self._reserved = max(self._reserved, self.allocated - self.in_pools)
         self.peak = max(self.peak, self.allocated)
         for name in self._open:
             self.phase_peaks[name] = max(self.phase_peaks[name], self.allocated)
 
+    def has(self, address: int) -> bool:
+        """Whether a storage of the device begins there."""
+        return address in self._by_address
+
+    def at(self, address: int) -> torch.UntypedStorage:
+        """The storage that begins there."""
+        found = self._by_address[address]() if self.has(address) else None
+        if found is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return found
+
     def empty_cache(self) -> None:
         """Return what is reserved and not allocated."""
-        self.reserved = self.allocated
+        self._reserved = self.allocated - self.in_pools
 
     def reset_peak(self) -> None:
         """Begin a new peak."""
@@ -76,5 +111,10 @@ class Memory:
         finally:
             self._open.remove(name)
 
-    def _free(self, key: int) -> None:
-        self.allocated -= self._live.pop(key)
+    def _free(self, key: int, address: int) -> None:
+        self._by_address.pop(address, None)
+        size = self._live.pop(key)
+        self.allocated -= size
+        if key in self._pooled:
+            self._pooled.discard(key)
+            self.in_pools -= size

@@ -379,8 +379,7 @@ def _wrapped(
                 made.append(value)
 
     if DEVICE.capturing is not None:
-        inner_args, inner_kwargs = inner_call
-        DEVICE.capturing.add(lambda: func(*inner_args, **inner_kwargs), outs, made)
+        DEVICE.capturing.add(DEVICE.capturing.later(func, inner_call), outs, made)
     return tree_unflatten(results, out_spec)
 
 

@@ -94,6 +94,11 @@ def test_room_on_a_gpu_by_default_is_all_but_a_tenth():
         assert gpu_room(0.9, weights, free, 100_000) == max(0, free - int(100_000 * (1 - 0.9)))
 
 
+def test_memory_that_torch_holds_for_training_counts_as_kept_free_for_it():
+    assert gpu_room(0.75, 0, 40_000, 100_000, idle=4_000) == 40_000 - 6_000
+    assert gpu_room(0.75, 0, 40_000, 100_000, idle=50_000) == 40_000  # the cache cannot use more
+
+
 def test_a_host_gives_half_of_what_its_ranks_may_have(monkeypatch, tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 90 kB\nMemAvailable: 64 kB\n")

@@ -320,6 +320,31 @@ def test_sleep_frees_the_cache_and_wake_changes_nothing():
     assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), before, tolerance=0)
 
 
+def test_sleep_may_free_weights_that_are_not_bound():
+    model = hf_model("qwen2-moe")
+    source = make_engine(model)
+    training = {slot.piece.parameter: slot.parameter for slot in source.weight_slots()}
+    bound = {name: tensor for name, tensor in training.items() if "linear_qkv" in name}
+    engine = empty_engine(model)
+    for name, parameter in bound.items():
+        engine.bind(name, parameter)
+    fill(engine.weight_slots(), model)
+    engine.commit(1)
+    before = answer(engine, PROMPTS, UIDS, SAMPLED)
+
+    engine.sleep(free_weights=True)
+    engine.wake()
+    own = len(engine.parameter_pieces()) - len(bound)
+    with pytest.raises(EngineError, match=f"{own} parameters, .* are neither bound"):
+        engine.commit(2)
+    after = {slot.piece.parameter: slot.parameter for slot in engine.weight_slots()}
+    assert all(after[name] is parameter for name, parameter in bound.items())
+    assert not after["embedding.word_embeddings.weight"].any()
+    fill(engine.weight_slots(), model)
+    engine.commit(2)
+    assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), before, tolerance=0)
+
+
 def test_preemption_chunks_and_shared_prefixes_change_nothing():
     model = hf_model("qwen3")
     prefix = make_prompts(4)[3]

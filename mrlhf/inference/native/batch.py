@@ -9,18 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from mrlhf.device import fetch
 from mrlhf.inference.base import EngineLimits, Request, Sample, SamplingParams
-from mrlhf.inference.native.operators import StepInputs
+from mrlhf.inference.native.inputs import PassArrays
 from mrlhf.inference.native.runner import Runner
-from mrlhf.inference.native.sampler import Sampler
 from mrlhf.inference.native.scheduler import Counts, Scheduler, Step
 from mrlhf.inference.native.sequences import Sequences
 from mrlhf.inference.stopping import Decode
-from mrlhf.parallel.masks import Paged
 
 
 class Batch:
@@ -32,14 +29,12 @@ class Batch:
     def __init__(
         self,
         runner: Runner,
-        sampler: Sampler,
         sampling: SamplingParams,
         limits: EngineLimits,
         decode: Decode | None,
         version: int,
     ) -> None:
         self._runner = runner
-        self._sampler = sampler
         self._sampling = sampling
         self._block_size = runner.cache.block_size
         self._scheduler = Scheduler(
@@ -60,12 +55,13 @@ class Batch:
         if self._scheduler.done:
             return []
         step = self._scheduler.schedule()
-        logits = self._runner.run(self._inputs(step))
+        drawn = self._runner.run(self._inputs(step), self._sampling)
         self._runner.cache.copy(step.copies)
-        if not len(step.draws):
+        if drawn is None:
             return []
 
-        ended = self._draw(logits, step)
+        tokens, logprobs = fetch(*drawn)
+        ended = self._sequences.record(step.draws, tokens.numpy(), logprobs.numpy())
         experts = self._experts_of(ended)
         self._scheduler.record(step.draws, ended)
         return [self._sequences.remove(row, experts.get(row)) for row in ended]
@@ -78,33 +74,28 @@ class Batch:
         """Give the blocks of all rows back to the cache; the batch cannot be used afterwards."""
         self._scheduler.drop_all()
 
-    def _inputs(self, step: Step) -> StepInputs:
+    def _inputs(self, step: Step) -> PassArrays:
         ends = np.cumsum(step.counts)
-        query_starts = np.concatenate([[0], ends]).astype(np.int32)
+        query_edges = np.concatenate([[0], ends]).astype(np.int32)
         place = np.repeat(np.arange(len(step.rows)), step.counts)
-        positions = np.arange(ends[-1]) - query_starts[place] + step.starts[place]
+        positions = np.arange(ends[-1]) - query_edges[place] + step.starts[place]
         rows = step.rows[place]
 
         lengths = step.starts + step.counts
-        longest = int(lengths.max())
-        used = -(-longest // self._block_size)
+        used = -(-int(lengths.max()) // self._block_size)
         block_tables = self._scheduler.block_tables[step.rows, :used]
         blocks = block_tables[place, positions // self._block_size].astype(np.int64)
-        cache_places = blocks * self._block_size + positions % self._block_size
 
-        send = self._runner.send
-        return StepInputs(
-            tokens=send(self._sequences.tokens_at(rows, positions)),
-            positions=send(positions),
-            cache_places=send(cache_places),
-            mask=Paged(
-                query_edges=send(query_starts),
-                lengths=send(lengths.astype(np.int32)),
-                block_tables=send(np.ascontiguousarray(block_tables)),
-                most_queries=int(step.counts.max()),
-                most_keys=longest,
-            ),
-            last=send(ends[step.complete] - 1),
+        return PassArrays(
+            tokens=self._sequences.tokens_at(rows, positions),
+            positions=positions,
+            cache_places=blocks * self._block_size + positions % self._block_size,
+            last=ends[step.complete] - 1,
+            sources=step.sources,
+            uniform=self._sequences.uniforms(step.draws),
+            query_edges=query_edges,
+            lengths=lengths.astype(np.int32),
+            block_tables=np.ascontiguousarray(block_tables),
         )
 
     def _experts_of(self, rows: Sequence[int]) -> dict[int, NDArray[Any]]:
@@ -126,16 +117,3 @@ class Batch:
         experts = record[self._runner.send(np.concatenate(places))].cpu().numpy()
         ends = np.cumsum([len(some) for some in places])
         return dict(zip(wanted, np.split(experts, ends[:-1]), strict=True))
-
-    def _draw(self, logits: Tensor, step: Step) -> list[int]:
-        """Draw and record the next token of each of `step.draws`; return the rows that ended."""
-        if len(step.draws) > len(logits):
-            logits = logits[self._runner.send(step.sources)]
-        uniform = self._runner.send(self._sequences.uniforms(step.draws))
-        tokens, logprobs = self._sampler.draw(
-            logits, self._runner.vocab_start, uniform, self._sampling
-        )
-        # Both in one copy, because the host waits for each. They are exact in float64.
-        if tokens.is_cuda:
-            tokens, logprobs = torch.stack([tokens.double(), logprobs.double()]).cpu()
-        return self._sequences.record(step.draws, tokens.long().numpy(), logprobs.float().numpy())

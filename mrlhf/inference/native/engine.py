@@ -19,6 +19,7 @@ from mrlhf.inference.checks import check_complete, committed
 from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.native.batch import Batch
+from mrlhf.inference.native.graphs import DecodeGraphs
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
 from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.native.model import Decoder, tables_of_layers
@@ -83,6 +84,9 @@ class NativeEngine:
         self._parameters = Parameters(spec, place, device, dtype)
         self._tables = tables_of_layers(spec, self._dtype, device, limits.max_length)
         self._sampler = Sampler(self._parallel, never)
+        captures = device.type == "cuda" and not limits.enforce_eager
+        block_size = self._cache_shape.block_size
+        self._graphs = DecodeGraphs(limits, block_size, device) if captures else None
 
         # These are None while the engine does not have them: the weights laid out for this machine,
         # the cache, the runner that uses both, and the samples that are being decoded.
@@ -91,6 +95,7 @@ class NativeEngine:
         self._decoder: Decoder | None = None
         self._cache: KVCache | None = None
         self._runner: Runner | None = None
+        self._blocks = 0  # of the last cache
         self._batch: Batch | None = None
         self._in_flight = InFlight(limits, spec.vocab_size, decode)
 
@@ -137,6 +142,10 @@ class NativeEngine:
             self._spec, self._parameters, self._parallel, self._tables, self._dtype
         )
         self._runner = None
+        copies = self._spec.experts is not None or self._spec.lora is not None
+        if self._graphs is not None and copies:
+            # Each commit copies adapters and routers, and most often experts.
+            self._graphs.move_to((), spare_block=0)
         self._version = version
 
     @property
@@ -163,7 +172,7 @@ class NativeEngine:
         if batch is None:
             runner = self._ready_runner(self._decoder)
             sampling = requests[0].sampling
-            batch = Batch(runner, self._sampler, sampling, self._limits, self._decode, version)
+            batch = Batch(runner, sampling, self._limits, self._decode, version)
 
         # If the batch cannot take the requests, they are not in flight.
         batch.add(requests)
@@ -214,8 +223,10 @@ class NativeEngine:
         self._in_flight.drop_unfinished()
         return self.collect()
 
-    def sleep(self) -> None:
-        """Free the KV cache and the copies of weights laid out for this machine; the weights stay.
+    def sleep(self, free_weights: bool = False) -> None:
+        """Free the KV cache and the copies of weights laid out for this machine.
+
+        With `free_weights`, also free the weights that are neither bound nor kept.
 
         Raises:
             EngineError: samples are in flight.
@@ -225,6 +236,8 @@ class NativeEngine:
         self._runner = None
         self._cache = None
         self._awake = False
+        if free_weights:
+            self._parameters.free(self.keeps)
 
     def wake(self) -> None:
         """Allow `commit` and `submit` again."""
@@ -250,6 +263,9 @@ class NativeEngine:
             spare,
             self._parameters.nbytes,
         )
+        if self._graphs is not None and self._blocks <= blocks < 1.1 * self._blocks:
+            blocks = self._blocks  # graphs may be kept for a cache of the same size
+        self._blocks = blocks
         self._cache = KVCache(shape, blocks, self._dtype, self._device)
 
     def _ready_runner(self, decoder: Decoder) -> Runner:
@@ -257,5 +273,8 @@ class NativeEngine:
         if self._runner is None:
             self.take_cache()
             assert self._cache is not None
-            self._runner = Runner(decoder, self._cache, self._parallel, self._limits, self._device)
+            weights = [slot.parameter for slot in self.weight_slots()]
+            self._runner = Runner(
+                decoder, self._cache, self._parallel, self._sampler, self._graphs, weights
+            )
         return self._runner

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps, one for each batch size: a step is one launch instead of hundreds.
 
 A smaller batch is padded with tokens that write to a spare block. This file knows inputs and a
-forward function, and no model.
+function of them, and no model.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from mrlhf.inference.native.operators import StepInputs
-from mrlhf.parallel.masks import Paged
+from mrlhf.inference.base import EngineLimits, SamplingParams
+from mrlhf.inference.native.inputs import Pass, PassArrays, as_pass, packed, unpacked
 
-Forward = Callable[[StepInputs], Tensor]
+Drawn = tuple[Tensor, Tensor]
+"""Tokens, int64 [draws], and their log-probabilities, float32 [draws]."""
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -25,82 +28,82 @@ def bucket_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures `forward` for a batch size when it is first needed, and replays it afterwards.
+    """Captures a step when its batch size and way of drawing first occur, and then replays it.
 
-    The weights and the cache that `forward` reads must stay where they are.
+    Graphs read weights and cache at the `places` where these lay at the capture.
     """
 
-    def __init__(
-        self, forward: Forward, most: int, table_width: int, spare_block: int, block_size: int
-    ) -> None:
-        """Take the largest batch `most`, and the blocks of the longest sequence, `table_width`.
-
-        Padding writes to `spare_block`.
-        """
-        self._forward = forward
-        self._sizes = bucket_sizes(most)
-        self._width = table_width
-        self._spare = spare_block
+    def __init__(self, limits: EngineLimits, block_size: int, device: torch.device) -> None:
+        self._sizes = bucket_sizes(limits.max_num_seqs)
+        self._width = -(-limits.max_length // block_size)  # blocks of the longest sequence
         self._block_size = block_size
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]] = {}
+        self._device = device
+        self._spare = 0
+        self.places: tuple[int, ...] = ()
+        # The graph of each batch size and way of drawing, its inputs and its results.
+        self._graphs: dict[tuple[float, ...], tuple[torch.cuda.CUDAGraph, Tensor, Drawn]] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
 
-    def run(self, inputs: StepInputs) -> Tensor:
-        """Return the logits [batch, vocab_shard] of a step with one token of every sequence."""
-        batch = len(inputs.tokens)
-        size = next(size for size in self._sizes if size >= batch)
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size, inputs)
-        graph, static, logits = self._graphs[size]
+    def move_to(self, places: tuple[int, ...], spare_block: int) -> None:
+        """Drop all graphs; new ones read what lies at `places`, and pad with `spare_block`."""
+        self._graphs.clear()
+        self._pool = None
+        self.places = places
+        self._spare = spare_block
 
-        static.tokens[:batch] = inputs.tokens
-        static.positions[:batch] = inputs.positions
-        static.cache_places[:batch] = inputs.cache_places
-        static.mask.lengths[:batch] = inputs.mask.lengths
-        tables = inputs.mask.block_tables
-        static.mask.block_tables[:batch, : tables.shape[1]] = tables
-        self._fill_padding(static, batch)
+    def run(
+        self, arrays: PassArrays, sampling: SamplingParams, draw: Callable[[Pass], Drawn]
+    ) -> Drawn:
+        """Return what `draw`, which draws as `sampling` says, gives for a step that decodes."""
+        batch = len(arrays.tokens)
+        size = next(size for size in self._sizes if size >= batch)
+        key = (size, sampling.temperature, sampling.top_k, sampling.top_p)
+        whole = self._padded(arrays, size)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(whole, draw)
+        graph, words, (tokens, logprobs) = self._graphs[key]
+
+        words.copy_(packed(whole), non_blocking=True)
         graph.replay()
-        return logits[:batch]
+        return tokens[:batch], logprobs[:batch]
 
     def _capture(
-        self, size: int, like: StepInputs
-    ) -> tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]:
-        """Record a step of `size` sequences on the device of `like`."""
-        device = like.tokens.device
-        static = StepInputs(
-            tokens=torch.zeros(size, dtype=torch.int64, device=device),
-            positions=torch.zeros(size, dtype=torch.int64, device=device),
-            cache_places=torch.zeros(size, dtype=torch.int64, device=device),
-            mask=Paged(
-                query_edges=torch.arange(size + 1, dtype=torch.int32, device=device),
-                lengths=torch.ones(size, dtype=torch.int32, device=device),
-                block_tables=torch.zeros(size, self._width, dtype=torch.int32, device=device),
-                most_queries=1,
-                most_keys=self._width * self._block_size,
-            ),
-            last=torch.arange(size, dtype=torch.int64, device=device),
-        )
-        self._fill_padding(static, 0)
+        self, arrays: PassArrays, draw: Callable[[Pass], Drawn]
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Drawn]:
+        words = packed(arrays).to(self._device, non_blocking=True)
+        most_keys = self._width * self._block_size
+        static = as_pass(unpacked(words, arrays), most_queries=1, most_keys=most_keys)
 
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # libraries set themselves up outside of the capture
             for _ in range(2):
-                self._forward(static)
-        torch.cuda.current_stream(device).wait_stream(stream)
+                draw(static)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
 
         graph = torch.cuda.CUDAGraph()
         # A thread that saves a checkpoint may wait for the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._forward(static)
+            drawn = draw(static)
         self._pool = graph.pool()
-        return graph, static, logits
+        return graph, words, drawn
 
-    def _fill_padding(self, static: StepInputs, batch: int) -> None:
-        """Let every token from `batch` on write to the spare block and see only itself."""
-        static.tokens[batch:] = 0
-        static.positions[batch:] = 0
-        static.mask.lengths[batch:] = 1
-        static.cache_places[batch:] = self._spare * self._block_size
-        static.mask.block_tables[batch:] = self._spare
+    def _padded(self, arrays: PassArrays, size: int) -> PassArrays:
+        """Add tokens that write to the spare block and see only themselves."""
+
+        def longer(array: NDArray[Any], value: float, *width: int) -> NDArray[Any]:
+            out = np.full((size, *width), value, dtype=array.dtype)
+            out[tuple(map(slice, array.shape))] = array
+            return out
+
+        return PassArrays(
+            tokens=longer(arrays.tokens, 0),
+            positions=longer(arrays.positions, 0),
+            cache_places=longer(arrays.cache_places, self._spare * self._block_size),
+            last=np.arange(size),
+            sources=np.arange(size),
+            uniform=longer(arrays.uniform, 0.0),
+            query_edges=np.arange(size + 1, dtype=np.int32),
+            lengths=longer(arrays.lengths, 1),
+            block_tables=longer(arrays.block_tables, self._spare, self._width),
+        )

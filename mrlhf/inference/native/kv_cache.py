@@ -5,11 +5,13 @@ It does not know models, or which sequence has which block.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mrlhf.device import send
 from mrlhf.errors import EngineError
 from mrlhf.host.pages import zero_pages
 from mrlhf.inference.base import EngineLimits
@@ -37,9 +39,12 @@ class KVCache:
         """
         assert shape.itemsize == dtype.itemsize, f"{dtype} does not have {shape.itemsize} bytes"
         pair_shape = (2, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+        # In memory of its own, else what training takes later could lie in it, and hold all of it.
+        pool = torch.cuda.MemPool() if device.type == "cuda" else None
         try:
-            pairs = [_zeros(pair_shape, dtype, device) for _ in range(shape.num_layers)]
-            self.experts = _record(shape, blocks, device)
+            with nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, device):
+                pairs = [_zeros(pair_shape, dtype, device) for _ in range(shape.num_layers)]
+                self.experts = _record(shape, blocks, device)
         except (OSError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             wanted = blocks * shape.block_bytes
             raise EngineError(
@@ -51,6 +56,7 @@ class KVCache:
         self.blocks = blocks
         self.block_size = shape.block_size
         self.nbytes = blocks * shape.block_bytes
+        self._pool = pool  # set last, so that it goes after the tensors
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, given as (from, to).
@@ -59,9 +65,7 @@ class KVCache:
         """
         if not pairs:
             return
-        device = self.layers[0][0].device
-        sources = torch.tensor([source for source, _ in pairs], device=device)
-        targets = torch.tensor([target for _, target in pairs], device=device)
+        sources, targets = send(torch.tensor(pairs), self.layers[0][0].device).unbind(1)
         for keys, values in self.layers:
             keys[targets] = keys[sources]
             values[targets] = values[sources]
@@ -115,7 +119,8 @@ def _budget(limits: EngineLimits, device: torch.device, weight_bytes: int) -> in
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return gpu_room(limits.gpu_memory_utilization, weight_bytes, free, total)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return gpu_room(limits.gpu_memory_utilization, weight_bytes, free, total, idle)
     return _free_host_bytes() // 2 // processes_on_this_machine()
 
 

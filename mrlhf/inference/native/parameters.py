@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Parameters:
             self.pieces[name] = pieces_of(name, cut.rule, shapes, cut.part, cut.parts)
             self._shapes[name] = local_shape(cut.rule, shapes, cut.parts)
         self._tensors: dict[str, Tensor] = {}
+        self._bound: set[str] = set()
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -70,6 +71,16 @@ class Parameters:
         """
         check_tensor(name, tensor, self._shapes, self._dtype_of(name), self._device)
         self._tensors[name] = tensor
+        self._bound.add(name)
+
+    def free(self, keeps: Callable[[str], bool]) -> None:
+        """Give back the memory of the parameters that are stored here; they are missing then.
+
+        Those stay whose named tensors are all among those that it `keeps`.
+        """
+        for name in self._tensors.keys() - self._bound:
+            if not all(keeps(piece.name) for piece in self.pieces[name]):
+                del self._tensors[name]
 
     def slots(self) -> list[Slot]:
         """Return where each piece is stored.

@@ -1,10 +1,11 @@
-"""Runs passes through the model with one version of the weights on one cache.
+"""Runs passes through the model with one version of the weights on one cache, and draws tokens.
 
-On a GPU decode steps run as CUDA graphs. This file does not know which rows take part in a pass, or
-how tokens are drawn.
+On a GPU decode steps run as CUDA graphs. This file does not know which rows take part in a pass.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,56 +13,68 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mrlhf.device import send
-from mrlhf.inference.base import EngineLimits
+from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native.blocks import BlockManager
-from mrlhf.inference.native.graphs import DecodeGraphs
+from mrlhf.inference.native.graphs import DecodeGraphs, Drawn
+from mrlhf.inference.native.inputs import Pass, PassArrays, on_device
 from mrlhf.inference.native.kv_cache import KVCache
 from mrlhf.inference.native.model import Decoder
-from mrlhf.inference.native.operators import StepInputs
+from mrlhf.inference.native.sampler import Sampler
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 
 
 class Runner:
-    """Runs passes until the weights change or the cache is freed.
-
-    The logits' first column is for the token id `vocab_start`.
-    """
+    """Runs passes until the weights change or the cache is freed."""
 
     def __init__(
         self,
         decoder: Decoder,
         cache: KVCache,
         parallel: TensorParallel,
-        limits: EngineLimits,
-        device: torch.device,
+        sampler: Sampler,
+        graphs: DecodeGraphs | None,
+        weights: Sequence[Tensor],
     ) -> None:
-        """Agree on the number of blocks of the unused cache; all ranks of the replica call it."""
+        """Agree on the number of blocks of the unused cache; all ranks of the replica call it.
+
+        `graphs`, if steps are captured, may be those of an earlier version of the weights: they
+        are kept if `weights` and cache lie where they lay then.
+        """
         self.cache = cache
-        self.vocab_start = decoder.vocab_start
         self._decoder = decoder
-        self._device = device
-        self._graphs: DecodeGraphs | None = None
+        self._sampler = sampler
+        self._device = cache.layers[0][0].device
+        self._graphs = graphs
 
-        captures = device.type == "cuda" and not limits.enforce_eager
         # Padding of captured steps writes to a block of its own.
-        blocks = parallel.least(cache.blocks) - captures
+        blocks = parallel.least(cache.blocks) - (graphs is not None)
         self.manager = BlockManager(blocks, cache.block_size)
-        if captures:
-            self._graphs = DecodeGraphs(
-                lambda inputs: decoder.forward(inputs, cache.layers, cache.experts),
-                limits.max_num_seqs,
-                -(-limits.max_length // cache.block_size),
-                blocks,
-                cache.block_size,
-            )
+        if graphs is not None:
+            tensors = (*weights, *(keys for keys, _ in cache.layers))
+            places = (blocks, cache.blocks, *(tensor.data_ptr() for tensor in tensors))
+            # A rank that captures exchanges more than one that replays.
+            if not parallel.least(places == graphs.places):
+                graphs.move_to(places, spare_block=blocks)
 
-    def run(self, inputs: StepInputs) -> Tensor:
-        """Return the logits [rows, vocab_shard] after the tokens `inputs.last`."""
-        one_token_each = inputs.mask.most_queries == 1 and len(inputs.last) == len(inputs.tokens)
-        if self._graphs is not None and one_token_each:
-            return self._graphs.run(inputs)
-        return self._decoder.forward(inputs, self.cache.layers, self.cache.experts)
+    def run(self, arrays: PassArrays, sampling: SamplingParams) -> Drawn | None:
+        """Run a pass, and draw the tokens that it asks for; None if these are none."""
+        counts = {len(arrays.tokens), len(arrays.lengths), len(arrays.last), len(arrays.sources)}
+        if self._graphs is not None and len(counts) == 1:  # each sequence decodes
+            return self._graphs.run(arrays, sampling, lambda step: self._draw(step, sampling))
+
+        step = on_device(arrays, self._device)
+        if len(arrays.sources):
+            return self._draw(step, sampling)
+        self._decoder.forward(step[0], self.cache.layers, self.cache.experts)
+        return None
 
     def send(self, values: NDArray[np.generic]) -> Tensor:
         """Copy a host array to the device; nothing waits."""
         return send(torch.from_numpy(values), self._device)
+
+    def _draw(self, step: Pass, sampling: SamplingParams) -> Drawn:
+        inputs, sources, uniform = step
+        logits = self._decoder.forward(inputs, self.cache.layers, self.cache.experts)
+        if len(sources) > len(logits):
+            logits = logits[sources]
+        return self._sampler.draw(logits, self._decoder.vocab_start, uniform, sampling)

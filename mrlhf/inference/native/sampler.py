@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mrlhf.device import send
 from mrlhf.gpu.library import operator, serves
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for
@@ -71,6 +72,8 @@ class Sampler:
     def __init__(self, parallel: TensorParallel, never: Sequence[int] = ()) -> None:
         self._parallel = parallel
         self._never = torch.tensor(list(never), dtype=torch.int64)
+        # Their columns, by the first token, the number of columns and the device of logits.
+        self._columns: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def draw(
         self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
@@ -91,8 +94,11 @@ class Sampler:
         if not len(self._never):
             return self._draw_any(logits, vocab_start, uniform, sampling)
 
-        here = (self._never >= vocab_start) & (self._never < vocab_start + logits.shape[-1])
-        columns = (self._never[here] - vocab_start).to(logits.device)
+        key = (vocab_start, logits.shape[-1], logits.device)
+        if key not in self._columns:
+            here = (self._never >= vocab_start) & (self._never < vocab_start + logits.shape[-1])
+            self._columns[key] = send(self._never[here] - vocab_start, logits.device)
+        columns = self._columns[key]
         scale = 1.0 / (sampling.temperature or 1.0)
         excluded = (logits[:, columns].float() * scale).logsumexp(dim=-1).double()
         logits.index_fill_(1, columns, max(_NEVER, torch.finfo(logits.dtype).min))

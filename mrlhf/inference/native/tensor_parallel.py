@@ -17,6 +17,7 @@ class TensorParallel:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self._widths: list[int] = []  # of the ranks' logits, once they are known
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum of `partial` over the ranks; `partial` is overwritten."""
@@ -33,13 +34,17 @@ class TensorParallel:
         return torch.stack(parts)
 
     def all_columns(self, shard: Tensor) -> Tensor:
-        """Return the shards [batch, vocab_shard] of all ranks side by side; widths may differ."""
+        """Return the shards [batch, vocab_shard] of all ranks side by side.
+
+        Widths may differ between the ranks, and are the same in each call.
+        """
         if self.size == 1:
             return shard
-        widths = self.gather(torch.tensor([shard.shape[1]], device=shard.device))[:, 0].tolist()
-        padded = shard.new_zeros(len(shard), max(widths))
+        if not self._widths:
+            self._widths = self.gather(torch.tensor([shard.shape[1]]))[:, 0].tolist()
+        padded = shard.new_zeros(len(shard), max(self._widths))
         padded[:, : shard.shape[1]] = shard
-        parts = zip(self.gather(padded), widths, strict=True)
+        parts = zip(self.gather(padded), self._widths, strict=True)
         return torch.cat([part[:, :width] for part, width in parts], dim=-1)
 
     def least(self, number: int) -> int:

@@ -175,7 +175,7 @@ class VllmEngine:
         """See `InferenceEngine`."""
         return self._requests.cancel()
 
-    def sleep(self) -> None:
+    def sleep(self, free_weights: bool = False) -> None:
         """Free a GPU's cache and weights, so that new weights must come; on a CPU nothing is freed.
 
         Raises:

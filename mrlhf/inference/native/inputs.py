@@ -1,0 +1,69 @@
+"""The inputs of a pass, as arrays of the host and as tensors where the pass runs.
+
+One copy brings all of them to a GPU. This file knows no model and no schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mrlhf.inference.native.operators import StepInputs
+from mrlhf.parallel.masks import Paged
+
+
+class PassArrays(NamedTuple):
+    """The inputs of one pass; `StepInputs` and `Paged` say what is not explained here."""
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    cache_places: NDArray[np.int64]
+    last: NDArray[np.int64]
+    sources: NDArray[np.int64]  # the place in `last` after which each token is drawn, [draws]
+    uniform: NDArray[np.float64]  # the number that picks each of these tokens, [draws]
+    query_edges: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+
+
+Pass = tuple[StepInputs, Tensor, Tensor]
+"""The same as tensors: the model's inputs, `sources` and `uniform`."""
+
+
+def on_device(arrays: PassArrays, device: torch.device) -> Pass:
+    """Bring the inputs to the device; nothing waits."""
+    if device.type == "cpu":
+        parts = [torch.from_numpy(array) for array in arrays]
+    else:
+        parts = unpacked(packed(arrays).to(device, non_blocking=True), arrays)
+    return as_pass(parts, int(np.diff(arrays.query_edges).max()), int(arrays.lengths.max()))
+
+
+def packed(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    """Lay the arrays end to end in pinned memory, with a word for each number, int64 [words]."""
+    words = torch.empty(sum(array.size for array in arrays), dtype=torch.int64, pin_memory=True)
+    for array, view in zip(arrays, unpacked(words, arrays), strict=True):
+        view.numpy()[...] = array
+    return words
+
+
+def unpacked(words: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    """Return the views of `words` that stand for the arrays; numbers of 4 bytes lie close."""
+    views = []
+    parts = words.split([array.size for array in arrays])
+    for array, part in zip(arrays, parts, strict=True):
+        numbers = part.view(getattr(torch, array.dtype.name))
+        views.append(numbers[: array.size].view(array.shape))
+    return views
+
+
+def as_pass(parts: Sequence[Tensor], most_queries: int, most_keys: int) -> Pass:
+    """Return the inputs from tensors in the order of `PassArrays`, with the sizes of `Paged`."""
+    tokens, positions, cache_places, last, sources, uniform, edges, lengths, tables = parts
+    mask = Paged(edges, lengths, tables, most_queries, most_keys)
+    return StepInputs(tokens, positions, cache_places, mask, last), sources, uniform

@@ -1,0 +1,172 @@
+"""Follows the memory and the graphs of the engine over hand-overs, on the simulated device."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.models.families import FAMILIES
+from mrlhf.weights.init import initialise
+from tests.device import measures
+from tests.simulated_device.state import DEVICE
+
+NEVER_SHARED = "mlp.linear_fc2.weight"
+MiB = 1 << 20
+
+
+def moments() -> dict[str, int]:
+    """Bytes by which an optimizer and its first step add to the memory that stays."""
+    measures.join()
+    engine, actor = measures.actor_of(packs=2, layers=2)
+    experience = measures.example()
+    cut = engine.cut(experience.rollout.sequences(), "response")
+    before = _held()
+    engine.attach_optimizer(measures.OPTIM, total_updates=100)
+    attached = _held()
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    parameters = [slot.parameter for slot in engine.slots]
+    kept = [held.moments for held in optimizer.ranges(parameters) if held is not None]
+    steps = optimizer.steps_taken
+    actor.update(experience, cut)
+    return {
+        "parameters": sum(parameter.numel() for parameter in set(parameters)),
+        "attached": attached - before,
+        "first step": _held() - attached,
+        "moments in a checkpoint before it": sum(map(len, kept)),
+        "steps before it": steps,
+        "steps": optimizer.steps_taken,
+    }
+
+
+def memory() -> dict[str, Any]:
+    """Bytes allocated and reserved in a hand-over, with weights of the engine's own and without."""
+    training = _training()
+    engine = _engine(cache_bytes=None)
+    shared = sum(tensor.nbytes for name, tensor in training.items() if NEVER_SHARED not in name)
+    own = sum(tensor.nbytes for tensor in training.values()) - shared
+    found: dict[str, Any] = {"own": own, "samples": []}
+
+    for version in (1, 2):
+        before = _held()
+        engine.wake()
+        _hand_over(engine, training, version, copied=NEVER_SHARED)
+        found[f"weights {version}"] = _held() - before
+        engine.take_cache()
+        found[f"cache {version}"] = engine.cache_bytes
+        found["samples"].append(_samples(engine))
+        torch.cuda.empty_cache()
+        reserved = DEVICE.memory.reserved
+        cache = engine.cache_bytes
+        engine.sleep(free_weights=True)
+        found[f"given back {version}"] = reserved - DEVICE.memory.reserved - cache
+        found[f"left {version}"] = _held() - before
+    return found
+
+
+def sizes() -> list[int]:
+    """Sizes of the cache with half a block to spare, with one block more, and with much less."""
+    training = _training()
+    engine = _engine(cache_bytes=None)
+    _hand_over(engine, training, version=1)
+    torch.cuda.empty_cache()
+    kept = DEVICE.memory.total - int(0.9 * DEVICE.memory.total)
+    block = engine._cache_shape.block_bytes
+    found = []
+    for blocks in (12.5, 13.5, 5.5):
+        filler = DEVICE.memory.free - kept - int(blocks * block)
+        other = torch.empty(filler, dtype=torch.uint8, device=DEVICE.device)
+        engine.take_cache()
+        found.append(engine.cache_bytes // block)
+        del other
+        engine.sleep()
+        torch.cuda.empty_cache()
+    return found
+
+
+def graphs() -> dict[str, Any]:
+    """Captures after each kind of hand-over, and whether its samples are those of a new engine."""
+    training = _training()
+    engine = _engine(cache_bytes=8 * MiB)
+    held: list[Any] = []
+    found: dict[str, Any] = {}
+
+    def step(name: str, sleeps: bool) -> None:
+        old = _places(engine)
+        if sleeps:
+            engine.sleep(free_weights=True)
+            engine.wake()
+        _hand_over(engine, training, version=1)
+        with DEVICE.counted() as counts:
+            ours = _samples(engine)
+        other = _engine(cache_bytes=8 * MiB)
+        _hand_over(other, training, version=1)
+        found[name] = {
+            "captures": counts.captures,
+            "replays": counts.replays,
+            "moved": old != _places(engine),
+            "right": ours == _samples(other),
+        }
+
+    step("first", sleeps=False)
+    training["decoder.layers.1." + NEVER_SHARED].mul_(-1.0)
+    step("new weights", sleeps=False)
+    step("after sleep", sleeps=True)
+    assert engine._cache is not None
+    held += engine._cache.layers  # so that the next cache lies elsewhere
+    step("other cache", sleeps=True)
+    held.append(training["decoder.layers.0." + NEVER_SHARED])
+    training["decoder.layers.0." + NEVER_SHARED] = held[-1].clone()
+    step("other weight", sleeps=False)
+    return found
+
+
+def _held() -> int:
+    gc.collect()
+    return DEVICE.memory.allocated
+
+
+def _training() -> dict[str, Tensor]:
+    """Parameters as training has them."""
+    engine = _engine(cache_bytes=MiB)
+    spec = measures.model_spec(2)
+    family = FAMILIES[spec.family]
+    slots = engine.weight_slots()
+    initialise(slots, family.tensor_shapes(spec), 1, 0.2, family.scalar_head)
+    return {slot.piece.parameter: slot.parameter.clone() for slot in slots}
+
+
+def _engine(cache_bytes: int | None) -> NativeEngine:
+    limits = EngineLimits(
+        max_num_seqs=6, max_length=320, max_prefill_tokens=64, cache_bytes=cache_bytes
+    )
+    return NativeEngine(measures.model_spec(2), None, DEVICE.device, torch.bfloat16, limits)
+
+
+def _hand_over(
+    engine: NativeEngine, training: dict[str, Tensor], version: int, copied: str = "none"
+) -> None:
+    for name, tensor in training.items():
+        if copied not in name:
+            engine.bind(name, tensor)
+    for slot in engine.weight_slots():
+        if copied in slot.piece.parameter:
+            slot.parameter.copy_(training[slot.piece.parameter])
+    engine.commit(version)
+
+
+def _samples(engine: NativeEngine) -> list[tuple[list[int], list[float]]]:
+    prompts = [[1, 2, 3], [7] * 40, [5, 6]]
+    sampling = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
+    samples = generate(engine, requests_for(prompts, [0, 1, 2], sampling, None)).samples
+    return [(sample.token_ids, sample.logprobs) for sample in samples]
+
+
+def _places(engine: NativeEngine) -> tuple[int, ...]:
+    assert engine._graphs is not None
+    return engine._graphs.places

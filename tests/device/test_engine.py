@@ -1,0 +1,45 @@
+"""Memory and graphs of the engine over hand-overs: nothing stays or is made again without need."""
+
+from __future__ import annotations
+
+from tests.simulated_device.client import Devices
+
+BODIES = "tests.device.engine_here"
+
+
+def test_moments_are_there_before_the_first_cache(device: Devices) -> None:
+    (found,) = device.run(f"{BODIES}:moments")
+    # Main weights, gradients and two moments, of 4 bytes each.
+    assert found["attached"] >= 16 * found["parameters"]
+    assert found["first step"] < 4 * found["parameters"]
+    assert found["moments in a checkpoint before it"] == found["steps before it"] == 0
+    assert found["steps"] == 1
+
+
+def test_sleep_gives_back_cache_and_own_weights(device: Devices) -> None:
+    (found,) = device.run(f"{BODIES}:memory")
+    assert found["cache 1"] == found["cache 2"] > 0
+    assert found["samples"][0] == found["samples"][1]
+    for version in (1, 2):
+        assert found[f"weights {version}"] >= found["own"] > 0
+        # At once, since the cache has a pool of its own; the weights' memory is still reserved.
+        assert found[f"given back {version}"] == 0
+    # What stays are graphs and what they compute.
+    assert found["left 2"] < found["own"]
+
+
+def test_the_cache_keeps_its_size_if_it_could_grow_by_little(device: Devices) -> None:
+    assert device.run(f"{BODIES}:sizes") == [[12, 12, 5]]
+
+
+def test_graphs_are_kept_while_what_they_read_stays(device: Devices) -> None:
+    (found,) = device.run(f"{BODIES}:graphs")
+    first = found["first"]["captures"]
+    assert first > 0
+    for name, row in found.items():
+        assert row["right"], (name, row)
+        assert row["replays"] > 0, (name, row)
+        assert row["captures"] == (first if row["moved"] else 0), (name, row)
+    assert not found["new weights"]["moved"]
+    assert found["other cache"]["moved"]
+    assert found["other weight"]["moved"]
