@@ -9,7 +9,7 @@ from pydantic import ValidationError
 import mrlhf.config
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, dump_yaml, flatten, load_config
 from mrlhf.config.load import read_config
-from mrlhf.config.sections import ReferenceSection
+from mrlhf.config.sections import RoleSection
 from mrlhf.config.unread import unread_keys
 from mrlhf.config.yaml_text import parse_yaml
 from mrlhf.rl.names import AdvantageEstimator
@@ -40,7 +40,7 @@ def test_values(tmp_path, kind, _, arguments, values):
 
 def test_all_keys_of_the_reference_are_those_of_the_actor(ppo_file):
     config = load_config(PPOConfig, ppo_file, ["actor.dtype=bfloat16", "actor.cp=2"])
-    for key in ReferenceSection.model_fields:
+    for key in RoleSection.model_fields:
         assert config.reference.value_of(key) == config.actor.value_of(key)
 
 
