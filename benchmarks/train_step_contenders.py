@@ -84,7 +84,7 @@ def prepare_trl(directory: Path) -> str:
     constraints = str(HERE.parent / "constraints-cpu.txt")
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True, stdout=sys.stderr)
     # torch comes first and alone: as a dependency, pip would pick its newest build for CUDA.
-    for packages in (["torch"], [TRL, "transformers"]):
+    for packages in (["torch"], [TRL, "transformers", "peft"]):
         command = [str(python), "-m", "pip", "install", "--quiet", "-c", constraints, *packages]
         subprocess.run(command, check=True, stdout=sys.stderr)
     ready.touch()

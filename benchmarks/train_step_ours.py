@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from train_step_case import (
     read_case,
 )
 from train_step_profile import ranges, seconds_by_category
-from train_step_turns import Stopwatch, Turns
+from train_step_turns import Stopwatch, Turns, peak_bytes
 
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.device import pick_device
@@ -40,7 +41,7 @@ ROLES = ("actor", "critic", "reference", "reward_model")
 
 
 def main() -> None:
-    """Answer the words `step`, `update` and `profile`."""
+    """Answer the words `step`, `update`, `profile` and `bytes`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("case", type=Path)
     parser.add_argument("--tp", type=int, default=1)
@@ -55,8 +56,9 @@ def main() -> None:
     ours = _Ours(case, arguments)
     turns.answer({})
 
+    others = {"profile": ours.profile, "bytes": ours.nbytes}
     for word in turns:
-        turns.answer(ours.profile() if word == "profile" else ours.seconds(word))
+        turns.answer(others[word]() if word in others else ours.seconds(word))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -78,6 +80,7 @@ class _Ours:
         self._vocab = parts.actor.engine.spec.padded_vocab(arguments.tp) // arguments.tp
         self._trainer = PPOTrainer(config, run, parts)
         self._number = 0
+        self._metrics: dict[str, float] = {}  # of the last step
         _force_lengths(parts.generator.engine, case.response_lengths)
         assert parts.critic is not None
         self._updates = (_Recorded(parts.critic), _Recorded(parts.actor))
@@ -93,7 +96,14 @@ class _Ours:
         dist.barrier()
         watch = Stopwatch()
         phases = actions[word]()
-        return {"seconds": {word: watch.read()}, "phases": phases}
+        return {"seconds": {word: watch.read()}, "phases": phases, "peak_bytes": peak_bytes()}
+
+    def nbytes(self) -> dict[str, float]:
+        """Bytes of all trained models on this rank, and those of the last hand-over."""
+        sizes = Counter[str]()
+        for engine in self._engines:
+            sizes.update(engine.nbytes)
+        return {**sizes, "hand_over": self._metrics["reshard/bytes_moved"]}
 
     def profile(self) -> dict[str, float]:
         """Where the seconds of an update go, by category."""
@@ -105,6 +115,7 @@ class _Ours:
         """A whole step; returns the seconds of its phases."""
         self._number += 1
         metrics = self._trainer.step(self._trainer.begin_step(self._number))
+        self._metrics = metrics
         prefix = "timing_s/"
         return {
             name.removeprefix(prefix): value

@@ -27,7 +27,7 @@ from train_step_case import (
     Case,
     read_case,
 )
-from train_step_turns import Stopwatch, Turns
+from train_step_turns import Stopwatch, Turns, peak_bytes
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -46,7 +46,8 @@ def main() -> None:
     turns = Turns()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     directory = Path(sys.argv[1])
-    trainer = _trainer(read_case(directory), directory)
+    lora_rank = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    trainer = _trainer(read_case(directory), directory, lora_rank)
     clock = _Clock(turns)
     trainer.add_callback(clock)
     trainer.model.register_forward_pre_hook(clock.at_update)
@@ -83,7 +84,7 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
         """After each step."""
         assert self._update is not None
         seconds = {"step": self._step.read(), "update": self._update.read()}
-        self._turns.answer({"seconds": seconds})
+        self._turns.answer({"seconds": seconds, "peak_bytes": peak_bytes()})
         self._wait()
 
     def _wait(self) -> None:
@@ -119,8 +120,8 @@ class _ForcedEnds(LogitsProcessor):  # type: ignore[misc]
         return self._lengths[tuple(row[first:])]
 
 
-def _trainer(case: Case, directory: Path) -> PPOTrainer:
-    """The trainer, set as fast as it goes for this work."""
+def _trainer(case: Case, directory: Path, lora_rank: int) -> PPOTrainer:
+    """The trainer, set as fast as it goes for this work; rank 0 trains the policy whole."""
     batch = len(case.prompts)
     settings = PPOConfig(
         output_dir=str(directory / "trl"),
@@ -153,15 +154,24 @@ def _trainer(case: Case, directory: Path) -> PPOTrainer:
     policy.generation_config.pad_token_id = PAD
     ends = LogitsProcessorList([_ForcedEnds(case)])
     policy.generate = functools.partial(policy.generate, logits_processor=ends)
+    reference = None if lora_rank else AutoModelForCausalLM.from_pretrained(directory / "policy")
     return PPOTrainer(
         args=settings,
         processing_class=tokenizer,
         model=policy,
-        ref_model=AutoModelForCausalLM.from_pretrained(directory / "policy"),
+        ref_model=reference,
         reward_model=AutoModelForSequenceClassification.from_pretrained(directory / "reward"),
         value_model=AutoModelForSequenceClassification.from_pretrained(directory / "critic"),
         train_dataset=Dataset.from_list([{"input_ids": prompt} for prompt in case.prompts]),
+        peft_config=_adapters(lora_rank) if lora_rank else None,
     )
+
+
+def _adapters(rank: int) -> Any:
+    """Adapters as ours has them."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 if __name__ == "__main__":
