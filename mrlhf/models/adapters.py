@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -120,8 +119,8 @@ class WholeAdapters(Adapters):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x, float32 [tokens, in], to what is added to the output, [tokens, out]."""
-        inner = F.linear(x, self.only.lora_A.float())
-        return F.linear(inner * self.only.scale, self.only.lora_B.float())
+        inner = _product(x, self.only.lora_A.float())
+        return _product(inner * self.only.scale, self.only.lora_B.float())
 
 
 class RowAdapters(Adapters):
@@ -145,7 +144,7 @@ class RowAdapters(Adapters):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to what is added to this rank's rows of the output, [..., out]."""
         first: list[Tensor] = [adapter.lora_A for adapter in self.each.values()]
-        inner = F.linear(x, first[0] if len(first) == 1 else torch.cat(first))
+        inner = _product(x, first[0] if len(first) == 1 else torch.cat(first))
         if self._communicates and self._sequence_parallel:
             inner = gather_from_sequence_parallel_region(
                 inner, tensor_parallel_output_grad=True, group=self._group
@@ -156,7 +155,7 @@ class RowAdapters(Adapters):
         outputs = {}
         parts = inner.split([len(factor) for factor in first], dim=-1)
         for (name, adapter), part in zip(self.each.items(), parts, strict=True):
-            outputs[name] = F.linear(part * adapter.scale, adapter.lora_B)
+            outputs[name] = _product(part * adapter.scale, adapter.lora_B)
         return self.in_place(outputs)
 
     def in_place(self, outputs: Mapping[str, Tensor]) -> Tensor:
@@ -184,12 +183,22 @@ class ColumnAdapters(Adapters):
 
         For an expert it is this rank's part of that.
         """
-        inner = F.linear(x, self.only.lora_A)
+        inner = _product(x, self.only.lora_A)
         if self._communicates and self._sequence_parallel:
             inner = reduce_scatter_to_sequence_parallel_region(inner, group=self._group)
         elif self._communicates:
             inner = reduce_from_tensor_model_parallel_region(inner, group=self._group)
-        return F.linear(inner * self.only.scale, self.only.lora_B)
+        return _product(inner * self.only.scale, self.only.lora_B)
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply x [..., in] by a matrix [out, in].
+
+    Torch's own product of more than two dimensions takes other ways with a gradient than without,
+    which round differently: the first ratio of an update would not be 1.
+    """
+    flat = x.reshape(-1, x.shape[-1]).contiguous() @ matrix.t()
+    return flat.view(*x.shape[:-1], len(matrix))
 
 
 def make_adapters(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrlhf.models.adapters import Adapters
+from mrlhf.models.adapters import Adapters, WholeAdapters
 from mrlhf.models.lora import is_adapter
 from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES
 from mrlhf.training.engine import ModelEngine
@@ -62,7 +62,10 @@ class MergedWeights:
 
             axes = EXPERT_REPLICA_AXES if adapters.of_expert else REPLICA_AXES
             both = torch.stack([lost.double().square().sum(), added.double().square().sum()])
-            squares += both / layout.group_size(*axes)  # that many ranks have the same slice
+            copies = layout.group_size(*axes)  # so many ranks have the same slice
+            if isinstance(adapters, WholeAdapters):
+                copies *= layout.tp
+            squares += both / copies
         return squares.cpu()
 
 
