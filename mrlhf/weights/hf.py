@@ -123,7 +123,7 @@ def write_weights(
     except OSError as failure:
         error = f"cannot make {directory}: {failure}"
 
-    connect(group, slots[0].parameter.device)
+    connect(group, _device_of(slots))
     ranks = dist.get_process_group_ranks(group)
     metadata = {"format": "pt", **options.metadata}
     for first in range(0, len(files), len(ranks)):
@@ -143,6 +143,13 @@ def write_weights(
         except OSError as failure:
             error = f"cannot write {directory}: {failure}"
     raise_together(error, WeightError, group)
+
+
+def _device_of(slots: Sequence[Slot]) -> torch.device:
+    """The device of this rank's slices; a stage without layers may have none of adapters."""
+    if slots:
+        return slots[0].parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _write(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> str | None:
@@ -226,7 +233,7 @@ def _collect(
     each writer is under way. `writers` has the names of the tensors that each rank writes.
     """
     rank = dist.get_rank()
-    device = slots[0].parameter.device
+    device = _device_of(slots)
     held = {slot.piece.key: slot for slot in slots}
     whole = {}
     for name in writers.get(rank, ()):

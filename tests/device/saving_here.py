@@ -6,15 +6,15 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from mrlhf.checkpoint.model_slices import RankSlices
 from mrlhf.checkpoint.rank_files import RankPart, RankWriter, Staging, model_file
 from mrlhf.checkpoint.tensor_file import TensorFile, TensorSource
-from mrlhf.inference.native.graphs import DecodeGraphs
-from mrlhf.inference.native.operators import StepInputs
-from mrlhf.parallel.masks import Paged
+from mrlhf.inference.base import EngineLimits, SamplingParams
+from mrlhf.inference.native.graphs import DecodeGraphs, Drawn
+from mrlhf.inference.native.inputs import Pass, PassArrays
 from tests.simulated_device.counts import Counts
 from tests.simulated_device.state import DEVICE
 
@@ -41,30 +41,35 @@ def _save(staging: Staging, first: float) -> Saved:
     with tempfile.TemporaryDirectory() as folder:
         writer = RankWriter(Path(folder), 0)
 
-        def forward(inputs: StepInputs) -> Tensor:
+        def draw(step: Pass) -> Drawn:
             if DEVICE.capturing is not None:
                 staging.follow(DEVICE.device)
                 writer.begin({"actor": slices}, list, staging)
                 writer.wait_until_copied()
-            return inputs.tokens * 2
+            inputs, _, uniform = step
+            return inputs.tokens * 2, uniform
 
+        limits = EngineLimits(max_num_seqs=1, max_length=1, max_prefill_tokens=1)
+        graphs = DecodeGraphs(limits, 1, DEVICE.device)
         with DEVICE.counted() as counts:
-            DecodeGraphs(forward, 1, table_width=1, spare_block=0, block_size=1).run(_inputs())
+            graphs.run(_arrays(), SamplingParams(temperature=1.0, max_tokens=1, seed=1), draw)
             part = writer.result()
         assert part.error is None, part.error
         read = TensorFile(Path(folder) / model_file("actor", 0)).read_rows("weights", 0, SIZE)
     return Saved(part, torch.equal(read, weights.cpu()), counts)
 
 
-def _inputs() -> StepInputs:
-    def of(*numbers: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=DEVICE.device)
-
-    mask = Paged(
-        query_edges=of(0, 1, dtype=torch.int32),
-        lengths=of(1, dtype=torch.int32),
-        block_tables=of(0, dtype=torch.int32)[None],
-        most_queries=1,
-        most_keys=1,
+def _arrays() -> PassArrays:
+    """The inputs of a step of one sequence."""
+    zero = np.zeros(1, dtype=np.int64)
+    return PassArrays(
+        tokens=zero + 1,
+        positions=zero,
+        cache_places=zero,
+        last=zero,
+        sources=zero,
+        uniform=np.full(1, 0.5),
+        query_edges=np.array([0, 1], dtype=np.int32),
+        lengths=np.ones(1, dtype=np.int32),
+        block_tables=np.zeros((1, 1), dtype=np.int32),
     )
-    return StepInputs(of(1), of(0), of(0), mask, of(0))

@@ -414,15 +414,6 @@ def _generate(model: Path, holder: NativeEngine) -> float:
     return largest
 
 
-def _prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    vocabulary = plain_models.SIZES["vocab_size"]
-    return [
-        torch.randint(0, vocabulary, (length,), generator=generator).tolist()
-        for length in (1, 8, 15, 3, 20, 6, 11, 2, 9, 17, 5)
-    ]
-
-
 def _answers(holder: NativeEngine) -> list[Sample]:
     """Answer the short prompts greedily."""
     prompts = _prompts(SHORT_PROMPTS)

@@ -282,7 +282,7 @@ def test_adapters_missing_shards_and_two_of_a_name_are_refused(tmp_path: Path) -
     assert "names model-00001-of-00002.safetensors, which is not there" in _refusal(tmp_path)
 
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "merge it into the model (peft's merge_and_unload)" in _refusal(tmp_path)
+    assert "give the base model as path, and this directory as lora.path" in _refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
