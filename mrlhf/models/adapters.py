@@ -50,6 +50,14 @@ class Adapter(torch.nn.Module):
         self.lora_A = torch.nn.Parameter(torch.zeros(a_shape, dtype=dtype))
         self.lora_B = torch.nn.Parameter(torch.zeros(b_shape, dtype=dtype))
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return the factors A and B.
+
+        Only a call tells megatron-core that they are about to be read: with the optimizer split, it
+        may still be gathering them.
+        """
+        return self.lora_A, self.lora_B
+
 
 class Adapters(torch.nn.ModuleDict):
     """The adapters of the linear layers that one parameter holds, by the ends of their names.
@@ -119,8 +127,9 @@ class WholeAdapters(Adapters):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x, float32 [tokens, in], to what is added to the output, [tokens, out]."""
-        inner = _product(x, self.only.lora_A.float())
-        return _product(inner * self.only.scale, self.only.lora_B.float())
+        first, second = self.only()
+        inner = _product(x, first.float())
+        return _product(inner * self.only.scale, second.float())
 
 
 class RowAdapters(Adapters):
@@ -143,7 +152,7 @@ class RowAdapters(Adapters):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to what is added to this rank's rows of the output, [..., out]."""
-        first: list[Tensor] = [adapter.lora_A for adapter in self.each.values()]
+        first, second = zip(*(adapter() for adapter in self.each.values()), strict=True)
         inner = _product(x, first[0] if len(first) == 1 else torch.cat(first))
         if self._communicates and self._sequence_parallel:
             inner = gather_from_sequence_parallel_region(
@@ -154,8 +163,8 @@ class RowAdapters(Adapters):
 
         outputs = {}
         parts = inner.split([len(factor) for factor in first], dim=-1)
-        for (name, adapter), part in zip(self.each.items(), parts, strict=True):
-            outputs[name] = _product(part * adapter.scale, adapter.lora_B)
+        for (name, adapter), part, factor in zip(self.each.items(), parts, second, strict=True):
+            outputs[name] = _product(part * adapter.scale, factor)
         return self.in_place(outputs)
 
     def in_place(self, outputs: Mapping[str, Tensor]) -> Tensor:
@@ -183,12 +192,13 @@ class ColumnAdapters(Adapters):
 
         For an expert it is this rank's part of that.
         """
-        inner = _product(x, self.only.lora_A)
+        first, second = self.only()
+        inner = _product(x, first)
         if self._communicates and self._sequence_parallel:
             inner = reduce_scatter_to_sequence_parallel_region(inner, group=self._group)
         elif self._communicates:
             inner = reduce_from_tensor_model_parallel_region(inner, group=self._group)
-        return _product(inner * self.only.scale, self.only.lora_B)
+        return _product(inner * self.only.scale, second)
 
 
 def _product(x: Tensor, matrix: Tensor) -> Tensor:

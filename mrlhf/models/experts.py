@@ -170,9 +170,9 @@ def _grouped(matrices: Sequence[ExpertMatrix], rows: Tensor, ends: Tensor) -> Te
         adapters = [
             matrix.adapters.each[name] for matrix in matrices if matrix.adapters is not None
         ]
-        inner = grouped_products(rows, ends, [adapter.lora_A for adapter in adapters])
-        factors = [adapter.lora_B for adapter in adapters]
-        outputs[name] = grouped_products(inner * adapters[0].scale, ends, factors)
+        firsts, seconds = zip(*(adapter() for adapter in adapters), strict=True)
+        inner = grouped_products(rows, ends, firsts)
+        outputs[name] = grouped_products(inner * adapters[0].scale, ends, seconds)
     return output + first.in_place(outputs)
 
 

@@ -140,7 +140,8 @@ def test_an_update_of_adapters_is_killed_and_interrupted(
     assert interrupt(run, faults.ACTOR_LOSS, 5) == part
     assert run.state(part)["progress"]["updated"] == ["critic"]
     run.finish()
-    assert_same_run(run, undisturbed(run.setting))
+    # The engine of a run that goes on has no base yet, so its first hand-over brings it again.
+    assert_same_run(run, undisturbed(run.setting), free=["reshard/"])
 
 
 @pytest.mark.parametrize(

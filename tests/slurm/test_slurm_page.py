@@ -51,7 +51,8 @@ def test_its_commands_run(tmp_path: Path) -> None:
 
 def test_its_variables_are_those_of_the_script() -> None:
     header = re.findall(r"^#   ([A-Z_]+) {2,}", SCRIPT, re.MULTILINE)
-    table = re.findall(r"^\| `([A-Z_]+)` \|", PAGE, re.MULTILINE)
+    section = PAGE.split("\n## Variables\n")[1].split("\n## ")[0]
+    table = re.findall(r"^\| `([A-Z_]+)` \|", section, re.MULTILINE)
     assert len(table) == 13
     assert table == header
 
