@@ -47,6 +47,9 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     directory = Path(sys.argv[1])
     lora_rank = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    if lora_rank:  # TRL 1.12 does not find adapters in a policy that is wrapped for several ranks
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name)
     trainer = _trainer(read_case(directory), directory, lora_rank)
     clock = _Clock(turns)
     trainer.add_callback(clock)
