@@ -1,9 +1,18 @@
 # Set-up, the two example runs and the tests, on any machine with Python >= 3.10, g++ and make.
-#   make demo     PPO on arithmetic, a few minutes on two CPU cores
-#   make gsm8k DATA=dir
-#   make test     ten minutes; make test-full, make test-recipes run the rest
-#   make gpu-hour, test-gpu, bench-gpu    on a machine with an NVIDIA GPU; skipped elsewhere
-#   make vllm     adds vLLM for CPUs, an engine beside the native one; make test-vllm tests it
+# `make help` prints the lines that begin with two of these signs.
+## make install       .venv with all that runs need; plain `make` does this
+## make demo          PPO on arithmetic, a few minutes on two CPU cores
+## make gsm8k         SFT, a reward model and PPO on GSM8K; DATA=dir holds its files
+## make dev           install what tests and checks of style need as well
+## make lint          style and types
+## make test          the verdict, ten minutes on two cores
+## make test-full     all other tests that are deterministic
+## make test-recipes  what trains to show a figure
+## make gpu-hour      checks, steps and benchmarks on an NVIDIA GPU; skipped elsewhere,
+##                    as are its parts: make test-gpu, make bench-gpu
+## make vllm          add vLLM for CPUs, an engine beside the native one; make test-vllm tests it
+## make screenshots   the pictures of README and docs, from the run of make demo
+## make clean         remove runs and caches
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,10 +30,13 @@ export OMP_NUM_THREADS := 1
 # Runs and tests start many processes; each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install dev demo gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots lint clean
+.PHONY: install help dev demo gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
+
+help:
+	@sed -n 's/^## //p' Makefile
 
 # What runs need. torch comes first and alone: as a dependency of another package, pip would pick
 # its newest build for CUDA. Python compiles a module when it is first imported, so pip need not

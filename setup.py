@@ -56,6 +56,7 @@ setup(
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={
         "console_scripts": [
+            "mrlhf = mrlhf.commands.entry:main",
             "mrlhf-convert-checkpoint = mrlhf.commands.convert_checkpoint:main",
             "mrlhf-init = mrlhf.commands.init:main",
             "mrlhf-merge-summaries = mrlhf.commands.merge_summaries:main",

@@ -1,4 +1,4 @@
-"""The version of mrlhf, and the option that shows it.
+"""The version of mrlhf, the option that shows it, and where the files lie that come with it.
 
 `setup.py` runs this file by itself, so it imports nothing of the package.
 """
@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-__all__ = ["__version__", "add_version_option"]
+__all__ = ["__version__", "add_version_option", "shipped"]
 
 __version__ = "0.8.0"
 
@@ -15,3 +16,10 @@ __version__ = "0.8.0"
 def add_version_option(parser: argparse.ArgumentParser) -> None:
     """Add `--version`, which prints the version and ends the program."""
     parser.add_argument("--version", action="version", version=f"mrlhf {__version__}")
+
+
+def shipped() -> Path:
+    """The directory of the shipped folders: in an installed package, or beside it in a clone."""
+    package = Path(__file__).parent
+    installed = package / "shipped"
+    return installed if installed.is_dir() else package.parent

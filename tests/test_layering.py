@@ -25,6 +25,7 @@ LAYERS = [
     {"rollout", "run", "preflight"},
     {"trainers", "report"},
     {"commands"},
+    {"__main__"},
 ]
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 DOORS = {

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrlhf.commands.endings import end_command
-from mrlhf.config.presets import shipped
 from mrlhf.printable import show
-from mrlhf.version import add_version_option
+from mrlhf.version import add_version_option, shipped
 
 FOLDERS = ("configs", "docs", "launch")
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import mrlhf
 from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.version import shipped
 
 PRESET = "algorithm.preset"
 PresetName = Literal[
@@ -53,13 +53,6 @@ _CORRECTION = "algorithm.rollout_correction."
 def is_of_method(key: str) -> bool:
     """Whether a key is part of the method, which a preset replaces."""
     return key.startswith(_METHOD) and not key.startswith(_TASK)
-
-
-def shipped() -> Path:
-    """The directory of the shipped folders: in an installed package, or beside it in a clone."""
-    package = Path(mrlhf.__file__).parent
-    installed = package / "shipped"
-    return installed if installed.is_dir() else package.parent
 
 
 def preset_file(name: str) -> Path:

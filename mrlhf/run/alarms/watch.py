@@ -37,7 +37,7 @@ class Alarm:
         """The alarm in one line, for the console."""
         return (
             f"alarm {self.name} at step {self.step}: {self.message}; likely {self.cause}; change "
-            f"{self.key}, see {self.link}"
+            f"{self.key}; 'mrlhf docs {self.link.partition('#')[2]}' says more"
         )
 
 

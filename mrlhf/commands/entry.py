@@ -1,0 +1,115 @@
+"""The command `mrlhf`, with all others as its subcommands.
+
+Usage: mrlhf COMMAND [argument ...]
+       mrlhf train-ppo [-n RANKS] --config FILE ...
+
+A subcommand is imported when it is called, so that `mrlhf --help` is at once there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mrlhf.printable import show
+from mrlhf.version import __version__
+
+
+class Subcommand(NamedTuple):
+    """One row of the help."""
+
+    group: str
+    name: str
+    module: str
+    function: str  # called without arguments; it reads those of the process
+    does: str
+
+
+# fmt: off
+SUBCOMMANDS = (
+    Subcommand("start", "init", "mrlhf.commands.init", "main",
+               "copy the shipped configurations, launch scripts and pages"),
+    Subcommand("start", "prepare-data", "mrlhf.commands.prepare_data", "main",
+               "write the data and tokenizers of the examples"),
+    Subcommand("start", "docs", "mrlhf.commands.docs", "main",
+               "print a page, or the section of an alarm"),
+    Subcommand("start", "completion", "mrlhf.commands.completion", "main",
+               "print what makes bash or zsh complete commands and keys"),
+    Subcommand("train", "train-sft", "mrlhf.commands.train", "sft",
+               "fine-tune a language model"),
+    Subcommand("train", "train-rm", "mrlhf.commands.train", "reward_model",
+               "train a reward model"),
+    Subcommand("train", "train-dpo", "mrlhf.commands.train", "dpo",
+               "train a policy on preference pairs"),
+    Subcommand("train", "train-ppo", "mrlhf.commands.train", "ppo",
+               "train a policy with PPO, GRPO or one of their family"),
+    Subcommand("train", "torchrun", "mrlhf.run.elastic", "main",
+               "torchrun with exit codes and signals for schedulers"),
+    Subcommand("look", "report", "mrlhf.commands.report", "main",
+               "write one HTML file about one run or several"),
+    Subcommand("look", "merge-summaries", "mrlhf.commands.merge_summaries", "main",
+               "put the summaries of several runs into one"),
+    Subcommand("go on", "convert", "mrlhf.commands.convert_checkpoint", "main",
+               "convert checkpoints from and to Hugging Face and Megatron-LM"),
+)
+# fmt: on
+BY_NAME = {subcommand.name: subcommand for subcommand in SUBCOMMANDS}
+_RANKS = ("-n", "--ranks")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Call a subcommand; returns its exit code, or 2 if there is none of that name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        show(help_text())
+        return 0
+    if name == "--version":
+        show(f"mrlhf {__version__}")
+        return 0
+    if name not in BY_NAME:
+        near = difflib.get_close_matches(name, BY_NAME, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        sys.stderr.write(f"error: there is no command {name!r}{hint}; mrlhf --help lists all\n")
+        return 2
+
+    rest = arguments[1:]
+    if BY_NAME[name].group == "train" and rest and rest[0] in _RANKS:
+        return _on_ranks(name, rest)
+    sys.argv = [f"mrlhf {name}", *rest]
+    module = importlib.import_module(BY_NAME[name].module)
+    code: int = getattr(module, BY_NAME[name].function)()
+    return code
+
+
+def help_text() -> str:
+    """What `mrlhf --help` prints."""
+    lines = ["usage: mrlhf COMMAND [argument ...]; mrlhf COMMAND --help says more"]
+    width = max(map(len, BY_NAME))
+    group = ""
+    for subcommand in SUBCOMMANDS:
+        if subcommand.group != group:
+            group = subcommand.group
+            lines += ["", f"{group}:"]
+        lines.append(f"  {subcommand.name:<{width}}  {subcommand.does}")
+    lines += [
+        "",
+        "mrlhf train-ppo -n 4 --config FILE starts 4 ranks on this machine; without -n it is one",
+        "rank, alone or of those that torchrun has started.",
+    ]
+    return "\n".join(lines)
+
+
+def _on_ranks(name: str, arguments: Sequence[str]) -> int:
+    """Start as many ranks of a command on this machine as the first two of `arguments` say."""
+    count = arguments[1] if len(arguments) > 1 else ""
+    if not count.isdecimal() or int(count) < 1 or name == "torchrun":
+        sys.stderr.write(f"error: {arguments[0]} takes the number of ranks of a training program\n")
+        return 2
+    from mrlhf.run.elastic import main as launch
+
+    program = ["-m", "mrlhf", name, *arguments[2:]]
+    return launch(["--standalone", f"--nproc-per-node={count}", *program])
