@@ -183,8 +183,16 @@ class Progress:
         parts = [f"step {step}/{self._total_steps}", *shown]
         seconds = self.seconds_left(step)
         if seconds is not None:
-            parts.append(f"{timedelta(seconds=round(seconds))} left")
+            parts.append(f"{timedelta(seconds=round(seconds))} left{_until(seconds)}")
         logger.info("%s", ", ".join(parts))
+
+
+def _until(seconds: float) -> str:
+    """The clock's time in so many seconds, if that is worth a look."""
+    if seconds < 60:
+        return ""
+    form = "%H:%M" if seconds < 43200 else "%a %H:%M"
+    return time.strftime(f", until {form}", time.localtime(time.time() + seconds))
 
 
 def is_held_out(metric: str) -> bool:

@@ -14,6 +14,7 @@ from mrlhf.checkpoint.summary import SUMMARY
 ALARMS = "alarms.jsonl"
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+PROFILES = "profiles"
 REFERENCE_LOGPROBS = "reference_logprobs.npz"
 REPORT = "report.html"
 RUN_RECORD = "run.json"
@@ -39,6 +40,7 @@ FOLDERS = MappingProxyType(
         TENSORBOARD: ("events.out.tfevents.*",),
         "rollouts": ("step_*.jsonl", "step_*.parquet"),
         TIMELINE: ("rank_*.jsonl",),
+        PROFILES: ("step_*.json.gz", ".step_*.json.gz", "out_of_memory_rank_*.pickle"),
         "hangs": ("*",),
         "wandb": ("*",),
     }

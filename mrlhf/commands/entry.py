@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -111,5 +112,8 @@ def _on_ranks(name: str, arguments: Sequence[str]) -> int:
         return 2
     from mrlhf.run.elastic import main as launch
 
+    # torchrun would set 1, and say so on five lines.
+    threads = max(1, len(os.sched_getaffinity(0)) // int(count))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     program = ["-m", "mrlhf", name, *arguments[2:]]
     return launch(["--standalone", f"--nproc-per-node={count}", *program])

@@ -44,6 +44,20 @@ def _no_critic(place: Place) -> NotRead | None:
     return NotRead(why, "use gae", (ESTIMATOR, "algorithm.use_critic"))
 
 
+_IF_PROFILED = read_if("steps", bool, "names no step", "name the steps there")
+
+
+class ProfileSection(Section):
+    """Traces of torch's profiler, a file for each of the steps on each of the ranks."""
+
+    steps: list[Count] = Field([])
+    """training steps that are traced; empty: none"""
+    ranks: Annotated[list[CountOrZero], _IF_PROFILED] = Field(default_factory=lambda: [0])
+    """ranks that trace them"""
+    stacks: Annotated[bool, _IF_PROFILED] = False
+    """also write down from which lines of Python each operator was called; slows the step down"""
+
+
 class TrainerSection(Section):
     """How long to train, and what to leave behind."""
 
@@ -62,6 +76,8 @@ class TrainerSection(Section):
     """training steps from one line on the console to the next; metrics.jsonl has every step"""
     timeline_freq: CountOrZero = 1
     """training steps between records of when each rank was in which phase; 0: none"""
+    profile: ProfileSection
+    """traces of single steps"""
     console: Literal["auto", "view", "plain", "quiet"] = "auto"
     """auto: a view of the run below the log lines if standard error is a terminal; view: there the
     view, warnings, alarms and errors alone; plain: log lines alone; quiet: warnings, alarms and

@@ -56,6 +56,7 @@ def check(config: AnyConfig, world_size: int) -> None:
     elif fits:
         problems += _supervised_problems(config, world_size)
     problems += _run_problems(config)
+    problems += _profile_problems(config, world_size)
     problems += _metric_problems(config)
     problems += [str(unread) for unread in unread_keys(config)]
 
@@ -292,6 +293,22 @@ def _optims(config: AnyConfig) -> dict[str, OptimSection]:
     if isinstance(config, PPOConfig):
         return {f"{name}.optim": role.optim for name, role in config.trained().items()}
     return {"optim": config.optim}
+
+
+def _profile_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
+    """Traces of steps and ranks that do not come."""
+    profile = config.trainer.profile
+    total = config.trainer.total_steps
+    if total is not None and max(profile.steps, default=0) > total:
+        yield (
+            f"trainer.profile.steps names step {max(profile.steps)}, after trainer.total_steps "
+            f"{total}; name earlier steps"
+        )
+    if profile.steps and max(profile.ranks, default=0) >= world_size:
+        yield (
+            f"trainer.profile.ranks names rank {max(profile.ranks)}, but the last of {world_size} "
+            f"ranks is {world_size - 1}"
+        )
 
 
 def _run_problems(config: AnyConfig) -> Iterator[str]:

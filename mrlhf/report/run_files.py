@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, TIMELINE
+from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, PROFILES, TIMELINE
 from mrlhf.checkpoint.summary import read_summary
 from mrlhf.config.load import read_leaves
 from mrlhf.errors import DataError
@@ -37,6 +37,7 @@ class RunFiles:
     # busy seconds.
     phases: Mapping[int, Mapping[int, Sequence[Sequence[Any]]]]
     dumps: Mapping[int, Path]  # the files of rollouts, by step
+    profiles: Sequence[Path]  # traces of steps, and of the memory at the end
 
     @property
     def name(self) -> str:
@@ -73,6 +74,7 @@ def read_run(directory: Path) -> RunFiles:
         processes=processes,
         phases={step: phases[step] for step in sorted(phases) if step in steps},
         dumps=_dumps(directory / "rollouts", steps),
+        profiles=sorted((directory / PROFILES).glob("[!.]*")),
     )
 
 

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def write_report(directories: Sequence[Path], output: Path, most_samples: int) -
     runs = [read_run(directory) for directory in directories]
     differing = differing_keys(runs)
     samples = [pack_samples(run.dumps, most_samples // len(runs)) for run in runs]
-    described = [_describe(run, packed) for run, packed in zip(runs, samples, strict=True)]
+    described = [
+        _describe(run, packed, output.parent) for run, packed in zip(runs, samples, strict=True)
+    ]
 
     title = ", ".join(run.name for run in runs)
     data = {"title": title, "differing": differing, "runs": described}
@@ -57,8 +60,11 @@ def write_report(directories: Sequence[Path], output: Path, most_samples: int) -
     return output.stat().st_size
 
 
-def _describe(run: RunFiles, packed: PackedSamples) -> dict[str, Any]:
-    """The part of a run that the page loads at once; tokens and texts are in blocks."""
+def _describe(run: RunFiles, packed: PackedSamples, folder: Path) -> dict[str, Any]:
+    """The part of a run that the page loads at once; tokens and texts are in blocks.
+
+    `folder` is that of the page, to which links to other files are relative.
+    """
     return {
         "name": run.name,
         "steps": [record["step"] for record in run.records],
@@ -67,6 +73,7 @@ def _describe(run: RunFiles, packed: PackedSamples) -> dict[str, Any]:
         "summary": run.summary,
         "alarms": run.alarms,
         "processes": run.processes,
+        "profiles": [os.path.relpath(file, folder) for file in run.profiles],
         "samples": packed.columns,
         "quantities": packed.quantities,
         "textBlocks": len(packed.text_blocks),

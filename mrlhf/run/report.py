@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -25,16 +26,16 @@ Record = Mapping[str, Any]
 
 
 def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write curves.png and summary.json, and log the results and the time of each phase.
+    """Write curves.png and summary.json; log the results, the time's use, and what to do next.
 
     Raises:
         CheckpointError: the summary could not be written, so that the run does not count as
             finished.
     """
-    lines = [f"{name}: {_short(value)}" for name, value in summary.items()]
+    lines = _result_lines(summary)
     try:
         records = read_metrics(output_dir / METRICS)
-        lines += ["seconds by phase:", *_phase_lines(records)]
+        lines += _phase_lines(records)
         measured = _curves(records)
         if measured:
             picture = output_dir / "curves.png"
@@ -50,6 +51,7 @@ def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
             f"cannot write the summary into {output_dir}: {error}; the model is exported, so start "
             "the same command again when there is room, or leave it"
         ) from error
+    lines += _next_lines(output_dir)
     logger.info("finished\n%s", "\n".join(f"  {line}" for line in lines))
 
 
@@ -135,8 +137,21 @@ def _history(records: Sequence[Record], prefix: str, ending: str) -> list[float]
     return means
 
 
+def _result_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The summary; what was measured at the start and at the end stands on one line."""
+    lines = []
+    for name, value in summary.items():
+        title = name.removeprefix("start_").removesuffix("_start")
+        ends = [summary[end] for end in (f"final_{title}", f"{title}_final") if end in summary]
+        if title != name and ends:
+            lines.append(f"{title}: {_short(value)} -> {_short(ends[0])}")
+        elif not (name.startswith("final_") or f"{name.removesuffix('_final')}_start" in summary):
+            lines.append(f"{name}: {_short(value)}")
+    return lines
+
+
 def _phase_lines(records: Sequence[Record]) -> list[str]:
-    """The seconds that the run spent in each phase, the longest phase first."""
+    """Which part of the time each phase of the steps took, the longest first, on one line."""
     totals: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
@@ -144,8 +159,22 @@ def _phase_lines(records: Sequence[Record]) -> list[str]:
                 phase = name.removeprefix("timing_s/")
                 totals[phase] = totals.get(phase, 0.0) + value
 
-    longest_first = sorted(totals.items(), key=lambda item: -item[1])
-    return [f"  {phase}: {seconds:.1f}" for phase, seconds in longest_first]
+    phases = {phase: seconds for phase, seconds in totals.items() if phase != "step"} or totals
+    whole = sum(phases.values())
+    longest_first = sorted(phases.items(), key=lambda item: -item[1])
+    parts = [f"{phase} {seconds / whole:.0%}" for phase, seconds in longest_first if whole]
+    return [f"time: {', '.join(parts[:6])}"] if parts else []
+
+
+def _next_lines(output_dir: Path) -> list[str]:
+    """What to do now."""
+    place = shlex.quote(str(output_dir))
+    return [
+        "next:",
+        f"  mrlhf report {place}    one HTML file with its curves and samples",
+        "  mrlhf docs conversion    where else its model can go",
+        "  the same command with a larger trainer.total_steps goes on",
+    ]
 
 
 def _short(value: Any) -> str:

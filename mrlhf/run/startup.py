@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +50,7 @@ from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
 from mrlhf.run.lock import DirectoryLock
 from mrlhf.run.monitor import Monitor, Timeline
+from mrlhf.run.profiles import Profiles
 from mrlhf.run.terminal import LinesAboveView, TerminalView, console_of_log, is_drawn
 from mrlhf.run.watcher import Deadline, Watcher
 
@@ -74,6 +75,7 @@ class Run:
     # Where the ranks agree on why the job fails; None if each one reports for itself.
     failures: Failures | None = None
     timeline: Timeline | None = None  # where this rank writes down its phases; None: nowhere
+    profiles: Profiles = field(default_factory=Profiles)
     # When this job stops by itself; the main rank's counts.
     deadline: Deadline = field(default_factory=Deadline)
     board: Board = field(default_factory=Board)
@@ -145,6 +147,7 @@ class Run:
         if reason is not None and self.failures is not None:
             at_start = self.watcher is None or not self.watcher.has_begun
             own = explain(reason, self.rank, at_start)
+            own = replace(own, text=own.text + self.profiles.after(reason))
             failure = self.failures.report(own, log_failure)
             if self.monitor is not None:
                 self.monitor.end("failed", failure.text)
@@ -273,6 +276,7 @@ def _begin(config: AnyConfig, context: JobContext) -> Run:
         watcher=watcher,
         failures=context.failures,
         timeline=timeline,
+        profiles=Profiles(trainer.profile, context.device.kind, job.rank, directory),
         deadline=context.deadline,
         board=board,
         monitor=monitor,

@@ -179,7 +179,7 @@ class SupervisedTrainer:
         phases = self._run.phases
         if self._trained is None:
             rows = next(self._sampler)
-            with phases.enter("step"):
+            with self._run.profiles.of_step(number), phases.enter("step"):
                 try:
                     metrics = self._task.step(self._engine, rows)
                 except TrainingError as error:

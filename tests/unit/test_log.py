@@ -157,7 +157,9 @@ def test_metrics_that_cannot_be_opened_are_refused_in_one_line(tmp_path):
 def test_progress_is_log_lines(monkeypatch, caplog):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: 1e9)
     caplog.set_level(logging.INFO, logger="mrlhf")
+    ends = [time.strftime("%H:%M", time.localtime(1e9 + left)) for left in (270, 160)]
     progress = Progress(12, first_step=2)
     assert progress.seconds_left(2) is None
     clock[0] += 30
@@ -175,8 +177,8 @@ def test_progress_is_log_lines(monkeypatch, caplog):
         progress.update(step, measured)
 
     assert caplog.messages == [
-        "step 3/12, reward 0.1235, length 34, 0:04:30 left",
-        "step 4/12, reward 0.5, kl to old nan, 0:02:40 left",
+        f"step 3/12, reward 0.1235, length 34, 0:04:30 left, until {ends[0]}",
+        f"step 4/12, reward 0.5, kl to old nan, 0:02:40 left, until {ends[1]}",
         "validation after step 4: val/sums/acc@1 0.125",
         "validation before training: val/loss 2, val_sampled/a 0.3333",
         "test before training: test/loss 3",

@@ -53,13 +53,16 @@ def test_the_closing_report(tmp_path, caplog):
 
     assert (tmp_path / "curves.png").stat().st_size > 0
     lines = caplog.messages[-1].split("\n")
-    assert lines[:2] == ["finished", "  start_accuracy: 0.5"]
-    assert lines[-4:] == [
-        "  seconds by phase:",
-        "    gen: 3.5",
-        "    adv: 0.2",
+    assert lines[:7] == [
+        "finished",
+        "  accuracy: 0.5 -> 0.75",
+        "  reward: 0.5 -> 0.75",
+        "  kl_final: 0.02",
+        "  seconds: 12.3",
+        "  time: gen 93%, adv 7%",
         f"  curves: {tmp_path / 'curves.png'}",
     ]
+    assert f"mrlhf report {tmp_path} " in lines[8] and len(lines) <= 12
 
 
 def test_without_validation_the_reward_is_that_of_training(tmp_path):

@@ -25,6 +25,7 @@ function overview() {
   parts.push(element("h2", {}, "Alarms"), alarms());
   parts.push(element("div", { class: "grid" }, ...highlightCards()));
   parts.push(element("h2", {}, "Where the time went"), ...report.runs.map(phaseTable));
+  if (report.runs.some((run) => run.profiles.length)) parts.push(element("h2", {}, "Profiles"), profiles());
   parts.push(element("h2", {}, "Machines"), machines());
   parts.push(element("h2", {}, "Configuration"), configuration());
   return parts;
@@ -122,6 +123,14 @@ function phaseTable(run) {
   });
   const title = report.runs.length > 1 ? [element("h3", {}, label(run))] : [];
   return element("section", {}, ...title, table(["phase", "seconds", ""], rows));
+}
+
+// Links to the traces, which other viewers show.
+function profiles() {
+  const files = report.runs.flatMap((run) => run.profiles);
+  const links = files.map((file) => element("li", {}, element("a", { href: encodeURI(file) }, file)));
+  const words = "Open a trace in ui.perfetto.dev, and a .pickle in pytorch.org/memory_viz.";
+  return element("section", {}, element("p", { class: "faint" }, words), element("ul", {}, ...links));
 }
 
 // Ranks with the same device on the same host share a line.

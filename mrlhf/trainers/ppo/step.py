@@ -31,6 +31,7 @@ class PPOTrainer:
         self.held_out = HeldOut(config.trainer, run.phases, parts, samples)
         self._config = config
         self._phases = run.phases
+        self._profiles = run.profiles
         self._work = Work(config, run, parts)
         self._report = StepReport(config, run, parts, samples)
 
@@ -42,7 +43,7 @@ class PPOTrainer:
 
     def step(self, progress: StepProgress) -> dict[str, float]:
         """Do the rest of a training step; returns its metrics."""
-        with self._phases.enter("step"):
+        with self._profiles.of_step(progress.number), self._phases.enter("step"):
             collected = progress.collected or self.collect(progress)
             cuts = self._work.cut(collected.rollout)
             ref_states = self.learn_from(progress, collected, cuts)
