@@ -58,6 +58,7 @@ setup(
         "console_scripts": [
             "mrlhf = mrlhf.commands.entry:main",
             "mrlhf-convert-checkpoint = mrlhf.commands.convert_checkpoint:main",
+            "mrlhf-doctor = mrlhf.commands.doctor:main",
             "mrlhf-init = mrlhf.commands.init:main",
             "mrlhf-merge-summaries = mrlhf.commands.merge_summaries:main",
             "mrlhf-prepare-data = mrlhf.commands.prepare_data:main",

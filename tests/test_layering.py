@@ -23,7 +23,7 @@ LAYERS = [
     {"reshard", "inference", "checkpoint"},
     {"roles"},
     {"rollout", "run", "preflight"},
-    {"trainers", "report"},
+    {"trainers", "report", "doctor"},
     {"commands"},
     {"__main__"},
 ]

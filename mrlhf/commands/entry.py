@@ -35,6 +35,8 @@ SUBCOMMANDS = (
                "copy the shipped configurations, launch scripts and pages"),
     Subcommand("start", "prepare-data", "mrlhf.commands.prepare_data", "main",
                "write the data and tokenizers of the examples"),
+    Subcommand("start", "doctor", "mrlhf.commands.doctor", "main",
+               "look over a machine, its ranks, a model, a configuration"),
     Subcommand("start", "docs", "mrlhf.commands.docs", "main",
                "print a page, or the section of an alarm"),
     Subcommand("start", "completion", "mrlhf.commands.completion", "main",

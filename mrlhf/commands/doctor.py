@@ -1,0 +1,157 @@
+"""Looks over a machine, its ranks, a model and a configuration, before a run is started.
+
+Usage: mrlhf doctor [--out DIR] [--model DIR] [--json FILE]
+                    [--config FILE [--config FILE ...] [key.path=value ...] [--world-size N]]
+       mrlhf torchrun --nproc-per-node=N -m mrlhf doctor
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.load import read_config
+from mrlhf.config.roots import AnyConfig
+from mrlhf.device import pick_device
+from mrlhf.doctor import data, machine, model, ranks
+from mrlhf.doctor.findings import Finding, examine, in_words, ok
+from mrlhf.errors import ConfigError, MrlhfError
+from mrlhf.log import quiet_transformers
+from mrlhf.parallel.job import init_distributed, read_place
+from mrlhf.preflight import dry_run
+from mrlhf.printable import show
+from mrlhf.version import add_version_option
+
+Groups = list[tuple[str, list[Finding]]]
+_ROOTS: dict[str, type[AnyConfig]] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "rm": RewardModelConfig,
+    "dpo": DPOConfig,
+}
+_TIMEOUT_S = 60.0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Look over this machine, and over a model and a configuration if they are "
+        "named. 'broken' would stop a run; 'look' may be meant. Exit code: 1 if something is "
+        "broken. Started by torchrun, it also looks at the ranks and the links between them."
+    )
+    add_version_option(parser)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("."), metavar="DIR", help="where runs will write")
+    add("--model", type=Path, metavar="DIR", help="a model: weights, tokenizer, chat template")
+    add("--config", action="append", metavar="FILE", help="a run: its data, reward and layout")
+    add("--program", choices=_ROOTS, help="what the configuration is for (default: found out)")
+    add("--world-size", type=int, metavar="N", help="ranks of that run (default: the fewest)")
+    add("--json", type=Path, metavar="FILE", help="also write the findings there")
+    add("overrides", nargs="*", metavar="key.path=value", help="keys of that run")
+    options = parser.parse_intermixed_args(arguments)
+    if options.overrides and not options.config:
+        parser.error(f"{options.overrides[0]}: keys go with --config")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Look and tell; 0 if nothing is broken, 1 if something is, 2 on bad input."""
+    options = parse(arguments)
+    quiet_transformers()
+    try:
+        groups = _job_and_ranks(options.out) if "RANK" in os.environ else []
+        if groups is None:
+            return 0  # rank 0 tells
+        groups += _here(options)
+    except MrlhfError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+    show(in_words(groups))
+    if "RANK" not in os.environ:
+        show("not looked at: links between ranks; start it by torchrun for that (--help)")
+    findings = [finding for _, found in groups for finding in found]
+    if options.json is not None:
+        lines = [{"group": group, **asdict(one)} for group, found in groups for one in found]
+        options.json.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+    return int(any(finding.level == "broken" for finding in findings))
+
+
+def _here(options: argparse.Namespace) -> Groups:
+    """What this process alone looks at."""
+    groups = [("machine", examine("machine", lambda: machine.machine(options.out)))]
+    if options.model is not None:
+        found = examine("model", lambda: model.model(options.model))
+        groups.append((f"model {options.model}", found))
+    if options.config:
+        config = _read(options)
+        look: dict[str, Callable[[], Iterable[Finding]]] = {
+            "layout": lambda: _layout(config, options.world_size),
+            "data": lambda: data.data(config),
+        }
+        for name, check in look.items():
+            groups.append((f"{name} of {', '.join(options.config)}", examine(name, check)))
+    return groups
+
+
+def _read(options: argparse.Namespace) -> AnyConfig:
+    """The configuration, of the program that accepts it.
+
+    Raises:
+        ConfigError: no program does; the message is that of the one that comes nearest.
+    """
+    names = [options.program] if options.program else list(_ROOTS)
+    problems = []
+    for name in names:
+        try:
+            config, _ = read_config(_ROOTS[name], options.config, options.overrides)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            return config
+    raise ConfigError(min(problems, key=lambda problem: len(problem.splitlines())))
+
+
+def _layout(config: AnyConfig, world_size: int | None) -> Iterator[Finding]:
+    result = dry_run(config, world_size)
+    for line in result.missing:
+        yield Finding("broken", "files", f"not found: {line}")
+    lines = result.text.splitlines()
+    for line in lines:
+        if line.startswith("memory of "):
+            yield ok("memory", line)
+    yield ok("layout", lines[-1])
+
+
+def _job_and_ranks(output_dir: Path) -> Groups | None:
+    """Measure with the other ranks of the job; None on all but rank 0.
+
+    The first rank of each other host tells what is not as it should be there.
+    """
+    place = read_place()
+    device = pick_device("auto", place.local_rank)
+    init_distributed(device, _TIMEOUT_S)
+    try:
+        measured, speeds = ranks.measure(device)
+        own: list[Finding] = []
+        if place.rank and place.local_rank == 0:
+            found = examine("machine", lambda: machine.machine(output_dir))
+            own = [finding for finding in found if finding.level != "ok"]
+        every: list[list[Finding] | None] = [None] * place.world_size
+        dist.all_gather_object(every, own)
+    finally:
+        dist.destroy_process_group()
+    if place.rank:
+        return None
+    groups = [("ranks", examine("ranks", lambda: ranks.judge(measured, speeds)))]
+    for each, findings in zip(measured, every, strict=True):
+        groups.append((f"machine {each.host}", findings or []))
+    return groups

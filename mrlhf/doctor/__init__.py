@@ -1,0 +1,1 @@
+"""Looks over a machine, its links, a model and a run's data, and says what to do about each."""

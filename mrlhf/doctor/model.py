@@ -1,0 +1,81 @@
+"""Checks of a model's directory: its family, its weights, its tokenizer and its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrlhf.data.tokenizer import Message, Tokenizer, holds_tokenizer, load_tokenizer
+from mrlhf.doctor.findings import Finding, judged, ok
+from mrlhf.models.families import load_spec
+from mrlhf.models.generation_config import end_token_ids
+from mrlhf.models.weight_files import check_weight_files
+from mrlhf.preflight.vocabulary import check_vocabularies, warn_of_end_tokens, warn_of_other_end
+
+_TALK = ("What is 2 + 2?", "<think>\nEasy.\n</think>\n\n4", "And 3 + 3?", "6")
+
+
+def model(directory: Path) -> Iterator[Finding]:
+    """Look over the files of a language model.
+
+    Raises:
+        ConfigError, WeightError, DataError: no run could use them.
+    """
+    spec = load_spec(directory, "lm")
+    sizes = f"{spec.num_layers} layers, vocabulary {spec.vocab_size}"
+    yield ok("config.json", f"{spec.family}, {sizes}")
+    for remark in check_weight_files(directory, spec, needs_head=False):
+        yield Finding("look", "weights", remark)
+    yield ok("weights", "every tensor is there, in its shape, and none is left over")
+
+    if not holds_tokenizer(directory):
+        yield Finding("look", "tokenizer", "none beside the weights", "name one in data.tokenizer")
+        return
+    yield from tokenizer(load_tokenizer(directory), spec.vocab_size, end_token_ids(directory))
+
+
+def tokenizer(loaded: Tokenizer, vocab_size: int, end_tokens: dict[int, str]) -> Iterator[Finding]:
+    """Look over a tokenizer beside its model's vocabulary and end tokens; raises a ConfigError."""
+    check_vocabularies({"the model": vocab_size}, loaded.highest_id)
+    warn_of_end_tokens(end_tokens, loaded)
+    warn_of_other_end(end_tokens, loaded)
+    end = loaded.decode([loaded.eos_id], skip_special_tokens=False)
+    yield ok("tokenizer", f"{len(loaded.ids)} tokens; a response ends with {end!r}")
+    yield from chat_template(loaded)
+
+
+def chat_template(loaded: Tokenizer) -> Iterator[Finding]:
+    """Whether the text of a conversation begins with that of its first messages."""
+    if not loaded.has_chat_template:
+        yield judged(
+            False,
+            "chat template",
+            "none",
+            "prompts must be plain text; for chat messages name a file in data.chat_template",
+        )
+        return
+    roles = ("user", "assistant", "user", "assistant")
+    talk: list[Message] = [
+        {"role": role, "content": text} for role, text in zip(roles, _TALK, strict=True)
+    ]
+    whole = loaded.apply_chat_template(talk, add_generation_prompt=False)
+    for text in (_TALK[0], _TALK[2], _TALK[3]):
+        if text not in whole:
+            yield Finding("broken", "chat template", f"it drops the message {text!r}", "mend it")
+            return
+    first = loaded.apply_chat_template(talk[:2], add_generation_prompt=False)
+    asked = loaded.apply_chat_template(talk[:1], add_generation_prompt=True)
+    yield judged(
+        first.startswith(asked.rstrip()),
+        "chat template",
+        "the header of an answer stands before the answer",
+        "what the policy continues differs from what fine-tuning trained on; compare the template "
+        "with and without add_generation_prompt",
+    )
+    yield judged(
+        whole.startswith(first.rstrip()),
+        "chat template",
+        "earlier messages stay as they are",
+        "it rewrites an earlier message when another follows (often: it drops its thinking), so a "
+        "policy that is trained on several turns sees other text than it wrote",
+    )
