@@ -47,6 +47,7 @@ setup(
     package_data={
         "mrlhf": [
             "config/*.yaml",
+            "config/imports/*.yaml",
             "host/*.cpp",
             "host/*.h",
             "report/page/*",
@@ -59,6 +60,7 @@ setup(
             "mrlhf = mrlhf.commands.entry:main",
             "mrlhf-convert-checkpoint = mrlhf.commands.convert_checkpoint:main",
             "mrlhf-doctor = mrlhf.commands.doctor:main",
+            "mrlhf-import-config = mrlhf.commands.import_config:main",
             "mrlhf-init = mrlhf.commands.init:main",
             "mrlhf-merge-summaries = mrlhf.commands.merge_summaries:main",
             "mrlhf-prepare-data = mrlhf.commands.prepare_data:main",

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrlhf.config.imports.page import others_page, verl_page
 from mrlhf.config.json_schema import json_schema
 from mrlhf.config.page import LAUNCHERS, configuration_page
 from mrlhf.metrics.page import metrics_page
@@ -20,7 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def contents() -> dict[str, str]:
     """The text of each file by its path in the repository."""
-    files = {"docs/configuration.md": configuration_page(), "docs/metrics.md": metrics_page()}
+    files = {
+        "docs/configuration.md": configuration_page(),
+        "docs/metrics.md": metrics_page(),
+        "docs/coming_from_verl.md": verl_page(),
+        "docs/coming_from_trl.md": others_page(),
+    }
     for launcher, root_class in LAUNCHERS.items():
         text = json.dumps(json_schema(root_class), indent=1, ensure_ascii=False)
         files[f"configs/schema/{launcher}.json"] = text + "\n"

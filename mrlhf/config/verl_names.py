@@ -47,23 +47,42 @@ def verl_hint(name: str, known: Collection[str]) -> str | None:
     """
     here = _without_verls_section(name.lstrip("+~"))
     for theirs in (here, *_with_sections(here)):
-        ours = _counterpart(theirs, known)
-        if ours is not None:
-            return f"verl's '{name}' is '{ours}' here{_change(theirs)}"
-        reason = _reason(theirs)
-        if reason is not None:
-            return f"verl's '{name}' has no counterpart here{': ' if reason else ''}{reason}"
+        found = translate_name(theirs, known)
+        if found is None:
+            continue
+        if found.ours is not None:
+            change = f"; {found.change}" if found.change else ""
+            return f"verl's '{name}' is '{found.ours}' here{change}"
+        return f"verl's '{name}' has no counterpart here{': ' * bool(found.reason)}{found.reason}"
     return None
 
 
-def _change(name: str) -> str:
-    """The end of a sentence about other changes that come with the name."""
-    changes = read_names().changes
+@dataclass(frozen=True)
+class Translated:
+    """What a key of verl is here."""
+
+    ours: str | None  # None: it has no counterpart
+    change: str = ""  # what changes with the name
+    reason: str = ""  # why there is no counterpart, if there is anything to tell
+
+
+def translate_name(name: str, known: Collection[str]) -> Translated | None:
+    """Return what verl's key `name` is among the `known` keys; None if it is not in the tables."""
+    here = _without_verls_section(name.lstrip("+~"))
+    ours = _counterpart(here, known)
+    if ours is not None:
+        return Translated(ours, change=longest_end(read_names().changes, here) or "")
+    reason = _reason(here)
+    return None if reason is None else Translated(None, reason=reason)
+
+
+def longest_end(table: Mapping[str, ValueT], name: str) -> ValueT | None:
+    """The entry of `name`, or of the longest end of it that the table holds."""
     while name:
-        if name in changes:
-            return f"; {changes[name]}"
+        if name in table:
+            return table[name]
         name = name.partition(".")[2]
-    return ""
+    return None
 
 
 def _without_verls_section(name: str) -> str:

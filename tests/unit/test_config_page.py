@@ -102,7 +102,7 @@ def test_the_written_files_are_up_to_date(tmp_path, capsys):
     spec.loader.exec_module(module)
     assert module.main(["--out", str(tmp_path)]) == 0
     written = [Path(line).relative_to(tmp_path) for line in capsys.readouterr().out.splitlines()]
-    assert len(written) == 2 + len(LAUNCHERS)  # the pages of keys and of metrics
+    assert len(written) == 4 + len(LAUNCHERS)  # pages of keys, of metrics and of other systems
     for name in written:
         assert (ROOT / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(
             encoding="utf-8"

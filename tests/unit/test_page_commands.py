@@ -17,7 +17,15 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from mrlhf.commands import convert_checkpoint, doctor, init, merge_summaries, prepare_data, report
+from mrlhf.commands import (
+    convert_checkpoint,
+    doctor,
+    import_config,
+    init,
+    merge_summaries,
+    prepare_data,
+    report,
+)
 from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.preflight import dry_run
 from tests.pages import PAGES, ROOT, Command, files, read_commands
@@ -48,6 +56,7 @@ ROOTS = {
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "convert_checkpoint": convert_checkpoint.parse,
     "doctor": doctor.parse,
+    "import_config": import_config.parse,
     "init": init.parse,
     "merge_summaries": merge_summaries.parse,
     "prepare_data": prepare_data.parse,

@@ -1,0 +1,1 @@
+"""Translates the configurations of other systems into ours."""

@@ -1,0 +1,100 @@
+"""The pages for people who come from another system, written from the tables of names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrlhf.config.imports.source import System
+from mrlhf.config.imports.translate import read_table
+from mrlhf.config.verl_names import longest_end, read_names
+
+_TITLES: dict[System, str] = {"trl": "TRL", "openrlhf": "OpenRLHF"}
+_VERL = """\
+# Coming from verl
+
+```
+python tools/import_config.py SCRIPT.sh --out my.yaml --world-size 8
+```
+
+reads a script with verl's command line, or its YAML, and writes ours. A comment stands where more
+than the name changed; what has no counterpart is listed with the reason, and a dry run says
+whether the result fits that many ranks. Nothing of the script is run: variables that it sets are
+put in, with the defaults of `${NAME:-default}`.
+
+`algorithm`, `critic` and most words of the roles have verl's names, and mean the same: they are not
+listed below. Without FSDP, weights are split by `tp` and `pp`; the import takes the engine's `tp`.
+What verl means where nothing is said (`seed: 42`, `rollout.max_num_seqs: 1024`, sequence
+parallelism with `tp`) is written out. Models are local directories, and rewards have names
+([data_and_rewards.md](data_and_rewards.md)): `reward.terms` must be looked at by hand.
+
+This page is written by `python tools/write_configuration_page.py` from the tables that the import
+reads.
+"""
+_OTHERS = """\
+# Coming from TRL or OpenRLHF
+
+`tools/import_config.py` reads a script with the command line of TRL or OpenRLHF, or a YAML of such
+arguments, and writes ours; [coming_from_verl.md](coming_from_verl.md) has the command. TRL's batch
+sizes are completions of a device, so give the ranks that you had as `--world-size`. A reward function has another signature here:
+`f(data_source, solution_str, ground_truth, extra_info)` scores one response.
+
+`{role}` is `actor` in PPO and GRPO, else `model`; `{optim}` is its optimizer. This page is
+written by `python tools/write_configuration_page.py` from the tables that the import reads.
+"""
+
+
+def verl_page() -> str:
+    """Return `docs/coming_from_verl.md`."""
+    names = read_names()
+    changes = {**names.changes, **read_table("verl")["changes"]}
+    lines = [_VERL, "## Sections", "", "| verl | here |", "|---|---|"]
+    lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in names.sections.items()]
+    lines += ["", "## Keys below a role", "", "| verl | here | changes |", "|---|---|---|"]
+    lines += _rows(names.below_a_role, changes)
+    lines += ["", "## Other keys", "", "| verl | here | changes |", "|---|---|---|"]
+    lines += _rows({theirs: ours[0] for theirs, ours in names.elsewhere.items()}, changes)
+    lines += ["", "## Without a counterpart", "", *_missing(names.missing)]
+    lines += ["", "Below a role:", "", *_missing(names.missing_below_a_role)]
+    return "\n".join(lines) + "\n"
+
+
+def others_page() -> str:
+    """Return `docs/coming_from_trl.md`."""
+    lines = [_OTHERS]
+    for system, title in _TITLES.items():
+        table = read_table(system)
+        names = {theirs: _name(row) for theirs, row in table["names"].items()}
+        by_program: dict[str, list[str]] = {}
+        for program, rows in table["by_program"].items():
+            for theirs, row in rows.items():
+                by_program.setdefault(theirs, []).append(f"{_name(row)}` ({program})")
+        several = {theirs: ", `".join(ours)[:-1] for theirs, ours in by_program.items()}
+        lines += [f"## {title}", "", f"| {title} | here | changes |", "|---|---|---|"]
+        lines += _rows(names, table["changes"])
+        lines += [
+            f"| `{theirs}` | `{ours}) | {table['changes'].get(theirs, '')} |"
+            for theirs, ours in several.items()
+        ]
+        lines += ["", f"Without a counterpart in {title}'s list:", "", *_missing(table["missing"])]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _name(row: Any) -> str:
+    return str(row[0] if isinstance(row, list) else row)
+
+
+def _rows(names: Mapping[str, str], changes: Mapping[str, str]) -> Iterator[str]:
+    for theirs, ours in names.items():
+        yield f"| `{theirs}` | `{ours}` | {longest_end(changes, theirs) or ''} |"
+
+
+def _missing(reasons: Mapping[str, str]) -> list[str]:
+    """The keys without counterpart by their reasons; those without a reason last."""
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(f"`{key}`")
+    without = by_reason.pop("", [])
+    lines = [f"- {reason}: {', '.join(keys)}" for reason, keys in by_reason.items()]
+    return [*lines, f"- there is no such thing here: {', '.join(without)}"] if without else lines

@@ -1,0 +1,219 @@
+"""Translates the values of another system into ours, by the tables beside this file.
+
+What a value becomes stands in `conversions`; verl's names stand in `../verl_names.yaml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrlhf.config.imports.conversions import CONVERSIONS, LEFT_OUT, Place
+from mrlhf.config.imports.source import Program, Source, System
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.tree import nodes
+from mrlhf.config.verl_names import longest_end, translate_name
+
+ROOTS: dict[Program, type[AnyConfig]] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rm": RewardModelConfig,
+}
+_OWN_REWARD = "reward.py:compute_score"
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a key of another system is here."""
+
+    ours: str | None
+    conversion: str | None = None
+    change: str = ""
+    reason: str = ""
+
+
+@dataclass
+class Imported:
+    """A configuration of ours, and what is to be said about it."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # by our dotted keys
+    remarks: dict[str, str] = field(default_factory=dict)  # for some of them
+    # Their keys that are not in `values`: without counterpart, or for the user to choose.
+    missing: dict[str, str] = field(default_factory=dict)
+    defaults: set[str] = field(default_factory=set)  # keys that hold a default of the other system
+
+
+@cache
+def read_table(system: System) -> Mapping[str, Any]:
+    """Read the table of a system; its reasons by key."""
+    file = Path(__file__).with_name(f"{system}.yaml")
+    table: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    reasons = table.get("missing", {}).items()
+    table["missing"] = {key: reason for reason, keys in reasons for key in keys}
+    return table
+
+
+def name_of(system: System, program: Program, theirs: str) -> Name | None:
+    """Return what a key of a system is here; None if the tables do not know it."""
+    table = read_table(system)
+    known = nodes(ROOTS[program])
+    if system == "verl":
+        found = translate_name(theirs, known)
+        if found is None:
+            return None
+        change = longest_end(table["changes"], theirs) or found.change
+        conversion = longest_end(table["conversions"], theirs)
+        return Name(found.ours, conversion, change, found.reason)
+
+    row = table["by_program"][program].get(theirs, table["names"].get(theirs))
+    if row is None:
+        reason = table["missing"].get(theirs)
+        return None if reason is None else Name(None, reason=reason)
+    name, conversion = row if isinstance(row, list) else (row, None)
+    is_ppo = program == "ppo"
+    ours = name.format(
+        role="actor" if is_ppo else "model",
+        optim="actor.optim" if is_ppo else "optim",
+        longest="data.max_prompt_length" if is_ppo else "data.max_length",
+        epochs="actor.ppo_epochs" if is_ppo else "trainer.total_epochs",
+    )
+    if ours not in known:
+        return Name(None, reason=f"{ours} is no key of this program")
+    return Name(ours, conversion, table["changes"].get(theirs, ""))
+
+
+def translate(source: Source, world_size: int) -> Imported:
+    """Translate all values; keys that convert come last, since they look at the others."""
+    result = Imported()
+    named = {theirs: name_of(source.system, source.program, theirs) for theirs in source.values}
+    order = sorted(named, key=lambda theirs: bool((name := named[theirs]) and name.conversion))
+    for theirs in order:
+        name = named[theirs]
+        value = source.values[theirs]
+        if name is None or name.ours is None:
+            result.missing[theirs] = "" if name is None else name.reason
+        elif value is not None:
+            _add(result, source, theirs, name, world_size)
+    _complete(result, source)
+    return result
+
+
+def _add(result: Imported, source: Source, theirs: str, name: Name, world_size: int) -> None:
+    assert name.ours is not None
+    value = source.values[theirs]
+    if name.conversion is not None:
+        place = Place(source.values, result.values, name.ours, world_size)
+        value = CONVERSIONS[name.conversion](value, place)
+    if value is LEFT_OUT:
+        if name.ours not in result.values:
+            result.missing[theirs] = name.change or f"{name.ours} keeps its default"
+        return
+    result.values[name.ours] = value
+    was = source.values[theirs]
+    if value not in (was, [was]):
+        result.remarks[name.ours] = f"{theirs.lstrip('+~')}: {_shown(was)}"
+    if name.change:
+        said = [result.remarks.get(name.ours, ""), name.change]
+        result.remarks[name.ours] = "; ".join(filter(None, said))
+    if name.ours.endswith("adam_beta1"):
+        other = name.ours.replace("beta1", "beta2")
+        pair = Place(source.values, result.values, other, world_size)
+        result.values[other] = CONVERSIONS["betas"](source.values[theirs], pair)
+
+
+def _complete(result: Imported, source: Source) -> None:
+    """Add what the other system means where nothing is said, and what ours needs."""
+    values = result.values
+    for key, value in _defaults(source, values):
+        if key not in values:
+            values[key] = value
+            result.defaults.add(key)
+    if source.program != "ppo":
+        return
+
+    if source.system == "verl" and "actor.tp" not in values:
+        # FSDP splits weights over all ranks.
+        for role in ("actor", "critic") if _has_critic(values) else ("actor",):
+            values[f"{role}.tp"] = values["rollout.tp"]
+            result.remarks[f"{role}.tp"] = "there FSDP splits the weights; see docs/parallelism.md"
+    if source.system == "trl" and values.get("actor.kl_loss_coef"):
+        values["actor.use_kl_loss"] = True
+    if source.system == "openrlhf" and values.get("algorithm.kl_ctrl.kl_coef"):
+        values.setdefault("algorithm.use_kl_in_reward", not values.get("actor.use_kl_loss", False))
+    if "reward.terms" not in values:
+        is_model = "reward_model.path" in values
+        files = [str(file).lower() for file in values.get("data.train_files", [])]
+        is_gsm8k = bool(files) and all("gsm8k" in file for file in files)
+        term = "reward_model" if is_model else "gsm8k" if is_gsm8k else _OWN_REWARD
+        values["reward.terms"] = [{"name": term}]
+        result.remarks["reward.terms"] = (
+            "" if is_model else "choose it: a rule, or a function of yours as file.py:function"
+        )
+
+
+def _defaults(source: Source, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    given = read_table(source.system)["defaults"].get(source.program, {})
+    has_critic = _has_critic(values)
+    for key, value in given.items():
+        is_length = key == "trainer.total_epochs" and "trainer.total_steps" in values
+        if not is_length and (has_critic or not key.startswith("critic.")):
+            yield key, value
+    if source.system == "verl":
+        for role in ("actor", "critic"):
+            if values.get(f"{role}.tp", 1) > 1 and (has_critic or role == "actor"):
+                yield f"{role}.sequence_parallel", True
+
+
+def _has_critic(values: Mapping[str, Any]) -> bool:
+    return values.get("algorithm.adv_estimator", "gae") == "gae"
+
+
+def leave_out(result: Imported, key: str) -> None:
+    """Leave out a key of ours that nothing would read."""
+    del result.values[key]
+    result.missing[key] = "it has no effect beside the other keys"
+
+
+def as_yaml(result: Imported, system: System) -> str:
+    """Return the configuration as YAML, with a comment where more than the name changed."""
+    lines: list[str] = []
+    open_sections: list[str] = []
+    for key in sorted(result.values, key=_by_section):
+        *sections, last = key.split(".")
+        shared = 0
+        while shared < min(len(sections), len(open_sections)) and (
+            sections[shared] == open_sections[shared]
+        ):
+            shared += 1
+        for depth in range(shared, len(sections)):
+            lines.append(f"{'  ' * depth}{sections[depth]}:")
+        open_sections = sections
+        remark = result.remarks.get(key, "")
+        if key in result.defaults:
+            remark = f"{system}'s default"
+        comment = f"  # {remark}" if remark else ""
+        value = _shown(result.values[key])
+        lines.append(f"{'  ' * len(sections)}{last}: {value}{comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any) -> str:
+    """The value on one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _by_section(key: str) -> tuple[list[tuple[int, str]], str]:
+    """Keys of a section before its sections, and the sections of the roles first."""
+    order = ["actor", "model", "critic", "reference", "reward_model", "rollout", "data", "reward"]
+    *sections, last = key.split(".")
+    ranks = [(order.index(name) if name in order else len(order), name) for name in sections] or [
+        (-1, "")
+    ]
+    return [*ranks], last
