@@ -105,6 +105,8 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "filelock",
+            # builds the pages as a site
+            "mkdocs-material",
             "playwright",
             "pyte",
             "hypothesis",

@@ -36,8 +36,9 @@ _OTHERS = """\
 
 `tools/import_config.py` reads a script with the command line of TRL or OpenRLHF, or a YAML of such
 arguments, and writes ours; [coming_from_verl.md](coming_from_verl.md) has the command. TRL's batch
-sizes are completions of a device, so give the ranks that you had as `--world-size`. A reward function has another signature here:
-`f(data_source, solution_str, ground_truth, extra_info)` scores one response.
+sizes are completions of a device, so give the ranks that you had as `--world-size`. A reward
+function has another signature here: `f(data_source, solution_str, ground_truth, extra_info)` scores
+one response.
 
 `{role}` is `actor` in PPO and GRPO, else `model`; `{optim}` is its optimizer. This page is
 written by `python tools/write_configuration_page.py` from the tables that the import reads.
