@@ -44,6 +44,7 @@ def main() -> int:
     except Abort:
         return 1
     print(out / "site" / "index.html")
+    print(f"with search: python -m http.server --directory {out / 'site'}")
     return 0
 
 
