@@ -73,7 +73,9 @@ def write_run(
     rows = [_metrics(step, rewards[step], noise) for step in range(size.steps + 1)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (directory / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    (directory / "summary.json").write_text(json.dumps({"steps": size.steps}), encoding="utf-8")
+    (directory / "summary.json").write_text(
+        json.dumps({"steps": size.steps, "held_out_prompts": 400}), encoding="utf-8"
+    )
     (directory / "alarms.jsonl").write_text(json.dumps(ALARM) + "\n", encoding="utf-8")
 
     for rank in range(size.ranks):

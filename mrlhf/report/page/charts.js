@@ -33,6 +33,11 @@ function redrawCharts() {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
 
+// On paper all charts are in sight.
+window.addEventListener("beforeprint", () => {
+  for (const chart of charts) if (!chart.plot && chart.holder.isConnected) chart.draw();
+});
+
 function zoomTo(range) {
   drawing.zoom = range;
   for (const chart of charts) chart.applyZoom();

@@ -3,9 +3,10 @@
 // lengths are distributed.
 
 const MOST_ROWS = 100;
-const inspecting = { run: 0, step: "", finish: "", text: "", order: "step", filters: {}, opened: [] };
+const inspecting = { run: 0, step: "", finish: "", text: "", order: "newest", filters: {}, opened: [] };
 
 const ORDERS = {
+  newest: ["newest step", (s) => (a, b) => s.step[b] - s.step[a] || a - b],
   step: ["by step", (s) => (a, b) => a - b],
   best: ["highest reward", (s) => (a, b) => s.score[b] - s.score[a] || a - b],
   worst: ["lowest reward", (s) => (a, b) => s.score[a] - s.score[b] || a - b],

@@ -47,6 +47,58 @@ for (const [name, [title]] of Object.entries(VIEWS)) {
 }
 tabs.addEventListener("keydown", turnTab);
 
+// Light or dark: as the system has it, until the button says otherwise; the browser remembers that.
+const THEME = "mrlhf-theme";
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  redrawCharts();
+}
+
+function turnTheme() {
+  const now = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  const next = now === "dark" ? "light" : "dark";
+  setTheme(next);
+  try {
+    localStorage.setItem(THEME, next);
+  } catch {
+    // A browser may keep nothing for a file.
+  }
+}
+
+let remembered = null;
+try {
+  remembered = localStorage.getItem(THEME);
+} catch {
+  // As above.
+}
+if (remembered) setTheme(remembered);
+
+// Keys that work anywhere but in a field.
+const KEYS = [
+  ["1 to 4", "the views"],
+  ["← →", "values of a chart, tokens of a sample, phases of a rank: focus it first with Tab"],
+  ["+ − 0", "zoom a chart; all steps"],
+  ["d", "dark or light"],
+  ["?", "this list; Escape closes it"],
+];
+const help = element("dialog", { "aria-label": "Keys" }, element("h2", {}, "Keys"), table(["key", "what it does"], KEYS.map(([key, does]) => [element("code", {}, key), does])), element("form", { method: "dialog" }, element("button", {}, "Close")));
+document.body.append(help);
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+  const names = Object.keys(VIEWS);
+  if (event.key === "?") help.open ? help.close() : help.showModal();
+  else if (event.key === "d") turnTheme();
+  else if (names[Number(event.key) - 1]) open(names[Number(event.key) - 1]);
+});
+
+document.getElementById("buttons").append(
+  element("button", { type: "button", onclick: turnTheme, "aria-label": "Dark or light" }, "◐"),
+  " ",
+  element("button", { type: "button", onclick: () => help.showModal(), "aria-label": "Keys" }, "?"),
+);
+
 const asked = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "overview");
 window.addEventListener("hashchange", () => open(asked()));
 open(asked());

@@ -47,11 +47,12 @@ function stackedChart(run, phases) {
       return sums;
     });
     // The highest sum is drawn first, and the lower ones over it.
+    // A bar stands before its step's end, so the last one is whole.
     const data = [run.steps];
     const series = [];
     for (let i = phases.length - 1; i >= 0; i--) {
       data.push(stacked[i]);
-      const paths = uPlot.paths.stepped({ align: 1 });
+      const paths = uPlot.paths.stepped({ align: -1 });
       series.push({ stroke: phaseColor(i), fill: phaseColor(i), width: 0.5, paths, points: { show: false } });
     }
     return { data, series, scales: { y: { range: (_, low, high) => [0, high || 1] } } };

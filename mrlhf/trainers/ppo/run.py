@@ -98,8 +98,14 @@ class PPORun:
             self._exported,
             self._last_metrics,
             parts.state_dict,
-            lambda: ppo_achievements(self._run.output_dir),
+            self._achievements,
         )
+
+    def _achievements(self) -> dict[str, Any]:
+        """What the run has reached, and on how many held-out prompts."""
+        reached: dict[str, Any] = dict(ppo_achievements(self._run.output_dir))
+        held_out = self._parts.held_out.get("test") or self._parts.held_out.get("val")
+        return reached if held_out is None else reached | {"held_out_prompts": len(held_out)}
 
     def _train(self, reporter: Reporter) -> None:
         """Run the remaining steps, and the validation before the first one."""
