@@ -25,6 +25,7 @@ from mrlhf.doctor import data, machine, model, ranks
 from mrlhf.doctor.findings import Finding, examine, in_words, ok
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.log import quiet_transformers
+from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.job import init_distributed, read_place
 from mrlhf.preflight import dry_run
 from mrlhf.printable import show
@@ -145,13 +146,12 @@ def _job_and_ranks(output_dir: Path) -> Groups | None:
         if place.rank and place.local_rank == 0:
             found = examine("machine", lambda: machine.machine(output_dir))
             own = [finding for finding in found if finding.level != "ok"]
-        every: list[list[Finding] | None] = [None] * place.world_size
-        dist.all_gather_object(every, own)
+        every = all_gather_objects(own, None)
     finally:
         dist.destroy_process_group()
     if place.rank:
         return None
     groups = [("ranks", examine("ranks", lambda: ranks.judge(measured, speeds)))]
     for each, findings in zip(measured, every, strict=True):
-        groups.append((f"machine {each.host}", findings or []))
+        groups.append((f"machine {each.host}", findings))
     return groups

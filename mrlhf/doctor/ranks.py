@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mrlhf.device import Device
 from mrlhf.doctor.findings import Finding, judged, ok
+from mrlhf.parallel.collectives import all_gather_objects
 
 _BYTES = 16 * 2**20
 _ROUNDS = 5
@@ -57,8 +58,7 @@ def measure(device: Device) -> tuple[list[Measured], dict[str, float]]:
         link=_BYTES / _seconds(exchange, device) / 1e9 if world > 1 else math.inf,
         clock=_clock_ahead(rank, world),
     )
-    every: list[Measured | None] = [None] * world
-    dist.all_gather_object(every, own)
+    every = all_gather_objects(own, None)
 
     speeds = {}
     if world > 1:
@@ -67,7 +67,7 @@ def measure(device: Device) -> tuple[list[Measured], dict[str, float]]:
         speeds["all-reduce"] = _BYTES / _seconds(lambda: dist.all_reduce(sent), device) / 1e9
         seconds = _seconds(lambda: dist.all_to_all_single(others, room), device)
         speeds["all-to-all"] = _BYTES / seconds / 1e9
-    return [measured for measured in every if measured is not None], speeds
+    return every, speeds
 
 
 def judge(measured: Sequence[Measured], speeds: dict[str, float]) -> Iterator[Finding]:
