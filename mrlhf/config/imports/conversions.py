@@ -187,7 +187,6 @@ def aggregation(value: Any, _: Place) -> Any:
     return {
         "grpo": "seq-mean-token-mean",
         "dapo": "token-mean",
-        "bnpo": "token-mean",
         "dr_grpo": "seq-mean-token-sum-norm",
     }.get(str(value), LEFT_OUT)
 
