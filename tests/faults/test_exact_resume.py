@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from mrlhf.commands import convert_checkpoint
 from tests.faults import faults, settings
 from tests.faults.faults import Fault
 from tests.faults.runs import QUEUE_AGAIN, Ended, Sequel, Setting, assert_same_run
@@ -142,6 +145,22 @@ def test_an_update_of_adapters_is_killed_and_interrupted(
     run.finish()
     # The engine of a run that goes on has no base yet, so its first hand-over brings it again.
     assert_same_run(run, undisturbed(run.setting), free=["reshard/"])
+
+    # The adapters in the last checkpoint, merged, are those of the export.
+    checkpoint = run.directory / "checkpoints" / run.checkpoints[-1]
+    sources = {"checkpoint": checkpoint, "export": run.directory / "actor"}
+    for name, source in sources.items():
+        words = [str(source), "--to", "huggingface", "--out", str(tmp_path / name)]
+        assert convert_checkpoint.main([*words, "--merge"]) == 0
+        assert convert_checkpoint.main([*words, "--overwrite"]) == 2  # without --merge
+    to_megatron = ["--merge", "--to", "megatron", "--out", str(tmp_path / "megatron")]
+    assert convert_checkpoint.main([str(checkpoint), *to_megatron]) == 0
+    back = ["--to", "huggingface", "--out", str(tmp_path / "back")]
+    assert convert_checkpoint.main([str(tmp_path / "megatron"), *back]) == 0
+    merged = [load_file(tmp_path / name / "model.safetensors") for name in (*sources, "back")]
+    for other in merged[1:]:
+        assert other.keys() == merged[0].keys()
+        assert all(torch.equal(other[name], tensor) for name, tensor in merged[0].items())
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from typing import Literal
 
 import torch
 
-from mrlhf.checkpoint.conversion.adapter_source import AdapterSource
+from mrlhf.checkpoint.conversion.adapter_source import AdapterSource, CheckpointedAdapterSource
 from mrlhf.checkpoint.conversion.identify import Found, identify
 from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_folder
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions, write_megatron
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
 from mrlhf.checkpoint.conversion.model_source import ModelSource, TrackedSource
-from mrlhf.checkpoint.conversion.training_checkpoints import TrainingSource
+from mrlhf.checkpoint.conversion.training_checkpoints import TrainingSource, holds_adapters
 from mrlhf.checkpoint.manifest import check_hashes, read_manifest
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.models.families import load_spec
@@ -34,6 +34,7 @@ _NOT_READ = {
     "huggingface": ("role", "like", "vocab_size", "model_type", "merge", "base"),
     "adapter": ("role", "like", "vocab_size", "model_type"),
     "training": ("vocab_size", "model_type", "merge", "base"),
+    "training of adapters": ("like", "vocab_size", "model_type"),
     "megatron": ("role", "merge", "base"),
 }
 
@@ -82,7 +83,8 @@ def open_source(path: Path, options: SourceOptions) -> ModelSource:
 
 
 def _open(found: Found, options: SourceOptions) -> ModelSource:
-    for name in _NOT_READ[found.format]:
+    adapted = found.format == "training" and holds_adapters(found.path, options.role)
+    for name in _NOT_READ["training of adapters" if adapted else found.format]:
         if getattr(options, name) is not None:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} has no meaning for a {found.kind}; leave it out")
@@ -96,6 +98,13 @@ def _open(found: Found, options: SourceOptions) -> ModelSource:
         )
     if found.format == "adapter":
         return AdapterSource(found.path, options.base, found.step)
+    if adapted and not options.merge:
+        raise ConfigError(
+            f"{found.path} holds adapters without their base; add --merge to get a whole model, or "
+            "start the run again, which exports them as peft has them"
+        )
+    if adapted:
+        return CheckpointedAdapterSource(found.path, options.role, options.base)
     assets = options.like or found.assets
     if found.format == "training":
         return TrainingSource(found.path, options.role, assets)

@@ -21,6 +21,7 @@ from mrlhf.checkpoint.manifest import WEIGHT, Manifest, StoredModel, check_sizes
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of, spec_of
+from mrlhf.models.lora import is_adapter
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.boxes import whole
 
@@ -42,7 +43,7 @@ class TrainingSource(ModelSource):
         """
         manifest = read_manifest(directory)
         check_sizes(directory, manifest.files)
-        self._role = _pick_role(directory, manifest, role)
+        self._role = pick_role(directory, manifest, role)
         model = manifest.models[self._role]
         if model.dtype not in _DTYPES:
             raise CheckpointError(f"a stored model has the dtype {model.dtype!r}, which is unknown")
@@ -77,7 +78,7 @@ class TrainingSource(ModelSource):
         return Description(f"training checkpoint ({self._role})", manifest.step, left_out)
 
 
-def _pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
+def pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
     """Choose the model of a checkpoint; CheckpointError if that is not possible."""
     roles = list(manifest.models)
     if role is None and len(roles) == 1:
@@ -88,6 +89,12 @@ def _pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
         asked = "several models" if role is None else f"no model {role!r}"
         raise CheckpointError(f"{directory} has {asked}; name one with --role: {', '.join(roles)}")
     return role
+
+
+def holds_adapters(directory: Path, role: str | None) -> bool:
+    """Whether the chosen model of a training checkpoint is an adapter; raises as `pick_role`."""
+    manifest = read_manifest(directory)
+    return any(map(is_adapter, manifest.models[pick_role(directory, manifest, role)].tensors))
 
 
 def model_spec(model: StoredModel) -> ModelSpec:
