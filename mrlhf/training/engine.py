@@ -9,8 +9,7 @@ minimises.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -27,7 +26,6 @@ from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
 from mrlhf.metrics.table import names_of
 from mrlhf.models.adapter_files import read_adapter, write_adapter
-from mrlhf.models.adapters import Adapters
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
 from mrlhf.models.flops import sequence_flops
@@ -45,6 +43,7 @@ from mrlhf.parallel.schedule import Pipeline
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
 from mrlhf.training.first_weights import read_for_all
+from mrlhf.training.held_adapters import HeldAdapters
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
 from mrlhf.training.update_clock import UpdateClock
 from mrlhf.weights.hf import FileOptions, write_weights
@@ -117,6 +116,7 @@ class ModelEngine:
         self.optimizer: ShardedOptimizer | None = None
         self._routing: ExpertRouting | None = None
         self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, self.phases)
+        self.adapters = HeldAdapters(self.chunks, self._slots, self.wait_for_weights)
         self._set_training(False)
 
     @property
@@ -171,7 +171,7 @@ class ModelEngine:
         if isinstance(section, AdaptedSection) and section.lora.path is not None:
             has_head = read_adapter(section.lora.path, self.spec, self.slots) or has_head
         else:
-            initialise(self._adapter_slots(), self._shapes, seed)
+            initialise(self.adapters.slots, self._shapes, seed)
         if not has_head:
             heads = [slot for slot in base if slot.piece.name == self._family.scalar_head]
             initialise(heads, self._shapes, seed, std=0.0)
@@ -190,43 +190,6 @@ class ModelEngine:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         sizes["optimizer"] = self.optimizer.nbytes(trained)
         return sizes
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Compute with the base model alone, as long as this lasts."""
-        modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
-        adapters = [module for module in modules if isinstance(module, Adapters)]
-        for module in adapters:
-            module.is_on = False
-        try:
-            yield
-        finally:
-            for module in adapters:
-                module.is_on = True
-
-    def copy_of_adapters(self) -> list[Tensor]:
-        """Return a copy of this rank's adapters as they are, for `with_adapters`."""
-        self.wait_for_weights()
-        return [slot.parameter.detach().clone() for slot in self._adapter_slots()]
-
-    @contextmanager
-    @torch.no_grad()
-    def with_adapters(self, adapters: Sequence[Tensor]) -> Iterator[None]:
-        """Compute with other adapters, of `copy_of_adapters`, as long as this lasts."""
-        own = self.copy_of_adapters()
-        self._put_adapters(adapters)
-        try:
-            yield
-        finally:
-            self._put_adapters(own)
-
-    def _adapter_slots(self) -> list[Slot]:
-        return [slot for slot in self._slots if is_adapter(slot.piece.name)]
-
-    @torch.no_grad()
-    def _put_adapters(self, adapters: Sequence[Tensor]) -> None:
-        for slot, values in zip(self._adapter_slots(), adapters, strict=True):
-            slot.parameter.copy_(values)
 
     def initialise(self, seed: int) -> None:
         """Draw random weights from `seed` and `initializer_range`, the same in every layout."""
@@ -482,23 +445,7 @@ class ModelEngine:
         self._clock.stop()
         finalize_model_grads(*arguments, **options)
         if self.spec.lora is not None and self.spec.experts is not None:
-            self._sum_parts()
-
-    def _sum_parts(self) -> None:
-        """Sum the gradients of which each rank that splits an expert has a part."""
-        group = self.groups.collection.expt_tp
-        parts = [
-            parameter.main_grad
-            for chunk in self.chunks
-            for parameter in chunk.parameters()
-            if getattr(parameter, "is_partial", False)
-        ]
-        if parts and group.size() > 1:
-            flat = torch.cat([part.flatten() for part in parts])
-            torch.distributed.all_reduce(flat, group=group)
-            sums = flat.split([part.numel() for part in parts])
-            for part, whole in zip(parts, sums, strict=True):
-                part.copy_(whole.view(part.shape))
+            self.adapters.sum_parts(self.groups.collection.expt_tp)
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

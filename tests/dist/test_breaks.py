@@ -29,6 +29,7 @@ from mrlhf.parallel.vocab_sums import LocalSums
 from mrlhf.roles.actor import Actor
 from mrlhf.trainers.ppo import experience as experience_of_ppo
 from mrlhf.training import engine, first_weights
+from mrlhf.training.held_adapters import HeldAdapters
 from mrlhf.weights.shard import Slot
 from tests.covering import Row
 from tests.dist.invariance_checks import PlainRuns, comparisons
@@ -120,7 +121,7 @@ def _skip(name: str) -> Patch:
 
 def _keep_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Gradients of which each rank of an expert has a part are not summed."""
-    patch.setattr(engine.ModelEngine, "_sum_parts", lambda _: None)
+    patch.setattr(HeldAdapters, "sum_parts", lambda *_: None)
 
 
 def _share_adapters(patch: pytest.MonkeyPatch, rank: int) -> None:

@@ -77,7 +77,7 @@ def _check_reference(setting: Setting) -> None:
     policy = build_actor(setting, ADAPTED)
     base = build_actor(setting, Case(ADAPTED.model, "token-mean"))
     cut = cut_responses(policy, rollout)
-    began = policy.engine.copy_of_adapters()
+    began = policy.engine.adapters.copy()
 
     def logprobs(actor: Actor) -> torch.Tensor:
         return actor.evaluate(rollout, cut).logprobs
@@ -89,9 +89,9 @@ def _check_reference(setting: Setting) -> None:
     assert not torch.equal(of_base, of_start) and not torch.equal(of_start, of_policy)
 
     engine = policy.engine
-    without = Reference(engine, plain_tables.TEMPERATURE, engine.without_adapters)
+    without = Reference(engine, plain_tables.TEMPERATURE, engine.adapters.off)
     assert torch.equal(without.logprobs(rollout, cut), of_base)
-    as_begun = Reference(engine, plain_tables.TEMPERATURE, lambda: engine.with_adapters(began))
+    as_begun = Reference(engine, plain_tables.TEMPERATURE, lambda: engine.adapters.exchanged(began))
     assert torch.equal(as_begun.logprobs(rollout, cut), of_start)
     assert torch.equal(logprobs(policy), of_policy)
 

@@ -210,8 +210,8 @@ def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | 
     if not config.reference_is_policy:
         return Reference(_engine(config, run, "reference", "lm"), temperature)
     if config.reference.adapter == "base":
-        return Reference(policy, temperature, policy.without_adapters)
-    as_it_began = partial(policy.with_adapters, policy.copy_of_adapters())
+        return Reference(policy, temperature, policy.adapters.off)
+    as_it_began = partial(policy.adapters.exchanged, policy.adapters.copy())
     return Reference(policy, temperature, as_it_began)
 
 
