@@ -22,7 +22,8 @@ shift 4
 # rank. Slurm hands down the limit of the shell that submitted the job, which is often 1024.
 ulimit -n "$(ulimit -Hn)" || true
 
-# megatron-core asks for this, so that a message starts before the product that it overlaps with.
+# megatron-core overlaps messages with products only if a GPU starts kernels in their order. CUDA
+# reads this when it starts.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
 # gloo then connects two ranks when they first meet, and not all ranks of a group with each other.
