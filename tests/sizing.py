@@ -1,7 +1,7 @@
 """The table of docs/sizing.md, from the preflight's prediction of a model's bytes.
 
-`python -m tests.sizing` writes it into the page; `tests/unit/test_sizing_page.py` says whether it is
-up to date.
+`python -m tests.sizing` writes it into the page; `tests/unit/test_sizing_page.py` says whether it
+is up to date.
 """
 
 from __future__ import annotations
