@@ -49,7 +49,7 @@ def trained_bytes(spec: ModelSpec, layout: ParallelLayout) -> float:
 
 def activation_bytes(section: RoleSection, spec: ModelSpec, layout: ParallelLayout) -> float:
     """Activations of the first stage, with sequence parallelism."""
-    assert section.sequence_parallel
+    assert section.sequence_parallel or layout.tp == 1
     stages = layout.pp * layout.vpp
     kept = layout.pp if layout.vpp == 1 else layout.pp * (layout.vpp + 1) - 1
     layers = math.ceil(spec.num_layers / stages)

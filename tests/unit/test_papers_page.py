@@ -1,30 +1,28 @@
-"""The index of papers names every preset, and keys and tests that exist."""
+"""docs/papers.md names presets, keys and tests that there are, and every preset."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from mrlhf.config import DPOConfig, PPOConfig
-from mrlhf.config.tree import nodes
-from tests.pages import ROOT
+import pytest
 
-ROWS = re.findall(
-    r"^\| (?!paper|-)(.+?) \| (.+?) \| (.+?) \|$",
-    (ROOT / "docs" / "papers.md").read_text(encoding="utf-8"),
-    re.MULTILINE,
-)
-
-
-def test_every_preset_has_its_paper() -> None:
-    shipped = {file.stem for file in (ROOT / "configs" / "algorithms").glob("*.yaml")}
-    named = {preset for _, here, _ in ROWS for preset in re.findall(r"preset `(\w+)`", here)}
-    assert named == shipped
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+KEYS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| [^|]*arXiv[^|]* \| ([^|]*)\| ([^|]*)\| `([^|]*)` \|$", PAGE, re.MULTILINE)
+PRESETS = {path.stem for path in (ROOT / "configs" / "algorithms").glob("*.yaml")}
 
 
-def test_keys_and_tests_exist() -> None:
-    known = {*nodes(PPOConfig), *nodes(DPOConfig)}
-    assert len(ROWS) > 15
-    for paper, here, test in ROWS:
-        keys = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)", here)
-        assert set(keys) <= known, paper
-        assert (ROOT / test.strip("`")).is_file(), paper
+def test_it_names_every_preset_and_no_other() -> None:
+    assert {preset.strip().strip("`") for preset, _, _ in ROWS} - {""} == PRESETS
+
+
+@pytest.mark.parametrize(("_", "words", "test"), ROWS)
+def test_its_key_and_test_file_are_there(_: str, words: str, test: str) -> None:
+    key, _, value = words.strip().strip("`").partition(": ")
+    starts = (f"| `{key}` |", f"| `{key}.")
+    rows = [line for line in KEYS.splitlines() if line.startswith(starts)]
+    assert rows, key
+    assert not value or f"`{value}`" in rows[0]
+    assert value in (ROOT / "tests" / "unit" / test).read_text(encoding="utf-8")
