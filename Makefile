@@ -13,6 +13,7 @@
 ## make vllm          add vLLM for CPUs, an engine beside the native one; make test-vllm tests it
 ## make screenshots   the pictures of README and docs, from the run of make demo
 ## make docs          the pages as a site, in runs/docs/site
+## make drawings      the pictures that code draws, in docs/images
 ## make clean         remove runs and caches
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ export OMP_NUM_THREADS := 1
 # Runs and tests start many processes; each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install help dev demo gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots docs lint clean
+.PHONY: install help dev demo gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots docs drawings lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
@@ -109,6 +110,9 @@ test-vllm: $(VENV)/vllm-ready $(DEV_READY)
 # The pictures of README and docs, of the run that `make demo` leaves; they need chromium.
 screenshots: $(DEV_READY)
 	$(BIN)/python tools/screenshots.py runs/demo
+
+drawings: $(DEV_READY)
+	$(BIN)/python tools/drawings.py
 
 docs: $(DEV_READY)
 	$(BIN)/python tools/docs_site.py
