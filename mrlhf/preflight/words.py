@@ -19,7 +19,7 @@ from mrlhf.models.lora import without_adapters
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.preflight.batches import RoleWork, longest_unit, role_work
-from mrlhf.preflight.model_bytes import ModelBytes, training_bytes
+from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
 from mrlhf.preflight.model_checks import MEBIBYTE, cache_block, cache_needs
 from mrlhf.rl.names import ESTIMATOR_TRAITS
 from mrlhf.roles.policy_loss import configured_bypass, needs_mini_batch_pass
@@ -63,6 +63,13 @@ def describe_memory(
         if spec.lora is not None:
             needed = training_bytes(without_adapters(spec), layout, itemsize, splits)
             yield f"  if all weights were trained: {_in_megabytes(needed)}"
+            if (
+                isinstance(config, PPOConfig)
+                and name == "actor"
+                and config.rollout.lora == "merged"
+            ):
+                merged = merged_bytes(spec, layout, itemsize) / 1e6
+                yield f"  weights merged for the engine (rollout.lora): {merged:.1f} MB more"
 
 
 def _trained(config: AnyConfig) -> dict[str, tuple[RoleSection, OptimSection]]:

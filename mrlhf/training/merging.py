@@ -44,6 +44,11 @@ class MergedWeights:
             if not is_adapter(slot.piece.name)
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the buffers on this rank."""
+        return sum(buffer.nbytes for buffer in self._merged.values())
+
     @torch.no_grad()
     def update(self) -> Tensor:
         """Merge the adapters as they are now.

@@ -20,6 +20,7 @@ from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.preflight.model_bytes import merged_bytes
 from mrlhf.reshard.execute import ReshardStats, TransferOptions
 from mrlhf.roles.actor import Actor
 from mrlhf.rollout.generator import Generator
@@ -116,6 +117,11 @@ class Sides:
         engines = EngineLayout.closest(model.groups.layout, tp, ep)
         groups = factory.engine_groups(engines)
         merged = MergedWeights(model) if merges else None
+        if merged is not None:
+            foreseen = merged_bytes(model.spec, model.groups.layout, model.dtype.itemsize)
+            most = torch.tensor(merged.nbytes)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            assert int(most) == foreseen
         spec = without_adapters(model.spec) if merges else model.spec
         engine = NativeEngine(spec, groups.tp, model.device, model.dtype, LIMITS, ep=ep)
         hand_over = plan_hand_over(

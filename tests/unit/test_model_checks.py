@@ -109,6 +109,10 @@ def test_a_dry_run_says_what_adapters_save(tmp_path):
     assert re.findall(r"memory of critic on a rank: .* gradients", report)
     sizes = [[float(size) for size in re.findall(r"[\d.]+", text)] for text in (adapted, whole)]
     assert sizes[0][0] >= sizes[1][0] and sizes[0][1] < sizes[1][1] / 4
+    assert "merged for the engine" not in report
+    merged = dry_run(ppo(actor__path=path, actor__lora={"rank": 4}, rollout__lora="merged"), 8).text
+    (more,) = re.findall(r"merged for the engine \(rollout.lora\): ([\d.]+) MB more", merged)
+    assert 0 < float(more) < sizes[1][0]
 
 
 def test_one_mistake_is_reported_once(tmp_path):
