@@ -71,12 +71,11 @@ def export_result(
         checkpoints = directory.parent / CHECKPOINTS
         if _is_saved(save):
             kept = checkpoints / checkpoint_name(step, unfinished_step=False)
-            merge = " --merge" if model.engine.spec.lora is not None else ""
             raise CheckpointError(
                 f"{error}; the trained model is in {kept}: once the cause is gone, start the same "
                 f"command again, or with trainer.resume={kept} and another trainer.output_dir, or "
-                f"run tools/convert_checkpoint.py {kept}{merge} --to huggingface --out DIR, and it "
-                "is written"
+                f"run tools/convert_checkpoint.py {kept} --to huggingface --out DIR, and it is "
+                "written"
             ) from error
 
         where = _rescue(model, directory.name)

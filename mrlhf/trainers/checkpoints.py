@@ -98,7 +98,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"{checkpoint.path} is of {checkpoint.manifest.program} and this run is of "
                 f"{self._program}; to begin with its weights, convert it to Hugging Face with "
-                "tools/convert_checkpoint.py, and name the result as the model's path"
+                "tools/convert_checkpoint.py (adapters with --merge), and name the result as the "
+                "model's path"
             )
         check_frozen(checkpoint.manifest.frozen, self._frozen)
         checkpoint.load_models(self._models)

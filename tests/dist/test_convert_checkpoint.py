@@ -1,19 +1,28 @@
-"""Checkpoints that sharded models saved, over either layout of two ranks, become policies."""
+"""Checkpoints that sharded models saved, over either layout of two ranks, become policies.
+
+One of them holds adapters: it becomes what the run exports, and with `merge` the merged model.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
+from mrlhf.checkpoint.conversion.convert import Format, SourceOptions, TargetOptions, convert
 from mrlhf.checkpoint.conversion.identify import examine
+from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.checkpoint.manifest import read_manifest
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.errors import CheckpointError, ConfigError
+from mrlhf.models.adapter_files import CONFIG, WEIGHTS, write_adapter_config
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.training.merging import export_merged
 from tests.dist.role_runs import (
     Form,
     Setting,
@@ -24,16 +33,19 @@ from tests.dist.role_runs import (
 )
 from tests.models.checkpoints import assert_same_tensors
 from tests.oracle import plain_ppo
+from tests.oracle.plain_lora import adapter_of
 from tests.oracle.plain_ppo import Case
 from tests.ranks import run_ranks
 
 CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
     "bfloat16": Case("llama", "token-mean", {"dtype": "bfloat16"}),
+    "adapters": Case("llama", "token-mean", {"dtype": "bfloat16"}, lora=True),
 }
 LAYOUTS = {
     "float32": ParallelLayout(tp=2, pp=1, dp=1),
     "bfloat16": ParallelLayout(tp=1, pp=2, dp=1),
+    "adapters": ParallelLayout(tp=2, pp=1, dp=1),
 }
 
 
@@ -48,10 +60,18 @@ def _train_and_save(rank: int, world_size: int, root: Path) -> None:
     for dtype, case in CASES.items():
         actor = _actor(root, case, LAYOUTS[dtype])
         update_actor(actor, load_experience(root, case), plain_ppo.MINI_BATCH)
-        identity = RunIdentity("test", {"actor": {"path": str(root / case.model)}})
+        model = root / case.model
+        section: dict[str, Any] = {"path": str(model)}
+        if case.lora:
+            section["lora"] = {"path": str(adapter_of(model))}
+            export_merged(actor.engine, root / dtype / "exported_merged", 10**9)
+        frozen = {"actor": fingerprint(model)} if case.lora else {}
+        identity = RunIdentity("test", {"actor": section}, frozen)
         saver = Saver(root / dtype / "checkpoints", identity, world, asynchronous=False)
         saver.save(Contents(3, False, {"actor": actor.engine}, {"numbers": [1]}))
         actor.engine.export(root / dtype / "exported", 10**9)
+        if case.lora and rank == 0:
+            write_adapter_config(actor.engine.spec, str(model), root / dtype / "exported")
 
 
 def test_checkpoints_of_sharded_models_become_policies(tmp_path: Path) -> None:
@@ -65,10 +85,40 @@ def test_checkpoints_of_sharded_models_become_policies(tmp_path: Path) -> None:
         said = _convert(root, root / "policy")
         assert "optimizer state of actor: exp_avg, exp_avg_sq" in said
         assert "the state of the run: schedules, sampler, counters, random numbers" in said
+        if CASES[dtype].lora:
+            _check_adapters(root)
+            continue
         assert_same_tensors(root / "exported", root / "policy")
         step = root / "checkpoints" / "step_000003"
         assert (root / "policy" / "tokenizer.json").exists() == _has_tokenizer(step)
         assert load_file(root / "policy" / "model.safetensors")
+
+
+def _check_adapters(root: Path) -> None:
+    """The result is the run's export bit for bit, and merged the run's merged export."""
+    weights = [load_file(root / name / WEIGHTS) for name in ("exported", "policy")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, weights[1][name]), name
+    assert (root / "exported" / CONFIG).read_bytes() == (root / "policy" / CONFIG).read_bytes()
+
+    _convert(root, root / "merged", merge=True)
+    assert_same_tensors(root / "exported_merged", root / "merged")
+    _convert(root, root / "megatron", "megatron", merge=True)
+    _convert(root / "megatron", root / "back")
+    assert_same_tensors(root / "merged", root / "back")
+    _convert(root / "policy", root / "from_adapter", "megatron", merge=True)
+    with pytest.raises(ConfigError, match=r"no form for adapters alone; add --merge"):
+        _convert(root, root / "none", "megatron")
+
+    base = Path(read_manifest(root / "checkpoints" / "step_000003").config["actor"]["path"])
+    file = base / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for merge in (None, True):
+        with pytest.raises(CheckpointError, match=r"actor.path .* does not hold the weights"):
+            _convert(root, root / "none", merge=merge)
 
 
 def _start(task: str, nbytes: int) -> Any:
@@ -80,7 +130,9 @@ def _has_tokenizer(step: Path) -> bool:
     return (path / "tokenizer.json").exists()
 
 
-def _convert(source: Path, target: Path) -> list[str]:
-    options = TargetOptions("huggingface")
-    report = convert(source, target, SourceOptions(), options, verify=True, start=_start)
+def _convert(
+    source: Path, target: Path, form: Format = "huggingface", merge: bool | None = None
+) -> list[str]:
+    given = SourceOptions(merge=merge)
+    report = convert(source, target, given, TargetOptions(form), verify=True, start=_start)
     return report.left_out

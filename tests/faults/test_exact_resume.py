@@ -146,13 +146,18 @@ def test_an_update_of_adapters_is_killed_and_interrupted(
     # The engine of a run that goes on has no base yet, so its first hand-over brings it again.
     assert_same_run(run, undisturbed(run.setting), free=["reshard/"])
 
-    # The adapters in the last checkpoint, merged, are those of the export.
+    # The adapters in the last checkpoint, alone and merged, are those of the export.
     checkpoint = run.directory / "checkpoints" / run.checkpoints[-1]
     sources = {"checkpoint": checkpoint, "export": run.directory / "actor"}
     for name, source in sources.items():
         words = [str(source), "--to", "huggingface", "--out", str(tmp_path / name)]
         assert convert_checkpoint.main([*words, "--merge"]) == 0
-        assert convert_checkpoint.main([*words, "--overwrite"]) == 2  # without --merge
+    alone = ["--to", "huggingface", "--out", str(tmp_path / "adapter")]
+    assert convert_checkpoint.main([str(checkpoint), *alone]) == 0
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    wanted = load_file(sources["export"] / "adapter_model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     to_megatron = ["--merge", "--to", "megatron", "--out", str(tmp_path / "megatron")]
     assert convert_checkpoint.main([str(checkpoint), *to_megatron]) == 0
     back = ["--to", "huggingface", "--out", str(tmp_path / "back")]

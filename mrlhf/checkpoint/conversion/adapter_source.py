@@ -1,7 +1,6 @@
-"""An adapter merged into its base: W + scale * B A in float32, one tensor at a time.
+"""Adapters that peft or mrlhf has written, and any adapters merged into their base.
 
-The adapter is a directory of peft's, or part of a training checkpoint. This file does not know the
-format of the result.
+A merged weight is W + scale * B A in float32. This file does not know the format of the result.
 """
 
 from __future__ import annotations
@@ -11,94 +10,18 @@ from pathlib import Path
 from torch import Tensor
 
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
-from mrlhf.checkpoint.conversion.model_source import Description, ModelSource
-from mrlhf.checkpoint.conversion.training_checkpoints import pick_role
-from mrlhf.checkpoint.frozen import check_frozen, fingerprint
-from mrlhf.checkpoint.manifest import WEIGHT, check_sizes, read_manifest
-from mrlhf.checkpoint.slice_reader import SliceReader
-from mrlhf.config.sections import LoraSection
+from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError
-from mrlhf.models.adapter_files import CONFIG, adapter_tensors, with_lora, with_stored_lora
+from mrlhf.models.adapter_files import CONFIG, adapter_tensors, with_stored_lora
 from mrlhf.models.families import family_of
 from mrlhf.models.lora import A, B
-from mrlhf.models.spec import Head, Lora
-from mrlhf.weights.boxes import whole
-from mrlhf.weights.stored import OpenFiles
+from mrlhf.models.spec import Head
+from mrlhf.weights.stored import DTYPES, OpenFiles
 
 
-class MergedSource(ModelSource):
-    """The model of a base and an adapter, of which a subclass reads the factors."""
-
-    _base: HuggingFaceSource
-    _lora: Lora | None
-
-    def _factor(self, name: str) -> Tensor | None:
-        """A factor, or a head that was trained; None if the adapter has none of that name."""
-        raise NotImplementedError
-
-    def read(self, name: str) -> Tensor:
-        """One tensor; those with adapters are in float32, for the caller to round."""
-        trained = self._factor(name)
-        if trained is not None:
-            return trained
-        layer = name.removesuffix(".weight")
-        weight = self._base.read(name)
-        first = self._factor(layer + A)
-        second = self._factor(layer + B)
-        if first is None or second is None:
-            return weight
-        assert self._lora is not None
-        return weight.float() + self._lora.scale_of(layer) * (second.float() @ first.float())
-
-
-class CheckpointedAdapterSource(MergedSource):
-    """The model of the adapter in a training checkpoint, and its base."""
-
-    def __init__(self, directory: Path, role: str | None, base: Path | None) -> None:
-        """Read the manifest, and the headers of the base's files.
-
-        Args:
-            role: as for `TrainingSource`.
-            base: the base model; None for the one that the checkpoint's configuration names.
-
-        Raises:
-            CheckpointError: the checkpoint is not whole, or the base has other weights than the run
-                began with.
-            ConfigError, WeightError: the base is not there or not supported.
-        """
-        manifest = read_manifest(directory)
-        check_sizes(directory, manifest.files)
-        self._role = pick_role(directory, manifest, role)
-        stored = manifest.models[self._role]
-        section = manifest.config[self._role]
-        path = base or Path(section["path"])
-        if not path.is_dir():
-            raise ConfigError(f"{directory}: the base {path} is no directory here; use --base")
-        if self._role in manifest.frozen:
-            check_frozen({self._role: manifest.frozen[self._role]}, {self._role: fingerprint(path)})
-
-        head: Head = "scalar" if stored.head == "scalar" else "lm"
-        self._base = HuggingFaceSource(path, head=head)
-        self._lora = with_lora(self._base.spec, LoraSection(**section["lora"])).lora
-        self._shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
-        self._reader = SliceReader(directory, manifest)
-        self.spec = self._base.spec
-        self.tensors = self._base.tensors
-        self.dtype = self._base.dtype
-        self.assets = self._base.assets
-        kind = f"training checkpoint ({self._role}), merged into {path}"
-        left_out = [*self._base.description.left_out, "optimizer state and the state of the run"]
-        self.description = Description(kind, manifest.step, left_out)
-
-    def _factor(self, name: str) -> Tensor | None:
-        if name not in self._shapes:
-            return None
-        return self._reader.read(self._role, WEIGHT, whole(name, tuple(self._shapes[name])))
-
-
-class AdapterSource(MergedSource):
-    """The model of an adapter that peft or mrlhf has written, and its base."""
+class AdapterSource(ModelSource):
+    """The adapters in a directory of peft, and a head that was trained beside them."""
 
     def __init__(self, directory: Path, base: Path | None, step: int | None) -> None:
         """Read the headers of the files.
@@ -119,27 +42,55 @@ class AdapterSource(MergedSource):
                 "--base"
             )
         head: Head | None = "scalar" if config.get("task_type") == "SEQ_CLS" else None
-        self._base = HuggingFaceSource(path, head=head)
-        spec = with_stored_lora(self._base.spec, directory)
-        self._lora = spec.lora
-        self._factors = adapter_tensors(directory, spec)
-        head_name = family_of(spec).scalar_head
-        if head is not None and not {head_name} & (self._factors.keys() | self._base.held):
+        self.base = HuggingFaceSource(path, head=head)
+        self.spec = with_stored_lora(self.base.spec, directory)
+        self._stored = adapter_tensors(directory, self.spec)
+        head_name = family_of(self.spec).scalar_head
+        if head is not None and not {head_name} & (self._stored.keys() | self.base.held):
             raise ConfigError(f"{directory}: neither the adapter nor {path} has {head_name}")
 
-        self.spec = self._base.spec
-        self.tensors = self._base.tensors
-        self.dtype = self._base.dtype
+        self.tensors = {}
+        for name, stored in self._stored.items():
+            self.tensors[name] = TensorForm(stored.shape, DTYPES[stored.dtype])
+        self.dtype = self.base.dtype
         has_tokenizer = any(directory.glob("tokenizer*"))
-        self.assets = directory if has_tokenizer else self._base.assets
-        description = self._base.description
-        kind = f"adapter, merged into {path}"
-        self.description = Description(kind, step, description.left_out)
+        self.assets = directory if has_tokenizer else self.base.assets
+        self.description = Description("adapter", step, [])
 
-    def _factor(self, name: str) -> Tensor | None:
-        if name not in self._factors:
-            return None
-        stored = self._factors[name]
+    def read(self, name: str) -> Tensor:
+        """A factor, or the head."""
+        stored = self._stored[name]
         with OpenFiles([stored]) as files:
             values: Tensor = files.slice(stored)[:]
         return values
+
+
+class MergedSource(ModelSource):
+    """The whole model of adapters and their base."""
+
+    def __init__(self, adapters: ModelSource) -> None:
+        """Merge what a source of adapters alone gives."""
+        assert adapters.base is not None and adapters.spec.lora is not None, "a whole model"
+        self._adapters = adapters
+        self._base = adapters.base
+        self._lora = adapters.spec.lora
+        self.spec = self._base.spec
+        self.tensors = self._base.tensors
+        self.dtype = self._base.dtype
+        self.assets = adapters.assets or self._base.assets
+        own = adapters.description
+        left_out = [*own.left_out, *self._base.description.left_out]
+        kind = f"{own.kind}, merged into {self._base.assets}"
+        self.description = Description(kind, own.step, left_out)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; those with adapters are in float32, for the caller to round."""
+        if name in self._adapters.tensors:  # a head that was trained
+            return self._adapters.read(name)
+        weight = self._base.read(name)
+        layer = name.removesuffix(".weight")
+        if layer + A not in self._adapters.tensors:
+            return weight
+        first = self._adapters.read(layer + A).float()
+        second = self._adapters.read(layer + B).float()
+        return weight.float() + self._lora.scale_of(layer) * (second @ first)

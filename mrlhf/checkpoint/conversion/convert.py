@@ -7,20 +7,20 @@ and, if asked for, verified. This file knows the formats by name, but not their 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from mrlhf.checkpoint.conversion.adapter_source import AdapterSource, CheckpointedAdapterSource
+from mrlhf.checkpoint.conversion.adapter_source import AdapterSource, MergedSource
 from mrlhf.checkpoint.conversion.identify import Found, identify
 from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_folder
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions, write_megatron
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
 from mrlhf.checkpoint.conversion.model_source import ModelSource, TrackedSource
-from mrlhf.checkpoint.conversion.training_checkpoints import TrainingSource, holds_adapters
+from mrlhf.checkpoint.conversion.training_checkpoints import TrainingSource
 from mrlhf.checkpoint.manifest import check_hashes, read_manifest
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.models.families import load_spec
@@ -33,8 +33,7 @@ Start = Callable[[str, int], Progress]
 _NOT_READ = {
     "huggingface": ("role", "like", "vocab_size", "model_type", "merge", "base"),
     "adapter": ("role", "like", "vocab_size", "model_type"),
-    "training": ("vocab_size", "model_type", "merge", "base"),
-    "training of adapters": ("like", "vocab_size", "model_type"),
+    "training": ("vocab_size", "model_type"),
     "megatron": ("role", "merge", "base"),
 }
 
@@ -83,12 +82,7 @@ def open_source(path: Path, options: SourceOptions) -> ModelSource:
 
 
 def _open(found: Found, options: SourceOptions) -> ModelSource:
-    adapted = found.format == "training" and holds_adapters(found.path, options.role)
-    for name in _NOT_READ["training of adapters" if adapted else found.format]:
-        if getattr(options, name) is not None:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} has no meaning for a {found.kind}; leave it out")
-
+    _refuse(_NOT_READ[found.format], options, found.kind)
     if found.format == "huggingface":
         return HuggingFaceSource(found.path, found.step)
     if found.format == "adapter" and not options.merge:
@@ -97,17 +91,13 @@ def _open(found: Found, options: SourceOptions) -> ModelSource:
             "get a whole model"
         )
     if found.format == "adapter":
-        return AdapterSource(found.path, options.base, found.step)
-    if adapted and not options.merge:
-        raise ConfigError(
-            f"{found.path} holds adapters without their base; add --merge to get a whole model, or "
-            "start the run again, which exports them as peft has them"
-        )
-    if adapted:
-        return CheckpointedAdapterSource(found.path, options.role, options.base)
+        return MergedSource(AdapterSource(found.path, options.base, found.step))
     assets = options.like or found.assets
     if found.format == "training":
-        return TrainingSource(found.path, options.role, assets)
+        stored = TrainingSource(found.path, options.role, assets, options.base)
+        if stored.base is None:
+            _refuse(("merge", "base"), options, f"{found.kind} without adapters")
+        return MergedSource(stored) if options.merge else stored
 
     folder = find_folder(found.path)
     assert folder is not None, found
@@ -119,6 +109,14 @@ def _open(found: Found, options: SourceOptions) -> ModelSource:
         vocab_size=options.vocab_size,
         model_type=options.model_type,
     )
+
+
+def _refuse(names: Iterable[str], options: SourceOptions, kind: str) -> None:
+    """Raise a ConfigError for an option at which a conversion would not look."""
+    for name in names:
+        if getattr(options, name) is not None:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} has no meaning for a {kind}; leave it out")
 
 
 def convert(
@@ -183,6 +181,8 @@ def _write(
     tracked = TrackedSource(source, options.dtype, start("converting", nbytes))
     if options.format == "huggingface":
         notes = write_hugging_face(tracked, directory, options.max_file_bytes)
+    elif source.base is not None:
+        raise ConfigError("Megatron-LM has no form for adapters alone; add --merge")
     else:
         notes = write_megatron(tracked, directory, options.megatron, options.max_file_bytes)
     if tracked.unread:
@@ -196,7 +196,11 @@ def _write(
 
 def compare(expected: ModelSource, directory: Path, progress: Progress) -> None:
     """Refuse a result that differs in any bit; the CheckpointError names the first such tensor."""
-    result = open_source(directory, SourceOptions())
+    result: ModelSource
+    if expected.base is None:
+        result = open_source(directory, SourceOptions())
+    else:
+        result = AdapterSource(directory, None, None)
     if set(result.tensors) != set(expected.tensors):
         difference = sorted(set(result.tensors) ^ set(expected.tensors))
         raise CheckpointError(f"the result and the source differ in {difference[0]}")

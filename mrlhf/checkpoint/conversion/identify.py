@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mrlhf.checkpoint.conversion.adapter_source import AdapterSource
+from mrlhf.checkpoint.conversion.adapter_source import AdapterSource, MergedSource
 from mrlhf.checkpoint.conversion.megatron_arguments import SHAPE_ARGUMENTS
 from mrlhf.checkpoint.conversion.megatron_names import split_names
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, find_folder, read_common
@@ -166,7 +166,7 @@ def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> N
 
 
 def _examine_adapter(found: Found, finding: Finding, every_byte: bool) -> None:
-    source = AdapterSource(found.path, None, found.step)
+    source = MergedSource(AdapterSource(found.path, None, found.step))
     finding.say("adapter", source.description.kind)
     finding.say("model", _model(source.spec))
     finding.say("not verified", _WITHOUT_HASHES[every_byte])
@@ -189,7 +189,8 @@ def _examine_training(found: Found, finding: Finding, every_byte: bool) -> None:
         kinds = ", ".join(model.kinds)
         finding.say(role, f"{_model(model_spec(model))}; {model.dtype}; {layout}; stored: {kinds}")
     for role in manifest.frozen:
-        finding.say(role, "frozen; its files are elsewhere")
+        name = f"base of {role}" if role in manifest.models else role
+        finding.say(name, "frozen; its files are elsewhere")
     nbytes = sum(file.nbytes for file in manifest.files)
     finding.say("files", f"{len(manifest.files)}, {size_text(nbytes)}")
     if not manifest.has_hash:

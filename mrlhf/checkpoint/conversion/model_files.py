@@ -7,6 +7,7 @@ ranks or layouts: `weights.hf` reads and writes models that ranks hold together.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
 from mrlhf.errors import ConfigError
+from mrlhf.models.adapter_files import PREFIX, WEIGHTS, write_adapter_config
 from mrlhf.models.families import family_of, load_spec, save_config, stated_spec
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import expected_tensors
@@ -126,9 +128,18 @@ def _head(directory: Path) -> Head:
 def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int) -> list[str]:
     """Write a model, tokenizer included, into the empty `directory`; returns notes for the user.
 
-    A file has at most `max_file_bytes` of tensors; a larger tensor has a file of its own. A
-    CheckpointError says that the file system refuses.
+    Adapters alone are written as peft does. Otherwise a file has at most `max_file_bytes` of
+    tensors; a larger tensor has a file of its own. A CheckpointError says that the file system
+    refuses.
     """
+    if source.base is not None:
+        tensors = [_to_write(source, name, PREFIX) for name in source.tensors]
+        write_tensors(directory, WEIGHTS, tensors)
+        copy_assets(source.assets or source.base.assets, directory)
+        path = os.path.abspath(str(source.base.assets))
+        write_adapter_config(source.spec, path, directory)
+        return [f"an adapter of {path}, for peft and lora.path; --merge makes a whole model"]
+
     sizes = {name: form.nbytes for name, form in source.tensors.items()}
     contents = split_files(sizes, max_file_bytes)
     files = dict(zip(file_names(len(contents)), contents, strict=True))
@@ -144,10 +155,10 @@ def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int
     return []
 
 
-def _to_write(source: ModelSource, name: str) -> TensorSource:
-    """A tensor that is read when it is written."""
+def _to_write(source: ModelSource, name: str, prefix: str = "") -> TensorSource:
+    """A tensor that is read when it is written, with `prefix` before its name in the file."""
     form = source.tensors[name]
-    return TensorSource(name, form.dtype, form.shape, lambda: [source.read(name).view(-1)])
+    return TensorSource(prefix + name, form.dtype, form.shape, lambda: [source.read(name).view(-1)])
 
 
 def copy_assets(source: Path | None, directory: Path) -> None:

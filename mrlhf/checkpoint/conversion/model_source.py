@@ -43,12 +43,13 @@ class Description:
 
 
 class ModelSource:
-    """A checkpoint that gives a model's weights."""
+    """A checkpoint that gives a model's weights, or adapters alone if its spec has adapters."""
 
     spec: ModelSpec
     tensors: dict[str, TensorForm]  # under the names of the family's `tensor_shapes`
     dtype: torch.dtype  # of a converted model, unless the user wants another
     assets: Path | None  # a directory with the tokenizer and the model's other files
+    base: ModelSource | None = None  # of adapters alone: their base, whose files are its `assets`
     description: Description
 
     def read(self, name: str) -> Tensor:
@@ -76,6 +77,7 @@ class TrackedSource(ModelSource):
         self._progress = progress
         self.spec = source.spec
         self.assets = source.assets
+        self.base = source.base
         self.description = source.description
         self.dtype = dtype or source.dtype
         self.unread = set(source.tensors)

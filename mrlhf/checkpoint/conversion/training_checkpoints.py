@@ -1,7 +1,8 @@
 """Reads the weights of one model from our training checkpoints, one tensor at a time.
 
-A checkpoint of a run holds several models, and optimizer states. It is read in one process,
-whatever the layout of the ranks that saved it.
+A checkpoint of a run holds several models, and optimizer states. Of a model with adapters it holds
+these alone; the base is where the run's configuration says. It is read in one process, whatever the
+layout of the ranks that saved it.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.checkpoint.conversion.model_source import (
     Description,
     ModelSource,
     TensorForm,
+    TrackedSource,
     dtype_within,
 )
+from mrlhf.checkpoint.frozen import check_frozen, fingerprint
 from mrlhf.checkpoint.manifest import WEIGHT, Manifest, StoredModel, check_sizes, read_manifest
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
-from mrlhf.errors import CheckpointError
+from mrlhf.config.sections import LoraSection
+from mrlhf.errors import CheckpointError, ConfigError
+from mrlhf.models.adapter_files import with_lora
 from mrlhf.models.families import family_of, spec_of
-from mrlhf.models.lora import is_adapter
+from mrlhf.models.lora import is_adapter, trained_shapes
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.boxes import whole
 
@@ -29,29 +35,35 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TrainingSource(ModelSource):
-    """The weights of one model of a training checkpoint."""
+    """The weights of one model of a training checkpoint, or its adapters and head."""
 
-    def __init__(self, directory: Path, role: str | None, assets: Path | None) -> None:
+    def __init__(
+        self, directory: Path, role: str | None, assets: Path | None, base: Path | None = None
+    ) -> None:
         """Read the manifest.
 
         Args:
             role: the model's name in the checkpoint; None for the only one, or the actor.
             assets: a directory with the tokenizer, if there is one.
+            base: the base of adapters; None for the one that the run's configuration names.
 
         Raises:
-            CheckpointError: the checkpoint is not whole, or has no such model.
+            CheckpointError: the checkpoint is not whole, or has no such model, or the base has
+                other weights than the run began with.
+            ConfigError, WeightError: the base of adapters is not there or not supported.
         """
         manifest = read_manifest(directory)
         check_sizes(directory, manifest.files)
-        self._role = pick_role(directory, manifest, role)
+        self._role = _pick_role(directory, manifest, role)
         model = manifest.models[self._role]
         if model.dtype not in _DTYPES:
             raise CheckpointError(f"a stored model has the dtype {model.dtype!r}, which is unknown")
         self.assets = assets
-        self.spec = model_spec(model)
+        self.spec = _with_adapters(model_spec(model), directory, manifest, self._role)
         self.dtype = _DTYPES[model.dtype]
 
-        shapes = family_of(self.spec).tensor_shapes(self.spec)
+        family = family_of(self.spec)
+        shapes = trained_shapes(family.tensor_shapes(self.spec), self.spec, family.scalar_head)
         check_shapes(directory, self._role, model, shapes)
         # Main weights are stored in float32; a model is used in the dtype of its parameters.
         self.tensors = {}
@@ -59,12 +71,26 @@ class TrainingSource(ModelSource):
             self.tensors[name] = TensorForm(shape, dtype_within(self.spec, name, self.dtype))
         self._reader = SliceReader(directory, manifest)
         self.description = self._describe(manifest)
+        if self.spec.lora is not None:
+            self.base = self._open_base(directory, manifest, base)
 
     def read(self, name: str) -> Tensor:
         """One tensor, in its dtype in the model."""
         form = self.tensors[name]
         box = whole(name, form.shape)
         return self._reader.read(self._role, WEIGHT, box).to(form.dtype).contiguous()
+
+    def _open_base(self, directory: Path, manifest: Manifest, base: Path | None) -> ModelSource:
+        """The base in the dtype in which the run held it, if it is the one of the run."""
+        path = base or Path(manifest.config[self._role]["path"])
+        if not path.is_dir():
+            raise ConfigError(
+                f"{directory}: the base of its adapters, {path}, is no directory here; name it "
+                "with --base"
+            )
+        check_frozen(manifest.frozen, {self._role: fingerprint(path)})
+        source = HuggingFaceSource(path, head="scalar" if self.spec.head == "scalar" else None)
+        return TrackedSource(source, self.dtype, lambda nbytes: None)
 
     def _describe(self, manifest: Manifest) -> Description:
         left_out = []
@@ -78,7 +104,7 @@ class TrainingSource(ModelSource):
         return Description(f"training checkpoint ({self._role})", manifest.step, left_out)
 
 
-def pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
+def _pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
     """Choose the model of a checkpoint; CheckpointError if that is not possible."""
     roles = list(manifest.models)
     if role is None and len(roles) == 1:
@@ -91,10 +117,17 @@ def pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
     return role
 
 
-def holds_adapters(directory: Path, role: str | None) -> bool:
-    """Whether the chosen model of a training checkpoint is an adapter; raises as `pick_role`."""
-    manifest = read_manifest(directory)
-    return any(map(is_adapter, manifest.models[pick_role(directory, manifest, role)].tensors))
+def _with_adapters(spec: ModelSpec, directory: Path, manifest: Manifest, role: str) -> ModelSpec:
+    """The model with the adapters of the run's configuration, if the checkpoint has any."""
+    if not any(map(is_adapter, manifest.models[role].tensors)):
+        return spec
+    try:
+        section = LoraSection(**manifest.config[role]["lora"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory} holds adapters, and its configuration does not say how {role} uses them"
+        ) from error
+    return with_lora(spec, section)
 
 
 def model_spec(model: StoredModel) -> ModelSpec:
