@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,12 +27,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from model_sizes import SIZES
 from teams import Start, Team
 from train_step_case import MEAN_PROMPT, MEAN_RESPONSE, Case, make_case, write_case
 from train_step_contenders import HERE, Contender
-from train_step_profile import profile_table
+from train_step_profile import print_tables
 
 RANKS = {"full": 0, "rank 8": 8, "rank 32": 32}
 TRL_RANK = 32
@@ -68,13 +66,9 @@ def main() -> None:
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
 
-    print("\n".join(table(rows)))
-    profiles = [row for row in rows if "profile" in row]
-    if profiles:
-        print("\n".join(["", *profile_table(profiles)]))
-    if not _trl_python(arguments).exists():
-        print("\nTRL was left out: its environment is missing")
-    print(f"\n{platform.processor() or platform.machine()}, torch {torch.__version__}")
+    has_trl = _trl_python(arguments).exists()
+    remarks = [] if has_trl else ["TRL was left out: its environment is missing"]
+    print_tables(table(rows), rows, *remarks)
 
 
 def _arguments() -> argparse.Namespace:

@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -31,12 +30,11 @@ from typing import Any
 # Operations are counted by the checkout of ours, whether or not an mrlhf is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from model_sizes import SIZES, model_config
 from teams import Team
 from train_step_case import MEAN_PROMPT, MEAN_RESPONSE, Case, make_case, write_case
 from train_step_contenders import LAYOUTS, RANKS, Contender, prepare_trl
-from train_step_profile import profile_table
+from train_step_profile import print_tables
 from train_step_rows import limit_of, needed_operations, product_shapes, summary, table
 from train_step_turns import LIMIT
 
@@ -59,11 +57,7 @@ def main() -> None:
                 if arguments.json:
                     Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
 
-    print("\n".join(table(rows)))
-    profiles = [row for row in rows if "profile" in row]
-    if profiles:
-        print("\n".join(["", *profile_table(profiles)]))
-    print(f"\n{platform.processor() or platform.machine()}, torch {torch.__version__}")
+    print_tables(table(rows), rows)
 
 
 def _arguments() -> argparse.Namespace:

@@ -7,12 +7,14 @@ knows the names of operators, and what it marks: optimizer, gradients and waitin
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from torch import __version__ as TORCH
 from torch.distributed import Work
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -168,6 +170,16 @@ def _around(event: Any) -> list[str]:
         names.append(outer.name)
         outer = outer.cpu_parent
     return names
+
+
+def print_tables(table: Sequence[str], rows: Sequence[dict[str, Any]], *remarks: str) -> None:
+    """Print a table of results, the profiles of its rows if there are any, and the machine."""
+    print("\n".join(table))
+    profiles = [row for row in rows if "profile" in row]
+    if profiles:
+        print("\n".join(["", *profile_table(profiles)]))
+    for remark in (*remarks, f"{platform.processor() or platform.machine()}, torch {TORCH}"):
+        print(f"\n{remark}")
 
 
 def profile_table(rows: Sequence[dict[str, Any]]) -> list[str]:
