@@ -7,7 +7,6 @@ them. This file does not know ranks or roles.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -19,12 +18,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mrlhf.config.sections import ALL_LINEAR, AdaptedSection, LoraSection, RoleSection
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
-from mrlhf.models.families import family_of, load_spec
+from mrlhf.models.families import family_of
 from mrlhf.models.lora import A, B, is_adapter, trained_shapes
-from mrlhf.models.spec import Head, Lora, ModelSpec
+from mrlhf.models.spec import Lora, ModelSpec
 from mrlhf.weights.hf import FileOptions, read_tensors, write_weights
 from mrlhf.weights.shard import Shape, Slot
 from mrlhf.weights.stored import (
@@ -39,7 +37,7 @@ from mrlhf.weights.stored import (
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_EXPERTS = ".experts."
+EXPERTS = ".experts."
 _ATTENTION = re.compile(r"\.self_attn\.")
 _FUSED = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.")
 
@@ -59,103 +57,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "velora_config": (None,),
 }
-
-
-def spec_of_role(section: RoleSection, head: Head) -> ModelSpec:
-    """Return the model of a section, with its adapters if it is trained with some.
-
-    Raises:
-        ConfigError: the model is not supported, or as for `with_lora`.
-    """
-    spec = load_spec(section.path, head)
-    return with_lora(spec, section.lora) if isinstance(section, AdaptedSection) else spec
-
-
-def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
-    """Return the model with the adapters that a section asks for, if it asks for any.
-
-    Raises:
-        ConfigError: a name of a layer is not one of the model's; or `path` holds no adapter of
-            peft, or one of another model or kind.
-    """
-    if section.path is not None:
-        return with_stored_lora(spec, section.path)
-    if not section.rank:
-        return spec
-    targets = section.target_modules
-    lora = Lora(
-        rank=section.rank,
-        alpha=section.alpha,
-        targets=None if ALL_LINEAR in targets else frozenset(targets),
-        excluded=frozenset(section.exclude_modules),
-        rank_stabilised=section.use_rslora,
-    )
-    layers = family_of(spec).linear_layers(spec)
-    _check_names("target_modules", lora.targets or frozenset(), layers)
-    _check_names("exclude_modules", lora.excluded, layers)
-    adapted = replace(spec, lora=lora)
-    _check_rank(adapted)
-    _check_experts("lora.target_modules", adapted)
-    return adapted
-
-
-def with_stored_lora(spec: ModelSpec, path: str | Path) -> ModelSpec:
-    """Return the model with the adapters in a directory of peft; raises as `with_lora`."""
-    adapted = replace(spec, lora=_stored_lora(Path(path), spec))
-    _check_experts(str(path), adapted)
-    return adapted
-
-
-def _check_names(key: str, names: frozenset[str], layers: Sequence[str]) -> None:
-    """Raise a ConfigError for a name that is not that of a layer, or its end."""
-    known: set[str] = set()
-    for layer in layers:
-        parts = layer.split(".")
-        known |= {".".join(parts[first:]) for first in range(len(parts))}
-    for name in sorted(names - known):
-        last = sorted({layer.rpartition(".")[2] for layer in layers})
-        near = difflib.get_close_matches(name, [*last, *known], n=1)
-        hint = f"did you mean '{near[0]}'? They" if near else "they"
-        raise ConfigError(
-            f"lora.{key} names '{name}', and no linear layer of the model is called so; {hint} are "
-            f"{', '.join(last)} (embeddings and output layers have no adapters)"
-        )
-
-
-def _check_rank(spec: ModelSpec) -> None:
-    """Raise a ConfigError if no layer has an adapter, or a rank is above a layer's size."""
-    family = family_of(spec)
-    shapes = family.base_shapes(spec)
-    factors = [name for name in family.tensor_shapes(spec) if name.endswith(A)]
-    if not factors:
-        raise ConfigError("lora.exclude_modules leaves no layer with an adapter; name fewer")
-    assert spec.lora is not None
-    for name in factors:
-        layer = name.removesuffix(A)
-        rank = spec.lora.rank_of(layer)
-        smallest = min(shapes[f"{layer}.weight"])
-        if rank > smallest:
-            raise ConfigError(
-                f"lora.rank {rank} is above {smallest}, the smaller dimension of {layer}; use at "
-                f"most {smallest}"
-            )
-
-
-def _check_experts(source: str, spec: ModelSpec) -> None:
-    """Raise a ConfigError if experts of one mixture have different adapters, or only some have."""
-    lora = spec.lora
-    assert lora is not None
-    first: dict[str, tuple[str, object]] = {}
-    for layer in family_of(spec).linear_layers(spec):
-        mixture, _, own = layer.partition(_EXPERTS)
-        if own:
-            kind = (lora.rank_of(layer), lora.scale_of(layer)) if lora.adapts(layer) else None
-            one, wanted = first.setdefault(f"{mixture} {own.partition('.')[2]}", (layer, kind))
-            if kind != wanted:
-                raise ConfigError(
-                    f"{source}: the adapters of {one} and {layer} differ in rank or scale, or only "
-                    "one has an adapter; those of all experts of a layer must be alike"
-                )
 
 
 def read_adapter(path: str | Path, spec: ModelSpec, slots: Sequence[Slot]) -> bool:
@@ -244,11 +145,11 @@ def adapter_config(spec: ModelSpec, base: str) -> dict[str, Any]:
 def _parameter_of(layer: str) -> str:
     """The parameter of transformers that holds the weight of a layer of an MLP, or a router."""
     name = layer.replace(".block_sparse_moe.", ".mlp.")
-    mixture, experts, own = name.partition(_EXPERTS)
+    mixture, experts, own = name.partition(EXPERTS)
     if not experts:
         return f"{name}.weight"
     is_second = own.endswith(("down_proj", ".w2"))
-    return f"{mixture}{_EXPERTS}{'down_proj' if is_second else 'gate_up_proj'}"
+    return f"{mixture}{EXPERTS}{'down_proj' if is_second else 'gate_up_proj'}"
 
 
 def _patterns(
@@ -292,8 +193,12 @@ def _named_slots(slots: Sequence[Slot], shapes: Mapping[str, Shape]) -> list[Slo
     return [replace(slot, piece=piece) for slot, piece in pairs if piece.name in shapes]
 
 
-def _stored_lora(directory: Path, spec: ModelSpec) -> Lora:
-    """Return the adapters that a directory of peft holds for the model."""
+def stored_lora(directory: Path, spec: ModelSpec) -> Lora:
+    """Return the adapters that a directory of peft holds for the model.
+
+    Raises:
+        ConfigError: it holds no adapter of peft, or one of another model or kind.
+    """
     file = directory / CONFIG
     if not file.is_file():
         raise ConfigError(f"{directory}: no {CONFIG} there; give a directory that peft has written")

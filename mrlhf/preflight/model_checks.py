@@ -28,7 +28,8 @@ from mrlhf.inference.cache_size import (
 from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
 from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
-from mrlhf.models.adapter_files import check_adapter, spec_of_role
+from mrlhf.models.adapter_choice import spec_of_role
+from mrlhf.models.adapter_files import check_adapter
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec

@@ -18,7 +18,7 @@ from mrlhf.config.roots import DPOConfig
 from mrlhf.config.sections import DPOSection
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
-from mrlhf.models.adapter_files import spec_of_role
+from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
 from mrlhf.preflight import read_preference_inputs

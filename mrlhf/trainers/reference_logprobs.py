@@ -25,7 +25,7 @@ from mrlhf.checkpoint.output_files import REFERENCE_LOGPROBS
 from mrlhf.config.sections import AdaptedSection, RoleSection
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.device import resolve_dtype
-from mrlhf.models.adapter_files import spec_of_role
+from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.roles.response_logprobs import ResponseLogprobs
 from mrlhf.run.startup import Run
 from mrlhf.training.engine import ModelEngine

@@ -15,7 +15,7 @@ from mrlhf.batch import Sequences
 from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
-from mrlhf.models.adapter_files import spec_of_role
+from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import gather_rows
 from mrlhf.preflight import read_preference_inputs

@@ -27,7 +27,7 @@ from mrlhf.config.sections import (
     ScalarOptimSection,
 )
 from mrlhf.device import Device
-from mrlhf.models.adapter_files import spec_of_role
+from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.spec import Head
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout

@@ -19,7 +19,7 @@ from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, co
 from mrlhf.config.sections import ActorSection, LoraSection
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.device import Device
-from mrlhf.models.adapter_files import spec_of_role
+from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.run.export import ExportedModel, export_result

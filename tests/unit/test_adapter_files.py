@@ -16,7 +16,8 @@ from torch import Tensor
 from mrlhf.commands.convert_checkpoint import main
 from mrlhf.config.sections import LoraSection
 from mrlhf.errors import MrlhfError
-from mrlhf.models.adapter_files import check_adapter, with_lora
+from mrlhf.models.adapter_choice import with_lora
+from mrlhf.models.adapter_files import check_adapter
 from mrlhf.models.families import load_spec
 from tests.oracle.plain_lora import PREFIX, adapter_of
 from tests.oracle.plain_models import load, save_models

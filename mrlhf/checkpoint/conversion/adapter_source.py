@@ -13,7 +13,8 @@ from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError
-from mrlhf.models.adapter_files import CONFIG, adapter_tensors, with_stored_lora
+from mrlhf.models.adapter_choice import with_stored_lora
+from mrlhf.models.adapter_files import CONFIG, adapter_tensors
 from mrlhf.models.families import family_of
 from mrlhf.models.lora import A, B
 from mrlhf.models.spec import Head

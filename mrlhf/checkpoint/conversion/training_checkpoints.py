@@ -25,7 +25,7 @@ from mrlhf.checkpoint.manifest import WEIGHT, Manifest, StoredModel, check_sizes
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.config.sections import LoraSection
 from mrlhf.errors import CheckpointError, ConfigError
-from mrlhf.models.adapter_files import with_lora
+from mrlhf.models.adapter_choice import with_lora
 from mrlhf.models.families import family_of, spec_of
 from mrlhf.models.lora import is_adapter, trained_shapes
 from mrlhf.models.spec import ModelSpec

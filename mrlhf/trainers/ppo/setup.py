@@ -16,7 +16,7 @@ from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.inference.base import SamplingParams
-from mrlhf.models.adapter_files import spec_of_role
+from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.preflight import PPOInputs

@@ -1,0 +1,115 @@
+"""The adapters that a configuration, or a directory of peft, gives a model; and what it refuses.
+
+This file does not know what is in the files of adapters.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mrlhf.config.sections import ALL_LINEAR, AdaptedSection, LoraSection, RoleSection
+from mrlhf.errors import ConfigError
+from mrlhf.models.adapter_files import EXPERTS, stored_lora
+from mrlhf.models.families import family_of, load_spec
+from mrlhf.models.lora import A
+from mrlhf.models.spec import Head, Lora, ModelSpec
+
+
+def spec_of_role(section: RoleSection, head: Head) -> ModelSpec:
+    """Return the model of a section, with its adapters if it is trained with some.
+
+    Raises:
+        ConfigError: the model is not supported, or as for `with_lora`.
+    """
+    spec = load_spec(section.path, head)
+    return with_lora(spec, section.lora) if isinstance(section, AdaptedSection) else spec
+
+
+def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
+    """Return the model with the adapters that a section asks for, if it asks for any.
+
+    Raises:
+        ConfigError: a name of a layer is not one of the model's; or `path` holds no adapter of
+            peft, or one of another model or kind.
+    """
+    if section.path is not None:
+        return with_stored_lora(spec, section.path)
+    if not section.rank:
+        return spec
+    targets = section.target_modules
+    lora = Lora(
+        rank=section.rank,
+        alpha=section.alpha,
+        targets=None if ALL_LINEAR in targets else frozenset(targets),
+        excluded=frozenset(section.exclude_modules),
+        rank_stabilised=section.use_rslora,
+    )
+    layers = family_of(spec).linear_layers(spec)
+    _check_names("target_modules", lora.targets or frozenset(), layers)
+    _check_names("exclude_modules", lora.excluded, layers)
+    adapted = replace(spec, lora=lora)
+    _check_rank(adapted)
+    _check_experts("lora.target_modules", adapted)
+    return adapted
+
+
+def with_stored_lora(spec: ModelSpec, path: str | Path) -> ModelSpec:
+    """Return the model with the adapters in a directory of peft; raises as `with_lora`."""
+    adapted = replace(spec, lora=stored_lora(Path(path), spec))
+    _check_experts(str(path), adapted)
+    return adapted
+
+
+def _check_names(key: str, names: frozenset[str], layers: Sequence[str]) -> None:
+    """Raise a ConfigError for a name that is not that of a layer, or its end."""
+    known: set[str] = set()
+    for layer in layers:
+        parts = layer.split(".")
+        known |= {".".join(parts[first:]) for first in range(len(parts))}
+    for name in sorted(names - known):
+        last = sorted({layer.rpartition(".")[2] for layer in layers})
+        near = difflib.get_close_matches(name, [*last, *known], n=1)
+        hint = f"did you mean '{near[0]}'? They" if near else "they"
+        raise ConfigError(
+            f"lora.{key} names '{name}', and no linear layer of the model is called so; {hint} are "
+            f"{', '.join(last)} (embeddings and output layers have no adapters)"
+        )
+
+
+def _check_rank(spec: ModelSpec) -> None:
+    """Raise a ConfigError if no layer has an adapter, or a rank is above a layer's size."""
+    family = family_of(spec)
+    shapes = family.base_shapes(spec)
+    factors = [name for name in family.tensor_shapes(spec) if name.endswith(A)]
+    if not factors:
+        raise ConfigError("lora.exclude_modules leaves no layer with an adapter; name fewer")
+    assert spec.lora is not None
+    for name in factors:
+        layer = name.removesuffix(A)
+        rank = spec.lora.rank_of(layer)
+        smallest = min(shapes[f"{layer}.weight"])
+        if rank > smallest:
+            raise ConfigError(
+                f"lora.rank {rank} is above {smallest}, the smaller dimension of {layer}; use at "
+                f"most {smallest}"
+            )
+
+
+def _check_experts(source: str, spec: ModelSpec) -> None:
+    """Raise a ConfigError if experts of one mixture have different adapters, or only some have."""
+    lora = spec.lora
+    assert lora is not None
+    first: dict[str, tuple[str, object]] = {}
+    for layer in family_of(spec).linear_layers(spec):
+        mixture, _, own = layer.partition(EXPERTS)
+        if own:
+            kind = (lora.rank_of(layer), lora.scale_of(layer)) if lora.adapts(layer) else None
+            one, wanted = first.setdefault(f"{mixture} {own.partition('.')[2]}", (layer, kind))
+            if kind != wanted:
+                raise ConfigError(
+                    f"{source}: the adapters of {one} and {layer} differ in rank or scale, or only "
+                    "one has an adapter; those of all experts of a layer must be alike"
+                )
