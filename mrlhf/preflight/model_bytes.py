@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from mrlhf.models.families import family_of
-from mrlhf.models.lora import trained_shapes, without_adapters
+from mrlhf.models.lora import MODULE, is_adapter, trained_shapes
 from mrlhf.models.parameters import keeps_float32, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES, ParallelLayout
@@ -48,21 +48,15 @@ def training_bytes(
 
 def merged_bytes(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> int:
     """The bytes of the weights with adapters, merged into copies, on the rank that has most."""
-    family = family_of(spec)
-    assert spec.lora is not None
-    layers = [layer for layer in family.linear_layers(spec) if spec.lora.adapts(layer)]
-    weights = {f"{layer}.weight" for layer in layers}
     most = 0
     for stage in range(layout.pp):
-        pieces = role_pieces(without_adapters(spec), layout, layout.rank_at(pp=stage))
+        pieces = role_pieces(spec, layout, layout.rank_at(pp=stage))
+        factors = [piece.parameter for piece in pieces if is_adapter(piece.name)]
         # A parameter that holds several layers is merged whole.
-        merged = {piece.parameter for piece in pieces if piece.name in weights}
-        size = 0
-        for piece in pieces:
-            if piece.parameter in merged:
-                width = 4 if keeps_float32(piece.parameter) else itemsize
-                size += width * math.prod(piece.shape(piece.start, piece.stop))
-        most = max(most, size)
+        merged = {name.partition(f"{MODULE}.")[0] + "weight" for name in factors}
+        held = [piece for piece in pieces if piece.parameter in merged]
+        count = sum(math.prod(piece.shape(piece.start, piece.stop)) for piece in held)
+        most = max(most, itemsize * count)
     return most
 
 

@@ -5,15 +5,20 @@ The checks that need no file are rows of `refusals.txt`.
 
 import itertools
 import json
+import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mrlhf.config import RewardModelConfig, SFTConfig
 from mrlhf.errors import ConfigError
-from mrlhf.models.families import load_spec
+from mrlhf.models.families import family_of, load_spec
+from mrlhf.models.spec import Lora
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.preflight import check_models, dry_run
+from mrlhf.preflight.model_bytes import merged_bytes
 from mrlhf.preflight.model_checks import cache_needs
 from tests.models.engines import hf_model
 from tests.shards import tiny_config
@@ -113,6 +118,16 @@ def test_a_dry_run_says_what_adapters_save(tmp_path):
     merged = dry_run(ppo(actor__path=path, actor__lora={"rank": 4}, rollout__lora="merged"), 8).text
     (more,) = re.findall(r"merged for the engine \(rollout.lora\): ([\d.]+) MB more", merged)
     assert 0 < float(more) <= sizes[1][0]
+
+
+def test_a_router_without_adapter_is_not_merged(tmp_path):
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    spec = replace(load_spec(tmp_path, "lm"), lora=Lora(rank=4, alpha=8.0))
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3")
+    ends = tuple(f".{layer}.weight" for layer in layers)
+    shapes = family_of(spec).base_shapes(spec).items()
+    adapted = [math.prod(shape) for name, shape in shapes if name.endswith(ends)]
+    assert merged_bytes(spec, ParallelLayout(tp=1, pp=1, dp=1), itemsize=2) == 2 * sum(adapted)
 
 
 def test_one_mistake_is_reported_once(tmp_path):
