@@ -158,6 +158,12 @@ def test_an_update_of_adapters_is_killed_and_interrupted(
     wanted = load_file(sources["export"] / "adapter_model.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    critic = [str(checkpoint), "--role", "critic", "--to", "huggingface"]
+    for name, merge in (("critic_adapter", []), ("critic", ["--merge"])):
+        assert (
+            convert_checkpoint.main([*critic, *merge, "--verify", "--out", str(tmp_path / name)])
+            == 0
+        )
     to_megatron = ["--merge", "--to", "megatron", "--out", str(tmp_path / "megatron")]
     assert convert_checkpoint.main([str(checkpoint), *to_megatron]) == 0
     back = ["--to", "huggingface", "--out", str(tmp_path / "back")]
