@@ -10,18 +10,11 @@ import argparse
 from collections.abc import Sequence
 
 from mrlhf.commands.entry import SUBCOMMANDS
-from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.config.roots import Root
+from mrlhf.config.roots import PROGRAMS, Root
 from mrlhf.config.tree import nodes
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
-_ROOTS: dict[str, type[Root]] = {
-    "train-sft": SFTConfig,
-    "train-rm": RewardModelConfig,
-    "train-dpo": DPOConfig,
-    "train-ppo": PPOConfig,
-}
 _OPTIONS = "-n --config --dry-run --world-size --allow-missing --quiet --help"
 # A key ends with "=", after which the value follows at once, so no blank is added behind it.
 _SCRIPT = """\
@@ -56,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def script() -> str:
     """Return bash's script, which zsh runs too."""
     cases = [
-        f'      {name}) words="{_OPTIONS} {" ".join(_keys(root))}" ;;'
-        for name, root in _ROOTS.items()
+        f'      train-{name}) words="{_OPTIONS} {" ".join(_keys(root))}" ;;'
+        for name, root in PROGRAMS.items()
     ]
     names = " ".join(subcommand.name for subcommand in SUBCOMMANDS)
     return _SCRIPT.format(names=names, cases="\n".join(cases))

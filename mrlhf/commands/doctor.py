@@ -10,20 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
 
-from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.commands.endings import end_command
 from mrlhf.config.load import read_config
-from mrlhf.config.roots import AnyConfig
+from mrlhf.config.roots import PROGRAMS, AnyConfig
 from mrlhf.device import pick_device
 from mrlhf.doctor import data, machine, model, ranks
 from mrlhf.doctor.findings import Finding, examine, in_words, ok
-from mrlhf.errors import ConfigError, MrlhfError
+from mrlhf.errors import ConfigError
 from mrlhf.log import quiet_transformers
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.job import init_distributed, read_place
@@ -32,12 +31,6 @@ from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
 Groups = list[tuple[str, list[Finding]]]
-_ROOTS: dict[str, type[AnyConfig]] = {
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "rm": RewardModelConfig,
-    "dpo": DPOConfig,
-}
 _TIMEOUT_S = 60.0
 
 
@@ -53,7 +46,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("."), metavar="DIR", help="where runs will write")
     add("--model", type=Path, metavar="DIR", help="a model: weights, tokenizer, chat template")
     add("--config", action="append", metavar="FILE", help="a run: its data, reward and layout")
-    add("--program", choices=_ROOTS, help="what the configuration is for (default: found out)")
+    add(
+        "--program",
+        choices=list(PROGRAMS),
+        help="what the configuration is for (default: found out)",
+    )
     add("--world-size", type=int, metavar="N", help="ranks of that run (default: the fewest)")
     add("--json", type=Path, metavar="FILE", help="also write the findings there")
     add("overrides", nargs="*", metavar="key.path=value", help="keys of that run")
@@ -67,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Look and tell; 0 if nothing is broken, 1 if something is, 2 on bad input."""
     options = parse(arguments)
     quiet_transformers()
-    try:
-        groups = _job_and_ranks(options.out) if "RANK" in os.environ else []
-        if groups is None:
-            return 0  # rank 0 tells
-        groups += _here(options)
-    except MrlhfError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return end_command(lambda: _look(options), options.json or options.out)
+
+
+def _look(options: argparse.Namespace) -> int:
+    groups = _job_and_ranks(options.out) if "RANK" in os.environ else []
+    if groups is None:
+        return 0  # rank 0 tells
+    groups += _here(options)
 
     show(in_words(groups))
     if "RANK" not in os.environ:
@@ -109,11 +106,11 @@ def _read(options: argparse.Namespace) -> AnyConfig:
     Raises:
         ConfigError: no program does; the message is that of the one that comes nearest.
     """
-    names = [options.program] if options.program else list(_ROOTS)
+    names = [options.program] if options.program else list(PROGRAMS)
     problems = []
     for name in names:
         try:
-            config, _ = read_config(_ROOTS[name], options.config, options.overrides)
+            config, _ = read_config(PROGRAMS[name], options.config, options.overrides)
         except ConfigError as error:
             problems.append(str(error))
         else:

@@ -102,8 +102,8 @@ def help_text() -> str:
         lines.append(f"  {subcommand.name:<{width}}  {subcommand.does}")
     lines += [
         "",
-        "mrlhf train-ppo -n 4 --config FILE starts 4 ranks on this machine; without -n it is one",
-        "rank, alone or of those that torchrun has started.",
+        "mrlhf train-ppo -n 4 --config FILE starts 4 ranks on this machine. Without -n, torchrun",
+        "must start them: torchrun --no-python --nproc-per-node=4 mrlhf train-ppo ...",
     ]
     return "\n".join(lines)
 

@@ -13,16 +13,15 @@ from pathlib import Path
 
 from mrlhf.commands.endings import end_command
 from mrlhf.config.imports.source import Source, read_source
-from mrlhf.config.imports.translate import ROOTS, Imported, as_yaml, leave_out, translate
+from mrlhf.config.imports.translate import Imported, as_yaml, leave_out, translate
 from mrlhf.config.load import read_config
+from mrlhf.config.roots import PROGRAMS
 from mrlhf.config.unread import unread_keys
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.log import quiet_transformers
 from mrlhf.preflight import dry_run
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
-
-_NO_REASON = "there is no such thing here"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -37,7 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE", help="where the YAML goes (default: it is printed)")
     add("--world-size", type=int, default=8, metavar="N", help="ranks of the run (default: 8)")
     add("--from", dest="system", choices=["verl", "trl", "openrlhf"], help="default: found out")
-    add("--program", choices=list(ROOTS), help="default: found out")
+    add("--program", choices=list(PROGRAMS), help="default: found out")
     return parser.parse_args(arguments)
 
 
@@ -70,9 +69,7 @@ def _missing(result: Imported) -> list[str]:
         return ["every key has a counterpart"]
     by_reason: dict[str, list[str]] = {}
     for key, reason in sorted(result.missing.items()):
-        by_reason.setdefault(reason or "not known here, or without effect on results", []).append(
-            key
-        )
+        by_reason.setdefault(reason, []).append(key)
     lines = ["not taken over:"]
     for reason, keys in by_reason.items():
         lines += [f"  {reason}:", f"    {', '.join(keys)}"]
@@ -86,7 +83,7 @@ def _verdict(result: Imported, source: Source, world_size: int) -> str:
         try:
             while True:
                 file.write_text(as_yaml(result, source.system), encoding="utf-8")
-                config, _ = read_config(ROOTS[source.program], [str(file)], [])
+                config, _ = read_config(PROGRAMS[source.program], [str(file)], [])
                 strays = [one.key for one in unread_keys(config) if one.key in result.values]
                 if not strays:
                     break

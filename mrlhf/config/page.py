@@ -9,15 +9,12 @@ from collections.abc import Mapping
 
 from mrlhf.config.fields import MOST
 from mrlhf.config.json_schema import JsonSchema, values_of
-from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, Root, SFTConfig
+from mrlhf.config.roots import PROGRAMS, Root
 from mrlhf.config.schema import REQUIRED, default_in_words
 from mrlhf.config.tree import Node, nodes
 
 LAUNCHERS: Mapping[str, type[Root]] = {
-    "train_ppo": PPOConfig,
-    "train_sft": SFTConfig,
-    "train_rm": RewardModelConfig,
-    "train_dpo": DPOConfig,
+    f"train_{program}": root for program, root in PROGRAMS.items()
 }
 TITLES = {
     "train_ppo": "PPO",

@@ -290,3 +290,10 @@ class DPOConfig(PreferenceConfig):
 
 
 AnyConfig = PPOConfig | SFTConfig | PreferenceConfig
+Program = Literal["ppo", "sft", "rm", "dpo"]
+PROGRAMS: Mapping[Program, type[AnyConfig]] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "rm": RewardModelConfig,
+    "dpo": DPOConfig,
+}

@@ -117,6 +117,8 @@ def _reason(name: str) -> str | None:
         if rest.startswith("optim.muon_"):
             return "the optimizer is AdamW"
         reason = _longest(read_names().missing_below_a_role, rest)
+    if reason is None and role in ("optim", "checkpoint"):  # of SFT, whose model needs no role
+        reason = _longest(read_names().missing_below_a_role, name)
     return reason
 
 

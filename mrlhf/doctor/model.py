@@ -65,17 +65,19 @@ def chat_template(loaded: Tokenizer) -> Iterator[Finding]:
             return
     first = loaded.apply_chat_template(talk[:2], add_generation_prompt=False)
     asked = loaded.apply_chat_template(talk[:1], add_generation_prompt=True)
+    same_header = first.startswith(asked.rstrip())
     yield judged(
-        first.startswith(asked.rstrip()),
+        same_header,
         "chat template",
-        "the header of an answer stands before the answer",
+        f"an answer {'begins' if same_header else 'does not begin'} with its header",
         "what the policy continues differs from what fine-tuning trained on; compare the template "
         "with and without add_generation_prompt",
     )
+    stays = whole.startswith(first.rstrip())
     yield judged(
-        whole.startswith(first.rstrip()),
+        stays,
         "chat template",
-        "earlier messages stay as they are",
-        "it rewrites an earlier message when another follows (often: it drops its thinking), so a "
-        "policy that is trained on several turns sees other text than it wrote",
+        f"earlier messages {'stay as they are' if stays else 'change when another follows'}",
+        "often it drops their thinking; a policy that is trained on several turns then sees other "
+        "text than it wrote",
     )

@@ -48,7 +48,8 @@ class Profiles:
     def of_step(self, number: int) -> Iterator[None]:
         """Trace training step `number`, the body of the `with` statement, if it is chosen.
 
-        A body that raises leaves no trace; one that is done again replaces the earlier trace.
+        A body that raises leaves no trace; one that is done again replaces the earlier trace. A
+        trace that cannot be written is a warning.
         """
         if number not in self._steps:
             yield
@@ -59,11 +60,15 @@ class Profiles:
         with profile(activities=activities, with_stack=self._stacks) as trace:
             yield
 
-        self._folder.mkdir(exist_ok=True)
         file = self._folder / f"step_{number:06d}_rank_{self._rank}.json.gz"
         temporary = file.with_name(f".{file.name}")
-        trace.export_chrome_trace(str(temporary))
-        temporary.replace(file)
+        try:
+            self._folder.mkdir(exist_ok=True)
+            trace.export_chrome_trace(str(temporary))
+            temporary.replace(file)
+        except (OSError, RuntimeError) as error:
+            logger.warning("step %d is not traced: %s", number, error)
+            return
         logger.info("traced step %d of rank %d: %s", number, self._rank, file)
 
     def after(self, error: BaseException) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mrlhf.checkpoint.manifest import CHECKPOINTS, with_manifest
 from mrlhf.checkpoint.output_files import METRICS
 from mrlhf.checkpoint.summary import write_summary
 from mrlhf.errors import CheckpointError, ConfigError, MrlhfError
@@ -169,12 +170,14 @@ def _phase_lines(records: Sequence[Record]) -> list[str]:
 def _next_lines(output_dir: Path) -> list[str]:
     """What to do now."""
     place = shlex.quote(str(output_dir))
-    return [
+    lines = [
         "next:",
         f"  mrlhf report {place}    one HTML file with its curves and samples",
         "  mrlhf docs conversion    where else its model can go",
-        "  the same command with a larger trainer.total_steps goes on",
     ]
+    if with_manifest(output_dir / CHECKPOINTS):
+        lines.append("  the same command with a larger trainer.total_steps goes on")
+    return lines
 
 
 def _short(value: Any) -> str:

@@ -131,6 +131,9 @@ def test_a_model_that_is_whole_and_one_that_is_not(
     [found] = [one for one in json.loads(file.read_text()) if one["level"] == "broken"]
     assert "model.layers.1.mlp.up_proj.weight" in found["seen"]
 
+    assert doctor.main(["--json", str(tmp_path / "absent" / "found.json")]) == 2
+    assert "absent/found.json: No such file" in capsys.readouterr().err
+
 
 def test_tokenizers_that_do_not_fit(task: Path) -> None:
     loaded = load_tokenizer(task / "data" / "tokenizer")
@@ -151,6 +154,7 @@ def test_a_template_that_drops_thinking(
     backend.save_pretrained(tmp_path)
     [header, prefix] = chat_template(load_tokenizer(tmp_path))
     assert (header.level, prefix.level) == ("ok", level)
+    assert ("change when another follows" in prefix.seen) == (level == "look")
 
     (tmp_path / "drops.jinja").write_text("{{ messages[0].content }}")
     finding = worst(chat_template(load_tokenizer(tmp_path, tmp_path / "drops.jinja")))

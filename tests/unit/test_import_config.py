@@ -13,7 +13,8 @@ from mrlhf.commands import import_config
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.config.imports.conversions import CONVERSIONS
 from mrlhf.config.imports.source import System, read_source
-from mrlhf.config.imports.translate import ROOTS, name_of, read_table, translate
+from mrlhf.config.imports.translate import name_of, read_table, translate
+from mrlhf.config.roots import PROGRAMS, Program
 from mrlhf.config.tree import nodes
 from tests.oracle import plain_models
 from tests.pages import commands_of
@@ -124,17 +125,26 @@ def test_every_key_of_verls_examples_is_known() -> None:
     assert [key for key in keys if name_of("verl", "ppo", key) is None] == []
 
 
+def _program(trainer: str) -> Program:
+    return next((program for program in PROGRAMS if program == trainer), "ppo")
+
+
 @pytest.mark.parametrize("system", ["trl", "openrlhf"])
 def test_tables_name_keys_and_conversions_that_exist(system: System) -> None:
     table = read_table(system)
     rows = [*table["names"]]
-    for program, of_program in table["by_program"].items():
+    for of_program in table["by_program"].values():
         rows += of_program
-        known = nodes(ROOTS[program])
-        for key in table["defaults"].get(program, {}):
-            assert key in known, key
+    for trainer, assumed in table["assumed"].items():
+        program = _program(trainer)
+        for theirs in assumed:
+            name = name_of(system, program, theirs, trainer)
+            assert name is not None and name.ours is not None, theirs
+        for key in table.get("defaults", {}).get(trainer, {}):
+            assert key in nodes(PROGRAMS[program]), key
     for theirs in rows:
-        found = [name_of(system, program, theirs) for program in ROOTS]
+        trainers = [*PROGRAMS, *table["by_program"]]
+        found = [name_of(system, _program(trainer), theirs, trainer) for trainer in trainers]
         names = [name for name in found if name is not None and name.ours is not None]
         assert names, f"{theirs} is no key of ours in any program"
         assert all(name.conversion is None or name.conversion in CONVERSIONS for name in names)
@@ -180,8 +190,12 @@ def test_openrlhf(tmp_path: Path) -> None:
         "  --rollout.n_samples_per_prompt 4 --actor.adam.lr 5e-7 --critic.adam.lr 9e-6 \\\n"
         "  --actor.adam.betas 0.9 0.95 --algo.kl.init_coef 0.01 --ds.tensor_parallel_size 2 \\\n"
         "  --algo.advantage.estimator group_norm --actor.gradient_checkpointing_enable \\\n"
-        "  --data.prompt_dataset a.jsonl\n",
+        "  --data.prompt_dataset a.jsonl --data.max_len 3000 --rollout.max_new_tokens 2000\n",
     )
+    assert (ppo["data.max_prompt_length"], ppo["data.max_response_length"]) == (1000, 2000)
+    # OpenRLHF's own defaults, but not those of a critic that there is not
+    assert ppo["actor.optim.weight_decay"] == 0.0
+    assert "critic.optim.weight_decay" not in ppo
     assert (ppo["data.train_batch_size"], ppo["actor.ppo_mini_batch_size"]) == (1024, 32)
     assert (ppo["actor.optim.lr"], ppo["critic.optim.lr"]) == (5e-7, 9e-6)
     assert ppo["actor.optim.adam_beta2"] == 0.95
@@ -189,6 +203,70 @@ def test_openrlhf(tmp_path: Path) -> None:
     assert (ppo["algorithm.kl_ctrl.kl_coef"], ppo["algorithm.use_kl_in_reward"]) == (0.01, True)
     assert ppo["reward.terms"] == [{"name": "reward_model"}]
     assert ppo["actor.tp"] == 2
+
+
+def test_options_in_an_array_of_a_script(tmp_path: Path) -> None:
+    sft = _imported(
+        tmp_path,
+        "run.sh",
+        "MODEL_ARGS=(\n  --model.model_name_or_path dir\n)\n"
+        "ARGS=(\n  --ds.tensor_parallel_size 2\n  --model.gradient_checkpointing_enable\n)\n"
+        'python -m openrlhf.cli.train_sft "${MODEL_ARGS[@]}" "${ARGS[@]}"\n',
+    )
+    assert (sft["model.path"], sft["model.tp"], sft["model.recompute"]) == ("dir", 2, "full")
+    # What OpenRLHF takes where nothing is said.
+    assert (sft["data.batch_size"], sft["optim.lr"], sft["trainer.total_epochs"]) == (128, 5e-6, 2)
+
+
+def test_trainers_of_trl_that_are_not_grpo(tmp_path: Path) -> None:
+    ppo = _imported(
+        tmp_path,
+        "run.sh",
+        "python examples/scripts/ppo/ppo.py --model_name_or_path dir --reward_model_path rm \\\n"
+        " --per_device_train_batch_size 64 --num_mini_batches 2 --missing_eos_penalty 1.0\n",
+    )
+    assert "algorithm.adv_estimator" not in ppo  # gae
+    assert (ppo["data.train_batch_size"], ppo["actor.ppo_mini_batch_size"]) == (512, 256)
+    assert (ppo["actor.ppo_epochs"], ppo["rollout.n"]) == (4, 1)
+    assert ppo["actor.optim.lr"] == ppo["critic.optim.lr"] == 3e-6
+    assert (ppo["algorithm.use_kl_in_reward"], ppo["algorithm.lam"]) == (True, 0.95)
+
+    rloo = _imported(
+        tmp_path, "rloo.sh", "trl rloo --model_name_or_path dir --beta 0.1 --max_steps 9"
+    )
+    assert (rloo["algorithm.adv_estimator"], rloo["rollout.n"]) == ("rloo", 2)
+    assert (rloo["algorithm.kl_ctrl.kl_coef"], rloo["algorithm.use_kl_in_reward"]) == (0.1, True)
+    assert rloo["trainer.total_steps"] == 9 and "trainer.total_epochs" not in rloo
+
+
+def test_sft_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sft.sh"
+    file.write_text(
+        "save=$2\n"
+        "torchrun -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=dir \\\n"
+        " optim=megatron optim.lr=2e-5 optim.min_lr=2e-6 optim.lr_warmup_init=0 \\\n"
+        " engine=megatron engine.tensor_model_parallel_size=2 engine.optimizer_offload=True \\\n"
+        " engine.override_transformer_config.recompute_granularity=full \\\n"
+        " data.pad_mode=no_padding data.num_workers=3 +data.unheard_of=1 \\\n"
+        " trainer.default_local_dir=$save\n"
+    )
+    result = translate(read_source(file, None, None), 8)
+    ours = result.values
+    assert (ours["model.tp"], ours["model.recompute"]) == (2, "full")
+    assert ours["optim.min_lr_ratio"] == 0.1
+    assert result.missing["trainer.default_local_dir"] == "the script gets it as an argument"
+    assert "there is no offload" in result.missing["engine.optimizer_offload"]
+
+    assert import_config.main([str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "not in the table of names:\n    data.unheard_of" in said
+
+
+def test_own_rewards_have_the_names_of_their_system(tmp_path: Path) -> None:
+    script = "python3 -m verl.trainer.main_ppo custom_reward_function.path=own.py\n"
+    assert _imported(tmp_path, "a.sh", script)["reward.terms"] == [{"name": "own.py:compute_score"}]
+    script = script.strip() + " custom_reward_function.name=mine\n"
+    assert _imported(tmp_path, "b.sh", script)["reward.terms"] == [{"name": "own.py:mine"}]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from mrlhf.commands import (
     prepare_data,
     report,
 )
-from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
+from mrlhf.config import parse_args
+from mrlhf.config.page import LAUNCHERS
 from mrlhf.preflight import dry_run
 from tests.pages import PAGES, ROOT, Command, files, read_commands
 
@@ -47,12 +48,6 @@ NOT_RUN = [
     ("docs/vllm.md", "rollout.engine=vllm", "needs `make vllm`; tests/vllm trains with it"),
 ]
 
-ROOTS = {
-    "train_ppo": PPOConfig,
-    "train_sft": SFTConfig,
-    "train_rm": RewardModelConfig,
-    "train_dpo": DPOConfig,
-}
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "convert_checkpoint": convert_checkpoint.parse,
     "doctor": doctor.parse,
@@ -99,7 +94,7 @@ def call(command: Command) -> Call | None:
             arguments = arguments[arguments.index("--") + 1 :]
         return Call(variables.get("PROGRAM", "train_ppo"), arguments)
 
-    if program not in {**ROOTS, **PARSERS}:
+    if program not in {**LAUNCHERS, **PARSERS}:
         return None
     assert words[0].startswith("mrlhf-") or (ROOT / words[0]).is_file()
     return Call(program, words[1:])
@@ -160,7 +155,7 @@ def test_the_program_takes_its_arguments(command: Command, place: Path) -> None:
     if started.program in PARSERS:
         assert PARSERS[started.program](started.arguments) is not None
         return
-    config, dry, _ = parse_args(ROOTS[started.program], started.arguments)
+    config, dry, _ = parse_args(LAUNCHERS[started.program], started.arguments)
     ranks = started.ranks if dry is None else dry.world_size
     if not files(command.page).keys() >= set(started.arguments) & own.keys():
         ranks = None  # the page leaves open what stands in the file

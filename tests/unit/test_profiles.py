@@ -41,6 +41,15 @@ def test_the_chosen_steps_of_a_chosen_rank_are_traced(tmp_path: Path) -> None:
     assert [*(tmp_path / "profiles").iterdir()] == [file]
 
 
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profiles").write_text("a file, where the directory should be")
+    with Profiles(ProfileSection(steps=[1]), "cpu", 0, tmp_path).of_step(1):
+        pass
+    assert "step 1 is not traced: " in caplog.text
+
+
 def test_stacks_name_lines_of_python(tmp_path: Path) -> None:
     with Profiles(ProfileSection(steps=[1], stacks=True), "cpu", 0, tmp_path).of_step(1):
         torch.ones(4).exp()

@@ -63,6 +63,14 @@ def test_the_closing_report(tmp_path, caplog):
         f"  curves: {tmp_path / 'curves.png'}",
     ]
     assert f"mrlhf report {tmp_path} " in lines[8] and len(lines) <= 12
+    assert "goes on" not in caplog.messages[-1]
+
+    checkpoint = tmp_path / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    with caplog.at_level(logging.INFO):
+        summary_of(tmp_path, RECORDS)
+    assert "a larger trainer.total_steps goes on" in caplog.messages[-1]
 
 
 def test_without_validation_the_reward_is_that_of_training(tmp_path):

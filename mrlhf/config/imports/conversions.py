@@ -47,6 +47,11 @@ def times_cp(value: Any, place: Place) -> Any:
     return value * place.ours.get(f"{role}.cp", 1) if isinstance(value, int) else LEFT_OUT
 
 
+def at_least_longest(value: Any, place: Place) -> Any:
+    """Tokens of a micro-batch, where a longer sequence may stand alone in one there."""
+    return max(value, place.at("data.max_len", default=0)) if isinstance(value, int) else LEFT_OUT
+
+
 def dropped(value: Any, _: Place) -> Any:
     """Whether rows that are too long are left out."""
     return "drop" if value else "error"
@@ -128,10 +133,11 @@ def rewards(value: Any, place: Place) -> Any:
     """A function of the user's own."""
     if place.ours.get(place.key) is not None or not isinstance(value, str):
         return LEFT_OUT
+    is_verls = place.at("reward_funcs", "reward.remote_url") is None
     name = place.at(
         "custom_reward_function.name",
         "reward.custom_reward_function.name",
-        default="compute_score" if "verl" in str(place.theirs.keys()) else "reward_func",
+        default="compute_score" if is_verls else "reward_func",
     )
     return [{"name": f"{value}:{name}"}] if value.endswith(".py") else LEFT_OUT
 
@@ -148,23 +154,23 @@ def left_out(_: Any, __: Place) -> Any:
 
 def _samples_a_step(place: Place) -> int:
     """Completions, rows or pairs of one optimizer step of Hugging Face's trainer."""
-    each = int(place.at("per_device_train_batch_size", default=8))
-    return each * place.world_size * int(place.at("gradient_accumulation_steps", default=1))
+    each = int(place.at("per_device_train_batch_size"))
+    return each * place.world_size * int(place.at("gradient_accumulation_steps"))
 
 
 def prompts_a_step(value: Any, place: Place) -> Any:
     """TRL's completions of one generation as prompts; ours are those of a step."""
-    n = int(place.at("num_generations", default=8))
-    accumulated = int(place.at("gradient_accumulation_steps", default=1))
-    turns = int(place.at("steps_per_generation", default=accumulated))
-    each = int(place.at("per_device_train_batch_size", default=8)) * place.world_size
+    accumulated = int(place.at("gradient_accumulation_steps"))
+    mini_batches = int(place.at("num_mini_batches", default=1))  # of the PPO trainer
+    turns = int(place.at("steps_per_generation", default=accumulated * mini_batches))
+    each = int(place.at("per_device_train_batch_size")) * place.world_size
     whole = int(place.at("generation_batch_size", default=each * turns))
-    return max(1, whole // n)
+    return max(1, whole // int(place.at("num_generations")))
 
 
 def prompts_a_mini_batch(value: Any, place: Place) -> Any:
     """TRL's completions of one optimizer step as prompts."""
-    return max(1, _samples_a_step(place) // int(place.at("num_generations", default=8)))
+    return max(1, _samples_a_step(place) // int(place.at("num_generations")))
 
 
 def rows_a_step(value: Any, place: Place) -> Any:
@@ -175,6 +181,12 @@ def rows_a_step(value: Any, place: Place) -> Any:
 def prompts_of_samples(value: Any, place: Place) -> Any:
     """OpenRLHF's samples of an optimizer step as prompts."""
     return max(1, int(value) // int(place.at("rollout.n_samples_per_prompt", default=1)))
+
+
+def prompt_part(value: Any, place: Place) -> Any:
+    """A longest sequence, as the prompt's part of it."""
+    response = place.ours.get("data.max_response_length")
+    return value - response if response is not None and value > response else LEFT_OUT
 
 
 def scaled(value: Any, _: Place) -> Any:
@@ -211,9 +223,18 @@ def estimator(value: Any, _: Place) -> Any:
 CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
     function.__name__: function
     for function in (
-        *(tokens_of_samples, times_cp, dropped, recompute, none_below_zero, zero_below_zero, betas),
+        *(
+            tokens_of_samples,
+            times_cp,
+            at_least_longest,
+            dropped,
+            recompute,
+            none_below_zero,
+            zero_below_zero,
+            betas,
+        ),
         *(share_of_lr, schedule, warmup, trackers, engine, resume, every_step, replay, rewards),
         *(as_list, left_out, prompts_a_step, prompts_a_mini_batch, rows_a_step, scaled),
-        *(prompts_of_samples, aggregation, recompute_switch, estimator, token_level),
+        *(prompts_of_samples, prompt_part, aggregation, recompute_switch, estimator, token_level),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from textwrap import fill
 from typing import Any
 
 from mrlhf.config.imports.source import System
@@ -36,9 +37,10 @@ _OTHERS = """\
 
 `tools/import_config.py` reads a script with the command line of TRL or OpenRLHF, or a YAML of such
 arguments, and writes ours; [coming_from_verl.md](coming_from_verl.md) has the command. TRL's batch
-sizes are completions of a device, so give the ranks that you had as `--world-size`. A reward
-function has another signature here: `f(data_source, solution_str, ground_truth, extra_info)` scores
-one response.
+sizes are completions of a device, so give the ranks that you had as `--world-size`. What they mean
+where nothing is said is written out. TRL's RLOO weighs whole sequences by their ratio; here tokens
+are. A reward function has another signature here: `f(data_source, solution_str, ground_truth,
+extra_info)` scores one response.
 
 `{role}` is `actor` in PPO and GRPO, else `model`; `{optim}` is its optimizer. This page is
 written by `python tools/write_configuration_page.py` from the tables that the import reads.
@@ -97,5 +99,7 @@ def _missing(reasons: Mapping[str, str]) -> list[str]:
     for key, reason in reasons.items():
         by_reason.setdefault(reason, []).append(f"`{key}`")
     without = by_reason.pop("", [])
+    if without:
+        by_reason["there is no such thing here"] = without
     lines = [f"- {reason}: {', '.join(keys)}" for reason, keys in by_reason.items()]
-    return [*lines, f"- there is no such thing here: {', '.join(without)}"] if without else lines
+    return [fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in lines]

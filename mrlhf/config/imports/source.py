@@ -10,17 +10,17 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mrlhf.config.roots import Program
 from mrlhf.config.tree import leaves
 from mrlhf.config.yaml_text import parse_yaml
 from mrlhf.errors import ConfigError
 
 System = Literal["verl", "trl", "openrlhf"]
-Program = Literal["ppo", "sft", "dpo", "rm"]
 
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)(:?[-=][^{}]*)?\}|\$(\w+)")
@@ -47,6 +47,12 @@ _PROGRAMS: dict[Program, tuple[str, ...]] = {
     "ppo": ("trl grpo", "trl rloo", "train_ppo", "main_ppo", "ppo.py", "grpo"),
 }
 
+# TRL's trainers that share a program with its GRPO, by words of a script or keys.
+_TRAINERS: dict[str, tuple[str, ...]] = {
+    "rloo": ("trl rloo", "rloo.py", "RLOOConfig"),
+    "ppo_trainer": ("/ppo.py", "ppo_tldr.py", "PPOConfig", "num_ppo_epochs", "sft_model_path"),
+}
+
 
 @dataclass(frozen=True)
 class Source:
@@ -54,7 +60,8 @@ class Source:
 
     system: System
     program: Program
-    values: dict[str, Any]
+    values: Mapping[str, Any]
+    trainer: str = ""  # if it has rows of its own in the table
 
 
 def read_source(file: Path, system: System | None, program: Program | None) -> Source:
@@ -84,7 +91,9 @@ def read_source(file: Path, system: System | None, program: Program | None) -> S
         values = dict(pairs)
     if not values:
         raise ConfigError(f"{file} sets no key of {found}; give the whole script")
-    return Source(found, program or _first_with(_PROGRAMS, text) or "ppo", values)
+    kind = program or _first_with(_PROGRAMS, text) or "ppo"
+    trainer = _first_with(_TRAINERS, text) if (found, kind) == ("trl", "ppo") else None
+    return Source(found, kind, values, trainer or kind)
 
 
 def _first_with(signs: dict[Any, tuple[str, ...]], text: str) -> Any:
@@ -92,34 +101,34 @@ def _first_with(signs: dict[Any, tuple[str, ...]], text: str) -> Any:
 
 
 def _hydra(text: str) -> Iterator[tuple[str, Any]]:
-    for word in _words(text):
-        found = _HYDRA.match(word)
-        if found:
-            yield found[1], _value(found[2])
+    for words in _lines(text):
+        for word in words:
+            found = _HYDRA.match(word)
+            if found:
+                yield found[1], _value(found[2])
 
 
 def _options(text: str) -> Iterator[tuple[str, Any]]:
-    words = _words(text)
-    for number, word in enumerate(words):
-        found = _OPTION.match(word)
-        if not found:
-            continue
-        given = []
-        if found[2] is not None:
-            given = [found[2]]
-        for later in words[number + 1 :] if found[2] is None else []:
-            if later.startswith("--") or later in ("&&", "|", ";"):
-                break
-            given.append(later)
-        name = found[1]
-        values = [_value(one) for one in given]
-        yield name, values[0] if len(values) == 1 else values or True
+    for words in _lines(text):
+        for number, word in enumerate(words):
+            found = _OPTION.match(word)
+            if not found:
+                continue
+            given = [] if found[2] is None else [found[2]]
+            for later in words[number + 1 :] if found[2] is None else []:
+                if later.startswith("--") or later in ("&&", "|", ";"):
+                    break
+                given.append(later)
+            values = [_value(one) for one in given]
+            yield found[1], values[0] if len(values) == 1 else values or True
 
 
-def _words(text: str) -> list[str]:
-    """The words of a script as its shell would split them, with its own variables put in."""
+def _lines(text: str) -> Iterator[list[str]]:
+    """The words of each line of a script as its shell would split them, with its variables put in.
+
+    The parentheses of an array are left out.
+    """
     variables: dict[str, str] = {}
-    words: list[str] = []
     joined = re.sub(r"\\\n", " ", text)
     for line in joined.splitlines():
         line = _ARITHMETIC.sub(lambda found: _computed(found, variables), line)
@@ -135,8 +144,7 @@ def _words(text: str) -> list[str]:
             split = shlex.split(line.replace("(", " ( ", 1) if assigned else line, comments=True)
         except ValueError:
             split = line.split()
-        words += [_put_in(word, variables) for word in split]
-    return words
+        yield [_put_in(word, variables) for word in split if word not in ("(", ")")]
 
 
 def _put_in(text: str, variables: dict[str, str]) -> str:

@@ -5,8 +5,9 @@ What a value becomes stands in `conversions`; verl's names stand in `../verl_nam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,13 @@ from typing import Any
 import yaml
 
 from mrlhf.config.imports.conversions import CONVERSIONS, LEFT_OUT, Place
-from mrlhf.config.imports.source import Program, Source, System
-from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.imports.source import Source, System
+from mrlhf.config.roots import PROGRAMS, Program
 from mrlhf.config.tree import nodes
 from mrlhf.config.verl_names import longest_end, translate_name
 
-ROOTS: dict[Program, type[AnyConfig]] = {
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "rm": RewardModelConfig,
-}
 _OWN_REWARD = "reward.py:compute_score"
+_ARGUMENT = re.compile(r"\$\{?\d")  # $1 of a script
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,13 @@ def read_table(system: System) -> Mapping[str, Any]:
     return table
 
 
-def name_of(system: System, program: Program, theirs: str) -> Name | None:
-    """Return what a key of a system is here; None if the tables do not know it."""
+def name_of(system: System, program: Program, theirs: str, trainer: str = "") -> Name | None:
+    """Return what a key of a system is here; None if the tables do not know it.
+
+    Rows of the `trainer` go before those of the program.
+    """
     table = read_table(system)
-    known = nodes(ROOTS[program])
+    known = nodes(PROGRAMS[program])
     if system == "verl":
         found = translate_name(theirs, known)
         if found is None:
@@ -71,7 +70,8 @@ def name_of(system: System, program: Program, theirs: str) -> Name | None:
         conversion = longest_end(table["conversions"], theirs)
         return Name(found.ours, conversion, change, found.reason)
 
-    row = table["by_program"][program].get(theirs, table["names"].get(theirs))
+    of_program = table["by_program"][program] | table["by_program"].get(trainer, {})
+    row = of_program.get(theirs, table["names"].get(theirs))
     if row is None:
         reason = table["missing"].get(theirs)
         return None if reason is None else Name(None, reason=reason)
@@ -89,32 +89,55 @@ def name_of(system: System, program: Program, theirs: str) -> Name | None:
 
 
 def translate(source: Source, world_size: int) -> Imported:
-    """Translate all values; keys that convert come last, since they look at the others."""
+    """Translate all values, and those that the other system takes where nothing is said.
+
+    Keys that convert come last, since they look at the others.
+    """
     result = Imported()
-    named = {theirs: name_of(source.system, source.program, theirs) for theirs in source.values}
-    order = sorted(named, key=lambda theirs: bool((name := named[theirs]) and name.conversion))
-    for theirs in order:
+    given = set(source.values)
+    assumed = read_table(source.system).get("assumed", {}).get(source.trainer, {})
+    source = replace(source, values={**assumed, **source.values})
+    named = {
+        theirs: name_of(source.system, source.program, theirs, source.trainer)
+        for theirs in source.values
+    }
+
+    def order(theirs: str) -> tuple[bool, bool]:
+        name = named[theirs]
+        return name is not None and name.conversion is not None, theirs in given
+
+    for theirs in sorted(named, key=order):
         name = named[theirs]
         value = source.values[theirs]
-        if name is None or name.ours is None:
-            result.missing[theirs] = "" if name is None else name.reason
+        if name is None:
+            result.missing[theirs] = "not in the table of names"
+        elif name.ours is None:
+            result.missing[theirs] = name.reason or "there is no such thing here"
+        elif _ARGUMENT.search(str(value)):
+            result.missing[theirs] = "the script gets it as an argument"
         elif value is not None:
-            _add(result, source, theirs, name, world_size)
+            _add(result, source, theirs, name, world_size, theirs in given)
     _complete(result, source)
     return result
 
 
-def _add(result: Imported, source: Source, theirs: str, name: Name, world_size: int) -> None:
+def _add(
+    result: Imported, source: Source, theirs: str, name: Name, world_size: int, is_given: bool
+) -> None:
     assert name.ours is not None
     value = source.values[theirs]
     if name.conversion is not None:
         place = Place(source.values, result.values, name.ours, world_size)
         value = CONVERSIONS[name.conversion](value, place)
     if value is LEFT_OUT:
-        if name.ours not in result.values:
+        if name.ours not in result.values and is_given:
             result.missing[theirs] = name.change or f"{name.ours} keeps its default"
         return
     result.values[name.ours] = value
+    if is_given:
+        result.defaults.discard(name.ours)
+    else:
+        result.defaults.add(name.ours)
     was = source.values[theirs]
     if value not in (was, [was]):
         result.remarks[name.ours] = f"{theirs.lstrip('+~')}: {_shown(was)}"
@@ -134,17 +157,26 @@ def _complete(result: Imported, source: Source) -> None:
         if key not in values:
             values[key] = value
             result.defaults.add(key)
+    if "trainer.total_steps" in values and "trainer.total_epochs" in result.defaults:
+        del values["trainer.total_epochs"]
     if source.program != "ppo":
         return
 
-    if source.system == "verl" and "actor.tp" not in values:
-        # FSDP splits weights over all ranks.
-        for role in ("actor", "critic") if _has_critic(values) else ("actor",):
+    has_critic = _has_critic(values)
+    for key in [key for key in result.defaults if key.startswith("critic.") and not has_critic]:
+        del values[key]
+    if "actor.tp" not in values and "rollout.tp" in values:
+        # FSDP and ZeRO split weights over all ranks.
+        for role in ("actor", "critic") if has_critic else ("actor",):
             values[f"{role}.tp"] = values["rollout.tp"]
-            result.remarks[f"{role}.tp"] = "there FSDP splits the weights; see docs/parallelism.md"
+            result.remarks[f"{role}.tp"] = "there all ranks split it; see docs/parallelism.md"
     if source.system == "trl" and values.get("actor.kl_loss_coef"):
         values["actor.use_kl_loss"] = True
-    if source.system == "openrlhf" and values.get("algorithm.kl_ctrl.kl_coef"):
+    if source.trainer == "ppo_trainer":
+        for key in [key for key in values if key.startswith("actor.optim.")]:
+            values[key.replace("actor", "critic", 1)] = values[key]
+            result.remarks[key.replace("actor", "critic", 1)] = "there one optimizer is for both"
+    if source.system != "verl" and values.get("algorithm.kl_ctrl.kl_coef"):
         values.setdefault("algorithm.use_kl_in_reward", not values.get("actor.use_kl_loss", False))
     if "reward.terms" not in values:
         is_model = "reward_model.path" in values
@@ -158,13 +190,9 @@ def _complete(result: Imported, source: Source) -> None:
 
 
 def _defaults(source: Source, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    given = read_table(source.system)["defaults"].get(source.program, {})
-    has_critic = _has_critic(values)
-    for key, value in given.items():
-        is_length = key == "trainer.total_epochs" and "trainer.total_steps" in values
-        if not is_length and (has_critic or not key.startswith("critic.")):
-            yield key, value
+    yield from read_table(source.system).get("defaults", {}).get(source.trainer, {}).items()
     if source.system == "verl":
+        has_critic = _has_critic(values)
         for role in ("actor", "critic"):
             if values.get(f"{role}.tp", 1) > 1 and (has_critic or role == "actor"):
                 yield f"{role}.sequence_parallel", True
