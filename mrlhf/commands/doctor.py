@@ -92,11 +92,14 @@ def _here(options: argparse.Namespace) -> Groups:
     if options.config:
         config = _read(options)
         look: dict[str, Callable[[], Iterable[Finding]]] = {
-            "layout": lambda: _layout(config, options.world_size),
             "data": lambda: data.data(config),
+            "layout": lambda: _layout(config, options.world_size),
         }
+        said: set[str] = set()  # the dry run warns of data too
         for name, check in look.items():
-            groups.append((f"{name} of {', '.join(options.config)}", examine(name, check)))
+            found = [one for one in examine(name, check) if one.seen not in said]
+            said |= {one.seen for one in found}
+            groups.append((f"{name} of {', '.join(options.config)}", found))
     return groups
 
 

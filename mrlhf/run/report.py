@@ -160,7 +160,10 @@ def _phase_lines(records: Sequence[Record]) -> list[str]:
                 phase = name.removeprefix("timing_s/")
                 totals[phase] = totals.get(phase, 0.0) + value
 
-    phases = {phase: seconds for phase, seconds in totals.items() if phase != "step"} or totals
+    # The steps of supervised training have no phases but validation, which is not in them.
+    phases = {phase: seconds for phase, seconds in totals.items() if phase != "step"}
+    if phases.keys() <= {"testing"}:
+        phases = totals
     whole = sum(phases.values())
     longest_first = sorted(phases.items(), key=lambda item: -item[1])
     parts = [f"{phase} {seconds / whole:.0%}" for phase, seconds in longest_first if whole]
