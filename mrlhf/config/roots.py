@@ -119,6 +119,7 @@ class PPOConfig(Root):
         "critic.path": "actor.path",
         "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
         "critic.ppo_epochs": "actor.ppo_epochs",
+        "critic.share_prompts": "actor.share_prompts",
         **_of_reference("actor"),
         "data.tokenizer": "actor.path",
         "data.gen_batch_size": "data.train_batch_size",

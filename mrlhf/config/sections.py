@@ -179,6 +179,8 @@ class RoleSection(Section):
     micro_batch_tokens: Count = 16384
     """most tokens in one packed micro-batch; of its tokens each of cp context-parallel ranks holds
     an equal part"""
+    share_prompts: bool = False
+    """compute a prompt once for all of its responses in a micro-batch, in every pass"""
 
 
 ALL_LINEAR = "all-linear"

@@ -97,6 +97,9 @@ SPEED = Chapter(
     Metric(f"train/imbalance/{_ROLES}", "max", "data-parallel ranks", "ratio",
            "the work of the rank that has the most, over the mean; the others wait for it at the "
            "end of a mini-batch. 1 is best"),
+    Metric(f"perf/shared_tokens/{_ROLES}", "whole", "", "share",
+           "with `share_prompts`: the tokens of the batch that were not computed, since another "
+           "response has the same prompt"),
     Metric(f"train/bubble/{_ROLES}", "whole", "", "ratio",
            "with pipeline stages: the time in which a stage waits for others, over the time in "
            "which it computes, as predicted: (p − 1) / (m v), with p stages of v virtual stages "

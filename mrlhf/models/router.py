@@ -113,9 +113,10 @@ class Router(torch.nn.Module):
         # With recomputation a pass without gradients comes first, which does not count.
         if self.training and torch.is_grad_enabled():
             owners = self._own_part(packed.owners)
-            counts = self._count(chosen, owners, len(packed.lengths))
+            counts = packed.rows_of(self._count(chosen, owners, packed.parts))
+            self.load += counts.sum(dim=0)
             if self.losses is not None:
-                loss = self._loss(self.losses, packed, owners, counts, logits, scores)
+                loss = self._loss(self.losses, packed, owners, counts.float(), logits, scores)
                 weights = _WithLoss.apply(weights, loss)
         return Routing(chosen, weights)
 
@@ -140,23 +141,22 @@ class Router(torch.nn.Module):
             return of_tokens
         return of_tokens.chunk(self._tp_group.size())[self._tp_group.rank()]
 
-    def _count(self, chosen: Tensor, owners: Tensor, sequences: int) -> Tensor:
-        """Count the tokens of each sequence that each expert got, and add them to the load.
+    def _count(self, chosen: Tensor, owners: Tensor, parts: int) -> Tensor:
+        """Count the tokens of each part of the pack that each expert got.
 
         Args:
             chosen: [tokens, per_token].
-            owners: [tokens], the sequence of each; `sequences` for padding.
-            sequences: their number in the pack.
+            owners: [tokens], the part of each; `parts` for padding.
+            parts: their number in the pack.
 
         Returns:
-            float32 [sequences + 1, experts], of this rank's tokens.
+            int64 [parts + 1, experts], of this rank's tokens; 0 for padding.
         """
         experts = self._experts.count
         places = owners.unsqueeze(-1) * experts + chosen
-        counts = occurrences(places, (sequences + 1) * experts)
-        counts = counts.view(sequences + 1, experts)
-        self.load += counts[:-1].sum(dim=0)
-        return counts.float()
+        counts = occurrences(places, (parts + 1) * experts).view(parts + 1, experts)
+        counts[-1] = 0
+        return counts
 
     def _loss(
         self,
@@ -169,23 +169,24 @@ class Router(torch.nn.Module):
     ) -> Tensor:
         """Return a scalar with the gradient that this rank's tokens contribute.
 
-        `owners` and `counts` are those of `_count`; `logits` and `scores` are [tokens, experts].
+        `owners` are those of `_count`; `logits` and `scores` are [tokens, experts]. `counts`,
+        float32 [rows, experts], are the tokens of each sequence that each expert got.
         """
         if losses.balance and self._sequence_group.size() > 1:
             dist.all_reduce(counts, group=self._sequence_group)
-        # A sequence counts as much as any other, so its tokens count less the more there are;
-        # padding does not count.
+        # A sequence counts as much as any other, so its tokens count less the more there are; a
+        # shared prompt counts in each of its sequences, and padding in none.
         lengths = packed.lengths.float()
-        per_token = F.pad(losses.share / lengths, (0, 1))[owners]
+        per_token = losses.share / lengths
+        weights = packed.parts_of(per_token)[owners]
 
-        loss = losses.z * (logits.logsumexp(dim=-1).square() * per_token).sum()
+        loss = losses.z * (logits.logsumexp(dim=-1).square() * weights).sum()
         if losses.balance:
-            tokens = F.pad(lengths, (0, 1), value=1.0).unsqueeze(-1)
-            loads = counts * self._experts.count / (self._experts.per_token * tokens)
+            tokens = self._experts.per_token * lengths.unsqueeze(-1)
+            loads = counts * self._experts.count / tokens * per_token.unsqueeze(-1)
             if self._experts.scoring == "sigmoid":
                 scores = scores / (scores.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
-            balance = (loads[owners] * scores).sum(dim=-1)
-            loss = loss + losses.balance * (balance * per_token).sum()
+            loss = loss + losses.balance * (packed.parts_of(loads)[owners] * scores).sum()
         return loss
 
 

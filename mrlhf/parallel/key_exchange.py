@@ -1,9 +1,9 @@
-"""Brings the keys and values of whole sequences to every context-parallel rank, layer by layer.
+"""Lays out the keys and values that each segment of a pack may see, layer by layer.
 
-A rank has the keys of its own segments. In the forward pass it gathers those of all ranks, and lays
-out for each of its segments the tokens that the segment may see: all up to its own end. In the
-backward pass each rank gets back the sum of the gradients of its own keys. This file knows no
-attention.
+A rank has the keys of its own segments. In the forward pass it gathers those of the other
+context-parallel ranks, if there are any, and lays out for each of its segments the tokens that the
+segment may see: a shared prompt before it, and all of its part up to its own end. In the backward
+pass each rank gets back the sum of the gradients of its own keys. This file knows no attention.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrlhf.parallel.packs import Trees
 from mrlhf.parallel.segments import Segments
 
 
@@ -22,7 +23,7 @@ from mrlhf.parallel.segments import Segments
 class KeyExchange:
     """The exchange of one pack, the same for all layers."""
 
-    group: dist.ProcessGroup  # the ranks that share the sequences
+    group: dist.ProcessGroup | None  # the ranks that share the sequences; None: this one alone
     # int64 [seen], the tokens that each held segment may see, in order, as their places among the
     # tokens of all ranks, one rank after the other.
     places: Tensor
@@ -39,6 +40,8 @@ class KeyExchange:
 
     def lay_out(self, own: Tensor) -> Tensor:
         """The same as `gather` without gradients."""
+        if self.group is None:
+            return own.index_select(0, self.places)
         whole = own.new_empty((self.group.size() * self.tokens, *own.shape[1:]))
         dist.all_gather_into_tensor(whole, own.contiguous(), group=self.group)
         return whole.index_select(0, self.places)
@@ -49,9 +52,12 @@ class KeyExchange:
         `gradients` [seen, ...] are those of the result of `lay_out`.
         """
         shape = gradients.shape[1:]
-        whole = gradients.new_zeros((self.group.size() * self.tokens, *shape))
-        # A token stands in it twice if both segments of this rank see it.
+        ranks = 1 if self.group is None else self.group.size()
+        whole = gradients.new_zeros((ranks * self.tokens, *shape))
+        # A token stands in it as often as segments of this rank see it.
         whole.index_add_(0, self.places, gradients)
+        if self.group is None:
+            return whole
         own = gradients.new_empty((self.tokens, *shape))
         dist.reduce_scatter_tensor(own, whole, group=self.group)
         return own
@@ -68,28 +74,41 @@ class _Gather(torch.autograd.Function):
         return None, ctx.exchange.give_back(gradients[0])
 
 
-def seen_places(boundaries: Tensor, tokens: int, segments: Segments) -> Tensor:
+def seen_places(
+    boundaries: Tensor, tokens: int, segments: Segments, trees: Trees | None = None
+) -> Tensor:
     """The places of `KeyExchange`.
 
-    `boundaries` is int32 [sequences + 1]: the beginning of each padded sequence, and the end. A
-    rank has `tokens` tokens.
+    `boundaries` is int32 [parts + 1]: the beginning of each padded part, and the end; without
+    `trees` a part is a sequence. A rank has `tokens` tokens.
     """
     device = boundaries.device
     begins = boundaries[:-1].long()
     lengths = boundaries.diff().long() // segments.count
     held = torch.tensor(segments.held, dtype=torch.int64, device=device)
-    seen = (lengths[:, None] * (held + 1)).flatten()
-
-    # For each token that is seen: the segment length and the beginning of its sequence, and its
-    # position in that. The number of these tokens is known without waiting for the device.
+    seen = lengths[:, None] * (held + 1)
+    # The number of tokens that are seen is known without waiting for the device.
     total = tokens * segments.size // segments.count * (sum(segments.held) + len(segments.held))
+    if trees is not None:
+        seen = seen + trees.firsts.long()[:, None]
+        total += trees.before * len(segments.held)
+    seen = seen.flatten()
+
+    # For each token that is seen: its part, and its position in that.
     number = torch.arange(len(seen), device=device).repeat_interleave(seen, output_size=total)
     position = torch.arange(total, device=device) - (seen.cumsum(0) - seen)[number]
-    sequence = number // len(segments.held)
-    length = lengths[sequence]
+    part = number // len(segments.held)
+    if trees is not None:
+        firsts = trees.firsts.long()
+        prompts = torch.arange(len(firsts), device=device)
+        prompts[trees.ends.long()] = trees.prompts.long().clamp(max=len(firsts) - 1)
+        before = firsts[part]
+        part = torch.where(position < before, prompts[part], part)
+        position = torch.where(position < before, position, position - before)
 
+    length = lengths[part]
     segment = position // length
     owner = torch.minimum(segment, segments.count - 1 - segment)
     is_second = (segment >= segments.size).long()
-    among_own = begins[sequence] // segments.size + is_second * length + position % length
+    among_own = begins[part] // segments.size + is_second * length + position % length
     return owner * tokens + among_own

@@ -16,6 +16,7 @@ from mrlhf.parallel import pipeline_order
 from mrlhf.parallel.balance import pack_rows, split_balanced
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.prefixes import SharedPrompts, united
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class MiniBatch:
 
     rows: list[int]  # over all ranks; ascending, without gaps
     micro_batches: list[list[list[int]]]  # rows packed together, by [dp rank][micro-batch]
+    loads: list[int]  # the work of each dp rank
+    tokens: int = 0  # of all micro-batches
+    saved: int = 0  # tokens that need not be there, since rows share them
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,16 @@ class Balance:
     # other at the end of each.
     imbalance: float
     micro_batches: float  # of a data-parallel rank in a mini-batch; the mean
+    shared: float | None = None  # the share of all tokens that is not computed again; see metrics
 
     def metrics(self, role: str, layout: ParallelLayout) -> dict[str, float]:
-        """`train/imbalance/<role>`, and with several pipeline stages `train/bubble/<role>`."""
+        """`train/imbalance/<role>`, and with several pipeline stages `train/bubble/<role>`.
+
+        With prompts that are computed once, also `perf/shared_tokens/<role>`.
+        """
         metrics = {f"train/imbalance/{role}": self.imbalance}
+        if self.shared is not None:
+            metrics[f"perf/shared_tokens/{role}"] = self.shared
         if layout.pp > 1:
             bubble = pipeline_order.bubble(self.micro_batches, layout.pp, layout.vpp)
             metrics[f"train/bubble/{role}"] = bubble
@@ -72,21 +82,17 @@ class BatchCut:
         return [pack for mini_batch in self.mini_batches for pack in mini_batch.packs]
 
 
-def balance_of(mini_batches: Sequence[MiniBatch], costs: Sequence[int]) -> Balance:
-    """How evenly a cut shares out rows of these costs."""
-    largest = 0
-    total = 0
-    packs = 0
-    ranks = 0
-    for mini_batch in mini_batches:
-        loads = []
-        for share in mini_batch.micro_batches:
-            loads.append(sum(costs[row] for pack in share for row in pack))
-            packs += len(share)
-        largest += max(loads) * len(loads)
-        total += sum(loads)
-        ranks += len(loads)
-    return Balance(imbalance=largest / total, micro_batches=packs / ranks)
+def balance_of(mini_batches: Sequence[MiniBatch], shares_prompts: bool = False) -> Balance:
+    """How evenly a cut shares out the work, and what it saves if rows share their prompts."""
+    largest = sum(max(mini_batch.loads) * len(mini_batch.loads) for mini_batch in mini_batches)
+    total = sum(sum(mini_batch.loads) for mini_batch in mini_batches)
+    packs = sum(len(share) for mini_batch in mini_batches for share in mini_batch.micro_batches)
+    ranks = sum(len(mini_batch.loads) for mini_batch in mini_batches)
+    shared = None
+    if shares_prompts:
+        saved = sum(mini_batch.saved for mini_batch in mini_batches)
+        shared = saved / (saved + sum(mini_batch.tokens for mini_batch in mini_batches))
+    return Balance(imbalance=largest / total, micro_batches=packs / ranks, shared=shared)
 
 
 def cut_mini_batches(
@@ -97,6 +103,7 @@ def cut_mini_batches(
     budget: int,
     together: int = 1,
     in_step: bool = False,
+    shared: SharedPrompts | None = None,
 ) -> list[MiniBatch]:
     """Cut rows 0..len(lengths)-1, in order, into mini-batches and share each out over `dp` ranks.
 
@@ -113,6 +120,8 @@ def cut_mini_batches(
             two sides of a preference pair.
         in_step: whether all ranks need the same number of micro-batches, since tokens travel
             between them. Those that lack some then have empty ones at the end of a mini-batch.
+        shared: prompts that a micro-batch holds once; rows that share one stay together where
+            there is room, and as long as every rank gets some.
     """
     assert len(lengths) % together == 0, (len(lengths), together)
     assert mini_batch_rows % together == 0, (mini_batch_rows, together)
@@ -121,12 +130,21 @@ def cut_mini_batches(
     for begin in range(0, len(lengths), mini_batch_rows):
         rows = list(range(begin, min(begin + mini_batch_rows, len(lengths))))
         units = [rows[i : i + together] for i in range(0, len(rows), together)]
-        unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
-        unit_costs = [sum(costs[row] for row in unit) for unit in units]
+        if shared is None:
+            unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
+            unit_costs = [sum(costs[row] for row in unit) for unit in units]
+            saved = 0
+        else:
+            units = united(units, shared, budget, dp)
+            unit_lengths = [shared.tokens(unit, lengths) for unit in units]
+            unit_costs = [shared.cost(unit, costs) for unit in units]
+            saved = sum(shared.saved(unit) for unit in units)
         parts = min(dp, len(units))
 
+        loads = [0] * dp
         micro_batches: list[list[list[int]]] = [[] for _ in range(dp)]
         for rank, share in enumerate(split_balanced(unit_costs, parts)):
+            loads[rank] = sum(unit_costs[i] for i in share)
             lengths_here = [unit_lengths[i] for i in share]
             costs_here = [unit_costs[i] for i in share]
             for pack in pack_rows(lengths_here, costs_here, budget):
@@ -136,5 +154,5 @@ def cut_mini_batches(
             most = max(map(len, micro_batches))
             for share_of_rank in micro_batches:
                 share_of_rank += [[] for _ in range(most - len(share_of_rank))]
-        mini_batches.append(MiniBatch(rows, micro_batches))
+        mini_batches.append(MiniBatch(rows, micro_batches, loads, sum(unit_lengths), saved))
     return mini_batches

@@ -19,7 +19,8 @@ from mrlhf.device import send
 from mrlhf.parallel.key_exchange import KeyExchange, seen_places
 from mrlhf.parallel.masks import Packed
 from mrlhf.parallel.pack_routing import PackRouting, PassRouting
-from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.packs import Pack, Trees
+from mrlhf.parallel.segments import WHOLE, Segments
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,16 @@ class PackedSequences(PackedSeqParams):
     """Sequences laid end to end, or the segments of them that this rank holds.
 
     `cu_seqlens_q` has the beginning of each sequence or segment, and `cu_seqlens_kv` that of the
-    keys that it may see. The last query of each sees the last of its keys.
+    keys that it may see. The last query of each sees the last of its keys. Where rows share
+    prompts, parts of sequences stand for sequences in this.
     """
 
     position_ids: Tensor = field(kw_only=True)  # int64 [tokens], from 0 in each sequence
-    # int32 [sequences], tokens of each whole sequence. Padding at its end does not count; nor does
-    # a sequence of padding, which stands behind the others.
+    # int32 [rows], tokens of each whole sequence. Padding at its end does not count.
     lengths: Tensor = field(kw_only=True)
-    # Brings the keys of whole sequences here; None where this rank has whole sequences.
+    trees: Trees | None = field(kw_only=True, default=None)
+    segments: Segments = field(kw_only=True, default=WHOLE)
+    # Lays out the keys that each may see; None where they are its own, in their place.
     keys: KeyExchange | None = field(kw_only=True, default=None)
     # Replays and records the experts of the tokens; None: the routers choose.
     routing: PackRouting | None = field(kw_only=True, default=None)
@@ -68,19 +71,25 @@ class PackedSequences(PackedSeqParams):
         `cp_group` are the ranks that share the sequences; None if this rank has them whole.
         """
         segments = pack.segments
+        trees = pack.trees
         query_edges = key_edges = pack.boundaries
         longest_keys = pack.longest
         keys = None
 
-        if segments.size > 1:
-            assert cp_group is not None and cp_group.size() == segments.size
+        if segments.size > 1 or trees is not None:
+            assert segments.size == 1 or (cp_group is not None and cp_group.size() == segments.size)
             lengths = pack.boundaries.diff() // segments.count
             held = torch.tensor(segments.held, dtype=torch.int32, device=lengths.device)
             query_edges = _edges(lengths.repeat_interleave(len(segments.held)))
-            key_edges = _edges((lengths[:, None] * (held + 1)).flatten())
+            seen = lengths[:, None] * (held + 1)
             longest_keys = pack.longest // segments.count * (segments.held[-1] + 1)
+            if trees is not None:
+                seen = seen + trees.firsts[:, None]
+                longest_keys = trees.reach
+            key_edges = _edges(seen.flatten())
             tokens = len(pack.token_ids)
-            keys = KeyExchange(cp_group, seen_places(pack.boundaries, tokens, segments), tokens)
+            places = seen_places(pack.boundaries, tokens, segments, trees)
+            keys = KeyExchange(cp_group if segments.size > 1 else None, places, tokens)
 
         packed = cls(
             qkv_format="thd",
@@ -90,10 +99,12 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=longest_keys,
             position_ids=pack.position_ids,
             lengths=send(pack.lengths, pack.boundaries.device),
+            trees=trees,
+            segments=segments,
             keys=keys,
         )
         if routing is not None:
-            packed.routing = routing.of_pack(pack, packed.owners, packed.position_ids)
+            packed.routing = routing.of_pack(pack, packed.rows, packed.position_ids)
         return packed
 
     @cached_property
@@ -107,17 +118,60 @@ class PackedSequences(PackedSeqParams):
             self.keys,
         )
 
+    @property
+    def parts(self) -> int:
+        """The number of parts, which is that of sequences where no prompts are shared."""
+        return len(self.lengths) if self.trees is None else len(self.trees.firsts)
+
     @cached_property
     def owners(self) -> Tensor:
-        """The sequence that each token belongs to, int64 [tokens]; `len(lengths)` for padding."""
-        parts = self.cu_seqlens_q.diff()
-        segments_each = 1 if self.keys is None else 2
-        numbers = torch.arange(len(parts), device=parts.device) // segments_each
+        """The part that each token belongs to, int64 [tokens]; `parts` for padding."""
+        edges = self.cu_seqlens_q.diff()
+        numbers = torch.arange(len(edges), device=edges.device) // len(self.segments.held)
         tokens = len(self.position_ids)
-        numbers = numbers.repeat_interleave(parts, output_size=tokens)
+        numbers = numbers.repeat_interleave(edges, output_size=tokens)
 
-        ends = torch.nn.functional.pad(self.lengths, (0, 1))  # of a sequence of padding: 0
-        return numbers.where(self.position_ids < ends[numbers], len(self.lengths))
+        if self.trees is None:
+            ends = torch.nn.functional.pad(self.lengths, (0, 1))  # of a sequence of padding: 0
+        else:
+            ends = self.trees.firsts + self.trees.lengths
+        return numbers.where(self.position_ids < ends[numbers], self.parts)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The row that each token belongs to, int64 [tokens]; the number of rows for padding.
+
+        A shared prompt belongs to the first of its rows.
+        """
+        if self.trees is None:
+            return self.owners
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)
+        of_parts = rows.new_full((self.parts + 1,), len(rows))
+        prompts = self.trees.prompts.long()
+        of_parts.scatter_reduce_(0, prompts, rows, "amin")
+        of_parts[self.trees.ends.long()] = rows
+        of_parts[self.parts] = len(rows)
+        return of_parts[self.owners]
+
+    def rows_of(self, of_parts: Tensor) -> Tensor:
+        """Sums over the parts of each row, [rows, ...], of numbers of parts, [parts + 1, ...].
+
+        The last number is that of padding, and must be 0 where rows have no shared prompt.
+        """
+        if self.trees is None:
+            return of_parts[:-1]
+        return of_parts[self.trees.ends.long()] + of_parts[self.trees.prompts.long()]
+
+    def parts_of(self, of_rows: Tensor) -> Tensor:
+        """Sums over the rows that have each part, [parts + 1, ...], of numbers of rows; see
+        `rows_of`."""
+        if self.trees is None:
+            return torch.cat([of_rows, torch.zeros_like(of_rows[:1])])
+        sums = of_rows.new_zeros((self.parts + 1, *of_rows.shape[1:]))
+        sums.index_add_(0, self.trees.ends.long(), of_rows)
+        sums.index_add_(0, self.trees.prompts.long(), of_rows)
+        sums[-1] = 0
+        return sums
 
     def rotation(self, frequencies: Tensor, scale: float) -> Rotation:
         """The angles by which a layer rotates the tokens; `scale` multiplies cosines and sines.

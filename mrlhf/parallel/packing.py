@@ -18,10 +18,65 @@ from torch import Tensor
 
 from mrlhf.batch import Parts, Sequences
 from mrlhf.device import send
-from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.packs import Pack, Trees
 from mrlhf.parallel.segments import WHOLE, Segments
 
 Select = Literal["response", "last"]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is laid end to end: rows, or the parts of rows that share prompts; int64."""
+
+    sources: Tensor  # [parts], a row that has each part
+    firsts: Tensor  # [parts], the position of each part's first token in its row
+    lengths: Tensor  # [parts], tokens of each part
+    pack_of: Tensor  # [parts], the pack of each part
+    ends: Tensor  # [rows], the part that each row ends with
+    prompts: Tensor | None = None  # [rows], the part of its shared prompt, -1 for none
+
+    @staticmethod
+    def whole(rows: Tensor, pack_of: Tensor, sequences: Sequences) -> _Parts:
+        """Each row as one part."""
+        return _Parts(
+            rows, torch.zeros_like(rows), sequences.lengths[rows], pack_of, torch.arange(len(rows))
+        )
+
+    @staticmethod
+    def sharing(rows: Tensor, pack_of: Tensor, sequences: Sequences, groups: Tensor) -> _Parts:
+        """The prompt of neighbours in a pack that are of one group, and the rest of each."""
+        group = groups[rows]
+        begins = torch.ones(len(rows), dtype=torch.bool)
+        begins[1:] = (group[1:] != group[:-1]) | (pack_of[1:] != pack_of[:-1])
+        tree = begins.cumsum(0) - 1
+        members = torch.bincount(tree)
+        is_shared = members > 1
+
+        # In each tree the prompt comes first, if it is a part of its own.
+        parts_in = members + is_shared
+        first_part = parts_in.cumsum(0) - parts_in
+        first_row = members.cumsum(0) - members
+        number = torch.arange(len(rows)) - first_row[tree]
+        ends = first_part[tree] + is_shared[tree] + number
+
+        parts = int(parts_in.sum())
+        sources = torch.empty(parts, dtype=torch.int64)
+        firsts = torch.zeros(parts, dtype=torch.int64)
+        lengths = torch.empty(parts, dtype=torch.int64)
+        packs = torch.empty(parts, dtype=torch.int64)
+        prompt_lengths = sequences.prompt_lengths[rows]
+        sources[ends] = rows
+        packs[ends] = pack_of
+        firsts[ends] = torch.where(is_shared[tree], prompt_lengths, 0)
+        lengths[ends] = sequences.lengths[rows] - firsts[ends]
+
+        owner = first_row[is_shared]
+        place = first_part[is_shared]
+        sources[place] = rows[owner]
+        packs[place] = pack_of[owner]
+        lengths[place] = prompt_lengths[owner]
+        prompts = torch.where(is_shared[tree], first_part[tree], -1)
+        return _Parts(sources, firsts, lengths, packs, ends, prompts)
 
 
 @dataclass(frozen=True)
@@ -30,11 +85,12 @@ class _Laid:
 
     rows: Tensor  # [rows], in the order of the packs
     rows_in: Tensor  # [packs], the number of rows of each pack
-    pack_of: Tensor  # [rows], the pack of each row
-    begins: Tensor  # [rows], the beginning of each row
-    lengths: Tensor  # [rows], tokens of each row
-    padded: Tensor  # [rows], tokens of each row with its own padding
-    padding: Tensor  # [packs], tokens after the last row of each pack
+    row_pack: Tensor  # [rows], the pack of each row
+    parts: _Parts
+    parts_in: Tensor  # [packs], the number of parts of each pack
+    begins: Tensor  # [parts], the beginning of each part
+    padded: Tensor  # [parts], tokens of each part with its own padding
+    padding: Tensor  # [packs], tokens after the last part of each pack
     ends: Tensor  # [packs], the end of each pack, its padding included
 
     @property
@@ -49,25 +105,28 @@ class _Laid:
 
 
 class _Held:
-    """The segments of each row that one rank holds; int64."""
+    """The segments of some parts that one rank holds, all parts unless they are named; int64."""
 
-    def __init__(self, laid: _Laid, segments: Segments) -> None:
+    def __init__(self, laid: _Laid, segments: Segments, parts: Tensor | None = None) -> None:
+        chosen: Tensor | slice = slice(None) if parts is None else parts
         held = torch.tensor(segments.held, dtype=torch.int64)
-        # [rows, 1], tokens of a segment, with padding.
-        self.sizes = (laid.padded // segments.count)[:, None]
-        # [rows, held], the position of each segment's first token in its sequence.
-        self.positions = self.sizes * held
-        # [rows, held], the beginning of each segment, if this rank's packs are laid end to end.
+        # [parts, 1], tokens of a segment, with padding.
+        self.sizes = (laid.padded[chosen] // segments.count)[:, None]
+        # [parts, held], the position of each segment's first token in its sequence.
+        self.positions = laid.parts.firsts[chosen][:, None] + self.sizes * held
+        # [parts, held], the beginning of each segment, if this rank's packs are laid end to end.
         numbers = torch.arange(len(held))
-        self.begins = (laid.begins // segments.size)[:, None] + self.sizes * numbers
+        self.begins = (laid.begins[chosen] // segments.size)[:, None] + self.sizes * numbers
+        # [parts, 1], where the tokens of each part end in its sequence.
+        self.ends = (laid.parts.firsts + laid.parts.lengths)[chosen][:, None]
 
     def within(self, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """The first position from `first` up to `end`, [rows], in each segment, and their number.
+        """The first position from `first` up to `end`, [parts], in each segment, and their number.
 
-        Both are [rows, held].
+        Both are [parts, held].
         """
         low = torch.maximum(self.positions, first[:, None])
-        high = torch.minimum(self.positions + self.sizes, end[:, None])
+        high = torch.minimum(self.positions + self.sizes, end[:, None]).minimum(self.ends)
         return low, (high - low).clamp(min=0)
 
 
@@ -78,6 +137,7 @@ def make_packs(
     multiple: int,
     device: torch.device,
     segments: Segments = WHOLE,
+    groups: Tensor | None = None,
 ) -> list[Pack]:
     """Lay sequences end to end, and move the packs to `device`.
 
@@ -90,23 +150,25 @@ def make_packs(
             sequence of zeros.
         segments: those that this rank holds. Each sequence is padded with zeros, so that its
             segments are equally long.
+        groups: int64 [rows of the batch]; neighbours in a pack that have the same number share
+            their prompt, and the pack has it once. None: every row has its own.
     """
     if not packs:
         return []
-    laid = _lay(sequences, packs, segments, multiple)
+    laid = _lay(sequences, packs, segments, multiple, groups)
     token_ids = _token_ids(sequences, laid, segments)
 
     edges_in, boundaries = _boundaries(laid)
-    longest = torch.zeros_like(laid.rows_in).scatter_reduce(0, laid.pack_of, laid.padded, "amax")
-    longest = torch.maximum(longest, laid.padding)
+    longest = torch.maximum(_largest(laid, laid.padded), laid.padding)
 
     tokens_in = (laid.tokens_in // segments.size).tolist()
     fields_of: dict[str, Sequence[Any]] = {
         "rows": packs,
         "token_ids": send(token_ids, device).split(tokens_in),
         "boundaries": send(boundaries, device).split(edges_in.tolist()),
-        "lengths": laid.lengths.int().split(laid.rows_in.tolist()),
+        "lengths": sequences.lengths[laid.rows].int().split(laid.rows_in.tolist()),
         "longest": longest.tolist(),
+        "trees": _trees(laid, edges_in, device),
         **_selected(sequences, laid, segments, select, device),
     }
     width = sequences.width if select == "response" else 1
@@ -117,24 +179,32 @@ def make_packs(
 
 
 def _lay(
-    sequences: Sequences, packs: Sequence[list[int]], segments: Segments, multiple: int
+    sequences: Sequences,
+    packs: Sequence[list[int]],
+    segments: Segments,
+    multiple: int,
+    groups: Tensor | None,
 ) -> _Laid:
     rows = torch.tensor(list(chain.from_iterable(packs)), dtype=torch.int64)
     rows_in = torch.tensor([len(pack) for pack in packs], dtype=torch.int64)
-    pack_of = torch.arange(len(packs)).repeat_interleave(rows_in)
+    row_pack = torch.arange(len(packs)).repeat_interleave(rows_in)
+    if groups is None:
+        parts = _Parts.whole(rows, row_pack, sequences)
+    else:
+        parts = _Parts.sharing(rows, row_pack, sequences, groups)
 
-    lengths = sequences.lengths[rows]
-    padded = segments.padded(lengths)
-    filled = torch.zeros_like(rows_in).index_add(0, pack_of, padded)
+    padded = segments.padded(parts.lengths)
+    filled = torch.zeros_like(rows_in).index_add(0, parts.pack_of, padded)
     whole_multiple = segments.pack_multiple(multiple)
     padding = torch.where(filled == 0, whole_multiple, -filled % whole_multiple)
     padding_before = padding.cumsum(0) - padding
     return _Laid(
         rows=rows,
         rows_in=rows_in,
-        pack_of=pack_of,
-        begins=padded.cumsum(0) - padded + padding_before[pack_of],
-        lengths=lengths,
+        row_pack=row_pack,
+        parts=parts,
+        parts_in=torch.bincount(parts.pack_of, minlength=len(packs)),
+        begins=padded.cumsum(0) - padded + padding_before[parts.pack_of],
         padded=padded,
         padding=padding,
         ends=(filled + padding).cumsum(0),
@@ -144,8 +214,9 @@ def _lay(
 def _token_ids(sequences: Sequences, laid: _Laid, segments: Segments) -> Tensor:
     """All tokens of all packs on this rank, int32, zeros where they are padded."""
     held = _Held(laid, segments)
-    positions, counts = held.within(torch.zeros_like(laid.lengths), laid.lengths)
-    begins = sequences.begins[laid.rows][:, None] + positions
+    firsts = laid.parts.firsts
+    positions, counts = held.within(firsts, firsts + laid.parts.lengths)
+    begins = sequences.begins[laid.parts.sources][:, None] + positions
     tokens = Parts(begins.flatten(), counts.flatten()).of(sequences.token_ids)
     total = int(laid.ends[-1]) // segments.size
     if len(tokens) == total:
@@ -159,7 +230,7 @@ def _token_ids(sequences: Sequences, laid: _Laid, segments: Segments) -> Tensor:
 def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor]:
     """The number of boundaries of each pack, [packs]; all boundaries, int32.
 
-    Padding after the last row is a sequence too.
+    Padding after the last part is a part too.
     """
     is_padded = laid.padding > 0
     padding_begins = (laid.ends - laid.padding)[is_padded]
@@ -167,9 +238,53 @@ def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor]:
 
     # Where a pack ends the next one begins; the stable order puts the end first.
     edges = torch.cat([laid.ends, begins]).sort(stable=True).values
-    edges_in = laid.rows_in + is_padded + 1
+    edges_in = laid.parts_in + is_padded + 1
     boundaries = edges - laid.pack_begins.repeat_interleave(edges_in)
     return edges_in, boundaries.to(torch.int32)
+
+
+def _largest(laid: _Laid, of_parts: Tensor) -> Tensor:
+    """The largest number of the parts of each pack, [packs]; 0 without parts."""
+    zeros = torch.zeros_like(laid.parts_in)
+    return zeros.scatter_reduce(0, laid.parts.pack_of, of_parts, "amax")
+
+
+def _trees(laid: _Laid, edges_in: Tensor, device: torch.device) -> Sequence[Trees | None]:
+    """The trees of each pack; None for all if rows share no prompts."""
+    parts = laid.parts
+    if parts.prompts is None:
+        return [None] * len(laid.parts_in)
+    reach = torch.maximum(_largest(laid, parts.firsts + laid.padded), laid.padding).tolist()
+    before = torch.zeros_like(laid.parts_in).index_add(0, parts.pack_of, parts.firsts).tolist()
+
+    # The padding of a pack is its last part.
+    parts_with_padding = edges_in - 1
+    places = torch.arange(len(parts.firsts))
+    places += (torch.nn.functional.pad((parts_with_padding - laid.parts_in), (1, 0)).cumsum(0))[
+        parts.pack_of
+    ]
+    of_parts = torch.zeros((2, int(parts_with_padding.sum())), dtype=torch.int32)
+    of_parts[:, places] = torch.stack([parts.firsts, parts.lengths]).int()
+
+    first_part = (laid.parts_in.cumsum(0) - laid.parts_in)[laid.row_pack]
+    none = parts_with_padding[laid.row_pack]
+    prompts = torch.where(parts.prompts < 0, none, parts.prompts - first_part)
+    of_rows = torch.stack([parts.ends - first_part, prompts]).int()
+
+    split_parts = send(of_parts, device).split(parts_with_padding.tolist(), dim=1)
+    rows_in = laid.rows_in.tolist()
+    split_rows = send(of_rows, device).split(rows_in, dim=1)
+    repeats = []
+    for shared in parts.prompts.split(rows_in):
+        numbers, times = shared[shared >= 0].unique(return_counts=True)
+        tokens = parts.lengths[numbers].tolist()
+        repeats.append(list(zip(tokens, (times - 1).tolist(), strict=True)))
+    return [
+        Trees(*of_parts, *of_rows, *of_pack)
+        for of_parts, of_rows, *of_pack in zip(
+            split_parts, split_rows, reach, before, repeats, strict=True
+        )
+    ]
 
 
 def _selected(
@@ -178,30 +293,28 @@ def _selected(
     """The fields of each pack about its selected positions."""
     if select == "response":
         first = sequences.prompt_lengths[laid.rows] - 1
-        end = laid.lengths - 1
+        end = sequences.lengths[laid.rows] - 1
     else:
-        first = laid.lengths - 1
-        end = laid.lengths
+        first = sequences.lengths[laid.rows] - 1
+        end = sequences.lengths[laid.rows]
 
     columns = []
     counts = []
     for of_rank in segments.of_all_ranks:
-        low, count = _Held(laid, of_rank).within(first, end)
+        low, count, _ = _within_rows(laid, of_rank, first, end)
         columns.append(low - first[:, None])
         counts.append(count)
 
-    held = _Held(laid, segments)
-    low, count = held.within(first, end)
-    pack_begins = (laid.pack_begins // segments.size)[laid.pack_of]
-    begins = held.begins - pack_begins[:, None] + low - held.positions
-    positions = Parts(begins.flatten(), count.flatten()).places
+    low, count, begins = _within_rows(laid, segments, first, end)
+    pack_begins = (laid.pack_begins // segments.size)[laid.row_pack]
+    positions = Parts((begins - pack_begins[:, None]).flatten(), count.flatten()).places
 
     target_ids = torch.zeros(len(positions), dtype=torch.int32)
     if select == "response":
         next_begins = sequences.begins[laid.rows][:, None] + low + 1
         target_ids = Parts(next_begins.flatten(), count.flatten()).of(sequences.token_ids)
 
-    count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.pack_of, count.sum(dim=1)).tolist()
+    count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.row_pack, count.sum(dim=1)).tolist()
     rows_in = laid.rows_in.tolist()
     return {
         "select": send(positions.int(), device).split(count_in),
@@ -209,3 +322,29 @@ def _selected(
         "columns": torch.stack(columns).split(rows_in, dim=1),
         "counts": torch.stack(counts).split(rows_in, dim=1),
     }
+
+
+def _within_rows(
+    laid: _Laid, segments: Segments, first: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The positions from `first` up to `end`, [rows], in each segment of a row that a rank holds.
+
+    The segments of a shared prompt come before those of what follows it.
+
+    Returns:
+        Three tensors of [rows, segments]: the first of the positions, their number, and the place
+        of the first, if the rank's packs are laid end to end.
+    """
+    whole = [(laid.parts.ends, end)]
+    if laid.parts.prompts is not None:
+        # Rows without a shared prompt take none of the positions from the first part.
+        of_prompt = torch.where(laid.parts.prompts < 0, first, end)
+        whole.insert(0, (laid.parts.prompts.clamp(min=0), of_prompt))
+
+    found = []
+    for parts, last in whole:
+        held = _Held(laid, segments, parts)
+        low, count = held.within(first, last)
+        found.append((low, count, held.begins + low - held.positions))
+    lows, counts, begins = (torch.cat(columns, dim=1) for columns in zip(*found, strict=True))
+    return lows, counts, begins

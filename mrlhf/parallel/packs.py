@@ -19,11 +19,30 @@ from mrlhf.parallel.segments import Segments
 
 
 @dataclass(frozen=True)
+class Trees:
+    """How the parts of a pack make sequences, where rows share their prompts.
+
+    A part is a prompt that several rows share, what follows it in one of them, a whole row, or the
+    padding at the end; a prompt stands before all that follow it. Tensors are int32 and where the
+    model is.
+    """
+
+    firsts: Tensor  # [parts], the position of each part's first token in its sequence
+    lengths: Tensor  # [parts], tokens of each part, unpadded; 0 for padding
+    ends: Tensor  # [rows], the part that each row ends with
+    prompts: Tensor  # [rows], the part of each row's shared prompt; the number of parts: none
+    reach: int  # tokens of the longest sequence, with the padding at its end
+    before: int  # the sum of `firsts`
+    repeats: list[tuple[int, int]]  # tokens of each shared prompt, and rows that need no other
+
+
+@dataclass(frozen=True)
 class Pack:
     """Sequences laid end to end, as one micro-batch of a pipeline.
 
     With context parallelism the tokens and the selected positions are those of the segments that
-    this rank holds: for each sequence one segment after the other, sequence by sequence.
+    this rank holds: for each sequence one segment after the other, sequence by sequence. Where rows
+    share prompts, the parts of `trees` stand for the sequences in this.
 
     Every rank keeps its packs for the whole step, so a pack holds as little as it can, in int32;
     the properties are made anew each time, in int64. Tensors are where the model is, except
@@ -32,23 +51,25 @@ class Pack:
 
     rows: list[int]  # rows of the batch that are in the pack, in order
     token_ids: Tensor  # int32 [tokens]
-    # int32 [sequences + 1], the beginning of each whole sequence with its padding, and the end,
-    # over all ranks that share the sequences.
+    # int32 [sequences + 1], the beginning of each whole sequence, or part, with its padding, and
+    # the end, over all ranks that share the sequences.
     boundaries: Tensor
     lengths: Tensor  # int32 [rows], tokens of each whole sequence, unpadded; on the host
-    longest: int  # tokens of the longest whole sequence, with padding
+    longest: int  # tokens of the longest whole sequence, or part, with padding
     select: Tensor  # int32 [selected], the positions whose output is wanted
     # int32 [selected], the token that follows each of them in its sequence, on whichever rank; 0 if
     # the last tokens are selected.
     target_ids: Tensor
     # int64 [ranks, rows, held], the first column of each held segment's numbers in their row of a
-    # table; of all ranks that share the sequences.
+    # table; of all ranks that share the sequences. With `trees` the segments of a row are those of
+    # its prompt and then those of its last part.
     columns: Tensor
     counts: Tensor  # int64 [ranks, rows, held], selected positions of each held segment
     # Columns of a table that holds a number for each selected position; those of a row stand in its
     # first columns.
     width: int
     segments: Segments  # those that this rank holds
+    trees: Trees | None = None  # if rows may share prompts
 
     @property
     def position_ids(self) -> Tensor:
@@ -57,7 +78,10 @@ class Pack:
         device = self.boundaries.device
         held = send(torch.tensor(self.segments.held, dtype=torch.int64), device)
         lengths = self.boundaries.diff().long() // self.segments.count
-        positions = (lengths[:, None] * held).flatten()  # of the first token of each held segment
+        positions = lengths[:, None] * held  # of the first token of each held segment
+        if self.trees is not None:
+            positions += self.trees.firsts[:, None]
+        positions = positions.flatten()
         lengths = lengths.repeat_interleave(len(held))
         shifts = positions - (lengths.cumsum(0) - lengths)
         shifts = shifts.repeat_interleave(lengths, output_size=tokens)

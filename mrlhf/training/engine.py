@@ -39,6 +39,7 @@ from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packing import Select, make_packs
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.phases import Phases
+from mrlhf.parallel.prefixes import SharedPrompts, prompt_groups
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
@@ -232,6 +233,10 @@ class ModelEngine:
         segments = self.groups.segments
         lengths = segments.padded(sequences.lengths).tolist()
         costs = self._costs(sequences, select)
+        groups = shared = None
+        if self._section.share_prompts:
+            groups = prompt_groups(sequences)
+            shared = self._shared_prompts(sequences, groups)
         mini_batches = cut_mini_batches(
             lengths,
             costs,
@@ -240,21 +245,21 @@ class ModelEngine:
             self._section.micro_batch_tokens,
             together,
             in_step=layout.ep > 1,
+            shared=shared,
         )
 
         dp_rank = self.groups.coordinates.dp
         shares = [mini_batch.micro_batches[dp_rank] for mini_batch in mini_batches]
         multiple = layout.tp if self._section.sequence_parallel else 1
-        packs = make_packs(
-            sequences, list(chain.from_iterable(shares)), select, multiple, self.device, segments
-        )
+        rows = list(chain.from_iterable(shares))
+        packs = make_packs(sequences, rows, select, multiple, self.device, segments, groups)
 
         remaining = iter(packs)
         packed = [
             PackedMiniBatch(mini_batch.rows, list(islice(remaining, len(share))))
             for mini_batch, share in zip(mini_batches, shares, strict=True)
         ]
-        return BatchCut(packed, balance_of(mini_batches, costs))
+        return BatchCut(packed, balance_of(mini_batches, shared is not None))
 
     def forward(
         self,
@@ -422,6 +427,16 @@ class ModelEngine:
         else:
             outputs = torch.ones_like(sequences.lengths)
         return sequence_flops(self.spec, sequences.lengths.tolist(), outputs.tolist())
+
+    def _shared_prompts(self, sequences: Sequences, groups: Tensor) -> SharedPrompts:
+        segments = self.groups.segments
+        prompts = sequences.prompt_lengths
+        return SharedPrompts(
+            groups.tolist(),
+            segments.padded(prompts).tolist(),
+            segments.padded(sequences.lengths - prompts).tolist(),
+            sequence_flops(self.spec, prompts.tolist(), [0] * len(sequences)),
+        )
 
     def _forward_backward(
         self, packs: Sequence[Pack], loss: Loss, routing: PassRouting | None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from mrlhf.device import Moment, Span, seconds_in
-from mrlhf.models.flops import sequence_flops
+from mrlhf.models.flops import forward_flops, sequence_flops
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.packs import Pack
@@ -43,6 +43,8 @@ class UpdateClock:
         for pack in packs:
             lengths = pack.lengths.tolist()
             self._operations += sum(sequence_flops(self._spec, lengths, pack.row_counts.tolist()))
+            for tokens, times in [] if pack.trees is None else pack.trees.repeats:
+                self._operations -= times * forward_flops(self._spec, tokens, outputs=0)
         self._began = Moment(self._device)
 
     def stop(self) -> None:

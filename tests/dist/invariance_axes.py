@@ -48,6 +48,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4),
     "etp": (None, 1, 2),  # None: tp without expert parallelism, else 1
     "sequence_parallel": (False, True),
+    "share_prompts": (False, True),
     "recompute": ("none", "full", "core_attn", "mlp"),
     "micro_batch_tokens": (24, 1000),  # a pair of sequences, all sequences
     "use_distributed_optimizer": (True, False),

@@ -14,8 +14,10 @@ from tests.oracle.plain_models import SIZES, critic_of, load
 from tests.oracle.plain_tables import evaluate, token_values
 from tests.padding import pad_responses
 
-PROMPT_LENGTHS = (1, 5, 3, 8, 2, 6, 4, 1)
+PROMPT_LENGTHS = (1, 3, 3, 3, 2, 6, 2, 2)
 RESPONSE_LENGTHS = (4, 1, 9, 3, 7, 2, 5, 10)
+# Rows that have the prompt of another row: three of a prompt, and two.
+SAMPLES = {2: 1, 3: 1, 7: 6}
 # Row and tokens [begin, end) of spans inside a response, at its begin, at its end, and two in one.
 HOLES = ((0, 1, 3), (2, 3, 7), (4, 0, 3), (6, 3, 5), (7, 2, 5), (7, 7, 8))
 
@@ -28,8 +30,9 @@ def make_rollout() -> Rollout:
         return torch.randint(0, SIZES["vocab_size"], (length,), generator=generator).tolist()
 
     count = len(PROMPT_LENGTHS)
+    drawn = [draw(length) for length in PROMPT_LENGTHS]
     prompts = Prompts(
-        token_ids=[draw(length) for length in PROMPT_LENGTHS],
+        token_ids=[drawn[SAMPLES.get(row, row)] for row in range(count)],
         uid=list(range(count)),
         text=[""] * count,
         data_source=[""] * count,

@@ -43,7 +43,17 @@ def preference_pairs(rollout: Rollout) -> PreferencePairs:
     """Every two rows of the rollout, the first of which is the better one."""
     sequences = rollout.sequences()
     ids = [sequences[row].tolist() for row in range(len(sequences))]
-    return PreferencePairs(ids[0::2], ids[1::2], [1] * len(ids[0::2]), dropped=0)
+    pairs = zip(ids[0::2], ids[1::2], strict=True)
+    lengths = [max(1, _shared_tokens(*pair)) for pair in pairs]
+    return PreferencePairs(ids[0::2], ids[1::2], lengths, dropped=0)
+
+
+def _shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    count = 0
+    while count < min(len(first), len(second)) and first[count] == second[count]:
+        count += 1
+    return count
 
 
 def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcome:

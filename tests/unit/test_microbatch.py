@@ -83,15 +83,14 @@ def test_ranks_share_the_work_not_the_tokens() -> None:
 
 def test_balance_over_mini_batches_whose_ranks_wait_for_each_other() -> None:
     # Loads 5 and 3, then 2 and 4: 5 + 4 over the means 4 + 3.
-    costs = [5, 1, 2, 2, 4]
     mini_batches = [
-        MiniBatch([0, 1, 2], [[[0]], [[1], [2]]]),
-        MiniBatch([3, 4], [[[3]], [[4]]]),
+        MiniBatch([0, 1, 2], [[[0]], [[1], [2]]], loads=[5, 3]),
+        MiniBatch([3, 4], [[[3]], [[4]]], loads=[2, 4]),
     ]
-    balance = balance_of(mini_batches, costs)
+    balance = balance_of(mini_batches)
     assert balance == Balance(imbalance=9 / 7, micro_batches=5 / 4)
     # A rank without rows counts: 6 and 0.
-    assert balance_of([MiniBatch([0], [[[0]], []])], [6]).imbalance == 2
+    assert balance_of([MiniBatch([0], [[[0]], []], loads=[6, 0])]).imbalance == 2
 
 
 @pytest.mark.parametrize(
@@ -130,4 +129,4 @@ def test_ranks_in_step_have_equally_many_micro_batches() -> None:
                 most = max(map(len, own.micro_batches))
                 for share, others in zip(own.micro_batches, padded.micro_batches, strict=True):
                     assert others == share + [[]] * (most - len(share))
-            assert balance_of(in_step, lengths).imbalance == balance_of(plain, lengths).imbalance
+            assert balance_of(in_step).imbalance == balance_of(plain).imbalance
