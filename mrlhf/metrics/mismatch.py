@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mrlhf.metrics.metric import SAME, Chapter, Metric
 
-_NATS = "nats a token"
+_NATS = "nats/token"
 _IS = "rollout_corr/rollout_is"
 _RS = "rollout_corr/rollout_rs"
 _ONE = f"{_RS}_<statistic>_k{{1,2,3}}"
@@ -13,29 +13,27 @@ _ONE = f"{_RS}_<statistic>_k{{1,2,3}}"
 # A row a metric: name; how it is reduced, over what; unit; meaning.
 PROBABILITIES = Chapter(
     "Probabilities of the engine and of the trainer",
-    "Of the drawn tokens: old probability against the engine's; in bypass mode the current one "
-    "against the engine's.",
+    "Of the drawn tokens: old (in bypass mode current) probability against the engine's.",
     Metric("training/rollout_probs_diff_mean", "mean", "tokens", "probability",
-           "the size of the difference between the two probabilities", below=0.02, verl=SAME),
+           "size of the difference", below=0.02, verl=SAME),
     Metric("training/rollout_probs_diff_max", "max", "tokens", "probability",
            "the same", curve=True, verl=SAME),
     Metric("training/rollout_probs_diff_std", "named", "tokens", "probability",
-           "the same; the standard deviation is an unbiased estimate", verl=SAME),
+           "the same, an unbiased estimate", verl=SAME),
     Metric("training/rollout_probs_diff_valid", "whole", "", "0 or 1",
-           "1 if there was a token to compare", verl=SAME),
+           "whether there was a token to compare", verl=SAME),
     Metric("training/rollout_actor_probs_pearson_corr", "whole", "", "correlation",
-           "Pearson's correlation of the two probabilities (arXiv 2506.13585)", verl=SAME),
+           "Pearson's correlation of the two", verl=SAME),
     Metric("training/rollout_experts_differ", "mean", "tokens and mixtures", "share",
-           "mixtures of experts, native engine, not in bypass mode: the pairs of response token "
-           "and mixture for which the policy's router chose another set of experts than the engine "
+           "native engine, not in bypass mode: trainer and engine chose different experts "
            "([router replay](models.md#router-replay))"),
 )
 
 CORRECTION = Chapter(
     "Rollout correction",
-    "lr is old − rollout log-probability, in bypass mode current − rollout; logp is one of the "
-    "two. `<statistic>_k{1,2,3}` is one of `algorithm.rollout_correction.rollout_rs`, such as "
-    "`token_k1`; its numbers and bounds are logarithms with k1.",
+    "lr is old − rollout log-probability (bypass mode: current − rollout), logp one of the two. "
+    "`<statistic>_k{1,2,3}` is one of `algorithm.rollout_correction.rollout_rs`, such as "
+    "`token_k1`; with k1, numbers and bounds are logarithms.",
     Metric("rollout_corr/kl", "mean", "tokens", _NATS, "−lr", verl=SAME),
     Metric("rollout_corr/k3_kl", "mean", "tokens", _NATS, "e^lr − 1 − lr", verl=SAME),
     Metric("rollout_corr/{training,rollout}_ppl", "mean", "responses", "perplexity",
@@ -44,7 +42,7 @@ CORRECTION = Chapter(
            "−mean_t logp", verl=SAME),
     Metric("rollout_corr/log_ppl_diff", "mean", "responses", _NATS, "−mean_t lr", verl=SAME),
     Metric("rollout_corr/log_ppl_abs_diff", "mean", "responses", _NATS,
-           "the size of −mean_t lr", verl=SAME),
+           "abs(mean_t lr)", verl=SAME),
     Metric("rollout_corr/log_ppl_diff_{max,min}", "named", "responses", _NATS,
            "−mean_t lr", verl=SAME),
     Metric("rollout_corr/ppl_ratio", "mean", "responses", "ratio", "e^(−mean_t lr)", verl=SAME),
@@ -52,39 +50,38 @@ CORRECTION = Chapter(
     Metric("rollout_corr/chi2_seq", "mean", "responses", "divergence",
            "e^(2·Σ_t lr) − 1", verl=SAME),
     Metric(f"{_IS}_mean", "mean", "tokens", "weight",
-           "the weight before normalisation, cut to the threshold or the band",
+           "weight before normalisation, cut to threshold or band",
            above=0.0, verl=SAME),
     Metric(f"{_IS}_{{std,max,min}}", "named", "tokens", "weight",
-           "the same; `max` and `min` of `sequence` weights before they are cut", verl=SAME),
+           "the same; `max`, `min` of `sequence` weights before the cut", verl=SAME),
     Metric(f"{_IS}_eff_sample_size", "whole", "", "share",
            "(mean w)² / mean w²; 0 if all weights are 0", verl=SAME),
     Metric(f"{_IS}_ratio_fraction_{{high,low}}", "mean", "tokens or responses", "share",
-           "those whose weight before the cut is above the threshold, or below the band (1 / "
-           "threshold without one)", verl=SAME),
+           "weights before the cut above the threshold, below the band or 1/threshold", verl=SAME),
     Metric(f"{_IS}_oob_ratio", "mean", "tokens", "share",
-           "with a band: the tokens outside it", verl=SAME),
+           "outside the band", verl=SAME),
     Metric(f"{_IS}_seq_{{mean,std,max,min,max_deviation}}", "named", "responses", "weight",
-           "the mean weight of a response; `max_deviation` is the largest distance from 1",
+           "mean weight of a response; `max_deviation`: largest distance from 1",
            verl=SAME),
     Metric(f"{_IS}_seq_fraction_{{high,low}}", "mean", "responses", "share",
-           "those whose mean weight before the cut is beyond these bounds", verl=SAME),
+           "whose mean weight before the cut is beyond these bounds", verl=SAME),
     Metric(f"{_IS}_batch_norm_factor", "whole", "", "weight",
-           "with `rollout_is_batch_normalize`: what the weights were divided by", verl=SAME),
+           "`rollout_is_batch_normalize`: divisor of the weights", verl=SAME),
     Metric(f"{_RS}_masked_fraction", "mean", "tokens", "share",
-           "the tokens that were rejected", below=1.0, verl=SAME),
+           "rejected tokens", below=1.0, verl=SAME),
     Metric(f"{_RS}_seq_masked_fraction", "mean", "responses", "share",
-           "the responses that lost a token", verl=SAME),
+           "responses that lost a token", verl=SAME),
     Metric(f"{_ONE}_masked_fraction", "mean", "tokens", "share",
-           "the tokens that this statistic rejects by itself", verl=SAME),
+           "tokens that the statistic alone rejects", verl=SAME),
     Metric(f"{_ONE}_seq_masked_fraction", "mean", "responses", "share",
-           "the responses that lose a token by it", verl=SAME),
+           "responses that lose a token by it", verl=SAME),
     Metric(f"{_ONE}_{{mean,std,max,min}}", "named", "tokens or responses", "nats",
-           "the statistic; `std` of its values cut to the bounds", verl=SAME),
+           "the statistic; `std` of values cut to the bounds", verl=SAME),
     Metric(f"{_ONE}_fraction_{{high,low}}", "mean", "tokens or responses", "share",
-           "those above and below the bounds", verl=SAME),
+           "above and below the bounds", verl=SAME),
     Metric(f"{_ONE}_seq_{{mean,std,max,min,max_deviation}}", "named", "responses", "nats",
-           "the statistic of a response, of tokens their mean; `max_deviation` is its largest size",
+           "the statistic of a response, of tokens their mean; `max_deviation`: largest size",
            verl=SAME),
     Metric(f"{_ONE}_seq_fraction_{{high,low}}", "mean", "responses", "share",
-           "those above and below the bounds; `low` with k1 alone", verl=SAME),
+           "above and below the bounds; `low` with k1 alone", verl=SAME),
 )

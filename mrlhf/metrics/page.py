@@ -11,21 +11,17 @@ from mrlhf.metrics.table import CHAPTERS, COLUMNS, TABLE
 _INTRODUCTION = """\
 # Metrics
 
-Every number of a line of `metrics.jsonl`. This page is written by
-`python tools/write_configuration_page.py`; edit the rows in `mrlhf/metrics/` instead.
+Every number of a line of `metrics.jsonl`: what it means, and where it stands in a healthy run.
+`python tools/write_configuration_page.py` writes this page from the rows in `mrlhf/metrics/`.
 
-- Means are over the tokens or responses of the whole batch, so that a number does not depend on the
-  layout. Where there is nothing to count, it is `null`; where it was not measured, it is missing.
-- `{a,b}` in a name stands for either. `<...>` stands for any text.
-- "reduced" says how the numbers of tokens, responses or ranks become one: "as named" means as the
-  end of the name says, "one number" that there is one for the whole step, and "main rank" that the
-  main rank measures it.
-- "healthy" is where the number stands in a run that goes well. An
-  [alarm](troubleshooting.md) is raised when it stands elsewhere, some of them when it does so for
-  several steps.
-- "verl" is the name there: "same", another name, or none.
+- Means are over the whole batch, whatever the layout. A number is `null` where there is nothing to
+  count, and missing where it was not measured.
+- `{a,b}` in a name stands for either, `<...>` for any text. Metrics with \\* are not in verl; the
+  others have the same name there, or that in "meaning".
+- "reduced" says how tokens, responses or ranks become one number. "named": as the end of the name
+  says; "main rank": measured there; empty: one number for the step.
+- An [alarm](troubleshooting.md) is raised outside the healthy range, for some after several steps.
 """
-_WORDS = {"named": "as named", "whole": "one number", "main": "main rank"}
 
 
 def metrics_page() -> str:
@@ -35,16 +31,16 @@ def metrics_page() -> str:
         parts.append(f"## {chapter.title}\n")
         if chapter.text:
             parts.append(f"{_filled(chapter.text)}\n")
-        parts.append(_table(("metric", "reduced", "unit", "meaning", "healthy", "verl")))
+        parts.append(_table(("metric", "reduced", "unit", "meaning", "healthy")))
         parts += [_line(_cells(row)) for row in chapter.rows]
         parts.append("")
 
     parts.append("## On the console and in the picture\n")
-    parts.append("The console shows these numbers of a step, as far as it has them:\n")
+    parts.append("The console shows of a step:\n")
     parts.append(_table(("column", "metric")))
     parts += [_line((label, f"`{name}`")) for label, name in COLUMNS]
     drawn = ", ".join(f"`{row.name}`" for row in TABLE if row.curve)
-    parts.append("\n" + _filled(f"`curves.png` shows all of held-out rows, and {drawn}.") + "\n")
+    parts.append("\n" + _filled(f"`curves.png` shows all held-out rows, and {drawn}.") + "\n")
     return "\n".join(parts)
 
 
@@ -62,10 +58,11 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _cells(row: Metric) -> tuple[str, ...]:
-    how = _WORDS.get(row.how, row.how)
-    reduced = f"{how} over {row.over}" if row.over else how
-    verl = "same" if row.verl == SAME else f"`{row.verl}`" if row.verl else "—"
-    return f"`{row.name}`", reduced, row.unit, row.meaning, _healthy(row), verl
+    name = f"`{row.name}`" if row.verl else f"`{row.name}`\\*"
+    how = {"whole": "", "main": "main rank"}.get(row.how, row.how)
+    reduced = f"{how}, {row.over}" if row.over else how
+    verl = f"; verl: `{row.verl}`" if row.verl not in (None, SAME) else ""
+    return name, reduced, row.unit, row.meaning + verl, _healthy(row)
 
 
 def _healthy(row: Metric) -> str:
