@@ -28,6 +28,7 @@ class MiniBatch:
     loads: list[int]  # the work of each dp rank
     tokens: int = 0  # of all micro-batches
     saved: int = 0  # tokens that need not be there, since rows share them
+    spared: int = 0  # the work for them
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Balance:
     # other at the end of each.
     imbalance: float
     micro_batches: float  # of a data-parallel rank in a mini-batch; the mean
-    shared: float | None = None  # the share of all tokens that is not computed again; see metrics
+    # With prompts that are computed once: the share of all tokens that is not computed again.
+    shared: float | None = None
+    work: float = 1.0  # what is computed, over what would be if rows shared nothing
 
     def metrics(self, role: str, layout: ParallelLayout) -> dict[str, float]:
         """`train/imbalance/<role>`, and with several pipeline stages `train/bubble/<role>`.
@@ -88,11 +91,13 @@ def balance_of(mini_batches: Sequence[MiniBatch], shares_prompts: bool = False) 
     total = sum(sum(mini_batch.loads) for mini_batch in mini_batches)
     packs = sum(len(share) for mini_batch in mini_batches for share in mini_batch.micro_batches)
     ranks = sum(len(mini_batch.loads) for mini_batch in mini_batches)
-    shared = None
-    if shares_prompts:
-        saved = sum(mini_batch.saved for mini_batch in mini_batches)
-        shared = saved / (saved + sum(mini_batch.tokens for mini_batch in mini_batches))
-    return Balance(imbalance=largest / total, micro_batches=packs / ranks, shared=shared)
+    balance = Balance(imbalance=largest / total, micro_batches=packs / ranks)
+    if not shares_prompts:
+        return balance
+    saved = sum(mini_batch.saved for mini_batch in mini_batches)
+    spared = sum(mini_batch.spared for mini_batch in mini_batches)
+    tokens = sum(mini_batch.tokens for mini_batch in mini_batches)
+    return replace(balance, shared=saved / (saved + tokens), work=total / (total + spared))
 
 
 def cut_mini_batches(
@@ -133,12 +138,13 @@ def cut_mini_batches(
         if shared is None:
             unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
             unit_costs = [sum(costs[row] for row in unit) for unit in units]
-            saved = 0
+            saved = spared = 0
         else:
             units = united(units, shared, budget, dp)
             unit_lengths = [shared.tokens(unit, lengths) for unit in units]
             unit_costs = [shared.cost(unit, costs) for unit in units]
             saved = sum(shared.saved(unit) for unit in units)
+            spared = sum(costs[row] for row in rows) - sum(unit_costs)
         parts = min(dp, len(units))
 
         loads = [0] * dp
@@ -154,5 +160,6 @@ def cut_mini_batches(
             most = max(map(len, micro_batches))
             for share_of_rank in micro_batches:
                 share_of_rank += [[] for _ in range(most - len(share_of_rank))]
-        mini_batches.append(MiniBatch(rows, micro_batches, loads, sum(unit_lengths), saved))
+        tokens = sum(unit_lengths)
+        mini_batches.append(MiniBatch(rows, micro_batches, loads, tokens, saved, spared))
     return mini_batches

@@ -39,13 +39,14 @@ from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packing import Select, make_packs
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.phases import Phases
-from mrlhf.parallel.prefixes import SharedPrompts, prompt_groups
+from mrlhf.parallel.prefixes import prompt_groups
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
 from mrlhf.training.first_weights import read_for_all
 from mrlhf.training.held_adapters import HeldAdapters
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
+from mrlhf.training.prompt_sharing import check_sharing, shared_prompts
 from mrlhf.training.update_clock import UpdateClock
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
@@ -99,6 +100,8 @@ class ModelEngine:
         self.dtype = resolve_dtype(section.dtype, device)
         self.path = section.path
         self._section = section
+        self._multiple = groups.layout.tp if section.sequence_parallel else 1  # see `make_packs`
+        self._is_checked = False
         self.phases = phases or Phases()
         self._family = family_of(spec)
         self._shapes = self._family.tensor_shapes(spec)
@@ -236,7 +239,7 @@ class ModelEngine:
         groups = shared = None
         if self._section.share_prompts:
             groups = prompt_groups(sequences)
-            shared = self._shared_prompts(sequences, groups)
+            shared = shared_prompts(sequences, groups, segments, self.spec)
         mini_batches = cut_mini_batches(
             lengths,
             costs,
@@ -250,9 +253,8 @@ class ModelEngine:
 
         dp_rank = self.groups.coordinates.dp
         shares = [mini_batch.micro_batches[dp_rank] for mini_batch in mini_batches]
-        multiple = layout.tp if self._section.sequence_parallel else 1
         rows = list(chain.from_iterable(shares))
-        packs = make_packs(sequences, rows, select, multiple, self.device, segments, groups)
+        packs = make_packs(sequences, rows, select, self._multiple, self.device, segments, groups)
 
         remaining = iter(packs)
         packed = [
@@ -268,6 +270,7 @@ class ModelEngine:
         routing: PassRouting | None = None,
     ) -> list[Any]:
         """Run packs without gradients; see `Pipeline.forward`."""
+        self._check_sharing()
         return self._pipeline.forward(packs, evaluate, routing)
 
     def per_token(
@@ -287,6 +290,7 @@ class ModelEngine:
             float32 [channels, batch, width] on the host, shared by the ranks of a machine; 0 where
             nothing is selected.
         """
+        self._check_sharing()
         evaluated = self._pipeline.forward(packs, evaluate, routing)
         results = [result for result in evaluated if result is not None]
         table = self.groups.machine.table((channels, *shape), torch.float32)
@@ -353,6 +357,7 @@ class ModelEngine:
             Interrupted: the run stops here; no step was taken.
         """
         assert self.optimizer is not None, "a frozen model cannot be trained: attach an optimizer"
+        self._check_sharing()
         results = self._forward_backward(packs, loss, routing)
         tally = Tally()
         for result in results:
@@ -428,15 +433,18 @@ class ModelEngine:
             outputs = torch.ones_like(sequences.lengths)
         return sequence_flops(self.spec, sequences.lengths.tolist(), outputs.tolist())
 
-    def _shared_prompts(self, sequences: Sequences, groups: Tensor) -> SharedPrompts:
-        segments = self.groups.segments
-        prompts = sequences.prompt_lengths
-        return SharedPrompts(
-            groups.tolist(),
-            segments.padded(prompts).tolist(),
-            segments.padded(sequences.lengths - prompts).tolist(),
-            sequence_flops(self.spec, prompts.tolist(), [0] * len(sequences)),
-        )
+    def _check_sharing(self) -> None:
+        """Compare once, before the first pass, if prompts are shared; see `check_sharing`."""
+        if self._section.share_prompts and not self._is_checked:
+            self._is_checked = True
+            check_sharing(
+                self._pipeline,
+                self.spec,
+                self._multiple,
+                self.device,
+                self.groups.segments,
+                self.groups.world,
+            )
 
     def _forward_backward(
         self, packs: Sequence[Pack], loss: Loss, routing: PassRouting | None

@@ -16,6 +16,7 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import TrainingError
 from mrlhf.metrics import data_metrics, throughput_metrics
 from mrlhf.models.flops import training_flops
+from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import timing_metrics
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.scoring import Scores
@@ -73,7 +74,7 @@ class StepReport:
         for role, engine in self._parts.trained().items():
             cut = cuts.of(role)
             metrics |= cut.balance.metrics(role, engine.groups.layout)
-            metrics |= self._utilisation(role, progress, len(cut.mini_batches), seconds)
+            metrics |= self._utilisation(role, progress, cut, seconds)
         return metrics | timing_metrics(seconds)
 
     def of_failure(self, error: TrainingError, progress: StepProgress) -> TrainingError:
@@ -117,12 +118,12 @@ class StepReport:
         return metrics
 
     def _utilisation(
-        self, role: str, progress: StepProgress, mini_batches: int, seconds: Mapping[str, float]
+        self, role: str, progress: StepProgress, cut: BatchCut, seconds: Mapping[str, float]
     ) -> dict[str, float]:
         """`perf/mfu/<role>`: the share of the devices' peak that the update of a model reached.
 
-        `mini_batches` is their number in one pass over the batch. The result is empty if the model
-        was not updated in this process's part of the step, or if no peak is known.
+        What a shared prompt spares does not count. The result is empty if the model was not updated
+        in this process's part of the step, or if no peak is known.
         """
         run = self._run
         engine = self._parts.trained()[role]
@@ -134,8 +135,8 @@ class StepReport:
         rollout = progress.collected.rollout
         rows = zip(rollout.prompt_lengths, rollout.response_lengths, strict=True)
         lengths = [(prompt + response, response) for prompt, response in rows]
-        passes = trained_mini_batches(role, progress.metrics) / mini_batches
-        flops = training_flops(engine.spec, lengths) * passes
+        passes = trained_mini_batches(role, progress.metrics) / len(cut.mini_batches)
+        flops = training_flops(engine.spec, lengths) * cut.balance.work * passes
         possible = seconds[f"update_{role}"] * run.world_size * peak * 1e12
         return {f"perf/mfu/{role}": flops / possible}
 
