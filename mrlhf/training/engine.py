@@ -437,14 +437,7 @@ class ModelEngine:
         """Compare once, before the first pass, if prompts are shared; see `check_sharing`."""
         if self._section.share_prompts and not self._is_checked:
             self._is_checked = True
-            check_sharing(
-                self._pipeline,
-                self.spec,
-                self._multiple,
-                self.device,
-                self.groups.segments,
-                self.groups.world,
-            )
+            check_sharing(self._pipeline, self.spec, self._multiple, self.device, self.groups)
 
     def _forward_backward(
         self, packs: Sequence[Pack], loss: Loss, routing: PassRouting | None

@@ -13,6 +13,7 @@ from mrlhf.batch import Sequences
 from mrlhf.errors import TrainingError
 from mrlhf.models.flops import sequence_flops
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.packing import make_packs
 from mrlhf.parallel.prefixes import SharedPrompts, prompt_groups
 from mrlhf.parallel.schedule import Pipeline
@@ -41,8 +42,7 @@ def check_sharing(
     spec: ModelSpec,
     multiple: int,
     device: torch.device,
-    segments: Segments,
-    world: dist.ProcessGroup,
+    groups: RoleGroups,
 ) -> None:
     """Compare a prompt that is computed once with one that is computed for each of three sequences.
 
@@ -55,11 +55,20 @@ def check_sharing(
     rows = [ids, [*ids[:6], *ids[8:]], [*ids[:6], ids[7]]]
     sequences = Sequences.of(rows, [6] * len(rows))
 
-    def outputs(groups: Tensor | None) -> Tensor:
+    def outputs(numbers: Tensor | None) -> Tensor:
+        """The outputs of all rows; 0 before the last stage."""
         order = [list(range(len(rows)))]
-        packs = make_packs(sequences, order, "response", multiple, device, segments, groups)
-        found = pipeline.forward(packs, lambda output, _: output)
-        return torch.zeros((), device=device) if not found or found[0] is None else found[0]
+        [pack] = make_packs(
+            sequences, order, "response", multiple, device, groups.segments, numbers
+        )
+        [found] = pipeline.forward([pack], lambda output, _: output) or [None]
+        if found is None:
+            return torch.zeros((), device=device)
+        whole = found.new_zeros((len(rows) * pack.width, found.shape[1]))
+        whole[pack.places.to(device)] = found
+        # The ranks that share a sequence have other positions of it where prompts are shared.
+        dist.all_reduce(whole, group=groups.cp)
+        return whole
 
     apart = outputs(None)
     once = outputs(prompt_groups(sequences))
@@ -67,7 +76,7 @@ def check_sharing(
     difference = (once - apart).float().norm()
     gap = difference / apart.float().norm().clamp(min=1e-12)
     is_wrong = (~(gap <= most)).int()
-    dist.all_reduce(is_wrong, dist.ReduceOp.MAX, group=world)
+    dist.all_reduce(is_wrong, dist.ReduceOp.MAX, group=groups.world)
     if is_wrong:
         raise TrainingError(
             "share_prompts: a prompt that is computed once gives other outputs than one that is "

@@ -54,6 +54,7 @@ PLAIN: Row = {
     "vpp": 1,
     "uneven_stages": False,
     "sequence_parallel": False,
+    "share_prompts": False,
     "recompute": "none",
     "micro_batch_tokens": 24,
     "use_distributed_optimizer": False,
