@@ -63,6 +63,7 @@ def build_model(
     device: Device,
     sequence_parallel: bool,
     recompute: Recompute,
+    share_prompts: bool = False,
 ) -> BuiltModel:
     """Build this rank's part of the model.
 
@@ -72,6 +73,7 @@ def build_model(
         sequence_parallel: split the activations between layers over the tensor-parallel ranks. A
             packed micro-batch must then hold a multiple of tp tokens. No effect if tp is 1.
         recompute: which activations are computed again in the backward pass.
+        share_prompts: whether packs may hold a prompt once for several sequences.
     """
     layout = groups.layout
     place = groups.coordinates
@@ -83,8 +85,9 @@ def build_model(
         sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
-    # Our attention brings together the keys of context-parallel ranks itself.
-    transformer_engine = HAVE_TE and device.kind == "cuda" and layout.cp == 1
+    # Our attention lays out the keys of other ranks, and of shared prompts, itself.
+    lays_out = layout.cp > 1 or share_prompts
+    transformer_engine = HAVE_TE and device.kind == "cuda" and not lays_out
 
     _prepare_megatron()
     chunks = []

@@ -113,6 +113,7 @@ class ModelEngine:
             device=device,
             sequence_parallel=section.sequence_parallel,
             recompute=section.recompute,
+            share_prompts=section.share_prompts,
         )
         self._config = built.config
         self.chunks: list[Any] = list(built.chunks)
