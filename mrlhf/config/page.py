@@ -5,7 +5,7 @@ It knows Markdown and how the keys are described, not what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mrlhf.config.fields import MOST
 from mrlhf.config.json_schema import JsonSchema, values_of
@@ -56,6 +56,7 @@ unit. `launch/train_ppo.py --help` prints the same list. This page is written by
   taken if this one is left out or null.
 - "required" stands where there is no default. The keys of an optional section, `reward_model`, are
   required only if the section is there.
+- A key of which an earlier table says the same is only named, below the table.
 - `--dry-run` checks the whole configuration and prints what it comes to, without starting
   anything. What must hold between keys is only checked there and at the start of a run. If a file
   or a package is not found, its first lines say so, and its exit code is 3; with
@@ -78,34 +79,65 @@ argument may give it.
 """
 
 
+Seen = dict[tuple[str, ...], tuple[str, str]]
+"""The launcher and the section of each key that stands on the page, by what is said of it."""
+
+
 def configuration_page() -> str:
     """The whole page in Markdown."""
     parts = [INTRODUCTION]
+    seen: Seen = {}
     for launcher, root_class in LAUNCHERS.items():
-        parts.append(_launcher(launcher, root_class))
+        parts.append(_launcher(launcher, root_class, seen))
     return "\n".join(parts)
 
 
-def _launcher(launcher: str, root_class: type[Root]) -> str:
-    """The keys of one launcher, a table a section."""
-    values = values_of(root_class)
+def _launcher(launcher: str, root_class: type[Root], seen: Seen) -> str:
+    """The keys of one launcher, section by section."""
     lines = [f"## {TITLES[launcher]}: `launch/{launcher}.py`", ""]
-    in_table = False
-    for key in nodes(root_class).values():
-        if key.is_section and "." not in key.name:
-            lines += ["", f"### `{key.name}`", "", _sentence(key.doc), ""]
-            in_table = False
-        elif not key.is_section:
-            if not in_table:
-                lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
-                in_table = True
-            lines.append(_row(root_class, key, values[key.name]))
+    keys = list(nodes(root_class).values())
+    own = [key for key in keys if "." not in key.name and not key.is_section]
+    lines += _keys(launcher, root_class, own, seen)
+    for section in keys:
+        if section.is_section and "." not in section.name:
+            lines += ["", f"### `{section.name}`", "", _sentence(section.doc), ""]
+            inside = [key for key in keys if key.name.startswith(f"{section.name}.")]
+            own = [key for key in inside if not key.is_section]
+            lines += _keys(launcher, root_class, own, seen)
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
-def _row(root_class: type[Root], key: Node, value: JsonSchema) -> str:
-    cells = (f"`{key.name}`", _values(value), _default(root_class, key), key.doc)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _keys(launcher: str, root_class: type[Root], keys: Sequence[Node], seen: Seen) -> list[str]:
+    """A table of keys, and the names of those that an earlier table has in the same words."""
+    values = values_of(root_class)
+    rows = []
+    again: dict[str, list[str]] = {}
+    for key in keys:
+        section, _, name = key.name.rpartition(".")
+        here = f"`{section}`" if section else "keys without a section"
+        source, _, source_name = root_class.inherited.get(key.name, "").rpartition(".")
+        said = (name, *_cells(root_class, key, values[key.name]))
+        if source_name == name and key.doc == nodes(root_class)[f"{source}.{name}"].doc:
+            text = f"{here}, where not set, has the value of `{source}`"
+            again.setdefault(text, []).append(f"`{name}`")
+        elif said in seen:
+            there, section_there = seen[said]
+            where = f"`{section_there}`" if section_there else "the keys without a section"
+            of = "" if there == launcher else f" of {TITLES[there].partition(' (')[0]}"
+            again.setdefault(f"{here}, as in {where}{of}", []).append(f"`{name}`")
+        else:
+            seen[said] = (launcher, section)
+            cells = (f"`{key.name}`", *said[1:])
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+
+    if rows:
+        rows = ["| key | values | default | meaning |", "|---|---|---|---|", *rows, ""]
+    return rows + [f"- {text}: {', '.join(names)}" for text, names in again.items()]
+
+
+def _cells(root_class: type[Root], key: Node, value: JsonSchema) -> tuple[str, str, str]:
+    """What is said of a key: its values, its default and its meaning."""
+    return _values(value), _default(root_class, key), key.doc
 
 
 def _default(root_class: type[Root], key: Node) -> str:

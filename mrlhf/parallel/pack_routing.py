@@ -48,7 +48,8 @@ class PassRouting:
     def of_pack(self, pack: Pack, owners: Tensor, position_ids: Tensor) -> PackRouting:
         """The routing of this rank's share of a pack.
 
-        `owners` and `position_ids`, int64 [tokens], are those of `PackedSequences`.
+        `owners` are the rows of the tokens, and `position_ids` their positions, int64 [tokens]; see
+        `PackedSequences`.
         """
         replayed = compared = kept = None
         if self._replayed is not None:
@@ -60,9 +61,11 @@ class PassRouting:
         if self._kept is not None:
             kept = _places(self._kept, pack.rows, owners, position_ids)
 
-        is_selected = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
-        is_selected[pack.select.long()] = True
-        return PackRouting(self, replayed, compared, kept, is_selected)
+        # The last token of a shared prompt is selected for several rows.
+        places = pack.select.long()
+        selections = torch.zeros(len(owners), dtype=torch.int64, device=owners.device)
+        selections.index_add_(0, places, torch.ones_like(places))
+        return PackRouting(self, replayed, compared, kept, selections)
 
     def note(self, places: Tensor, mixture: int, chosen: Tensor) -> None:
         """Keep choices, int64 [some, per_token], at `places` [some] of the record until `write`."""
@@ -86,7 +89,7 @@ class PackRouting:
     compared: _TokenExperts | None  # the experts that choices are compared with, or None
     # int64 [tokens], the place of each token in the record that is kept, -1 for none; or None.
     kept: Tensor | None
-    is_selected: Tensor  # bool [tokens]
+    selections: Tensor  # int64 [tokens], how often each is selected
 
     def note(self, mixture: int, chosen: Tensor, select: TokenSelector) -> None:
         """Compare and keep a router's own choice, int64 [some tokens, per_token].
@@ -96,8 +99,8 @@ class PackRouting:
         if self.compared is not None:
             recorded = select(self.compared.experts)[:, mixture].long()
             differs = recorded.sort(dim=-1).values != chosen.sort(dim=-1).values
-            counts = select(self.compared.is_there & self.is_selected)
-            self.whole.differing += (differs.any(dim=-1) & counts).sum()
+            counts = select(self.compared.is_there * self.selections)
+            self.whole.differing += (differs.any(dim=-1) * counts).sum()
 
         if self.kept is not None:
             places = select(self.kept)

@@ -59,8 +59,8 @@ PER_TOKEN = 2
 UNRECORDED = 3  # a row of the batch
 RESPONSE_TOKENS = sum(plain_experience.RESPONSE_LENGTHS)
 # Row, position in the sequence, and mixture of choices that are changed. The prompts of these rows
-# have 1, 5 and 8 tokens, so the third one is not where a log-probability comes from.
-CHANGED = ((0, 0, 0), (0, 2, 2), (1, 3, 1), (3, 9, 0), (3, 9, 1))
+# have 1, 3 and 3 tokens, so the third one is not where a log-probability comes from.
+CHANGED = ((0, 0, 0), (0, 2, 2), (1, 1, 1), (3, 4, 0), (3, 4, 1))
 COUNTED = 4
 
 
