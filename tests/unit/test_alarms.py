@@ -46,7 +46,7 @@ def test_a_recorded_failure_raises_its_alarm_once(name):
 def test_the_page_shows_the_alarm_of_the_recording(name):
     alarm = next(alarm for alarm in Watch().replay(recorded(name)) if alarm.name == name)
     page = " ".join((ROOT / PAGE).read_text(encoding="utf-8").split())
-    assert f"alarm {name} at step {alarm.step}: {alarm.message} **What it looks like.**" in page
+    assert f"alarm {name} at step {alarm.step}: {alarm.message} **Sign.**" in page
 
 
 @pytest.mark.parametrize("name", HEALTHY)
