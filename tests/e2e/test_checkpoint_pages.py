@@ -103,14 +103,6 @@ def test_its_keys_have_their_defaults() -> None:
         assert yaml.safe_load(default) == fields[name].default, name
 
 
-@pytest.mark.parametrize("page", [CHECKPOINTS, OPERATIONS])
-def test_the_tests_that_it_names_exist(page: str) -> None:
-    named = re.findall(r"`(tests/[\w/.]+)`", page)
-    assert len(named) >= 3
-    missing = [name for name in named if not (ROOT / name).exists()]
-    assert missing == []
-
-
 def _start_command(config: Path) -> list[str]:
     """The arguments of Python in the page's first command, for this configuration."""
     (command,) = commands_of("docs/operations.md", r"^python launch/torchrun\.py")
