@@ -45,10 +45,18 @@ LAYOUTS = {
     2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(cp=2)],
     4: [AxisSizes(tp=2, pp=2), AxisSizes(pp=2), AxisSizes(tp=4), AxisSizes(tp=2, cp=2)],
 }
+# Rounded to bfloat16, a ratio lies on either side of a clip's edge as the layout rounds, and one
+# token more or less then changes the norm by half; so nothing is clipped.
+ROUNDED = {
+    "dtype": "bfloat16",
+    "clip_ratio_low": 0.99,
+    "clip_ratio_high": 1e4,
+    "clip_ratio_c": 1e4,
+}
 CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
-    "bfloat16": Case("phi3", "token-mean", {"dtype": "bfloat16"}),
-    "adapters": Case("llama", "token-mean", {"dtype": "bfloat16"}, lora=True),
+    "bfloat16": Case("phi3", "token-mean", ROUNDED),
+    "adapters": Case("llama", "token-mean", ROUNDED, lora=True),
 }
 
 
@@ -187,9 +195,10 @@ def _assert_metrics_near(
     metrics = _without_layout(metrics)
     wanted = _without_layout(wanted)
     assert metrics.keys() == wanted.keys()
-    tolerance = 0.0 if exact else 2e-5 if dtype == "float32" else 0.1
+    tolerance = 0.0 if exact else 2e-5 if dtype == "float32" else 0.05
     for name, value in metrics.items():
-        assert value == pytest.approx(wanted[name], rel=tolerance, abs=tolerance), name
+        near = pytest.approx(wanted[name], rel=tolerance, abs=tolerance)
+        assert value == near, f"{name}: {value!r} where {wanted[name]!r} is wanted, {dtype}"
 
 
 def _without_layout(metrics: dict[str, Any]) -> dict[str, Any]:

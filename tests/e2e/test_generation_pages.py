@@ -1,5 +1,5 @@
-"""docs/generation.md is right: its command and program run, its keys and metrics exist, and the
-benchmark runs.
+"""docs/generation.md and docs/engine.md are right: command and program run, keys and metrics exist,
+and the benchmark runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.e2e.programs import ROOT, run_commands, run_program, succeed
 from tests.pages import commands_of
 
 PAGE = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
+INSIDE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
 
 
 def test_its_command_says_what_a_sequence_takes() -> None:
@@ -31,8 +32,8 @@ def test_its_command_says_what_a_sequence_takes() -> None:
 
 
 def test_its_program_prints_what_the_page_says() -> None:
-    (program,) = re.findall(r"^```python\n(.+?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    (printed,) = re.findall(r"^It prints:\n\n```\n(.+?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (program,) = re.findall(r"^```python\n(.+?)^```", INSIDE, re.MULTILINE | re.DOTALL)
+    (printed,) = re.findall(r"^It prints:\n\n```\n(.+?)^```", INSIDE, re.MULTILINE | re.DOTALL)
     done = run_program(["-c", program])
     succeed(done)
     assert done.stdout == printed

@@ -21,7 +21,7 @@ from mrlhf.host.pages import read_often
 
 Linear = Callable[[Tensor], Tensor]
 
-# Measured: see docs/generation.md.
+# Measured: see docs/engine.md.
 _PACKED_ROWS = range(2, 129)
 _LEAST_PACKED_ELEMENTS = 2**16
 _TYPICAL_ROWS = 32
