@@ -8,23 +8,14 @@ from __future__ import annotations
 import math
 
 from mrlhf.config import PPOConfig
-from mrlhf.config.sections import RoleSection
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.planning.memory import activation_bytes
 
 WEIGHT = 2
 GRADIENT = 4
 MAIN_AND_MOMENTS = 12
-
-
-def layer_bytes(spec: ModelSpec, recompute: str) -> int:
-    """Bytes of activations that a dense layer keeps for a token, on one rank and in bfloat16."""
-    if recompute == "full":
-        return 2 * spec.hidden_size
-    assert recompute == "none"
-    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    return 8 * spec.hidden_size + 6 * (heads + spec.ffn_size)
 
 
 def weights_of_a_rank(spec: ModelSpec, layout: ParallelLayout) -> tuple[float, float]:
@@ -45,16 +36,6 @@ def trained_bytes(spec: ModelSpec, layout: ParallelLayout) -> float:
     copies = layout.dp * layout.cp
     of_experts = experts * (WEIGHT + GRADIENT + MAIN_AND_MOMENTS / layout.edp)
     return of_experts + others * (WEIGHT + GRADIENT + MAIN_AND_MOMENTS / copies)
-
-
-def activation_bytes(section: RoleSection, spec: ModelSpec, layout: ParallelLayout) -> float:
-    """Activations of the first stage, with sequence parallelism."""
-    assert section.sequence_parallel or layout.tp == 1
-    stages = layout.pp * layout.vpp
-    kept = layout.pp if layout.vpp == 1 else layout.pp * (layout.vpp + 1) - 1
-    layers = math.ceil(spec.num_layers / stages)
-    tokens = section.micro_batch_tokens / layout.cp
-    return kept * layers * tokens * layer_bytes(spec, section.recompute) / layout.tp
 
 
 def gigabytes(config: PPOConfig, specs: dict[str, ModelSpec], world_size: int) -> dict[str, float]:

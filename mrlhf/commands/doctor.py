@@ -17,12 +17,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mrlhf.commands.endings import end_command
-from mrlhf.config.load import read_config
+from mrlhf.config.load import read_any
 from mrlhf.config.roots import PROGRAMS, AnyConfig
 from mrlhf.device import pick_device
 from mrlhf.doctor import data, machine, model, ranks
 from mrlhf.doctor.findings import Finding, examine, in_words, ok
-from mrlhf.errors import ConfigError
 from mrlhf.log import quiet_transformers
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.job import init_distributed, read_place
@@ -90,7 +89,7 @@ def _here(options: argparse.Namespace) -> Groups:
         found = examine("model", lambda: model.model(options.model))
         groups.append((f"model {options.model}", found))
     if options.config:
-        config = _read(options)
+        config = read_any(options.program, options.config, options.overrides)
         look: dict[str, Callable[[], Iterable[Finding]]] = {
             "data": lambda: data.data(config),
             "layout": lambda: _layout(config, options.world_size),
@@ -101,24 +100,6 @@ def _here(options: argparse.Namespace) -> Groups:
             said |= {one.seen for one in found}
             groups.append((f"{name} of {', '.join(options.config)}", found))
     return groups
-
-
-def _read(options: argparse.Namespace) -> AnyConfig:
-    """The configuration, of the program that accepts it.
-
-    Raises:
-        ConfigError: no program does; the message is that of the one that comes nearest.
-    """
-    names = [options.program] if options.program else list(PROGRAMS)
-    problems = []
-    for name in names:
-        try:
-            config, _ = read_config(PROGRAMS[name], options.config, options.overrides)
-        except ConfigError as error:
-            problems.append(str(error))
-        else:
-            return config
-    raise ConfigError(min(problems, key=lambda problem: len(problem.splitlines())))
 
 
 def _layout(config: AnyConfig, world_size: int | None) -> Iterator[Finding]:

@@ -37,6 +37,8 @@ SUBCOMMANDS = (
                "write the data and tokenizers of the examples"),
     Subcommand("start", "doctor", "mrlhf.commands.doctor", "main",
                "look over a machine, its ranks, a model, a configuration"),
+    Subcommand("start", "plan", "mrlhf.commands.plan", "main",
+               "find layouts that fit so many GPUs, the fastest first"),
     Subcommand("start", "import-config", "mrlhf.commands.import_config", "main",
                "turn a configuration of verl, TRL or OpenRLHF into ours"),
     Subcommand("start", "docs", "mrlhf.commands.docs", "main",

@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from mrlhf.config.presets import PRESET, PresetName, preset_file, with_correction
-from mrlhf.config.roots import Root
+from mrlhf.config.roots import PROGRAMS, AnyConfig, Program, Root
 from mrlhf.config.schema import unknown_key
 from mrlhf.config.sources import Sources
 from mrlhf.config.tree import flatten, leaves, nested, nodes, parents, put, starred, unknown_names
@@ -79,6 +79,23 @@ def read_config(
             sources.leave_out(unread)
         config = _validated(root_class, sources.values)
     return config, sources.left_out(config)
+
+
+def read_any(
+    program: Program | None, paths: Sequence[str | Path], overrides: Sequence[str]
+) -> AnyConfig:
+    """Read a configuration of `program`, or of the first that accepts it.
+
+    Raises:
+        ConfigError: no program does; the message is that of the one that comes nearest.
+    """
+    problems = []
+    for name in [program] if program else list(PROGRAMS):
+        try:
+            return load_config(PROGRAMS[name], paths, overrides)
+        except ConfigError as error:
+            problems.append(str(error))
+    raise ConfigError(min(problems, key=lambda problem: len(problem.splitlines())))
 
 
 def _validated(root_class: type[RootT], values: Mapping[str, Any]) -> RootT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
-from mrlhf.config.sections import RoleSection
+from mrlhf.config.sections import OptimSection, RoleSection
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.pipeline_order import idle_share
 from mrlhf.parallel.segments import Segments
@@ -79,6 +79,13 @@ def role_work(config: AnyConfig, world_size: int) -> list[RoleWork]:
         units = rows * config.rollout.n
         works.append(RoleWork(name, role, trained is not None, dp, key, rows, units, longest, *cut))
     return works
+
+
+def trained_models(config: AnyConfig) -> dict[str, tuple[RoleSection, OptimSection]]:
+    """The models that are trained, each with its optimizer."""
+    if isinstance(config, PPOConfig):
+        return {name: (role, role.optim) for name, role in config.trained().items()}
+    return {"model": (config.model, config.optim)}
 
 
 def longest_unit(config: AnyConfig, cp: int = 1) -> int:

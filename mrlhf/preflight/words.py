@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from mrlhf.config.presets import is_of_method
 from mrlhf.config.reads import ESTIMATOR, LOSS_MODE, trained_loss
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig
-from mrlhf.config.sections import DPOSection, OptimSection, RoleSection
+from mrlhf.config.sections import DPOSection
 from mrlhf.config.tree import in_yaml, nodes
 from mrlhf.config.unread import default_of, is_read
 from mrlhf.config.user_code import is_reference
@@ -18,7 +18,7 @@ from mrlhf.device import device_kind, dtype_on
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
-from mrlhf.preflight.batches import RoleWork, longest_unit, role_work
+from mrlhf.preflight.batches import RoleWork, longest_unit, role_work, trained_models
 from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
 from mrlhf.preflight.model_checks import MEBIBYTE, cache_block, cache_needs
 from mrlhf.rl.names import ESTIMATOR_TRAITS
@@ -51,7 +51,7 @@ def describe_memory(
 ) -> Iterator[str]:
     """The bytes that each trained model takes on a rank, as far as it is known."""
     kind = device_kind(config.distributed.device)
-    for name, (role, optim) in _trained(config).items():
+    for name, (role, optim) in trained_models(config).items():
         spec = specs.get(name)
         if spec is None:
             continue
@@ -70,13 +70,6 @@ def describe_memory(
             ):
                 merged = merged_bytes(spec, layout, itemsize) / 1e6
                 yield f"  weights merged for the engine (rollout.lora): {merged:.1f} MB more"
-
-
-def _trained(config: AnyConfig) -> dict[str, tuple[RoleSection, OptimSection]]:
-    """The models that are trained, each with its optimizer."""
-    if isinstance(config, PPOConfig):
-        return {name: (role, role.optim) for name, role in config.trained().items()}
-    return {"model": (config.model, config.optim)}
 
 
 def _in_megabytes(sizes: ModelBytes) -> str:

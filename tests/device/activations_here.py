@@ -12,10 +12,10 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.planning.memory import layer_bytes
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.training.engine import ModelEngine
-from tests import memory_rules
 from tests.device.measures import LENGTH, SEQUENCES, example, join
 from tests.simulated_device.state import DEVICE
 
@@ -31,7 +31,7 @@ def compare() -> dict[str, tuple[float, int]]:
         for sizes in SIZES:
             one, three = (_peak(_spec(layers, *sizes), recompute) for layers in (1, 3))
             counted = (three - one) / 2 / (SEQUENCES * LENGTH)
-            rule = memory_rules.layer_bytes(_spec(1, *sizes), recompute)
+            rule = sum(layer_bytes(_spec(1, *sizes), recompute))
             found[f"{recompute}, {sizes}"] = (counted, rule)
     return found
 

@@ -1,0 +1,196 @@
+"""Finds layouts for a configuration on a number of GPUs that need not be there.
+
+Usage: mrlhf plan --config FILE [--config FILE ...] --gpus N [--gpu h100|FILE] [--out DIR]
+                  [--prompt-tokens P] [--response-tokens R] [key.path=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from mrlhf.commands.endings import end_command
+from mrlhf.config.load import read_any
+from mrlhf.config.roots import PROGRAMS, AnyConfig, PPOConfig
+from mrlhf.config.tree import nested
+from mrlhf.errors import ConfigError
+from mrlhf.log import quiet_transformers
+from mrlhf.planning.gpus import GPUS, Gpu, gpu_of
+from mrlhf.planning.memory import GENERATION, Specs
+from mrlhf.planning.search import Found, Plan, search
+from mrlhf.planning.seconds import Lengths
+from mrlhf.preflight.model_checks import check_models
+from mrlhf.printable import show
+from mrlhf.version import add_version_option
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Find layouts that fit so many GPUs, the fastest first. A model needs only its "
+        "config.json. Bytes come from shapes; seconds are estimates from a GPU's stated rates."
+    )
+    add_version_option(parser)
+    add = parser.add_argument
+    add("--config", action="append", required=True, metavar="FILE", help="the run")
+    add("--program", choices=list(PROGRAMS), help="what it is for (default: found out)")
+    add("--gpus", type=int, required=True, metavar="N", help="how many there will be")
+    add("--gpu", default="h100", metavar="KIND", help=f"{', '.join(GPUS)}, or a YAML file")
+    add("--prompt-tokens", type=float, metavar="P", help="mean length (default: half of the most)")
+    add("--response-tokens", type=float, metavar="R", help="the same of responses")
+    add(
+        "--reserve-gb",
+        type=float,
+        default=10.0,
+        metavar="GB",
+        help="left free on each GPU, for the layer and the logits that are being computed and for "
+        "NCCL's buffers (default: 10)",
+    )
+    add("--out", type=Path, metavar="DIR", help="write 1.yaml to 5.yaml, to give after your own")
+    add("overrides", nargs="*", metavar="key.path=value", help="keys of the run")
+    return parser.parse_intermixed_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Search and tell; 0 if a layout fits, 1 if none does, 2 on bad input."""
+    options = parse(arguments)
+    quiet_transformers()
+    return end_command(lambda: _plan(options), options.out or Path("."))
+
+
+def _plan(options: argparse.Namespace) -> int:
+    gpu = gpu_of(options.gpu)
+    if options.gpus < 1:
+        raise ConfigError(f"--gpus {options.gpus} is below 1")
+    # On a GPU, "auto" means bfloat16 and other blocks of the KV cache.
+    overrides = [*options.overrides, "distributed.device=cuda"]
+    config = read_any(options.program, options.config, overrides)
+    lengths = _lengths(options, config)
+    specs = _specs(config)
+    found = search(config, specs, options.gpus, gpu, lengths, options.reserve_gb)
+    if not found.tried:
+        raise ConfigError(f"no layout of the models fits {options.gpus} GPUs; give another number")
+
+    show("\n".join(_in_words(found, options.gpus, gpu, lengths, options.reserve_gb)))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for number, plan in enumerate(found.best, start=1):
+            (options.out / f"{number}.yaml").write_text(as_yaml(plan, config), encoding="utf-8")
+        if found.best:
+            show(f"wrote {options.out}/1.yaml to {len(found.best)}.yaml: give one after your own")
+    return 0 if found.best else 1
+
+
+def _lengths(options: argparse.Namespace, config: AnyConfig) -> Lengths:
+    """The mean lengths that are given, or half of the longest."""
+    data = config.data
+    most = (data.max_length / 2, data.max_length / 2)
+    if isinstance(config, PPOConfig):
+        most = (config.data.max_prompt_length, config.data.max_response_length)
+    given = (options.prompt_tokens, options.response_tokens)
+    prompt, response = (
+        longest / 2 if mean is None else mean for mean, longest in zip(given, most, strict=True)
+    )
+    if not (0 < prompt <= most[0] and 0 < response <= most[1]):
+        raise ConfigError(
+            f"mean lengths of {prompt:g} and {response:g} tokens are not between 0 and the longest "
+            f"of the data, {most[0]:g} and {most[1]:g}"
+        )
+    return Lengths(prompt, response)
+
+
+def _specs(config: AnyConfig) -> Specs:
+    """The model of each role.
+
+    Raises:
+        ConfigError: a model has no `config.json` here.
+    """
+    found = {}
+    for name, spec in check_models(config).items():
+        if spec is None:
+            path = config.roles()["actor" if name == "rollout" else name].path
+            raise ConfigError(f"{name}: {path} holds no config.json; it alone is needed")
+        found[name] = spec
+    return found
+
+
+def _in_words(found: Found, gpus: int, gpu: Gpu, lengths: Lengths, reserve: float) -> Iterator[str]:
+    yield (
+        f"{gpus} x {gpu.name} of {gpu.memory_gb:g} GB, {reserve:g} GB of each left free; prompts "
+        f"of {lengths.prompt:g} and responses of {lengths.response:g} tokens on average"
+    )
+    yield f"{found.tried} layouts tried; seconds are estimates, good for comparing layouts"
+    if found.best:
+        yield ""
+        yield from _table(found.best, gpus)
+        yield ""
+        yield "memory of 1 on the GPU that has most, GB"
+        yield from _memory(found.best[0])
+    if found.too_large:
+        yield ""
+        room = gpu.memory_gb - reserve
+        yield "would be faster, but do not fit:" if found.best else "none fits; the nearest:"
+        for plan in found.too_large:
+            yield f"  {layout_of(plan.config)}: {_lacks(plan, room)}"
+    if not found.best:
+        yield "more GPUs, adapters (actor.lora.rank), or shorter sequences need less memory"
+
+
+def _table(plans: Sequence[Plan], gpus: int) -> Iterator[str]:
+    phases = list(plans[0].time.seconds)
+    rows = [["", "layout", "peak GB", "step s", *(f"{phase} s" for phase in phases), "tokens/s"]]
+    for number, plan in enumerate(plans, start=1):
+        time = plan.time
+        seconds = [f"{time.seconds[phase]:.1f}" for phase in phases]
+        peak = plan.memory.total(plan.memory.peak) / 1e9
+        speed = f"{time.tokens / time.step / gpus:.0f}"
+        layout = layout_of(plan.config)
+        rows.append([str(number), layout, f"{peak:.0f}", f"{time.step:.1f}", *seconds, speed])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        first = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
+        rest = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        yield "  ".join([*first, *rest])
+    yield "tokens/s: of prompts and responses, for each GPU"
+
+
+def layout_of(config: AnyConfig) -> str:
+    """The layout of the policy and the engine in few words; axes of size 1 are left out."""
+    role = next(iter(config.roles().values()))
+    axes = ("tp", "cp", "pp", "vpp", "ep")
+    words = [f"{axis} {role.value_of(axis)}" for axis in axes if role.value_of(axis) > 1]
+    if isinstance(config, PPOConfig):
+        words.append(f"rollout.tp {config.rollout.tp}")
+    words.append(f"{role.micro_batch_tokens} tokens")
+    return ", ".join([*words, *(["recompute"] if role.recompute == "full" else [])])
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    for phase in plan.memory.phases:
+        owners = plan.memory.phases[phase].items()
+        more = ", ".join(f"{owner} {nbytes / 1e9:.1f}" for owner, nbytes in owners)
+        yield f"  {phase}: {plan.memory.total(phase) / 1e9:.1f}, of it {more}"
+        if phase == GENERATION:
+            at_once = plan.time.decoded_at_once
+            yield f"    room for {at_once} responses at once on each replica"
+    held = ", ".join(f"{owner} {size / 1e9:.1f}" for owner, size in plan.memory.held.items())
+    yield f"  held all the time: {held}"
+
+
+def _lacks(plan: Plan, room: float) -> str:
+    peak = plan.memory.peak
+    lacking = plan.memory.total(peak) / 1e9 - room
+    largest = list(plan.memory.owners(peak).items())[:2]
+    owners = ", ".join(f"{owner} {nbytes / 1e9:.0f}" for owner, nbytes in largest)
+    return f"{peak} lacks {lacking:.0f} GB ({owners})"
+
+
+def as_yaml(plan: Plan, given: AnyConfig) -> str:
+    """The keys of a plan that the configuration does not have already."""
+    keys = {key: value for key, value in plan.keys.items() if given.value_of(key) != value}
+    if not keys:
+        return "{}\n"
+    return str(yaml.safe_dump(nested(keys), sort_keys=False))

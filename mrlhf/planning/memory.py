@@ -1,0 +1,182 @@
+"""The bytes of a run on the GPU that has most, by owner and by phase, in bfloat16.
+
+Weights, gradients and optimizer states come from the shapes that a run is built of. Activations are
+those that layers keep, by a rule that tests/device/test_activations.py counts on dense layers. What
+one layer or the output layer takes while it is computed, and the buffers of NCCL, are not known
+here: the caller leaves room for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from mrlhf.config.roots import AnyConfig, PPOConfig
+from mrlhf.config.sections import RoleSection
+from mrlhf.models.lora import without_adapters
+from mrlhf.models.parameters import engine_pieces, keeps_float32, role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import MODEL_AXES, AxisSizes, ParallelLayout
+from mrlhf.preflight.batches import trained_models
+from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
+from mrlhf.preflight.model_checks import cache_needs
+from mrlhf.weights.shard import Piece
+
+ITEMSIZE = 2  # of bfloat16
+
+Specs = Mapping[str, ModelSpec]
+GENERATION = "generation"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one GPU, by owner."""
+
+    held: dict[str, int]  # from the start of the run to its end
+    phases: dict[str, dict[str, int]]  # more of them while a phase lasts, by its name
+    sample_bytes: int = 0  # of a response of full length in the KV cache; 0 without an engine
+
+    def total(self, phase: str) -> int:
+        """The bytes while a phase lasts."""
+        return sum(self.held.values()) + sum(self.phases[phase].values())
+
+    @property
+    def peak(self) -> str:
+        """The phase that takes most."""
+        return max(self.phases, key=self.total)
+
+    def owners(self, phase: str) -> dict[str, int]:
+        """What a phase consists of, the largest first."""
+        every = self.held | self.phases[phase]
+        return dict(sorted(every.items(), key=lambda item: -item[1]))
+
+
+def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
+    """Add up a run whose layout fits `specs`, the models of `check_models`, and so many GPUs.
+
+    In generation the KV cache counts with one response of full length; a run gives it what is left.
+    """
+    trained = trained_models(config)
+    held: dict[str, int] = {}
+    phases: dict[str, dict[str, int]] = {}
+    for name, role in config.roles().items():
+        spec = specs[name]
+        layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
+        if name not in trained:
+            held[f"{name} weights"] = _frozen_bytes(spec, layout)
+            continue
+        splits = trained[name][1].use_distributed_optimizer
+        sizes = _training_bytes(spec, layout, splits)
+        held |= {f"{name} {owner}": nbytes for owner, nbytes in vars(sizes).items()}
+        kept = activation_bytes(role, spec, layout)
+        phases[f"update of {name}"] = {f"{name} activations": kept}
+
+    if not isinstance(config, PPOConfig):
+        return Footprint(held, phases)
+    spec = specs["actor"]
+    layout = ParallelLayout.for_world("actor", world_size, AxisSizes.of(config.actor))
+    rollout = config.rollout
+    engine = _engine_bytes(spec, layout, rollout.tp, rollout.ep or 1, rollout.engine == "native")
+    if spec.lora is not None and rollout.lora == "merged":
+        engine += merged_bytes(spec, layout, ITEMSIZE)
+    held["weights of the engine alone"] = engine
+    sample = cache_needs(config, spec).bytes
+    phases[GENERATION] = {"KV cache, at least": sample}
+    return Footprint(held, phases, sample)
+
+
+def activation_bytes(role: RoleSection, spec: ModelSpec, layout: ParallelLayout) -> int:
+    """Activations that the first stage of a trained model keeps for the backward pass."""
+    stages = layout.pp * layout.vpp
+    kept = layout.pp if layout.vpp == 1 else layout.pp * (layout.vpp + 1) - 1
+    layers = math.ceil(spec.num_layers / stages)
+    tokens = role.micro_batch_tokens / layout.cp
+    whole, split = layer_bytes(spec, role.recompute)
+    each = split / layout.tp + whole / (layout.tp if role.sequence_parallel else 1)
+    return math.ceil(kept * layers * tokens * each)
+
+
+def layer_bytes(spec: ModelSpec, recompute: str) -> tuple[int, int]:
+    """Bytes that a layer keeps of a token.
+
+    Returns:
+        What tensor-parallel ranks each keep without sequence parallelism, and what they share out.
+        Of a mixture, the copies of a token for its experts are part of the second.
+    """
+    if recompute == "full":
+        return 2 * spec.hidden_size, 0
+    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    width = spec.ffn_size
+    copies = 0
+    if spec.experts is not None:
+        experts = spec.experts
+        width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
+        copies = 4 * experts.per_token * spec.hidden_size
+    return 8 * spec.hidden_size, 6 * (heads + width) + copies
+
+
+@lru_cache(maxsize=4096)
+def _training_bytes(spec: ModelSpec, layout: ParallelLayout, splits: bool) -> ModelBytes:
+    return training_bytes(spec, layout, ITEMSIZE, splits)
+
+
+def _frozen_bytes(spec: ModelSpec, layout: ParallelLayout) -> int:
+    """The weights of a model that is not trained, on the rank that has most."""
+    stages = _held(spec, _smallest(layout))
+    return max(sum(parameters.values()) for parameters in stages)
+
+
+def _engine_bytes(spec: ModelSpec, layout: ParallelLayout, tp: int, ep: int, native: bool) -> int:
+    """The engine's weights that are not the actor's own tensors, on the rank that has most.
+
+    A tensor with exactly the slices of one of the actor's shares its memory.
+    """
+    spec = without_adapters(spec)
+    choose = EngineLayout.closest if native else EngineLayout.consecutive
+    engine = choose(layout, tp, ep)
+    most = 0
+    for stage, held in enumerate(_held(spec, _smallest(layout))):
+        place = engine.place_in_replica(layout.rank_at(pp=stage))
+        needed = _needed(spec, place.tp, place.ep, place.tp_rank)
+        shared = needed.keys() & held.keys() if native else ()
+        most = max(most, sum(needed.values()) - sum(needed[keys] for keys in shared))
+    return most
+
+
+def _smallest(layout: ParallelLayout) -> ParallelLayout:
+    """A layout with as few ranks as hold the same weights, which its first ranks do."""
+    dp = math.lcm(layout.tp, layout.etp * layout.ep) // layout.tp
+    return replace(layout, cp=1, dp=dp)
+
+
+@lru_cache(maxsize=4096)
+def _held(spec: ModelSpec, layout: ParallelLayout) -> list[dict[Any, int]]:
+    """The parameters of the first rank of each stage: bytes, by the slices that they hold."""
+    ranks = [layout.rank_at(pp=stage) for stage in range(layout.pp)]
+    return [_by_slices(role_pieces(spec, layout, rank)) for rank in ranks]
+
+
+@lru_cache(maxsize=4096)
+def _needed(spec: ModelSpec, tp: int, ep: int, tp_rank: int) -> dict[Any, int]:
+    """The same of a rank of an engine's replica."""
+    replica = EngineLayout(tp, ParallelLayout(tp=tp, etp=tp), MODEL_AXES, ep)
+    return _by_slices(engine_pieces(spec, replica, tp_rank))
+
+
+def _by_slices(pieces: Iterable[Piece]) -> dict[Any, int]:
+    by_parameter: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_parameter.setdefault(piece.parameter, []).append(piece)
+    return {tuple(piece.key for piece in own): _nbytes(own) for own in by_parameter.values()}
+
+
+def _nbytes(pieces: Iterable[Piece]) -> int:
+    return sum(
+        math.prod(piece.shape(piece.start, piece.stop))
+        * (4 if keeps_float32(piece.parameter) else ITEMSIZE)
+        for piece in pieces
+    )

@@ -1,0 +1,215 @@
+"""`mrlhf plan`: bytes are those of a hand-over and a build, and what it proposes runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mrlhf.commands.plan import main
+from mrlhf.config import PPOConfig, SFTConfig, load_config
+from mrlhf.models.flops import forward_flops
+from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.planning.gpus import GPUS, PRODUCTS
+from mrlhf.planning.memory import footprint
+from mrlhf.planning.search import search, with_keys
+from mrlhf.planning.seconds import Lengths, estimate
+from mrlhf.preflight import dry_run
+from mrlhf.preflight.model_checks import check_models
+from mrlhf.reshard.plan import Planner
+from mrlhf.reshard.sides import sides_of_all
+from tests.models.published import write_published
+from tests.pages import ROOT, commands_of
+
+GRPO = "configs/gpu/qwen3_8b_grpo_8_gpus.yaml"
+MIXTURE = "configs/gpu/qwen3_30b_a3b_grpo_16_gpus.yaml"
+# Layout of the actor, and the engine's tp: the same, wider, narrower, across stages and experts.
+ENGINES = [
+    (ParallelLayout(tp=2, dp=2, etp=2), 2),
+    (ParallelLayout(tp=2, pp=2, etp=2), 4),
+    (ParallelLayout(tp=4, etp=4), 2),
+    (ParallelLayout(tp=2, pp=2, dp=2, etp=2), 2),
+    (ParallelLayout(tp=2, cp=2, pp=2, etp=2), 2),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("planning")
+    write_published(root / "models")
+    (root / "configs").symlink_to(ROOT / "configs")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def in_its_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def _config(file: str, *overrides: str) -> PPOConfig:
+    return load_config(PPOConfig, file, ["distributed.device=cuda", *overrides])
+
+
+def _specs(config: PPOConfig | SFTConfig) -> dict[str, ModelSpec]:
+    return {name: spec for name, spec in check_models(config).items() if spec is not None}
+
+
+@pytest.mark.parametrize(("layout", "tp"), ENGINES)
+@pytest.mark.parametrize("file", [GRPO, MIXTURE])
+def test_the_engine_holds_alone_what_a_hand_over_brings_or_copies(
+    file: str, layout: ParallelLayout, tp: int
+) -> None:
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp")}
+    keys = [f"actor.{axis}={size}" for axis, size in sizes.items()]
+    config = _config(file, *keys, "actor.ep=1", "actor.etp=null", f"rollout.tp={tp}")
+    specs = _specs(config)
+    # Few layers, so that the plans are made at once.
+    few = {name: _shallow(spec) for name, spec in specs.items()}
+
+    engine = EngineLayout.closest(layout, tp)
+    spec = few["actor"]
+    sides = sides_of_all(
+        engine,
+        lambda rank: role_pieces(spec, layout, rank),
+        lambda rank: engine_pieces(spec, engine, rank),
+    )
+    planner = Planner(sides, 2)
+    brought = []
+    for stage in range(layout.pp):
+        plan = planner.plan(layout.rank_at(pp=stage))
+        moves = (*plan.receives, *plan.copies)
+        brought.append(2 * sum(move.elements for move in moves))
+
+    held = footprint(config, few, layout.world_size).held
+    assert held["weights of the engine alone"] == max(brought)
+
+
+def _shallow(spec: ModelSpec) -> ModelSpec:
+    experts = spec.experts
+    if experts is not None:
+        experts = replace(experts, count=8, layers=(True,) * 4)
+    return replace(spec, num_layers=4, windows=(None,) * 4, experts=experts)
+
+
+def test_bytes_of_each_owner_are_those_of_the_published_size() -> None:
+    """8,190,735,360 weights of Qwen3-8B, of which tp 2 and dp 4 leave a half to each rank."""
+    config = _config(GRPO)
+    sizes = footprint(config, _specs(config), 8)
+    weights = sizes.held["actor weights"] / 2
+    assert weights == pytest.approx(8_190_735_360 / 2, rel=1e-3)  # norms lie on both ranks
+    assert sizes.held["reference weights"] == sizes.held["actor weights"]
+    assert sizes.held["actor gradients"] == 4 * weights
+    assert sizes.held["actor optimizer"] == pytest.approx(12 * weights / 4, rel=1e-6)
+    assert sizes.held["weights of the engine alone"] == 0
+    # 36 layers, 8 KV heads over two ranks, heads of 128, keys and values of two bytes.
+    assert sizes.sample_bytes == 2 * 36 * 4 * 128 * 2 * 4096
+    kept = 36 * 8192 * (8 * 4096 + 6 * (32 + 8) * 128 + 6 * 12288) // 2
+    assert sizes.phases["update of actor"] == {"actor activations": kept}
+    assert sizes.peak == "update of actor"
+
+
+def test_seconds_are_operations_over_the_rate_where_nothing_else_counts() -> None:
+    config = _config(GRPO, "actor.tp=1", "actor.sequence_parallel=false", "rollout.tp=1")
+    specs = _specs(config)
+    lengths = Lengths(512, 1536)
+    gpu = GPUS["h100"]
+    sizes = footprint(config, specs, 1)
+    one = estimate(config, specs, sizes, 1, gpu, lengths, int(1e12))
+    operations = 128 * 8 * forward_flops(specs["actor"], 2048, 1536)
+    rate = gpu.tflops * 1e12 * PRODUCTS
+    assert one.seconds["scoring"] == pytest.approx(2 * operations / rate)  # and the reference
+    assert one.seconds["update of actor"] == pytest.approx(3 * operations / rate, rel=0.01)
+    assert one.tokens == 128 * 8 * 2048
+    assert one.decoded_at_once == config.rollout.max_num_seqs
+
+    recomputed = with_keys(config, {"actor.recompute": "full"})
+    four = estimate(recomputed, specs, sizes, 1, gpu, lengths, int(1e12))
+    assert four.seconds["update of actor"] == pytest.approx(4 * operations / rate, rel=0.01)
+
+    # Two stages and as many micro-batches idle for a third of the time.
+    staged = with_keys(config, {"actor.pp": 2, "actor.micro_batch_tokens": 64 * 8 * 1024})
+    sizes = footprint(staged, specs, 2)
+    two = estimate(staged, specs, sizes, 2, gpu, lengths, int(1e12))
+    busy = 3 * operations / rate / 2
+    assert two.seconds["update of actor"] == pytest.approx(busy * 1.5, rel=0.01)
+
+
+def test_what_is_proposed_is_what_a_run_takes(place: Path, capsys: pytest.CaptureFixture) -> None:
+    (command,) = commands_of("docs/sizing.md", "plan.py")
+    assert main(shlex.split(command)[2:]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("8 x h100 of 80 GB, 10 GB of each left free; prompts of 512 and")
+    rows = [line for line in said if line[:1].isdigit() and "rollout.tp" in line]
+    assert len(rows) == 5
+    for number in range(1, 6):
+        files = [GRPO, f"plans/{number}.yaml"]
+        found = dry_run(load_config(PPOConfig, files, []), 8)
+        assert found.text.splitlines()[-1].startswith("what could be checked fits 8 ranks")
+
+    # The reference follows the policy, though no key says so.
+    config = load_config(PPOConfig, [GRPO, "plans/1.yaml"], [])
+    assert config.reference.pp == config.actor.pp
+    assert "reference" not in yaml.safe_load((place / "plans/1.yaml").read_text(encoding="utf-8"))
+
+
+def test_what_does_not_fit_is_told_with_what_it_lacks(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--config", GRPO, "--gpus", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "none fits; the nearest:" in said
+    assert " GB (actor " in said
+    assert "adapters (actor.lora.rank)" in said
+
+
+def test_supervised_training_is_planned_too(place: Path, capsys: pytest.CaptureFixture) -> None:
+    text = {
+        "model": {"path": "models/Qwen3-8B"},
+        "data": {"train_files": "train.jsonl", "max_length": 4096, "batch_size": 64},
+        "trainer": {"output_dir": "runs/sft"},
+    }
+    (place / "sft.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
+    assert main(["--config", "sft.yaml", "--gpus", "8", "--out", "sft-plans"]) == 0
+    said = capsys.readouterr().out
+    assert "update of model" in said
+    assert "generation" not in said
+    assert dry_run(load_config(SFTConfig, ["sft.yaml", "sft-plans/1.yaml"], []), 8).text
+
+
+def _bad_input() -> Iterator[tuple[list[str], str]]:
+    yield ["--gpus", "0"], "--gpus 0 is below 1"
+    yield ["--gpus", "8", "--gpu", "z9"], "neither a file nor one of a100, h100, h200, b200"
+    yield ["--gpus", "8", "--gpu", "half.yaml"], "give exactly memory_gb, tflops, memory_gb_s"
+    yield ["--gpus", "8", "--gpu", "zero.yaml"], "tflops must be a number above 0"
+    yield ["--gpus", "8", "--response-tokens", "9000"], "longest of the data, 1024 and 3072"
+    yield ["--gpus", "8", "actor.path=models/none"], "models/none holds no config.json"
+
+
+@pytest.mark.parametrize(("arguments", "message"), list(_bad_input()))
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, place: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (place / "half.yaml").write_text("memory_gb: 24\n", encoding="utf-8")
+    rates = {"memory_gb": 24, "tflops": 0, "memory_gb_s": 1, "link_gb_s": 1, "network_gb_s": 1}
+    (place / "zero.yaml").write_text(yaml.safe_dump(rates), encoding="utf-8")
+    assert main(["--config", GRPO, *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_gpu_of_ones_own_decides(place: Path) -> None:
+    """On GPUs of a quarter of the memory, the layouts that fit cut the model into more parts."""
+    config = _config(GRPO)
+    specs = _specs(config)
+    lengths = Lengths(512, 1536)
+    small = replace(GPUS["h100"], memory_gb=40.0)
+    found = search(config, specs, 16, small, lengths, 10)
+    assert found.best
+    for plan in found.best:
+        assert plan.memory.total(plan.memory.peak) <= 30e9
+        assert plan.config.actor.tp * plan.config.actor.pp >= 4
