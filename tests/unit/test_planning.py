@@ -141,7 +141,7 @@ def test_seconds_are_operations_over_the_rate_where_nothing_else_counts() -> Non
     assert two.seconds["update of actor"] == pytest.approx(busy * 1.5, rel=0.01)
 
 
-def test_what_is_proposed_is_what_a_run_takes(place: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_proposed_is_what_a_run_takes(capsys: pytest.CaptureFixture) -> None:
     (command,) = commands_of("docs/sizing.md", "plan.py")
     assert main(shlex.split(command)[2:]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -153,10 +153,9 @@ def test_what_is_proposed_is_what_a_run_takes(place: Path, capsys: pytest.Captur
         found = dry_run(load_config(PPOConfig, files, []), 8)
         assert found.text.splitlines()[-1].startswith("what could be checked fits 8 ranks")
 
-    # The reference follows the policy, though no key says so.
     config = load_config(PPOConfig, [GRPO, "plans/1.yaml"], [])
-    assert config.reference.pp == config.actor.pp
-    assert "reference" not in yaml.safe_load((place / "plans/1.yaml").read_text(encoding="utf-8"))
+    assert config.actor.pp == config.reference.pp == 4
+    assert config.rollout.tp == 4
 
 
 def test_what_does_not_fit_is_told_with_what_it_lacks(capsys: pytest.CaptureFixture) -> None:
