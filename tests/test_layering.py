@@ -23,7 +23,7 @@ LAYERS = [
     {"reshard", "inference", "checkpoint"},
     {"roles"},
     {"rollout", "run", "preflight"},
-    {"trainers", "report", "doctor"},
+    {"trainers", "report", "doctor", "planning"},
     {"commands"},
     {"__main__"},
 ]

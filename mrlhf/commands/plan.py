@@ -10,12 +10,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import yaml
-
 from mrlhf.commands.endings import end_command
-from mrlhf.config.load import read_any
+from mrlhf.config.load import keys_as_yaml, read_any
 from mrlhf.config.roots import PROGRAMS, AnyConfig, PPOConfig
-from mrlhf.config.tree import nested
 from mrlhf.errors import ConfigError
 from mrlhf.log import quiet_transformers
 from mrlhf.planning.gpus import GPUS, Gpu, gpu_of
@@ -191,6 +188,4 @@ def _lacks(plan: Plan, room: float) -> str:
 def as_yaml(plan: Plan, given: AnyConfig) -> str:
     """The keys of a plan that the configuration does not have already."""
     keys = {key: value for key, value in plan.keys.items() if given.value_of(key) != value}
-    if not keys:
-        return "{}\n"
-    return str(yaml.safe_dump(nested(keys), sort_keys=False))
+    return keys_as_yaml(keys)

@@ -136,6 +136,11 @@ def dump_yaml(config: Root) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
 
 
+def keys_as_yaml(values: Mapping[str, Any]) -> str:
+    """Return the text of a file that gives these keys, by dotted name, and no others."""
+    return str(yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True))
+
+
 def read_leaves(text: str) -> dict[str, Any]:
     """The values in the output of `dump_yaml` by dotted names; empty if it is unreadable."""
     try:

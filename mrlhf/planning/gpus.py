@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from mrlhf.config.yaml_text import parse_yaml
 from mrlhf.errors import ConfigError
 
 
@@ -56,7 +54,7 @@ def gpu_of(name: str) -> Gpu:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"--gpu {name} is neither a file nor one of {', '.join(GPUS)}")
-    values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = parse_yaml(path.read_text(encoding="utf-8"), name)
     names = [field.name for field in fields(Gpu)][1:]
     if not isinstance(values, dict) or not set(names[:-1]) <= values.keys() <= set(names):
         raise ConfigError(f"{name}: give exactly {', '.join(names[:-1])}, and {names[-1]} if not 8")

@@ -43,7 +43,9 @@ class Found:
     """What a search has found."""
 
     best: list[Plan]  # that fit, the fastest first
-    too_large: list[Plan]  # that would be faster than the best of these, the fastest first
+    # That would be faster than the best of these, the fastest first; if none fits, those that come
+    # nearest.
+    too_large: list[Plan]
     tried: int
 
 
@@ -67,19 +69,27 @@ def search(
         plans.append(Plan(changed, keys, sizes, time))
 
     plans.sort(key=_order)
-    best: list[Plan] = []
-    too_large: list[Plan] = []
-    for plan in plans:
-        fits = plan.memory.total(plan.memory.peak) <= room
-        kept = best if fits else too_large
-        if len(best) < _SHOWN and len(kept) < _SHOWN and _runs(plan.config, world_size):
-            kept.append(plan)
+    fitting = [plan for plan in plans if plan.memory.total(plan.memory.peak) <= room]
+    best = _first(fitting, world_size)
     if best:
-        too_large = [plan for plan in too_large if _order(plan) < _order(best[0])]
+        faster = [plan for plan in plans if _order(plan) < _order(best[0])]
     else:
-        fitting = sorted(plans, key=lambda plan: plan.memory.total(plan.memory.peak))
-        too_large = [plan for plan in fitting[:50] if _runs(plan.config, world_size)][:_SHOWN]
-    return Found(best, too_large, len(plans))
+        faster = sorted(plans, key=lambda plan: plan.memory.total(plan.memory.peak))
+    return Found(best, _first(faster, world_size), len(plans))
+
+
+def _first(plans: Sequence[Plan], world_size: int) -> list[Plan]:
+    """The first few that run, one of each layout, whatever its micro-batches."""
+    kept: dict[tuple[Any, ...], Plan] = {}
+    for plan in plans:
+        layout = tuple(value for key, value in plan.keys.items() if _is_of_layout(key))
+        if len(kept) < _SHOWN and layout not in kept and _runs(plan.config, world_size):
+            kept[layout] = plan
+    return list(kept.values())
+
+
+def _is_of_layout(key: str) -> bool:
+    return not key.endswith((".recompute", ".micro_batch_tokens"))
 
 
 def _order(plan: Plan) -> tuple[int, int, float]:
