@@ -166,7 +166,7 @@ class PackedSequences(PackedSeqParams):
         """Sums over the rows that have each part, [parts + 1, ...], of numbers of rows; see
         `rows_of`."""
         if self.trees is None:
-            return torch.cat([of_rows, torch.zeros_like(of_rows[:1])])
+            return torch.cat([of_rows, of_rows.new_zeros((1, *of_rows.shape[1:]))])
         sums = of_rows.new_zeros((self.parts + 1, *of_rows.shape[1:]))
         sums.index_add_(0, self.trees.ends.long(), of_rows)
         sums.index_add_(0, self.trees.prompts.long(), of_rows)
