@@ -46,6 +46,10 @@ class TrainingError(MrlhfError, RuntimeError):
     """Training cannot continue, because its gradients are not usable."""
 
 
+class MemoryBoundError(MrlhfError, MemoryError):
+    """The models and the engine of a rank together need more memory than they may take."""
+
+
 class CheckpointError(MrlhfError, RuntimeError):
     """A checkpoint is missing, damaged, of another run, or could not be written."""
 

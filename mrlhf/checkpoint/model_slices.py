@@ -101,10 +101,17 @@ def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: 
     assert engine.optimizer is not None, "a frozen model is not loaded"
     model = manifest.models[role]
     check_shapes(directory, role, model, engine.trained_shapes)
+    with engine.residency.needing("params", "optimizer"):
+        _fill(engine, SliceReader(directory, manifest), role)
+
+
+def _fill(engine: ModelEngine, reader: SliceReader, role: str) -> None:
+    """Fill a model that is on the device."""
+    assert engine.optimizer is not None
+    model = reader.manifest.models[role]
     moments = [kind for kind in model.kinds if kind != WEIGHT]
     engine.optimizer.make_moments(model.optimizer_steps if moments else 0)
 
-    reader = SliceReader(directory, manifest)
     for held in _held(engine):
         flat = held.parameter.detach().view(-1)
         reader.fill(role, WEIGHT, held.pieces, tuple(held.parameter.shape), flat, 0)

@@ -13,6 +13,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -138,15 +139,7 @@ class Saver:
         if error is not None:
             writer.fail(error)
         else:
-            write_rest = _writer_of_rest(hidden, contents)
-            models = {role: slices_to_save(engine) for role, engine in contents.models.items()}
-            if self._staging is None:
-                writer.write(models, write_rest)
-            else:
-                self._staging.follow(next(iter(contents.models.values())).device)
-                writer.begin(models, write_rest, self._staging)
-                for engine in contents.models.values():
-                    engine.hold_until(writer.wait_until_copied)
+            self._write(writer, contents, _writer_of_rest(hidden, contents))
         self._pending = _Pending(contents, hidden, writer)
         return self.finish(wait=self._staging is None)
 
@@ -167,6 +160,21 @@ class Saver:
 
         self._pending = None
         return self._publish(pending, pending.writer.result())
+
+    def _write(self, writer: RankWriter, contents: Contents, write_rest: WriteFiles) -> None:
+        """Write this rank's files, or begin to; what is offloaded leaves once it is copied."""
+        engines = contents.models.values()
+        with ExitStack() as on_device:
+            for engine in engines:
+                on_device.enter_context(engine.residency.needing("params", "optimizer"))
+            models = {role: slices_to_save(engine) for role, engine in contents.models.items()}
+            if self._staging is None:
+                writer.write(models, write_rest)
+                return
+            self._staging.follow(next(iter(engines)).device)
+            writer.begin(models, write_rest, self._staging)
+            for engine in engines:
+                engine.hold_until(writer.wait_until_copied)
 
     def _prepare(self, hidden: Path) -> str | None:
         """Make the hidden directory; returns the error, if any, on every rank."""

@@ -67,17 +67,21 @@ def put_together(
 
 
 class SliceReader:
-    """Reads boxes of a checkpoint's tensors."""
+    """Reads boxes of a checkpoint's tensors.
+
+    Attributes:
+        manifest: of the checkpoint.
+    """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         """Open nothing yet."""
         self._directory = directory
-        self._manifest = manifest
+        self.manifest = manifest
         self._files: dict[int, TensorFile] = {}
 
     def read(self, role: str, kind: str, box: Box) -> Tensor:
         """The elements of `box`, with its shape, in the dtype in which they are stored."""
-        tensor = self._manifest.models[role].tensors[box.name]
+        tensor = self.manifest.models[role].tensors[box.name]
         stored = (
             (part, partial(self._read, number, kind, part))
             for number, part in tensor.boxes(box.name)
@@ -87,7 +91,7 @@ class SliceReader:
     def _read(self, number: int, kind: str, stored: Box, common: Box) -> Tensor:
         """The part `common` of a stored box, which is in file `number`."""
         if number not in self._files:
-            path = self._directory / self._manifest.files[number].path
+            path = self._directory / self.manifest.files[number].path
             self._files[number] = TensorFile(path)
         rows, *columns = common.within(stored)
         values = self._files[number].read_rows(slice_key(kind, stored), rows.start, rows.stop)

@@ -225,4 +225,5 @@ def _bytes_of(flat: Tensor) -> memoryview:
     assert flat.dim() == 1 and flat.is_contiguous(), flat.shape
     if flat.numel() == 0:
         return memoryview(b"")
-    return flat.detach().cpu().view(torch.uint8).numpy().data
+    # `Tensor.numpy` would bind the tensor's memory for ever, and what is offloaded has to leave it.
+    return np.from_dlpack(flat.detach().cpu().view(torch.uint8)).data

@@ -93,14 +93,17 @@ def _given(tree: Mapping[str, Any], key: str) -> Any:
     return values.get(name) if isinstance(values, dict) else None
 
 
+_OF_POLICY = [key for key in RoleSection.model_fields if key != "offload"]
+
+
 def _of_reference(policy: str) -> dict[str, str]:
     """The keys of the reference, which inherit from the policy that is trained."""
-    return {f"reference.{key}": f"{policy}.{key}" for key in RoleSection.model_fields}
+    return {f"reference.{key}": f"{policy}.{key}" for key in _OF_POLICY}
 
 
 def _is_policy(reference: ReferenceSection, policy: RoleSection) -> bool:
     """Whether a reference has the model, layout and precision of the policy."""
-    return all(reference.value_of(key) == policy.value_of(key) for key in RoleSection.model_fields)
+    return all(reference.value_of(key) == policy.value_of(key) for key in _OF_POLICY)
 
 
 # These go with the policy's sizes; beside a size of its own, the reference has their defaults.

@@ -6,6 +6,7 @@ fills in the values that one section takes from another, and `preflight` compare
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -38,6 +39,8 @@ from mrlhf.rl.names import (
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
+Offloaded = Literal["params", "grads", "optimizer"]
+OffloadedFrozen = Literal["params"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
 NORMALISED = "seq-mean-token-sum-norm"
 
@@ -181,6 +184,8 @@ class RoleSection(Section):
     an equal part"""
     share_prompts: bool = False
     """compute a prompt once for all of its responses in a micro-batch, in every pass"""
+    offload: Sequence[Offloaded] = Field(default_factory=list)
+    """what waits on the host while no phase needs it (optimizer: moments and float32 weights)"""
 
 
 ALL_LINEAR = "all-linear"
@@ -363,6 +368,15 @@ def _without_start(place: Place) -> NotRead | None:
     return NotRead(f", since {decider} is null", "set that", (decider,))
 
 
+def _as_policy(place: Place) -> NotRead | None:
+    """What leaves the device of a reference where that is the policy itself."""
+    if not place.config.reference_is_policy:
+        return None
+    policy = "actor" if hasattr(place.config, "actor") else "model"
+    why = f", since the reference is the {policy} without its adapters"
+    return NotRead(why, f"set {policy}.offload", (f"{policy}.lora.rank",))
+
+
 class ReferenceSection(RoleSection):
     """The frozen policy that the KL is measured from; built only if a KL is in use.
 
@@ -373,10 +387,15 @@ class ReferenceSection(RoleSection):
     adapter: Annotated[Literal["base", "start"], ReadIf(_without_start)] = "base"
     """of a policy that starts from lora.path; base: the reference has no adapter; start: it has
     that one"""
+    offload: Annotated[Sequence[OffloadedFrozen], ReadIf(_as_policy)] = Field(default_factory=list)
+    """what waits on the host while no phase needs it"""
 
 
 class RewardModelSection(RoleSection):
     """A frozen sequence classifier with one output (score.weight) that scores whole responses."""
+
+    offload: Sequence[OffloadedFrozen] = Field(default_factory=list)
+    """what waits on the host while no phase needs it"""
 
 
 class DPOSection(Section):

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -222,6 +222,13 @@ class Finished:
     stats: EngineStats
 
 
+class HeldBytes(NamedTuple):
+    """Bytes of an engine on one rank."""
+
+    weights: int  # without those that are bound
+    cache: int  # of keys and values
+
+
 class InferenceEngine(Protocol):
     """A generator of text whose weights are written from outside.
 
@@ -309,6 +316,11 @@ class InferenceEngine(Protocol):
 
     def wake(self) -> None:
         """Undo `sleep`, so that weights can arrive."""
+        ...
+
+    @property
+    def held_bytes(self) -> HeldBytes:
+        """What this rank's part of the engine holds on the device now."""
         ...
 
     def take_cache(self) -> None:

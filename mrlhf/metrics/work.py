@@ -85,6 +85,11 @@ SPEED = Chapter(
     Metric("perf/max_memory_allocated_gb", "main", "", "10⁹ bytes",
            "peak since the start: tensors on a GPU, resident memory on a CPU",
            verl=SAME),
+    Metric("perf/memory/<owner>", "main", "", "10⁹ bytes",
+           "what a model (`params`, `grads`, `optimizer`) or the engine (`params`, `cache`) "
+           "holds on the device in the phase that holds most"),
+    Metric("perf/memory_in/<phase>", "main", "", "10⁹ bytes",
+           "the most that they hold together in a phase"),
     Metric("perf/mfu/{actor,critic}", "whole", "", "share",
            "of the devices' peak (`trainer.peak_tflops`), in the update",
            verl=SAME),

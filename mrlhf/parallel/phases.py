@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.parallel.device_memory import START, DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,19 @@ class Phases:
     """The phases of one rank. The main thread enters them; any thread may read the attributes."""
 
     def __init__(
-        self, stops: AgreedStop | None = None, synchronize: Callable[[], None] | None = None
+        self,
+        stops: AgreedStop | None = None,
+        synchronize: Callable[[], None] | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Begin in the phase "start"; nobody asks the ranks to stop if `stops` is None.
 
         `synchronize` waits for the device: an accelerator is still working when the call that
-        started the work returns.
+        started the work returns. `memory` is told the phases; None: it has no bound.
         """
+        self.memory = memory or DeviceMemory()
         self.stops = stops or AgreedStop(dist.HashStore(), rank=0, world_size=1)
-        self.name = "start"  # of the innermost phase
+        self.name = START  # of the innermost phase
         self.entered = 0  # how many phases have begun or ended so far
         self.progress: PhaseProgress | None = None  # None where it is not known
         self.spans: list[Span] = []  # since `take_spans`, in the order in which they ended
@@ -104,6 +109,7 @@ class Phases:
     def _change(self, name: str) -> None:
         self.name = name
         self.entered += 1
+        self.memory.enter(name)
         self.progress = None
         self._since = time.monotonic()
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -108,6 +109,11 @@ class Resharder:
         self._source_places: Places = {}
         self._target_places: Places = {}
         self.links = self._make_links()
+
+    @property
+    def shares(self) -> bool:
+        """Whether the engine uses some of the training weights where they are."""
+        return bool(self._plan.aliases)
 
     @torch.no_grad()
     def run(self, meanwhile: Callable[[], None] | None = None) -> ReshardStats:
@@ -215,5 +221,6 @@ def _checksums(views: Sequence[Tensor]) -> Tensor:
     for number, view in enumerate(views):
         stored = view.contiguous().view(-1).view(torch.uint8).cpu()
         sums[number, 0] = stored.sum(dtype=torch.int64)
-        sums[number, 1] = zlib.crc32(stored.numpy().tobytes())
+        # `Tensor.numpy` would bind the memory for ever, and what is offloaded has to leave it.
+        sums[number, 1] = zlib.crc32(np.from_dlpack(stored).data)
     return sums

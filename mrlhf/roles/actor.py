@@ -22,7 +22,7 @@ from mrlhf.parallel.vocab_sums import NumbersToCompute
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.policy_objective import HiddenObjective, PolicyMiniBatch
 from mrlhf.roles.router_replay import EvaluationRouting, replayed_in_update
-from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
+from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs, reference_on_device
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.training.engine import ModelEngine
 
@@ -101,7 +101,8 @@ class Actor:
         routing = self._evaluation_routing(rollout)
         of_pass = None if routing is None else routing.of_pass
         channels = 2 + with_kl + with_squares
-        table = self.engine.per_token(packs, rollout.shape, evaluate, channels, of_pass)
+        with reference_on_device(ref_states):
+            table = self.engine.per_token(packs, rollout.shape, evaluate, channels, of_pass)
         return Evaluation(
             logprobs=table[0],
             entropy=table[1],
@@ -133,7 +134,8 @@ class Actor:
         shape = experience.rollout.shape
         in_bypass = self._settings.bypass is not None
         try:
-            stopping = self._train(experience, cut, ref_states, progress, kept)
+            with self.engine.training(), reference_on_device(ref_states):
+                stopping = self._train(experience, cut, ref_states, progress, kept)
         except Interrupted:
             progress.complete(self.engine)
             if in_bypass:

@@ -54,9 +54,10 @@ class Critic:
         steps = self._section.ppo_epochs * list(zip(cut.mini_batches, losses, strict=True))
 
         try:
-            for mini_batch, loss in steps[progress.mini_batches :]:
-                self.engine.phases.advance(progress.mini_batches, len(steps), "mini-batches")
-                progress.add(self.engine.train_mini_batch(mini_batch.packs, loss, "critic"))
+            with self.engine.training():
+                for mini_batch, loss in steps[progress.mini_batches :]:
+                    self.engine.phases.advance(progress.mini_batches, len(steps), "mini-batches")
+                    progress.add(self.engine.train_mini_batch(mini_batch.packs, loss, "critic"))
         except Interrupted:
             progress.complete(self.engine)
             raise

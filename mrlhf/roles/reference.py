@@ -44,7 +44,7 @@ class Reference:
         """
 
         def keep(hidden: Tensor, number: int) -> ReferenceStates:
-            return ReferenceStates(self._token_logprobs.layer, hidden.cpu())
+            return ReferenceStates(self.engine.residency, self._token_logprobs.layer, hidden.cpu())
 
         with self._as_reference():
             return self.engine.forward(cut.packs, keep)

@@ -5,7 +5,8 @@ It does not know losses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -15,14 +16,26 @@ from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.vocab import Objective, OutputLayer, Tokens, token_loss, token_numbers
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.training.engine import ModelEngine
+from mrlhf.training.residency import Residency
 
 
 @dataclass(frozen=True)
 class ReferenceStates:
     """The reference's side of a KL over the whole vocabulary, for one pack."""
 
+    residency: Residency  # has the reference on the device
     layer: OutputLayer  # the reference's output layer
     hidden: Tensor  # [selected, hidden], the reference's hidden states; on any device
+
+
+@contextmanager
+def reference_on_device(states: Sequence[ReferenceStates | None] | None) -> Iterator[None]:
+    """Have the reference there as long as its states are used, if there are any."""
+    with ExitStack() as stack:
+        for state in states or ():
+            if state is not None:
+                stack.enter_context(state.residency.needing("params"))
+        yield
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ class Generator:
             self.engine.wake()
             stats = self.hand_over.run(meanwhile=self.engine.take_cache)
             self.engine.commit(version)
+        self._count_memory()
 
         mine = torch.tensor(astuple(replace(stats, merge_error=0.0)), dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -170,6 +171,8 @@ class Generator:
         """Free the engine's memory while the models train."""
         # `take_weights` brings all weights again, so those of the engine's own need not stay.
         self.engine.sleep(free_weights=True)
+        self.hand_over.give_back()
+        self._count_memory()
 
     def state_dict(self) -> dict[str, Any]:
         """The state on which the assignment of the next batches depends."""
@@ -196,6 +199,13 @@ class Generator:
         """Forget the samples of this step."""
         self.drawn.clear()
 
+    def _count_memory(self) -> None:
+        """Tell the ledger of the device's memory what the engine holds."""
+        held = self.engine.held_bytes
+        memory = self.phases.memory
+        memory.hold("engine/params", held.weights + self.hand_over.nbytes)
+        memory.hold("engine/cache", held.cache)
+
     def _assign(
         self, prompts: Prompts, sampling: SamplingParams, lengths: ResponseLengths
     ) -> list[list[Share]]:
@@ -216,6 +226,7 @@ class Generator:
                     return may_begin(unit)
 
                 finished = generate(self.engine, requests, may_step)
+                self._count_memory()
         except Interrupted as stop:
             return finished, stop
         return finished, None

@@ -25,6 +25,7 @@ from mrlhf.device import Device, pick_device, seed_everything
 from mrlhf.errors import CheckpointError, ConfigError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging
 from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.parallel.device_memory import DeviceMemory
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.job import (
     STORE_S,
@@ -244,7 +245,9 @@ def _begin(config: AnyConfig, context: JobContext) -> Run:
     lock, resume_from = _take(config, job.rank, changes)
 
     stops = AgreedStop(dist.PrefixStore("stop", job.store), job.rank, job.world_size)
-    phases = Phases(stops, context.device.synchronize)
+    bound = config.distributed.device_memory_mb
+    memory = DeviceMemory(None if bound is None else bound << 20)
+    phases = Phases(stops, context.device.synchronize, memory)
     board = Board(phases)
     monitor = _monitor(board, directory, job, trainer)
     if monitor is not None:

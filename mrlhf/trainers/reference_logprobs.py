@@ -78,10 +78,12 @@ def _ask(
     """Build the reference and run it over all pairs."""
     spec = spec_of_role(section, "lm")
     groups = run.groups("reference", section)
-    engine = ModelEngine(section, spec, groups, run.device, run.phases)
+    engine = ModelEngine(section, spec, groups, run.device, run.phases, "reference")
     engine.load(section.path, seed)
     logprobs = ResponseLogprobs(engine)
-    return [logprobs.of_pairs(pairs) for pairs in data]
+    tables = [logprobs.of_pairs(pairs) for pairs in data]
+    engine.residency.close()
+    return tables
 
 
 def _key(section: RoleSection, run: Run, data: Sequence[PreferencePairs]) -> str:

@@ -21,6 +21,7 @@ from mrlhf.config.roots import PreferenceConfig, SFTConfig
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.device_memory import memory_metrics
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
 from mrlhf.preflight import PreferenceInputs, SFTInputs
@@ -192,7 +193,8 @@ class SupervisedTrainer:
         if self._section.test_is_due(number, self._steps):
             with phases.enter("testing"):
                 metrics |= self._task.validate(self._engine)
-        return metrics | timing_metrics(self._run.end_step(number))
+        memory = memory_metrics(phases.memory.take_peaks())
+        return metrics | memory | timing_metrics(self._run.end_step(number))
 
     def _state(self) -> dict[str, Any]:
         """The state of the loop for a checkpoint; the model's is saved separately."""

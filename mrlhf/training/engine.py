@@ -9,7 +9,8 @@ minimises.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -47,6 +48,7 @@ from mrlhf.training.first_weights import read_for_all
 from mrlhf.training.held_adapters import HeldAdapters
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
 from mrlhf.training.prompt_sharing import check_sharing, shared_prompts
+from mrlhf.training.residency import Owner, Residency
 from mrlhf.training.update_clock import UpdateClock
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
@@ -89,11 +91,13 @@ class ModelEngine:
         groups: RoleGroups,
         device: Device,
         phases: Phases | None = None,
+        name: str = "model",
     ) -> None:
         """Build this rank's shard; the weights are zero until `load` or `initialise`.
 
-        `phases` may stop a pass over packs.
+        `phases` may stop a pass over packs, and its memory is told what the model `name` holds.
         """
+        self._name = name
         self.spec = spec
         self.groups = groups
         self.device = device.torch_device
@@ -121,7 +125,8 @@ class ModelEngine:
         self.optimizer: ShardedOptimizer | None = None
         self._routing: ExpertRouting | None = None
         self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, self.phases)
-        self.adapters = HeldAdapters(self.chunks, self._slots, self.wait_for_weights)
+        self.residency = self._make_residency()
+        self.adapters = HeldAdapters(self.chunks, self._slots, self._needing_weights)
         self._set_training(False)
 
     @property
@@ -171,35 +176,24 @@ class ModelEngine:
         """
         base = [slot for slot in self.slots if not is_adapter(slot.piece.name)]
         own = without_adapters(self.spec)
-        has_head = read_for_all(path, own, base, needs_head, self.groups)
         section = self._section
-        if isinstance(section, AdaptedSection) and section.lora.path is not None:
-            has_head = read_adapter(section.lora.path, self.spec, self.slots) or has_head
-        else:
-            initialise(self.adapters.slots, self._shapes, seed)
-        if not has_head:
-            heads = [slot for slot in base if slot.piece.name == self._family.scalar_head]
-            initialise(heads, self._shapes, seed, std=0.0)
-
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """The bytes on this rank of `weights`, and in training of `gradients` and `optimizer`."""
-        parameters = [slot.parameter for slot in self.slots]
-        parameters = list({id(parameter): parameter for parameter in parameters}.values())
-        sizes = {"weights": sum(parameter.nbytes for parameter in parameters)}
-        if self.optimizer is None:
-            return sizes
-
-        buffers = [(*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in self.chunks]
-        sizes["gradients"] = sum(buffer.grad_data.nbytes for buffer in chain(*buffers))
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        sizes["optimizer"] = self.optimizer.nbytes(trained)
-        return sizes
+        with self._needing_weights():
+            self.residency.forget_copies()
+            has_head = read_for_all(path, own, base, needs_head, self.groups)
+            if isinstance(section, AdaptedSection) and section.lora.path is not None:
+                has_head = read_adapter(section.lora.path, self.spec, self.slots) or has_head
+            else:
+                initialise(self.adapters.slots, self._shapes, seed)
+            if not has_head:
+                heads = [slot for slot in base if slot.piece.name == self._family.scalar_head]
+                initialise(heads, self._shapes, seed, std=0.0)
 
     def initialise(self, seed: int) -> None:
         """Draw random weights from `seed` and `initializer_range`, the same in every layout."""
         std = self.spec.hf_config["initializer_range"]
-        initialise(self.slots, self._shapes, seed, std, self._family.scalar_head)
+        with self._needing_weights():
+            self.residency.forget_copies()
+            initialise(self.slots, self._shapes, seed, std, self._family.scalar_head)
 
     def hold_until(self, wait: Callable[[], None]) -> None:
         """Call `wait` before weights and moments change next; see `ShardedOptimizer.hold_until`."""
@@ -214,10 +208,12 @@ class ModelEngine:
         writers = self.groups.first_copy
         if writers is None:
             return
-        if self.spec.lora is not None:
-            write_adapter(path, self.spec, self.slots, writers)
-        else:
-            write_weights(path, self.slots, self._shapes, writers, FileOptions(max_shard_bytes))
+        with self._needing_weights():
+            if self.spec.lora is not None:
+                write_adapter(path, self.spec, self.slots, writers)
+            else:
+                options = FileOptions(max_shard_bytes)
+                write_weights(path, self.slots, self._shapes, writers, options)
 
     def cut(
         self,
@@ -271,8 +267,9 @@ class ModelEngine:
         routing: PassRouting | None = None,
     ) -> list[Any]:
         """Run packs without gradients; see `Pipeline.forward`."""
-        self._check_sharing()
-        return self._pipeline.forward(packs, evaluate, routing)
+        with self.residency.needing("params"):
+            self._check_sharing()
+            return self._pipeline.forward(packs, evaluate, routing)
 
     def per_token(
         self,
@@ -291,8 +288,7 @@ class ModelEngine:
             float32 [channels, batch, width] on the host, shared by the ranks of a machine; 0 where
             nothing is selected.
         """
-        self._check_sharing()
-        evaluated = self._pipeline.forward(packs, evaluate, routing)
+        evaluated = self.forward(packs, evaluate, routing)
         results = [result for result in evaluated if result is not None]
         table = self.groups.machine.table((channels, *shape), torch.float32)
 
@@ -311,6 +307,7 @@ class ModelEngine:
         inference engine that shares them) must be connected afterwards. `end_update` will be called
         `total_updates` times in the whole run.
         """
+        self.residency.close()
         self.chunks = data_parallel(self.chunks, self._config, self.groups, self.device, optim)
         self.optimizer = ShardedOptimizer(
             self.chunks, self.groups, optim, self.dtype, total_updates
@@ -327,6 +324,8 @@ class ModelEngine:
         self._config.grad_scale_func = self.optimizer.scale_loss
         self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device, self.phases)
         self._clock = UpdateClock(self.spec, self.groups, self.device, self._pipeline.clock)
+        self.residency = self._make_residency()
+        self.residency.leave()
 
     def state_dict(self) -> dict[str, int]:
         """Return the numbers that a resumed run needs besides weights and moments."""
@@ -358,7 +357,26 @@ class ModelEngine:
             Interrupted: the run stops here; no step was taken.
         """
         assert self.optimizer is not None, "a frozen model cannot be trained: attach an optimizer"
-        self._check_sharing()
+        with self.training():
+            self._check_sharing()
+            return self._train_mini_batch(packs, loss, role, stop, routing)
+
+    def training(self) -> AbstractContextManager[None]:
+        """Have all that `train_mini_batch` needs on the device as long as this lasts.
+
+        Otherwise, what is offloaded comes and goes with each mini-batch.
+        """
+        return self.residency.needing("params", "grads", "optimizer")
+
+    def _train_mini_batch(
+        self,
+        packs: Sequence[Pack],
+        loss: Loss,
+        role: str,
+        stop: Callable[[Tally], bool] | None,
+        routing: PassRouting | None,
+    ) -> MiniBatchResult:
+        assert self.optimizer is not None
         results = self._forward_backward(packs, loss, routing)
         tally = Tally()
         for result in results:
@@ -463,6 +481,30 @@ class ModelEngine:
         finalize_model_grads(*arguments, **options)
         if self.spec.lora is not None and self.spec.experts is not None:
             self.adapters.sum_parts(self.groups.collection.expt_tp)
+
+    @contextmanager
+    def _needing_weights(self) -> Iterator[None]:
+        """Have all weights on the device, as the last optimizer step left them."""
+        with self.residency.needing("params"):
+            self.wait_for_weights()
+            yield
+
+    def _make_residency(self) -> Residency:
+        """The model's memory as it is now, with an optimizer or without one."""
+        params = list(chain.from_iterable(chunk.parameters() for chunk in self.chunks))
+        owners: dict[Owner, Callable[[], list[Tensor]]] = {"params": lambda: params}
+        if self.optimizer is not None:
+            buffers = [(*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in self.chunks]
+            grads = [buffer.grad_data for buffer in chain(*buffers)]
+            owners |= {"grads": lambda: grads, "optimizer": self.optimizer.tensors}
+
+        def wait() -> None:
+            if self.optimizer is not None:
+                self.optimizer.wait_for_weights()
+                self.optimizer.let_reader_finish()
+
+        offload = self._section.offload
+        return Residency(self._name, owners, offload, self.phases.memory, wait)
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

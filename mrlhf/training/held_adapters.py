@@ -6,7 +6,7 @@ This file does not know what the model computes, nor when it trains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -27,12 +27,15 @@ class HeldAdapters:
     """
 
     def __init__(
-        self, chunks: Sequence[Any], slots: Sequence[Slot], wait_for_weights: Callable[[], None]
+        self,
+        chunks: Sequence[Any],
+        slots: Sequence[Slot],
+        needing_weights: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`wait_for_weights` returns when the last optimizer step is in all weights."""
+        """Within `needing_weights` all weights are there, with the last optimizer step in them."""
         self._chunks = chunks
         self.slots = [slot for slot in slots if is_adapter(slot.piece.name)]
-        self._wait_for_weights = wait_for_weights
+        self._needing_weights = needing_weights
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -49,19 +52,20 @@ class HeldAdapters:
 
     def copy(self) -> list[Tensor]:
         """Return a copy of this rank's adapters as they are, for `exchanged`."""
-        self._wait_for_weights()
-        return [slot.parameter.detach().clone() for slot in self.slots]
+        with self._needing_weights():
+            return [slot.parameter.detach().clone() for slot in self.slots]
 
     @contextmanager
     @torch.no_grad()
     def exchanged(self, adapters: Sequence[Tensor]) -> Iterator[None]:
         """Compute with other adapters, a result of `copy`, as long as this lasts."""
-        own = self.copy()
-        self._put(adapters)
-        try:
-            yield
-        finally:
-            self._put(own)
+        with self._needing_weights():
+            own = self.copy()
+            self._put(adapters)
+            try:
+                yield
+            finally:
+                self._put(own)
 
     @torch.no_grad()
     def _put(self, adapters: Sequence[Tensor]) -> None:

@@ -78,8 +78,9 @@ def export_merged(engine: ModelEngine, path: Path, max_shard_bytes: int) -> None
     """Write the merged model, without its configuration; every rank calls this."""
     writers = engine.groups.first_copy
     if writers is not None:
-        slots = merged_slots(engine)
-        write_weights(path, slots, base_shapes(engine), writers, FileOptions(max_shard_bytes))
+        with engine.residency.needing("params"):
+            slots = merged_slots(engine)
+            write_weights(path, slots, base_shapes(engine), writers, FileOptions(max_shard_bytes))
 
 
 def base_shapes(engine: ModelEngine) -> dict[str, Shape]:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ class ShardedOptimizer:
             self._skip(grad_norm)
             return OptimizerStep(grad_norm, taken=False)
 
-        self._let_reader_finish()
+        self.let_reader_finish()
         self._clip(grad_norm)
         successful = self._optimizer.step_with_ready_grads()
         assert successful, "the optimizer refused finite gradients"
@@ -167,8 +168,14 @@ class ShardedOptimizer:
 
         So a thread can copy them while the next step is still generating responses.
         """
-        self._let_reader_finish()
+        self.let_reader_finish()
         self._wait_for_reader = wait
+
+    def let_reader_finish(self) -> None:
+        """Call what `hold_until` got, unless that has been done."""
+        if self._wait_for_reader is not None:
+            self._wait_for_reader()
+            self._wait_for_reader = None
 
     def ranges(self, parameters: Sequence[Tensor]) -> list[OptimizedRange | None]:
         """Return this rank's part of each of the model's parameters; None if it has none.
@@ -189,16 +196,14 @@ class ShardedOptimizer:
             held.append(OptimizedRange(start, main.detach().view(-1), moments))
         return held
 
-    def nbytes(self, parameters: Sequence[Tensor]) -> int:
-        """Return the bytes of moments, and of main weights that are not the parameters."""
-        size = 0
-        for parameter, held in zip(parameters, self.ranges(parameters), strict=True):
-            if held is not None:
-                own = held.main.untyped_storage().data_ptr()
-                is_parameter = own == parameter.untyped_storage().data_ptr()
-                size += sum(moment.nbytes for moment in held.moments.values())
-                size += 0 if is_parameter else held.main.nbytes
-        return size
+    def tensors(self) -> list[Tensor]:
+        """Return this rank's main weights, which may be views of parameters, and moments."""
+        found = []
+        for inner in self._inner_optimizers():
+            for main in chain.from_iterable(group["params"] for group in inner.param_groups):
+                state = inner.state.get(main, {})  # indexing would make an entry
+                found += [main, *(state[name] for name in MOMENTS if name in state)]
+        return found
 
     @property
     def is_distributed(self) -> bool:
@@ -225,7 +230,7 @@ class ShardedOptimizer:
         On a host there are none after no step. On a GPU they are made at once, since at the first
         step they would take the memory that the first KV cache had, and the second would miss.
         """
-        self._let_reader_finish()
+        self.let_reader_finish()
 
         for inner in self._inner_optimizers():
             inner.state.clear()
@@ -283,11 +288,6 @@ class ShardedOptimizer:
         norm = torch.full((), grad_norm, dtype=torch.float32, device=self._device)
         for optimizer in self._megatron_optimizers():
             clip_grads_with_norm_(optimizer.get_parameters(), limit, norm)
-
-    def _let_reader_finish(self) -> None:
-        if self._wait_for_reader is not None:
-            self._wait_for_reader()
-            self._wait_for_reader = None
 
     def _owners(self) -> dict[int, torch.optim.Optimizer]:
         """Return the inner optimizer of each main weight, by its id; experts have their own."""

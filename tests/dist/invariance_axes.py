@@ -49,6 +49,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1, 2),  # None: tp without expert parallelism, else 1
     "sequence_parallel": (False, True),
     "share_prompts": (False, True),
+    "offloaded": (False, True),  # all that can leave the device while nothing needs it
     "recompute": ("none", "full", "core_attn", "mlp"),
     "micro_batch_tokens": (24, 1000),  # a pair of sequences, all sequences
     "use_distributed_optimizer": (True, False),
@@ -110,6 +111,8 @@ def role_keys(row: Row) -> dict[str, Any]:
     keys = {axis: value for axis, value in row.items() if axis in RoleSection.model_fields}
     if row["uneven_stages"]:
         keys["pp_layers"] = _UNEVEN[row["pp"] * row["vpp"]]
+    if row["offloaded"]:
+        keys["offload"] = ["params", "grads", "optimizer"]
     return keys
 
 

@@ -199,7 +199,8 @@ def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict
 
 
 def _digests(engine: ModelEngine) -> dict[Key, int]:
-    return {
-        slot.piece.key: zlib.crc32(slot.load().contiguous().numpy().tobytes())
-        for slot in engine.slots
-    }
+    with engine.residency.needing("params"):
+        return {
+            slot.piece.key: zlib.crc32(slot.load().clone().numpy().tobytes())
+            for slot in engine.slots
+        }

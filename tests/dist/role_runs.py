@@ -332,7 +332,10 @@ def build_supervised(setting: Setting, case: Case, name: str, head: Head) -> Mod
 def build_reference(setting: Setting, case: Case) -> Reference:
     """What the policy of the case is compared with."""
     path = str(setting.root / f"{case.model}-ref")
-    section = ReferenceSection(path=path, **_form_keys(setting))
+    keys = _form_keys(setting)
+    if keys.get("offload"):
+        keys["offload"] = ["params"]
+    section = ReferenceSection(path=path, **keys)
     return Reference(_build_engine(setting, section, "lm"), plain_tables.TEMPERATURE)
 
 

@@ -63,6 +63,17 @@ def ppo(inputs: Path) -> Setting:
     return Setting("ppo", "ppo", ["--config", str(inputs / "ppo.yaml")])
 
 
+def offloaded(inputs: Path) -> Setting:
+    """All that can leave the device does; checkpoints are written in a thread."""
+    everything = "[params,grads,optimizer]"
+    keys = [
+        *(f"{role}.offload={everything}" for role in ("actor", "critic")),
+        "reference.offload=[params]",
+        "trainer.async_save=true",
+    ]
+    return Setting("offloaded", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
+
+
 def bypass(inputs: Path) -> Setting:
     """Without a pass before the update, which may end early."""
     keys = [

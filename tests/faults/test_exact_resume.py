@@ -133,6 +133,19 @@ def test_an_update_in_bypass_mode_is_interrupted(
 
 
 @pytest.mark.full
+def test_models_that_are_off_the_device(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Sequel(settings.offloaded(inputs), tmp_path / "run")
+    assert_killed(run.run(Fault(faults.VALUES, 1, "SIGKILL", rank=0)), rank=0)
+    assert_killed(run.run(Fault(faults.MODEL_FILE, 2, "SIGKILL", rank=0)), rank=0)
+    assert_killed(run.run(Fault(faults.ACTOR_LOSS, 22, "SIGKILL", rank=1)), rank=1)
+    assert interrupt(run, faults.ACTOR_LOSS, 5) == f"{run.checkpoints[-1]}_interrupted"
+    run.finish()
+    assert_same_run(run, undisturbed(settings.ppo(inputs)))
+
+
+@pytest.mark.full
 def test_an_update_of_adapters_is_killed_and_interrupted(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import EngineError, WeightError
-from mrlhf.inference.base import EngineLimits, EngineStats, Finished, Request
+from mrlhf.inference.base import EngineLimits, EngineStats, Finished, HeldBytes, Request
 from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, NATIVE_GPU_BLOCK, CacheShape
 from mrlhf.inference.checks import check_complete, committed
 from mrlhf.inference.engine_sizes import engine_tp_problem
@@ -108,6 +108,11 @@ class NativeEngine:
     def cache_bytes(self) -> int:
         """The present size of the KV cache, in bytes."""
         return 0 if self._cache is None else self._cache.nbytes
+
+    @property
+    def held_bytes(self) -> HeldBytes:
+        """See `InferenceEngine`; copies that are laid out for a host's products do not count."""
+        return HeldBytes(self._parameters.stored_bytes, self.cache_bytes)
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
         """See `InferenceEngine`."""

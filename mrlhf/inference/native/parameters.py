@@ -63,6 +63,11 @@ class Parameters:
         )
         return sum(sizes)
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the parameters that are stored here."""
+        return sum(self._tensors[name].nbytes for name in self._tensors.keys() - self._bound)
+
     def bind(self, name: str, tensor: Tensor) -> None:
         """Make `tensor` itself the parameter `name`.
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import ConfigError, EngineError
-from mrlhf.inference.base import EngineLimits, Finished, Request
+from mrlhf.inference.base import EngineLimits, Finished, HeldBytes, Request
 from mrlhf.inference.cache_size import CacheShape, gpu_room, vllm_cpu_block, vllm_gpu_block
 from mrlhf.inference.checks import committed
 from mrlhf.inference.in_flight import InFlight
@@ -86,6 +86,7 @@ class VllmEngine:
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self._parameters = VllmParameters(worker.model_runner.model, pieces, shapes, device, dtype)
         blocks = self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks  # on a CPU too
+        self._all = HeldBytes(self._parameters.nbytes, blocks * self._cache_shape.block_bytes)
         self._in_flight = InFlight(limits, spec.vocab_size, decode)
         self._requests = Requests(
             self._llm.llm_engine,
@@ -101,6 +102,12 @@ class VllmEngine:
     def version(self) -> int:
         """The version of the weights that was last committed; EngineError if none was."""
         return committed(self._version)
+
+    @property
+    def held_bytes(self) -> HeldBytes:
+        """See `InferenceEngine`; bound weights have copies here, and a CPU's engine frees none."""
+        frees = self._device.type == "cuda" and not self._awake
+        return HeldBytes(0, 0) if frees else self._all
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
         """See `InferenceEngine`."""

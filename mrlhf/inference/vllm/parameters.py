@@ -8,6 +8,7 @@ know where weights come from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,6 +103,11 @@ class VllmParameters:
         return [
             Slot(piece, self._new[name]) for name, pieces in self.pieces.items() for piece in pieces
         ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, packed or not."""
+        return sum(math.prod(s) * self._dtype_of(name).itemsize for name, s in self._shapes.items())
 
     @property
     def missing(self) -> list[str]:

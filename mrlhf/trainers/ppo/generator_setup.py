@@ -145,7 +145,8 @@ def plan_hand_over(
     once = None
     if any(engine.keeps(tensor) for tensor in actor.tensor_shapes):
         once = resharder(engine.keeps)
-    return HandOver(resharder(lambda tensor: not engine.keeps(tensor)), once, merged)
+    each_time = resharder(lambda tensor: not engine.keeps(tensor))
+    return HandOver(actor.residency, each_time, once, merged)
 
 
 def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:

@@ -16,6 +16,7 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import TrainingError
 from mrlhf.metrics import data_metrics, throughput_metrics
 from mrlhf.models.flops import training_flops
+from mrlhf.parallel.device_memory import memory_metrics
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import timing_metrics
 from mrlhf.rollout.collector import Collected
@@ -75,7 +76,8 @@ class StepReport:
             cut = cuts.of(role)
             metrics |= cut.balance.metrics(role, engine.groups.layout)
             metrics |= self._utilisation(role, progress, cut, seconds)
-        return metrics | timing_metrics(seconds)
+        memory = memory_metrics(self._run.phases.memory.take_peaks())
+        return metrics | memory | timing_metrics(seconds)
 
     def of_failure(self, error: TrainingError, progress: StepProgress) -> TrainingError:
         """The error, naming the file in which the batch of the step was saved."""

@@ -225,7 +225,7 @@ def _engine(config: PPOConfig, run: Run, name: str, head: Head, loads: bool = Tr
     """The model of role `name`; without weights unless it `loads` them."""
     section = config.roles()[name]
     spec = spec_of_role(section, head)
-    engine = ModelEngine(section, spec, run.groups(name, section), run.device, run.phases)
+    engine = ModelEngine(section, spec, run.groups(name, section), run.device, run.phases, name)
     if loads or spec.lora is not None:  # no checkpoint holds a base model
         engine.load(section.path, config.seed, needs_head=name == "reward_model")
     return engine
