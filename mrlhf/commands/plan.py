@@ -137,11 +137,11 @@ def _in_words(found: Found, gpus: int, gpu: Gpu, lengths: Lengths, reserve: floa
 
 
 def _table(plans: Sequence[Plan], gpus: int) -> Iterator[str]:
-    phases = list(plans[0].time.seconds)
+    phases = list(dict.fromkeys(phase for plan in plans for phase in plan.time.seconds))
     rows = [["", "layout", "peak GB", "step s", *(f"{phase} s" for phase in phases), "tokens/s"]]
     for number, plan in enumerate(plans, start=1):
         time = plan.time
-        seconds = [f"{time.seconds[phase]:.1f}" for phase in phases]
+        seconds = [f"{time.seconds.get(phase, 0.0):.1f}" for phase in phases]
         peak = plan.memory.total(plan.memory.peak) / 1e9
         speed = f"{time.tokens / time.step / gpus:.0f}"
         layout = layout_of(plan.config)
@@ -162,14 +162,16 @@ def layout_of(config: AnyConfig) -> str:
     if isinstance(config, PPOConfig):
         words.append(f"rollout.tp {config.rollout.tp}")
     words.append(f"{role.micro_batch_tokens} tokens")
-    return ", ".join([*words, *(["recompute"] if role.recompute == "full" else [])])
+    words += ["recompute"] if role.recompute == "full" else []
+    words += [f"offload {' '.join(role.offload)}"] if role.offload else []
+    return ", ".join(words)
 
 
 def _memory(plan: Plan) -> Iterator[str]:
     for phase in plan.memory.phases:
         owners = plan.memory.phases[phase].items()
-        more = ", ".join(f"{owner} {nbytes / 1e9:.1f}" for owner, nbytes in owners)
-        yield f"  {phase}: {plan.memory.total(phase) / 1e9:.1f}, of it {more}"
+        more = "".join(f", {owner} {nbytes / 1e9:.1f}" for owner, nbytes in owners)
+        yield f"  {phase}: {plan.memory.total(phase) / 1e9:.1f}{more.replace(',', ', of it', 1)}"
         if phase == GENERATION:
             at_once = plan.time.decoded_at_once
             yield f"    room for {at_once} responses at once on each replica"

@@ -55,7 +55,7 @@ Seconds = Annotated[float, Field(ge=0.1, le=604800)]
 Minutes = Annotated[float, Field(ge=0.001, le=525600)]
 
 
-def _one_or_many(value: object) -> object:
+def one_or_many(value: object) -> object:
     """`value` as a list; a single text stands for a list of one."""
     return [value] if isinstance(value, str) else value
 
@@ -104,7 +104,7 @@ def _value(match: re.Match[str]) -> str:
 
 PathText = Annotated[str, AfterValidator(expand_path)]
 
-_ONE_OR_MANY = BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])
+_ONE_OR_MANY = BeforeValidator(one_or_many, json_schema_input_type=str | list[str])
 Files = Annotated[list[PathText], _ONE_OR_MANY]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _ONE_OR_MANY]
 Name = Annotated[str, Field(pattern=r"\S")]

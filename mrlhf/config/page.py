@@ -161,6 +161,8 @@ def _values(value: JsonSchema) -> str:
         return ", ".join(f"`{name}`" for name in value["enum"])
     if value["type"] == "array":
         items = value["items"]
+        if choices := items.get("enum", [items["const"]] if "const" in items else None):
+            return f"list of {', '.join(f'`{name}`' for name in choices)}"
         return "list" if "$ref" in items else f"list of {_WORDS[items['type']]}s{_bounds(items)}"
     return _WORDS[value["type"]] + _bounds(value)
 

@@ -6,6 +6,7 @@ It does not know files, nor what the values mean.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from mrlhf.config.fields import Section
@@ -37,6 +38,8 @@ def _type_in_words(annotation: Any) -> str:
         return "section" if issubclass(annotation, Section) else annotation.__name__
     if get_origin(annotation) is list:
         return "list"
+    if get_origin(annotation) is Sequence:
+        return f"list of {_type_in_words(get_args(annotation)[0])}"
     return " | ".join(_type_in_words(part) for part in get_args(annotation))
 
 

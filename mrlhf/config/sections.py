@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mrlhf.config.fields import (
     Count,
@@ -26,6 +26,7 @@ from mrlhf.config.fields import (
     Texts,
     UpToOne,
     known_or_own,
+    one_or_many,
 )
 from mrlhf.config.reads import LOSS_MODE, NotRead, Place, ReadIf, by_loss, read_if
 from mrlhf.rl.names import (
@@ -39,8 +40,8 @@ from mrlhf.rl.names import (
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
-Offloaded = Literal["params", "grads", "optimizer"]
-OffloadedFrozen = Literal["params"]
+Offload = Annotated[Sequence[Literal["params", "grads", "optimizer"]], BeforeValidator(one_or_many)]
+OffloadFrozen = Annotated[Sequence[Literal["params"]], BeforeValidator(one_or_many)]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
 NORMALISED = "seq-mean-token-sum-norm"
 
@@ -184,7 +185,7 @@ class RoleSection(Section):
     an equal part"""
     share_prompts: bool = False
     """compute a prompt once for all of its responses in a micro-batch, in every pass"""
-    offload: Sequence[Offloaded] = Field(default_factory=list)
+    offload: Offload = Field(default_factory=list)
     """what waits on the host while no phase needs it (optimizer: moments and float32 weights)"""
 
 
@@ -387,14 +388,14 @@ class ReferenceSection(RoleSection):
     adapter: Annotated[Literal["base", "start"], ReadIf(_without_start)] = "base"
     """of a policy that starts from lora.path; base: the reference has no adapter; start: it has
     that one"""
-    offload: Annotated[Sequence[OffloadedFrozen], ReadIf(_as_policy)] = Field(default_factory=list)
+    offload: Annotated[OffloadFrozen, ReadIf(_as_policy)] = Field(default_factory=list)
     """what waits on the host while no phase needs it"""
 
 
 class RewardModelSection(RoleSection):
     """A frozen sequence classifier with one output (score.weight) that scores whole responses."""
 
-    offload: Sequence[OffloadedFrozen] = Field(default_factory=list)
+    offload: OffloadFrozen = Field(default_factory=list)
     """what waits on the host while no phase needs it"""
 
 

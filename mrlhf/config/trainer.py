@@ -180,6 +180,6 @@ class DistributedSection(Section):
     """where to compute; auto: cuda if there is a GPU"""
     timeout_s: Annotated[float, Field(ge=1, le=604800)] = 600.0
     """longest wait in one collective, seconds"""
-    device_memory_mb: Count | None = None
+    device_memory_mb: Positive | None = None
     """most MiB on the device of a rank for models and engine, without activations and buffers;
     a phase that needs more ends the run and says what it holds; null: no bound"""

@@ -42,7 +42,7 @@ class DeviceMemory:
             held[owner] = nbytes
         if nbytes and self._bound is not None and sum(held.values()) > self._bound:
             raise MemoryBoundError(
-                f"{BOUND_KEY} {self._bound >> 20} is too little for phase {self._phase}, which "
+                f"{BOUND_KEY} {self._bound / 2**20:g} is too little for phase {self._phase}, which "
                 f"needs {in_words(held)}; offload more models, give the engine a smaller "
                 "rollout.kv_cache_mb, split models over more ranks, or raise it"
             )

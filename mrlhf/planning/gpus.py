@@ -19,18 +19,20 @@ class Gpu:
     memory_gb_s: float  # of its own memory, 10⁹ bytes a second
     link_gb_s: float  # to the other GPUs of its machine together, 10⁹ bytes a second
     network_gb_s: float  # of its share of the machine's network, 10⁹ bytes a second
+    host_gb_s: float  # to the memory of its host, 10⁹ bytes a second
     per_machine: int = 8
 
 
 # Memory, products and links from the data sheets of NVIDIA's SXM modules; the network is that of
-# its DGX machines, an adapter of 200 (A100) or 400 Gbit/s for each GPU.
+# its DGX machines, an adapter of 200 (A100) or 400 Gbit/s for each GPU. The host is behind PCIe 4
+# (A100) or 5 with 16 lanes.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 80, 312, 2039, 300, 25),
-        Gpu("h100", 80, 989, 3350, 450, 50),
-        Gpu("h200", 141, 989, 4800, 450, 50),
-        Gpu("b200", 180, 2250, 8000, 900, 50),
+        Gpu("a100", 80, 312, 2039, 300, 25, 32),
+        Gpu("h100", 80, 989, 3350, 450, 50, 64),
+        Gpu("h200", 141, 989, 4800, 450, 50, 64),
+        Gpu("b200", 180, 2250, 8000, 900, 50, 64),
     )
 }
 

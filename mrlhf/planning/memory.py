@@ -30,13 +30,17 @@ ITEMSIZE = 2  # of bfloat16
 
 Specs = Mapping[str, ModelSpec]
 GENERATION = "generation"
+ENGINE = "engine/params"  # those that are not the actor's own tensors
+MERGED = "merged/params"  # the actor's weights with its adapters added
+OWNERS = ("params", "grads", "optimizer")  # of a model that is trained
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one GPU, by owner."""
+    """Bytes on one GPU, by owner, such as `actor/params` or `engine/cache`."""
 
-    held: dict[str, int]  # from the start of the run to its end
+    sizes: dict[str, int]  # of all owners but those of one phase, wherever they are
+    held: dict[str, int]  # those that never leave
     phases: dict[str, dict[str, int]]  # more of them while a phase lasts, by its name
     sample_bytes: int = 0  # of a response of full length in the KV cache; 0 without an engine
 
@@ -61,32 +65,51 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
     In generation the KV cache counts with one response of full length; a run gives it what is left.
     """
     trained = trained_models(config)
+    sizes: dict[str, int] = {}
     held: dict[str, int] = {}
+    leaving: dict[str, dict[str, int]] = {}  # what a role's passes bring, by role
     phases: dict[str, dict[str, int]] = {}
     for name, role in config.roles().items():
         spec = specs[name]
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
-        if name not in trained:
-            held[f"{name} weights"] = _frozen_bytes(spec, layout)
-            continue
-        splits = trained[name][1].use_distributed_optimizer
-        sizes = _training_bytes(spec, layout, splits)
-        held |= {f"{name} {owner}": nbytes for owner, nbytes in vars(sizes).items()}
-        kept = activation_bytes(role, spec, layout)
-        phases[f"update of {name}"] = {f"{name} activations": kept}
+        if name in trained:
+            bytes_of = _training_bytes(spec, layout, trained[name][1].use_distributed_optimizer)
+            own = dict(zip(OWNERS, vars(bytes_of).values(), strict=True))
+            phase = update_of(name)
+            kept = {f"{name}/activations": activation_bytes(role, spec, layout)}
+        else:
+            own = {"params": _frozen_bytes(spec, layout)}
+            phase, kept = f"passes of {name}", {}
+        sizes |= {f"{name}/{owner}": nbytes for owner, nbytes in own.items()}
+        held |= {f"{name}/{owner}": own[owner] for owner in own if owner not in role.offload}
+        leaving[name] = {f"{name}/{owner}": own[owner] for owner in own if owner in role.offload}
+        phases[phase] = leaving[name] | kept
 
     if not isinstance(config, PPOConfig):
-        return Footprint(held, phases)
+        return Footprint(sizes, held, phases)
+    if config.full_kl_in_loss:  # the reference's output layer is part of the loss
+        phases[update_of("actor")] |= leaving.get("reference", {})
     spec = specs["actor"]
     layout = ParallelLayout.for_world("actor", world_size, AxisSizes.of(config.actor))
     rollout = config.rollout
     engine = _engine_bytes(spec, layout, rollout.tp, rollout.ep or 1, rollout.engine == "native")
+    generating = {
+        owner: size for owner, size in leaving["actor"].items() if owner.endswith("/params")
+    }
     if spec.lora is not None and rollout.lora == "merged":
-        engine += merged_bytes(spec, layout, ITEMSIZE)
-    held["weights of the engine alone"] = engine
+        held[MERGED] = merged_bytes(spec, layout, ITEMSIZE)
+    if spec.lora is not None and rollout.lora != "merged":
+        held[ENGINE] = engine  # the base comes once
+    else:
+        generating[ENGINE] = engine
     sample = cache_needs(config, spec).bytes
-    phases[GENERATION] = {"KV cache, at least": sample}
-    return Footprint(held, phases, sample)
+    phases[GENERATION] = generating | {"engine/cache, at least": sample}
+    return Footprint(sizes | {ENGINE: engine}, held, phases, sample)
+
+
+def update_of(name: str) -> str:
+    """The phase in which a model is trained."""
+    return f"update of {name}"
 
 
 def activation_bytes(role: RoleSection, spec: ModelSpec, layout: ParallelLayout) -> int:

@@ -15,7 +15,7 @@ from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.planning.gpus import Gpu
-from mrlhf.planning.memory import Footprint, Specs, footprint
+from mrlhf.planning.memory import OWNERS, Footprint, Specs, footprint
 from mrlhf.planning.seconds import Estimate, Lengths, estimate
 from mrlhf.preflight.batches import longest_unit, trained_models
 from mrlhf.preflight.checks import check
@@ -63,10 +63,13 @@ def search(
     room = int((gpu.memory_gb - reserve) * 1e9)
     plans = []
     for keys in _candidates(config, specs, world_size, gpu):
-        changed = with_keys(config, keys)
-        sizes = footprint(changed, specs, world_size)
+        for more in _offloads(config):  # the cheapest first
+            changed = with_keys(config, keys | more)
+            sizes = footprint(changed, specs, world_size)
+            if sizes.total(sizes.peak) <= room:
+                break
         time = estimate(changed, specs, sizes, world_size, gpu, lengths, room)
-        plans.append(Plan(changed, keys, sizes, time))
+        plans.append(Plan(changed, keys | more, sizes, time))
 
     plans.sort(key=_order)
     fitting = [plan for plan in plans if plan.memory.total(plan.memory.peak) <= room]
@@ -89,7 +92,7 @@ def _first(plans: Sequence[Plan], world_size: int) -> list[Plan]:
 
 
 def _is_of_layout(key: str) -> bool:
-    return not key.endswith((".recompute", ".micro_batch_tokens"))
+    return not key.endswith((".recompute", ".micro_batch_tokens", ".offload"))
 
 
 def _order(plan: Plan) -> tuple[int, int, float]:
@@ -97,7 +100,8 @@ def _order(plan: Plan) -> tuple[int, int, float]:
     role = next(iter(plan.config.roles().values()))
     axes = sum(role.value_of(axis) > 1 for axis in ("tp", "cp", "pp", "vpp", "ep"))
     second = plan.time.step
-    return round(math.log(second, _TOLD_APART)), axes + (role.recompute == "full"), second
+    kinds = axes + (role.recompute == "full") + len(role.offload)
+    return round(math.log(second, _TOLD_APART)), kinds, second
 
 
 def with_keys(config: AnyConfig, keys: dict[str, Any]) -> AnyConfig:
@@ -145,6 +149,19 @@ def _candidates(
                 continue
             for tp in _engine_sizes(config, specs[policy], layout, gpu):
                 yield keys | {"rollout.tp": tp}
+
+
+def _offloads(config: AnyConfig) -> list[dict[str, Any]]:
+    """What leaves the GPUs: as configured, gradients, optimizer states too, and everything."""
+    trained = trained_models(config)
+    frozen = config.roles().keys() - trained
+    choices: list[dict[str, Any]] = [{}]
+    for owners in (["grads"], ["grads", "optimizer"], list(OWNERS)):
+        choice = {f"{name}.offload": owners for name in trained}
+        if "params" in owners:
+            choice |= {f"{name}.offload": ["params"] for name in frozen}
+        choices.append(choice)
+    return choices
 
 
 def _layouts(

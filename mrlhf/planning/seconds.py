@@ -17,10 +17,12 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.pipeline_order import idle_share
 from mrlhf.planning.gpus import LATENCY_S, LINKS, MEMORY, PRODUCTS, Gpu
 from mrlhf.planning.memory import (
+    ENGINE,
     GENERATION,
     ITEMSIZE,
     Footprint,
     Specs,
+    update_of,
 )
 from mrlhf.preflight.batches import trained_models
 
@@ -68,7 +70,7 @@ def estimate(
     at_once = 0
     samples = _samples(config)
     if isinstance(config, PPOConfig):
-        left = room - sum(sizes.held.values())
+        left = room - sizes.total(GENERATION) + sizes.sample_bytes
         at_once = int(left * config.data.max_length / (sizes.sample_bytes * lengths.total))
         at_once = min(config.rollout.max_num_seqs, max(1, at_once))
         found["hand-over"] = _hand_over(config, sizes, gpu)
@@ -85,11 +87,28 @@ def estimate(
             )
         if name in trained:
             mini_batches, epochs = _updates(config, name)
-            found[f"update of {name}"] = epochs * (
+            found[update_of(name)] = epochs * (
                 _passes(role, spec, layout, gpu, lengths, samples, mini_batches, backward=True)
                 + mini_batches * _gradients(sizes, name, layout, gpu)
             )
+    moved = sum(_traffic(config, sizes, name) for name in config.roles())
+    if moved:
+        found["offloading"] = moved / (1e9 * LINKS * gpu.host_gb_s)
     return Estimate(found, samples * lengths.total, at_once)
+
+
+def _traffic(config: AnyConfig, sizes: Footprint, name: str) -> float:
+    """Bytes of a model that cross the link to the host in a step; gradients are not copied."""
+    offload = config.roles()[name].offload
+    moved = 0.0
+    if "params" in offload:
+        params = sizes.sizes[f"{name}/params"]
+        # The reference and the reward model only come; the others come and go for each pass.
+        phases = {"actor": 3, "critic": 2, "model": 1}
+        moved += 2 * phases[name] * params if name in phases else params
+    if "optimizer" in offload:
+        moved += 2 * sizes.sizes[f"{name}/optimizer"]
+    return moved
 
 
 def _samples(config: AnyConfig) -> int:
@@ -154,17 +173,17 @@ def _passes(
 
 def _gradients(sizes: Footprint, name: str, layout: ParallelLayout, gpu: Gpu) -> float:
     """Sum gradients over replicas, update, and gather weights, once."""
-    gradients = sizes.held[f"{name} gradients"]
+    gradients = sizes.sizes[f"{name}/grads"]
     replicas = layout.dp * layout.cp
     moved = gradients * (1 + ITEMSIZE / _GRADIENT) * (replicas - 1) / replicas
-    touched = gradients + 2 * sizes.held[f"{name} optimizer"]
+    touched = gradients + 2 * sizes.sizes[f"{name}/optimizer"]
     updating = touched / (1e9 * MEMORY * gpu.memory_gb_s)
     return moved / _link(gpu, layout.tp * replicas) + updating
 
 
 def _hand_over(config: PPOConfig, sizes: Footprint, gpu: Gpu) -> float:
     span = AxisSizes.of(config.actor).ranks
-    return sizes.held["weights of the engine alone"] / _link(gpu, span)
+    return sizes.sizes[ENGINE] / _link(gpu, span)
 
 
 def _generation(

@@ -246,7 +246,7 @@ def _begin(config: AnyConfig, context: JobContext) -> Run:
 
     stops = AgreedStop(dist.PrefixStore("stop", job.store), job.rank, job.world_size)
     bound = config.distributed.device_memory_mb
-    memory = DeviceMemory(None if bound is None else bound << 20)
+    memory = DeviceMemory(None if bound is None else int(bound * 2**20))
     phases = Phases(stops, context.device.synchronize, memory)
     board = Board(phases)
     monitor = _monitor(board, directory, job, trainer)

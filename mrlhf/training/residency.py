@@ -23,16 +23,16 @@ Owner = Literal["params", "grads", "optimizer"]
 
 
 class _Held(NamedTuple):
-    """A storage on the device."""
+    """A storage on the device, by one of the tensors that are views of it."""
 
-    storage: torch.UntypedStorage
+    tensor: Tensor
     is_constant: bool  # whether nobody changes its values
 
 
 class _Away(NamedTuple):
-    """A storage that is not on the device."""
+    """A storage that is not on the device; its tensors are empty, but keep their shapes."""
 
-    storage: torch.UntypedStorage  # empty now
+    tensor: Tensor
     nbytes: int
     copy: Tensor | None  # its bytes on the host; None: they have no value
 
@@ -117,20 +117,21 @@ class Residency:
         self._before_leaving()
         self._away[owner] = []
         for number, held in enumerate(self._storages(owner)):
-            nbytes = held.storage.nbytes()
+            storage = held.tensor.untyped_storage()
+            nbytes = storage.nbytes()
             copy = None if owner == "grads" else self._copied((owner, number), held)
-            held.storage.resize_(0)
-            self._away[owner].append(_Away(held.storage, nbytes, copy))
+            storage.resize_(0)
+            self._away[owner].append(_Away(held.tensor, nbytes, copy))
         self._memory.hold(self._title(owner), 0)
 
     def _come(self, owner: Owner) -> None:
         if owner not in self._away:
             return
         self._memory.hold(self._title(owner), self._nbytes(owner))
-        for storage, nbytes, copy in self._away.pop(owner):
-            storage.resize_(nbytes)
+        for tensor, nbytes, copy in self._away.pop(owner):
+            tensor.untyped_storage().resize_(nbytes)
             if copy is not None:
-                _bytes_of(storage).copy_(copy, non_blocking=True)
+                _whole(tensor).copy_(copy, non_blocking=True)
 
     def _count(self) -> None:
         for owner in self._tensors.keys() - self._away.keys():
@@ -142,19 +143,18 @@ class Residency:
     def _nbytes(self, owner: Owner) -> int:
         if owner in self._away:
             return sum(away.nbytes for away in self._away[owner])
-        return sum(held.storage.nbytes() for held in self._storages(owner))
+        return sum(held.tensor.untyped_storage().nbytes() for held in self._storages(owner))
 
     def _copied(self, place: tuple[Owner, int], held: _Held) -> Tensor:
-        """The bytes of a storage on the host; on a GPU they arrive when its queue comes to that."""
-        nbytes = held.storage.nbytes()
+        """A storage's values on the host; on a GPU they arrive when its queue comes to that."""
+        whole = _whole(held.tensor)
         copy = self._copies.get(place)
-        if copy is None or len(copy) != nbytes:
-            pinned = held.storage.device.type == "cuda"
-            copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        if copy is None or copy.shape != whole.shape or copy.dtype != whole.dtype:
+            copy = torch.empty(len(whole), dtype=whole.dtype, pin_memory=whole.is_cuda)
         elif held.is_constant:
             return copy
         self._copies[place] = copy
-        return copy.copy_(_bytes_of(held.storage), non_blocking=True)
+        return copy.copy_(whole, non_blocking=True)
 
     def _storages(self, owner: Owner) -> list[_Held]:
         """The storages of an owner, and of no owner before it, each once."""
@@ -166,12 +166,14 @@ class Residency:
                 constant = owner == "params" and not tensor.requires_grad
                 known = found.get(storage._cdata)
                 constant = constant and (known is None or known.is_constant)
-                found[storage._cdata] = _Held(storage, constant)
+                found[storage._cdata] = _Held(tensor, constant)
             if name == owner:
                 return [held for key, held in found.items() if key not in earlier]
             earlier |= found.keys()
         raise AssertionError(f"no owner {owner}")
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _whole(tensor: Tensor) -> Tensor:
+    """All elements of the storage that a tensor is a view of, flat."""
+    count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return tensor.detach().as_strided((count,), (1,), 0)

@@ -44,6 +44,37 @@ def moments() -> dict[str, int]:
     }
 
 
+def offloaded() -> dict[str, Any]:
+    """Bytes on the device between passes and in them, and whether two updates are the same."""
+    measures.join()
+    experience = measures.example()
+    found: dict[str, Any] = {}
+    weights = []
+    for offload in ([], ["params", "grads", "optimizer"]):
+        before = _held()
+        engine, actor = measures.actor_of(packs=2, layers=2, offload=offload)
+        engine.attach_optimizer(measures.OPTIM, total_updates=100)
+        cut = engine.cut(experience.rollout.sequences(), "response")
+        row = {"attached": _held() - before}
+        for _ in range(2):
+            actor.evaluate(experience.rollout, cut)
+            with DEVICE.counted() as counts:
+                actor.update(experience, cut)
+        row |= {"updated": _held() - before, "waits": counts.waits.total()}
+        copies = [what for what, line in counts.copies if "residency" in line]
+        row["staged"] = [what for what in copies if "unpinned" in what]
+        row["copies"] = len(copies)
+        with engine.training():
+            row["needed"] = _held() - before
+            weights.append([slot.parameter.cpu().clone() for slot in engine.slots])
+        row["ledger"] = sum(engine.residency.nbytes.values())
+        found["everything" if offload else "nothing"] = row
+        del engine, actor, cut
+        gc.collect()
+    found["same"] = all(map(torch.equal, *weights))
+    return found
+
+
 def memory() -> dict[str, Any]:
     """Bytes allocated and reserved in a hand-over, with weights of the engine's own and without."""
     training = _training()

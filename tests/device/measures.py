@@ -6,6 +6,7 @@ costs, what each pack costs beside its layers, and what is done once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -187,7 +188,11 @@ def model_spec(layers: int, mixture: bool = False) -> ModelSpec:
 
 
 def actor_of(
-    packs: int, layers: int, sizes: AxisSizes | None = None, mixture: bool = False
+    packs: int,
+    layers: int,
+    sizes: AxisSizes | None = None,
+    mixture: bool = False,
+    offload: Sequence[str] = (),
 ) -> tuple[ModelEngine, Actor]:
     """A policy in bfloat16 without an optimizer; its micro-batches are so many `packs`."""
     layout = ParallelLayout.for_world("actor", dist.get_world_size(), sizes or AxisSizes())
@@ -197,6 +202,7 @@ def actor_of(
         micro_batch_tokens=SEQUENCES * LENGTH // packs // layout.dp,
         ppo_epochs=1,
         loss_scale_factor=1.0,
+        offload=list(offload),
     )
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     device = pick_device("auto", local_rank=dist.get_rank())

@@ -75,6 +75,17 @@ def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
     assert all((row["response"] == row["ground_truth"]) == (row["score"] == 1.0) for row in rows)
 
 
+def test_offloaded_it_keeps_below_a_bound(demo: dict[str, Any], tmp_path: Path) -> None:
+    root = demo["root"]
+    (train,) = commands_of("docs/memory.md", "device_memory_mb")
+    train = train.replace("runs/demo-offloaded", str(tmp_path / "run"))
+    files = {"train_files": "train", "val_files": "validation", "test_files": "held_out"}
+    places = [f"data.{key}={root}/data/{name}.jsonl" for key, name in files.items()]
+    short = ["trainer.total_steps=2", f"actor.path={root}/sft/model"]
+    succeed(run_commands([train], *places, *short))
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
 def test_the_report_shows_the_run(demo: dict[str, Any]) -> None:
     root = demo["root"]
     (command,) = commands_of("docs/report.md", "runs/demo$")

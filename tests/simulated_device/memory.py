@@ -33,6 +33,7 @@ class Memory:
         self._open: list[str] = []
         self._live: dict[int, int] = {}
         self._by_address: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._addresses: dict[int, int] = {}
 
     @property
     def reserved(self) -> int:
@@ -62,16 +63,31 @@ class Memory:
         key = storage._cdata
         if key in self._live:
             return
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        self._take(storage, storage.nbytes())
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give a storage other memory, which may be none.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough memory.
+        """
+        self._free(storage._cdata)
+        storage.resize_(nbytes)
+        self._take(storage, nbytes)
+
+    def _take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        key = storage._cdata
+        size = -(-nbytes // BLOCK) * BLOCK
         if self.allocated + size > self.total:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {size} bytes: {self.allocated} of "
                 f"{self.total} are allocated"
             )
         self._live[key] = size
-        address = storage.data_ptr()
-        self._by_address[address] = weakref.ref(storage)
-        weakref.finalize(storage, self._free, key, address).atexit = False
+        if nbytes:
+            self._addresses[key] = storage.data_ptr()
+            self._by_address[self._addresses[key]] = weakref.ref(storage)
 
         self.allocated += size
         if self._pooling:
@@ -111,8 +127,8 @@ class Memory:
         finally:
             self._open.remove(name)
 
-    def _free(self, key: int, address: int) -> None:
-        self._by_address.pop(address, None)
+    def _free(self, key: int) -> None:
+        self._by_address.pop(self._addresses.pop(key, 0), None)
         size = self._live.pop(key)
         self.allocated -= size
         if key in self._pooled:

@@ -84,6 +84,10 @@ class SimulatedStorage:
         """An address that the host cannot read."""
         return ADDRESS + self._inner.data_ptr()
 
+    def resize_(self, nbytes: int) -> None:
+        """Give its memory back, and take other memory."""
+        DEVICE.memory.resize(self._inner, nbytes)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 

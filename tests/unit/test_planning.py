@@ -17,8 +17,8 @@ from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.planning.gpus import GPUS, PRODUCTS
-from mrlhf.planning.memory import footprint
+from mrlhf.planning.gpus import GPUS, LINKS, PRODUCTS
+from mrlhf.planning.memory import ENGINE, GENERATION, OWNERS, footprint
 from mrlhf.planning.search import search, with_keys
 from mrlhf.planning.seconds import Lengths, estimate
 from mrlhf.preflight import dry_run
@@ -87,8 +87,8 @@ def test_the_engine_holds_alone_what_a_hand_over_brings_or_copies(
         moves = (*plan.receives, *plan.copies)
         brought.append(2 * sum(move.elements for move in moves))
 
-    held = footprint(config, few, layout.world_size).held
-    assert held["weights of the engine alone"] == max(brought)
+    sizes_of = footprint(config, few, layout.world_size).sizes
+    assert sizes_of[ENGINE] == max(brought)
 
 
 def _shallow(spec: ModelSpec) -> ModelSpec:
@@ -102,17 +102,59 @@ def test_bytes_of_each_owner_are_those_of_the_published_size() -> None:
     """8,190,735,360 weights of Qwen3-8B, of which tp 2 and dp 4 leave a half to each rank."""
     config = _config(GRPO)
     sizes = footprint(config, _specs(config), 8)
-    weights = sizes.held["actor weights"] / 2
+    weights = sizes.held["actor/params"] / 2
     assert weights == pytest.approx(8_190_735_360 / 2, rel=1e-3)  # norms lie on both ranks
-    assert sizes.held["reference weights"] == sizes.held["actor weights"]
-    assert sizes.held["actor gradients"] == 4 * weights
-    assert sizes.held["actor optimizer"] == pytest.approx(12 * weights / 4, rel=1e-6)
-    assert sizes.held["weights of the engine alone"] == 0
+    assert sizes.held["reference/params"] == sizes.held["actor/params"]
+    assert sizes.held["actor/grads"] == 4 * weights
+    assert sizes.held["actor/optimizer"] == pytest.approx(12 * weights / 4, rel=1e-6)
+    assert sizes.sizes[ENGINE] == 0
     # 36 layers, 8 KV heads over two ranks, heads of 128, keys and values of two bytes.
     assert sizes.sample_bytes == 2 * 36 * 4 * 128 * 2 * 4096
     kept = 36 * 8192 * (8 * 4096 + 6 * (32 + 8) * 128 + 6 * 12288) // 2
-    assert sizes.phases["update of actor"] == {"actor activations": kept}
+    assert sizes.phases["update of actor"] == {"actor/activations": kept}
     assert sizes.peak == "update of actor"
+
+
+def test_what_is_offloaded_counts_in_the_phases_that_need_it() -> None:
+    everything = "[params,grads,optimizer]"
+    stays = _config(GRPO)
+    specs = _specs(stays)
+    sizes = footprint(stays, specs, 8)
+    leaves = footprint(
+        _config(GRPO, f"actor.offload={everything}", "reference.offload=params"), specs, 8
+    )
+    assert leaves.held == {}
+    assert leaves.sizes == sizes.sizes
+    actor = {f"actor/{owner}": sizes.held[f"actor/{owner}"] for owner in OWNERS}
+    update = leaves.phases["update of actor"]
+    assert update == actor | sizes.phases["update of actor"]
+    params = {"actor/params": actor["actor/params"]}
+    assert leaves.phases[GENERATION] == params | sizes.phases[GENERATION]
+    assert leaves.phases["passes of reference"] == {
+        "reference/params": sizes.held["reference/params"]
+    }
+
+    # 3 passes of the actor there and back, states there and back, and the reference once.
+    gpu = GPUS["h100"]
+    config = _config(GRPO, f"actor.offload={everything}", "reference.offload=params")
+    took = estimate(config, specs, leaves, 8, gpu, Lengths(512, 1536), int(7e10))
+    moved = 7 * sizes.held["actor/params"] + 2 * sizes.held["actor/optimizer"]
+    assert took.seconds["offloading"] == pytest.approx(moved / (1e9 * LINKS * gpu.host_gb_s))
+
+
+def test_only_what_does_not_fit_is_offloaded() -> None:
+    config = _config(GRPO)
+    specs = _specs(config)
+    lengths = Lengths(512, 1536)
+    small = replace(GPUS["h100"], memory_gb=50.0)
+    found = search(config, specs, 4, small, lengths, 10)
+    assert found.best and all(plan.config.actor.offload for plan in found.best)
+    for plan in found.best:
+        less = with_keys(plan.config, {"actor.offload": [], "reference.offload": []})
+        without = footprint(less, specs, 4)
+        assert without.total(without.peak) > 40e9
+    plenty = search(config, specs, 4, replace(small, memory_gb=400.0), lengths, 10)
+    assert not any("actor.offload" in plan.keys for plan in plenty.best)
 
 
 def test_seconds_are_operations_over_the_rate_where_nothing_else_counts() -> None:
@@ -162,7 +204,7 @@ def test_what_does_not_fit_is_told_with_what_it_lacks(capsys: pytest.CaptureFixt
     assert main(["--config", GRPO, "--gpus", "1"]) == 1
     said = capsys.readouterr().out
     assert "none fits; the nearest:" in said
-    assert " GB (actor " in said
+    assert " GB (actor/" in said
     assert "adapters (actor.lora.rank)" in said
 
 
@@ -194,7 +236,14 @@ def test_bad_input_is_one_line(
     arguments: list[str], message: str, place: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (place / "half.yaml").write_text("memory_gb: 24\n", encoding="utf-8")
-    rates = {"memory_gb": 24, "tflops": 0, "memory_gb_s": 1, "link_gb_s": 1, "network_gb_s": 1}
+    rates = {
+        "memory_gb": 24,
+        "tflops": 0,
+        "memory_gb_s": 1,
+        "link_gb_s": 1,
+        "network_gb_s": 1,
+        "host_gb_s": 1,
+    }
     (place / "zero.yaml").write_text(yaml.safe_dump(rates), encoding="utf-8")
     assert main(["--config", GRPO, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()

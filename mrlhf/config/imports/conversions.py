@@ -65,6 +65,28 @@ def recompute(value: Any, place: Place) -> Any:
     return {"full": "full", "selective": "core_attn"}.get(str(value), LEFT_OUT)
 
 
+def offload_params(value: Any, place: Place) -> Any:
+    """Whether weights wait on the host."""
+    return _offloaded(value, place, "params")
+
+
+def offload_grads(value: Any, place: Place) -> Any:
+    """Whether gradients leave the device."""
+    return _offloaded(value, place, "grads")
+
+
+def offload_optimizer(value: Any, place: Place) -> Any:
+    """Whether optimizer states wait on the host."""
+    return _offloaded(value, place, "optimizer")
+
+
+def _offloaded(value: Any, place: Place, owner: str) -> Any:
+    is_frozen = place.key.startswith(("reference.", "reward_model."))
+    if value is not True or (is_frozen and owner != "params"):
+        return LEFT_OUT
+    return [*place.ours.get(place.key, []), owner]
+
+
 def none_below_zero(value: Any, _: Place) -> Any:
     """-1 stands for none there."""
     return value if isinstance(value, int) and value > 0 else LEFT_OUT
@@ -229,6 +251,9 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
             at_least_longest,
             dropped,
             recompute,
+            offload_params,
+            offload_grads,
+            offload_optimizer,
             none_below_zero,
             zero_below_zero,
             betas,
