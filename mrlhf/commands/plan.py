@@ -19,6 +19,7 @@ from mrlhf.planning.gpus import GPUS, Gpu, gpu_of
 from mrlhf.planning.memory import GENERATION, Specs
 from mrlhf.planning.search import Found, Plan, search
 from mrlhf.planning.seconds import Lengths
+from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.model_checks import check_models
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
@@ -164,6 +165,8 @@ def layout_of(config: AnyConfig) -> str:
     words.append(f"{role.micro_batch_tokens} tokens")
     words += ["recompute"] if role.recompute == "full" else []
     words += [f"offload {' '.join(role.offload)}"] if role.offload else []
+    _, optim = next(iter(trained_models(config).values()))
+    words += ["stream"] if optim.stream is not None else []
     return ", ".join(words)
 
 

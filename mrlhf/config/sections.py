@@ -122,6 +122,9 @@ class OptimSection(Section):
     overlap_param_gather: Annotated[bool | None, read_if("use_distributed_optimizer")] = None
     """gather the updated weights while the next micro-batch is computed, each layer when it needs
     its own, not right after the step; null: on a GPU alone"""
+    stream: Literal["host", "disk"] | None = None
+    """where moments and float32 weights are between optimizer steps, in which they pass through the
+    device in parts; disk: in files without names in TMPDIR; null: on the device, see offload"""
 
     @model_validator(mode="after")
     def _warmup_ends_before_decay(self) -> OptimSection:

@@ -24,6 +24,7 @@ from mrlhf.parallel.layout import MODEL_AXES, AxisSizes, ParallelLayout
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
 from mrlhf.preflight.model_checks import cache_needs
+from mrlhf.training.optimizer import STREAMED_BYTES
 from mrlhf.weights.shard import Piece
 
 ITEMSIZE = 2  # of bfloat16
@@ -77,6 +78,12 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
             own = dict(zip(OWNERS, vars(bytes_of).values(), strict=True))
             phase = update_of(name)
             kept = {f"{name}/activations": activation_bytes(role, spec, layout)}
+            if trained[name][1].stream is not None:
+                states = own.pop("optimizer")
+                sizes[f"{name}/optimizer"] = states
+                kept[f"{name}/optimizer, in parts"] = _part_bytes(spec, layout)
+                # Main weights are made on the GPU, once the gradients have left.
+                phases[f"start of {name}"] = {f"{name}/main weights": states // 3}
         else:
             own = {"params": _frozen_bytes(spec, layout)}
             phase, kept = f"passes of {name}", {}
@@ -84,6 +91,8 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
         held |= {f"{name}/{owner}": own[owner] for owner in own if owner not in role.offload}
         leaving[name] = {f"{name}/{owner}": own[owner] for owner in own if owner in role.offload}
         phases[phase] = leaving[name] | kept
+        if f"start of {name}" in phases and "params" in role.offload:
+            phases[f"start of {name}"][f"{name}/params"] = own["params"]
 
     if not isinstance(config, PPOConfig):
         return Footprint(sizes, held, phases)
@@ -151,6 +160,12 @@ def _frozen_bytes(spec: ModelSpec, layout: ParallelLayout) -> int:
     """The weights of a model that is not trained, on the rank that has most."""
     stages = _held(spec, _smallest(layout))
     return max(sum(parameters.values()) for parameters in stages)
+
+
+def _part_bytes(spec: ModelSpec, layout: ParallelLayout) -> int:
+    """The most of a weight's main weights and moments that pass through a GPU together."""
+    weights = max(max(parameters.values()) for parameters in _held(spec, _smallest(layout)))
+    return max(STREAMED_BYTES, 3 * 4 * weights // ITEMSIZE)
 
 
 def _engine_bytes(spec: ModelSpec, layout: ParallelLayout, tp: int, ep: int, native: bool) -> int:

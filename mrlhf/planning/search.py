@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from mrlhf.errors import ConfigError
 from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
@@ -92,7 +92,7 @@ def _first(plans: Sequence[Plan], world_size: int) -> list[Plan]:
 
 
 def _is_of_layout(key: str) -> bool:
-    return not key.endswith((".recompute", ".micro_batch_tokens", ".offload"))
+    return not key.endswith((".recompute", ".micro_batch_tokens", ".offload", ".stream"))
 
 
 def _order(plan: Plan) -> tuple[int, int, float]:
@@ -108,13 +108,22 @@ def with_keys(config: AnyConfig, keys: dict[str, Any]) -> AnyConfig:
     """The configuration with other values of some keys, `section.name`; nothing is checked."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in keys.items():
-        section, name = key.split(".")
+        section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     changed = {
-        section: getattr(config, section).model_copy(update=values)
+        section: _section_with(getattr(config, section), values)
         for section, values in sections.items()
     }
     return config.model_copy(update=changed)
+
+
+def _section_with(section: Any, values: dict[str, Any]) -> Any:
+    """A section with other values of keys, of which `optim.name` are of a section in it."""
+    own = {key: value for key, value in values.items() if "." not in key}
+    of_optim = {key.partition(".")[2]: values[key] for key in values.keys() - own.keys()}
+    if of_optim:
+        own["optim"] = section.optim.model_copy(update=of_optim)
+    return section.model_copy(update=own)
 
 
 def _runs(config: AnyConfig, world_size: int) -> bool:
@@ -152,7 +161,7 @@ def _candidates(
 
 
 def _offloads(config: AnyConfig) -> list[dict[str, Any]]:
-    """What leaves the GPUs: as configured, gradients, optimizer states too, and everything."""
+    """What leaves the GPUs: as configured, gradients, states too, all, and all with a stream."""
     trained = trained_models(config)
     frozen = config.roles().keys() - trained
     choices: list[dict[str, Any]] = [{}]
@@ -161,7 +170,10 @@ def _offloads(config: AnyConfig) -> list[dict[str, Any]]:
         if "params" in owners:
             choice |= {f"{name}.offload": ["params"] for name in frozen}
         choices.append(choice)
-    return choices
+    optim = "optim" if isinstance(config, SupervisedConfig) else "{}.optim"
+    streams = {f"{optim.format(name)}.stream": "host" for name in trained}
+    without_states = {f"{name}.offload": list(OWNERS[:2]) for name in trained}
+    return [*choices, choices[-1] | without_states | streams]
 
 
 def _layouts(

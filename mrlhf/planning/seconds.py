@@ -106,7 +106,10 @@ def _traffic(config: AnyConfig, sizes: Footprint, name: str) -> float:
         # The reference and the reward model only come; the others come and go for each pass.
         phases = {"actor": 3, "critic": 2, "model": 1}
         moved += 2 * phases[name] * params if name in phases else params
-    if "optimizer" in offload:
+    trained = trained_models(config)
+    if name in trained and trained[name][1].stream is not None:
+        moved += 2 * sizes.sizes[f"{name}/optimizer"] * math.prod(_updates(config, name))
+    elif "optimizer" in offload:
         moved += 2 * sizes.sizes[f"{name}/optimizer"]
     return moved
 

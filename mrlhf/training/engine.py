@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -48,7 +48,7 @@ from mrlhf.training.first_weights import read_for_all
 from mrlhf.training.held_adapters import HeldAdapters
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
 from mrlhf.training.prompt_sharing import check_sharing, shared_prompts
-from mrlhf.training.residency import Owner, Residency
+from mrlhf.training.residency import Owner, Residency, Stream
 from mrlhf.training.update_clock import UpdateClock
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
@@ -309,9 +309,16 @@ class ModelEngine:
         """
         self.residency.close()
         self.chunks = data_parallel(self.chunks, self._config, self.groups, self.device, optim)
-        self.optimizer = ShardedOptimizer(
-            self.chunks, self.groups, optim, self.dtype, total_updates
-        )
+        self.residency = self._make_residency(optim.stream)
+        with self.residency.needing("params"):
+            self.residency.leave()  # gradients would take the memory of main weights
+            self.optimizer = ShardedOptimizer(
+                self.chunks, self.groups, optim, self.dtype, total_updates
+            )
+            self.residency.add("optimizer", self.optimizer.tensors)
+            if optim.stream is not None:
+                parameters = chain.from_iterable(chunk.parameters() for chunk in self.chunks)
+                self.optimizer.stream(self.residency, list(parameters))
 
         if self.spec.experts is not None:
             assert isinstance(self._section, RouterSection), "a frozen model is not trained"
@@ -324,8 +331,6 @@ class ModelEngine:
         self._config.grad_scale_func = self.optimizer.scale_loss
         self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device, self.phases)
         self._clock = UpdateClock(self.spec, self.groups, self.device, self._pipeline.clock)
-        self.residency = self._make_residency()
-        self.residency.leave()
 
     def state_dict(self) -> dict[str, int]:
         """Return the numbers that a resumed run needs besides weights and moments."""
@@ -489,14 +494,15 @@ class ModelEngine:
             self.wait_for_weights()
             yield
 
-    def _make_residency(self) -> Residency:
-        """The model's memory as it is now, with an optimizer or without one."""
+    def _make_residency(self, stream: Stream | None = None) -> Residency:
+        """The model's memory as it is now: weights, and gradients once it is to be trained."""
         params = list(chain.from_iterable(chunk.parameters() for chunk in self.chunks))
         owners: dict[Owner, Callable[[], list[Tensor]]] = {"params": lambda: params}
-        if self.optimizer is not None:
-            buffers = [(*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in self.chunks]
+        wrapped = [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+        if wrapped:
+            buffers = [(*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in wrapped]
             grads = [buffer.grad_data for buffer in chain(*buffers)]
-            owners |= {"grads": lambda: grads, "optimizer": self.optimizer.tensors}
+            owners["grads"] = lambda: grads
 
         def wait() -> None:
             if self.optimizer is not None:
@@ -504,7 +510,7 @@ class ModelEngine:
                 self.optimizer.let_reader_finish()
 
         offload = self._section.offload
-        return Residency(self._name, owners, offload, self.phases.memory, wait)
+        return Residency(self._name, owners, offload, self.phases.memory, wait, stream)
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -31,6 +32,7 @@ from mrlhf.config.sections import OptimSection, ScalarOptimSection
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
+from mrlhf.training.residency import Residency
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class OptimizerStep:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+STREAMED_BYTES = 256 << 20  # of main weights and moments that pass through the device together
 
 # Matches the name of a scalar head's weight.
 _SCALAR_HEAD = "*output_layer.weight"
@@ -105,6 +109,9 @@ class ShardedOptimizer:
             overlapped = overlaps(optim.overlap_param_gather, groups, self._device)
             self._gather = WeightGather(chunks, overlapped)
         self._wait_for_reader: Callable[[], None] | None = None
+        self._residency: Residency | None = None  # moves what is streamed; None: nothing is
+        # By the id of a main weight in another number format, the elements that it is for.
+        self._parts_of_weights: dict[int, Tensor] = {}
         self.skipped_in_a_row = 0  # steps skipped since the last one that was taken
         self.make_moments(steps_taken=0)
 
@@ -151,8 +158,7 @@ class ShardedOptimizer:
 
         self.let_reader_finish()
         self._clip(grad_norm)
-        successful = self._optimizer.step_with_ready_grads()
-        assert successful, "the optimizer refused finite gradients"
+        self._update()
         if self._gather is not None:
             self._gather.start()
         self.skipped_in_a_row = 0
@@ -177,6 +183,39 @@ class ShardedOptimizer:
             self._wait_for_reader()
             self._wait_for_reader = None
 
+    def stream(self, residency: Residency, parameters: Sequence[Tensor]) -> None:
+        """Take main weights and moments through the device in parts from now on.
+
+        `parameters` are all of the model, and `residency` moves what is streamed.
+        """
+        self._residency = residency
+        owners = self._owners()
+        for parameter in parameters:
+            place = self._place(parameter, owners)
+            if place is not None and place[2].dtype != parameter.dtype:
+                _, start, main = place
+                flat = parameter.detach().view(-1)[start : start + main.numel()]
+                self._parts_of_weights[id(main)] = flat
+
+    def _update(self) -> None:
+        """Update main weights, moments and weights from gradients that are ready."""
+        if self._residency is None:
+            successful = self._optimizer.step_with_ready_grads()
+            assert successful, "the optimizer refused finite gradients"
+            return
+        for inner in self._inner_optimizers():
+            # Apex and TransformerEngine count the steps of a group, which is one for all parts.
+            counts = [group.get("step") for group in inner.param_groups]
+            for part in _parts(inner):
+                with self._residency.passing(partial(_states_of, inner, part)):
+                    for group, count in zip(inner.param_groups, counts, strict=True):
+                        if count is not None:
+                            group["step"] = count
+                    _step_part(inner, part)
+                    for main in part:
+                        if id(main) in self._parts_of_weights:
+                            self._parts_of_weights[id(main)].copy_(main.detach().view(-1))
+
     def ranges(self, parameters: Sequence[Tensor]) -> list[OptimizedRange | None]:
         """Return this rank's part of each of the model's parameters; None if it has none.
 
@@ -192,18 +231,14 @@ class ShardedOptimizer:
                 continue
             inner, start, main = place
             state = inner.state.get(main, {})  # indexing would make an entry
-            moments = {name: state[name].view(-1) for name in names if name in state}
-            held.append(OptimizedRange(start, main.detach().view(-1), moments))
+            moments = {name: self._flat(state[name]) for name in names if name in state}
+            held.append(OptimizedRange(start, self._flat(main), moments))
         return held
 
     def tensors(self) -> list[Tensor]:
         """Return this rank's main weights, which may be views of parameters, and moments."""
-        found = []
-        for inner in self._inner_optimizers():
-            for main in chain.from_iterable(group["params"] for group in inner.param_groups):
-                state = inner.state.get(main, {})  # indexing would make an entry
-                found += [main, *(state[name] for name in MOMENTS if name in state)]
-        return found
+        inners = self._inner_optimizers()
+        return list(chain.from_iterable(_states_of(inner, _mains(inner)) for inner in inners))
 
     @property
     def is_distributed(self) -> bool:
@@ -234,21 +269,16 @@ class ShardedOptimizer:
 
         for inner in self._inner_optimizers():
             inner.state.clear()
-            counts_by_group = not isinstance(inner, torch.optim.AdamW)
-
-            for group in inner.param_groups:
-                if counts_by_group:
+            if not isinstance(inner, torch.optim.AdamW):
+                for group in inner.param_groups:
                     group["step"] = steps_taken
-                for parameter in group["params"]:
-                    if steps_taken == 0 and not parameter.is_cuda:
-                        continue
-                    state = {name: torch.zeros_like(parameter.data) for name in MOMENTS}
-                    if not counts_by_group:
-                        # Each parameter has a tensor of its own, since AdamW adds to it in place.
-                        state["step"] = torch.tensor(
-                            float(steps_taken), dtype=torch.float32, device=parameter.device
-                        )
-                    inner.state[parameter] = state
+            if self._residency is None:
+                if steps_taken or self._device.type == "cuda":
+                    _make_moments(inner, _mains(inner), steps_taken)
+            elif steps_taken:
+                for part in _parts(inner):
+                    with self._residency.passing(partial(_states_of, inner, part)):
+                        _make_moments(inner, part, steps_taken)
 
     def state_dict(self) -> dict[str, int]:
         """Return the numbers that a resumed run needs besides weights and moments."""
@@ -288,6 +318,12 @@ class ShardedOptimizer:
         norm = torch.full((), grad_norm, dtype=torch.float32, device=self._device)
         for optimizer in self._megatron_optimizers():
             clip_grads_with_norm_(optimizer.get_parameters(), limit, norm)
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """A main weight or moment, wherever it is."""
+        if self._residency is None:
+            return tensor.detach().view(-1)
+        return self._residency.values(tensor)
 
     def _owners(self) -> dict[int, torch.optim.Optimizer]:
         """Return the inner optimizer of each main weight, by its id; experts have their own."""
@@ -355,6 +391,59 @@ class ShardedOptimizer:
                 f"last of norm {grad_norm:g}{bound}; lower the learning rate, look at the rewards "
                 "and the data, or raise max_skipped_steps"
             )
+
+
+def _mains(inner: torch.optim.Optimizer) -> list[Tensor]:
+    """The main weights of an inner optimizer."""
+    return list(chain.from_iterable(group["params"] for group in inner.param_groups))
+
+
+def _states_of(inner: torch.optim.Optimizer, mains: Sequence[Tensor]) -> list[Tensor]:
+    """Main weights and their moments, if they have any yet."""
+    found = []
+    for main in mains:
+        state = inner.state.get(main, {})  # indexing would make an entry
+        found += [main, *(state[name] for name in MOMENTS if name in state)]
+    return found
+
+
+def _make_moments(inner: torch.optim.Optimizer, mains: Sequence[Tensor], steps_taken: int) -> None:
+    for main in mains:
+        state = {name: torch.zeros_like(main.data) for name in MOMENTS}
+        if isinstance(inner, torch.optim.AdamW):
+            # Each parameter has a tensor of its own, since AdamW adds to it in place.
+            state["step"] = torch.tensor(
+                float(steps_taken), dtype=torch.float32, device=main.device
+            )
+        inner.state[main] = state
+
+
+def _parts(inner: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """The main weights in parts of at most `STREAMED_BYTES` with their moments, or one weight."""
+    parts: list[list[Tensor]] = []
+    room = 0
+    for main in _mains(inner):
+        nbytes = (1 + len(MOMENTS)) * main.numel() * main.dtype.itemsize
+        if not parts or nbytes > room:
+            parts.append([])
+            room = STREAMED_BYTES
+        parts[-1].append(main)
+        room -= nbytes
+    return parts
+
+
+def _step_part(inner: torch.optim.Optimizer, part: Sequence[Tensor]) -> None:
+    """Step an optimizer of elementwise updates on some of its main weights."""
+    chosen = {id(main) for main in part}
+    groups = inner.param_groups
+    whole = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = [main for main in group["params"] if id(main) in chosen]
+    try:
+        inner.step()
+    finally:
+        for group, mains in zip(groups, whole, strict=True):
+            group["params"] = mains
 
 
 def _adam_settings(optim: OptimSection, split: bool, dtype: torch.dtype) -> OptimizerConfig:

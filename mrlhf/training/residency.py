@@ -2,15 +2,17 @@
 
 A model's memory has three owners: `params`, `grads`, and `optimizer` (moments and float32 main
 weights). Whoever needs some of them says so for as long as that lasts. The others leave the device
-if the configuration offloads them. Storages are emptied and filled again, so that every view of
-them, such as a parameter in a bucket, stays valid; only its address changes.
+if the configuration offloads them. Optimizer states may also be streamed: they are never on the
+device together, but pass through it in parts.
 
-This file does not know models, nor what they are needed for.
+Storages are emptied and filled again, so that every view of them, such as a parameter in a bucket,
+stays valid; only its address changes. This file does not know models, nor what they are needed for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -20,6 +22,8 @@ from torch import Tensor
 from mrlhf.parallel.device_memory import DeviceMemory
 
 Owner = Literal["params", "grads", "optimizer"]
+Stream = Literal["host", "disk"]
+_STREAMED: Owner = "optimizer"
 
 
 class _Held(NamedTuple):
@@ -34,7 +38,7 @@ class _Away(NamedTuple):
 
     tensor: Tensor
     nbytes: int
-    copy: Tensor | None  # its bytes on the host; None: they have no value
+    copy: Tensor | None  # its values on the host; None: they are not needed
 
 
 class Residency:
@@ -47,6 +51,7 @@ class Residency:
         offload: Collection[Owner],
         memory: DeviceMemory,
         before_leaving: Callable[[], None],
+        stream: Stream | None = None,
     ) -> None:
         """Take what is on the device now; nothing leaves before `leave`, or before it was needed.
 
@@ -57,33 +62,46 @@ class Residency:
             offload: the owners that leave.
             memory: is told what is on the device.
             before_leaving: waits until nobody else reads or writes the tensors.
+            stream: where optimizer states are that are streamed; None: they are not.
         """
         self._name = name
-        self._tensors = dict(tensors)
-        self._offload = set(offload) & self._tensors.keys()
+        self._tensors: dict[Owner, Callable[[], list[Tensor]]] = {}
+        self._streams_from = stream
+        self._offload = set(offload) | ({_STREAMED} if stream is not None else set())
         self._memory = memory
         self._before_leaving = before_leaving
-        self._needed: dict[Owner, int] = dict.fromkeys(self._tensors, 0)
-        self._away: dict[Owner, list[_Away]] = {}
-        # By owner, and number of its storage. Pinned memory takes long to get, so it is kept.
-        self._copies: dict[tuple[Owner, int], Tensor] = {}
-        self._count()
+        self._needed: dict[Owner, int] = {}
+        # By owner and storage. Copies are kept for the next time: pinned memory takes long to get.
+        self._away: dict[Owner, dict[int, _Away]] = {}
+        self._copies: dict[Owner, dict[int, Tensor]] = {}
+        for owner, of_owner in tensors.items():
+            self.add(owner, of_owner)
+
+    def add(self, owner: Owner, tensors: Callable[[], list[Tensor]]) -> None:
+        """Take an owner that has come later; its tensors are on the device now."""
+        self._tensors[owner] = tensors
+        self._needed[owner] = 0
+        self._copies[owner] = {}
+        self._count(owner)
 
     @property
     def nbytes(self) -> dict[Owner, int]:
         """The bytes of each owner, wherever they are."""
-        return {owner: self._nbytes(owner) for owner in self._tensors}
+        return {
+            owner: sum(self._nbytes(owner)) + sum(away.nbytes for away in self._away_of(owner))
+            for owner in self._tensors
+        }
 
     @contextmanager
     def needing(self, *owners: Owner) -> Iterator[None]:
         """Have these owners on the device for as long as this lasts; it may be nested.
 
-        Owners that the model does not have are left out.
+        Owners that the model does not have, or that are streamed, are left out.
 
         Raises:
             MemoryBoundError: they do not fit.
         """
-        known = [owner for owner in owners if owner in self._tensors]
+        known = [owner for owner in owners if owner in self._tensors and not self.streams(owner)]
         for owner in known:
             self._come(owner)
             self._needed[owner] += 1
@@ -93,8 +111,50 @@ class Residency:
             for owner in known:
                 self._needed[owner] -= 1
             if not any(self._needed.values()):
-                self._count()  # the first step has made moments
+                for owner in known:
+                    self._count(owner)  # the first step has made moments
             self.leave()
+
+    def streams(self, owner: Owner = _STREAMED) -> bool:
+        """Whether an owner is streamed."""
+        return owner == _STREAMED and self._streams_from is not None
+
+    @contextmanager
+    def passing(self, tensors: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """Have tensors of a streamed owner on the device for as long as this lasts.
+
+        `tensors` is called again at the end, since there may be more of them then.
+        """
+        away = self._away[_STREAMED]
+        coming = {_key(tensor) for tensor in tensors()} & away.keys()
+        title = self._title(_STREAMED)
+        self._memory.hold(title, sum(away[key].nbytes for key in coming))
+        for key in coming:
+            _fetch(away.pop(key))
+        yield
+        own = {_key(tensor): tensor for tensor in tensors()}
+        for key in map(_key, self._tensors["params"]()):
+            own.pop(key, None)
+        self._memory.hold(title, sum(_size(tensor) for tensor in own.values()))
+        for key, tensor in own.items():
+            self._send(_STREAMED, key, _Held(tensor, is_constant=False))
+        self._memory.hold(title, 0)
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """The elements of a tensor, flat: on the device, or where they wait on the host.
+
+        They may be read and written until it comes back or leaves.
+        """
+        key = _key(tensor)
+        for away in self._away.values():
+            if key in away:
+                copy = away[key].copy
+                assert copy is not None, "gradients that are away have no values"
+                if tensor.is_cuda:
+                    torch.cuda.current_stream(tensor.device).synchronize()
+                begin = tensor.storage_offset()
+                return copy[begin : begin + tensor.numel()]
+        return tensor.detach().view(-1)
 
     def leave(self) -> None:
         """Let all that is offloaded, and not needed now, leave the device."""
@@ -111,69 +171,99 @@ class Residency:
 
     def forget_copies(self) -> None:
         """Copy frozen weights again when they leave next, since they have changed."""
-        self._copies.clear()
+        self._copies = {owner: {} for owner in self._tensors}
 
     def _leave(self, owner: Owner) -> None:
         self._before_leaving()
-        self._away[owner] = []
-        for number, held in enumerate(self._storages(owner)):
-            storage = held.tensor.untyped_storage()
-            nbytes = storage.nbytes()
-            copy = None if owner == "grads" else self._copied((owner, number), held)
-            storage.resize_(0)
-            self._away[owner].append(_Away(held.tensor, nbytes, copy))
+        storages = self._storages(owner)
+        self._away[owner] = {}
+        copies = self._copies[owner]
+        self._copies[owner] = {key: copy for key, copy in copies.items() if key in storages}
+        for key, held in storages.items():
+            self._send(owner, key, held)
         self._memory.hold(self._title(owner), 0)
+
+    def _send(self, owner: Owner, key: int, held: _Held) -> None:
+        copy = None if owner == "grads" else self._copied(owner, key, held)
+        away = _Away(held.tensor, _size(held.tensor), copy)
+        held.tensor.untyped_storage().resize_(0)
+        self._away[owner][key] = away
 
     def _come(self, owner: Owner) -> None:
         if owner not in self._away:
             return
-        self._memory.hold(self._title(owner), self._nbytes(owner))
-        for tensor, nbytes, copy in self._away.pop(owner):
-            tensor.untyped_storage().resize_(nbytes)
-            if copy is not None:
-                _whole(tensor).copy_(copy, non_blocking=True)
+        away = self._away_of(owner)
+        self._memory.hold(self._title(owner), sum(one.nbytes for one in away))
+        del self._away[owner]
+        for one in away:
+            _fetch(one)
 
-    def _count(self) -> None:
-        for owner in self._tensors.keys() - self._away.keys():
-            self._memory.hold(self._title(owner), self._nbytes(owner))
+    def _copied(self, owner: Owner, key: int, held: _Held) -> Tensor:
+        """A storage's values on the host; on a GPU they arrive when its queue comes to that."""
+        whole = _whole(held.tensor)
+        copy = self._copies[owner].get(key)
+        if copy is None or copy.shape != whole.shape or copy.dtype != whole.dtype:
+            on_disk = self.streams(owner) and self._streams_from == "disk"
+            copy = _on_disk(whole) if on_disk else _on_host(whole)
+            self._copies[owner][key] = copy
+        elif held.is_constant:
+            return copy
+        return copy.copy_(whole, non_blocking=copy.is_pinned())
+
+    def _count(self, owner: Owner) -> None:
+        self._memory.hold(self._title(owner), sum(self._nbytes(owner)))
 
     def _title(self, owner: Owner) -> str:
         return f"{self._name}/{owner}"
 
-    def _nbytes(self, owner: Owner) -> int:
-        if owner in self._away:
-            return sum(away.nbytes for away in self._away[owner])
-        return sum(held.tensor.untyped_storage().nbytes() for held in self._storages(owner))
+    def _nbytes(self, owner: Owner) -> Iterator[int]:
+        """The bytes of each storage of an owner that is on the device."""
+        if owner not in self._away:
+            yield from (_size(held.tensor) for held in self._storages(owner).values())
 
-    def _copied(self, place: tuple[Owner, int], held: _Held) -> Tensor:
-        """A storage's values on the host; on a GPU they arrive when its queue comes to that."""
-        whole = _whole(held.tensor)
-        copy = self._copies.get(place)
-        if copy is None or copy.shape != whole.shape or copy.dtype != whole.dtype:
-            copy = torch.empty(len(whole), dtype=whole.dtype, pin_memory=whole.is_cuda)
-        elif held.is_constant:
-            return copy
-        self._copies[place] = copy
-        return copy.copy_(whole, non_blocking=True)
+    def _away_of(self, owner: Owner) -> list[_Away]:
+        return list(self._away.get(owner, {}).values())
 
-    def _storages(self, owner: Owner) -> list[_Held]:
-        """The storages of an owner, and of no owner before it, each once."""
+    def _storages(self, owner: Owner) -> dict[int, _Held]:
+        """The storages of an owner, and of no owner before it."""
         earlier: set[int] = set()
         for name, tensors in self._tensors.items():
             found: dict[int, _Held] = {}
             for tensor in tensors():
-                storage = tensor.untyped_storage()
+                key = _key(tensor)
                 constant = owner == "params" and not tensor.requires_grad
-                known = found.get(storage._cdata)
-                constant = constant and (known is None or known.is_constant)
-                found[storage._cdata] = _Held(tensor, constant)
+                constant = constant and (key not in found or found[key].is_constant)
+                found[key] = _Held(tensor, constant)
             if name == owner:
-                return [held for key, held in found.items() if key not in earlier]
+                return {key: held for key, held in found.items() if key not in earlier}
             earlier |= found.keys()
         raise AssertionError(f"no owner {owner}")
 
 
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
 def _whole(tensor: Tensor) -> Tensor:
     """All elements of the storage that a tensor is a view of, flat."""
-    count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    return tensor.detach().as_strided((count,), (1,), 0)
+    return tensor.detach().as_strided((_size(tensor) // tensor.dtype.itemsize,), (1,), 0)
+
+
+def _fetch(away: _Away) -> None:
+    away.tensor.untyped_storage().resize_(away.nbytes)
+    if away.copy is not None:
+        _whole(away.tensor).copy_(away.copy, non_blocking=away.copy.is_pinned())
+
+
+def _on_host(whole: Tensor) -> Tensor:
+    return torch.empty(len(whole), dtype=whole.dtype, pin_memory=whole.is_cuda)
+
+
+def _on_disk(whole: Tensor) -> Tensor:
+    """Memory that is a file without a name, in the directory for temporary files."""
+    with tempfile.NamedTemporaryFile(prefix="mrlhf-states-") as file:
+        return torch.from_file(file.name, shared=True, size=len(whole), dtype=whole.dtype)

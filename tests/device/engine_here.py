@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import FAMILIES
+from mrlhf.training import optimizer
 from mrlhf.weights.init import initialise
 from tests.device import measures
 from tests.simulated_device.state import DEVICE
@@ -50,15 +52,21 @@ def offloaded() -> dict[str, Any]:
     experience = measures.example()
     found: dict[str, Any] = {}
     weights = []
-    for offload in ([], ["params", "grads", "optimizer"]):
+    forms: dict[str, tuple[list[str], str | None]] = {
+        "nothing": ([], None),
+        "everything": (["params", "grads", "optimizer"], None),
+        "in parts": (["params", "grads"], "host"),
+    }
+    for form, (offload, stream) in forms.items():
         before = _held()
         engine, actor = measures.actor_of(packs=2, layers=2, offload=offload)
-        engine.attach_optimizer(measures.OPTIM, total_updates=100)
+        optim = measures.OPTIM.model_copy(update={"stream": stream})
+        engine.attach_optimizer(optim, total_updates=100)
         cut = engine.cut(experience.rollout.sequences(), "response")
-        row = {"attached": _held() - before}
+        row: dict[str, Any] = {"attached": _held() - before}
         for _ in range(2):
             actor.evaluate(experience.rollout, cut)
-            with DEVICE.counted() as counts:
+            with DEVICE.counted() as counts, mock.patch.object(optimizer, "STREAMED_BYTES", 8192):
                 actor.update(experience, cut)
         row |= {"updated": _held() - before, "waits": counts.waits.total()}
         copies = [what for what, line in counts.copies if "residency" in line]
@@ -68,10 +76,10 @@ def offloaded() -> dict[str, Any]:
             row["needed"] = _held() - before
             weights.append([slot.parameter.cpu().clone() for slot in engine.slots])
         row["ledger"] = sum(engine.residency.nbytes.values())
-        found["everything" if offload else "nothing"] = row
+        found[form] = row
         del engine, actor, cut
         gc.collect()
-    found["same"] = all(map(torch.equal, *weights))
+    found["same"] = [all(map(torch.equal, weights[0], others)) for others in weights[1:]]
     return found
 
 

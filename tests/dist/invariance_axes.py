@@ -49,7 +49,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "etp": (None, 1, 2),  # None: tp without expert parallelism, else 1
     "sequence_parallel": (False, True),
     "share_prompts": (False, True),
-    "offloaded": (False, True),  # all that can leave the device while nothing needs it
+    # All that can leave the device does while nothing needs it, or states pass through in parts.
+    "offload": (None, "offloaded", "streamed"),
     "recompute": ("none", "full", "core_attn", "mlp"),
     "micro_batch_tokens": (24, 1000),  # a pair of sequences, all sequences
     "use_distributed_optimizer": (True, False),
@@ -62,6 +63,12 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 # Layers of each stage where they are not equal, by the number of stages.
 _UNEVEN = {2: [3, 1], 4: [1, 1, 2, 0]}
+
+_OFFLOAD: dict[str | None, list[str]] = {
+    None: [],
+    "offloaded": ["params", "grads", "optimizer"],
+    "streamed": ["params", "grads"],
+}
 
 _SIZES = tuple(axis for axis in (*MODEL_AXES, "dp") if axis in AXES)
 _REPLICAS = tuple(axis for axis in REPLICA_AXES if axis in AXES)
@@ -109,16 +116,16 @@ def more_rows(few: Sequence[Row]) -> list[Row]:
 def role_keys(row: Row) -> dict[str, Any]:
     """The keys of a role's section that the row sets."""
     keys = {axis: value for axis, value in row.items() if axis in RoleSection.model_fields}
+    keys["offload"] = _OFFLOAD[row["offload"]]
     if row["uneven_stages"]:
         keys["pp_layers"] = _UNEVEN[row["pp"] * row["vpp"]]
-    if row["offloaded"]:
-        keys["offload"] = ["params", "grads", "optimizer"]
     return keys
 
 
 def optim_keys(row: Row) -> dict[str, Any]:
     """The keys of its optimizer's section that the row sets."""
-    return {axis: value for axis, value in row.items() if axis in OptimSection.model_fields}
+    keys = {axis: value for axis, value in row.items() if axis in OptimSection.model_fields}
+    return keys | {"stream": "host" if row["offload"] == "streamed" else None}
 
 
 def name_of(row: Row) -> str:

@@ -30,6 +30,7 @@ from mrlhf.roles.actor import Actor
 from mrlhf.trainers.ppo import experience as experience_of_ppo
 from mrlhf.training import engine, first_weights
 from mrlhf.training.held_adapters import HeldAdapters
+from mrlhf.training.residency import Owner, Residency
 from mrlhf.weights.shard import Slot
 from tests.covering import Row
 from tests.dist.invariance_checks import PlainRuns, comparisons
@@ -55,6 +56,7 @@ PLAIN: Row = {
     "uneven_stages": False,
     "sequence_parallel": False,
     "share_prompts": False,
+    "offload": None,
     "recompute": "none",
     "micro_batch_tokens": 24,
     "use_distributed_optimizer": False,
@@ -73,6 +75,7 @@ EXPERTS = PLAIN | {"tp": 2, "ep": 2, "etp": 1, "model": "qwen3-moe", "sequence_p
 ADAPTERS = TENSORS | {"lora": True, "model": "phi3"}
 # Both ranks hold a half of every expert.
 EXPERT_ADAPTERS = EXPERTS | {"lora": True, "ep": 1, "etp": None}
+OFFLOADED = TENSORS | {"offload": "offloaded"}
 SOUND = {
     "tp": TENSORS,
     "dp": REPLICAS,
@@ -81,6 +84,7 @@ SOUND = {
     "ep": EXPERTS,
     "adapters": ADAPTERS,
     "adapters of experts": EXPERT_ADAPTERS,
+    "offload": OFFLOADED,
 }
 
 Patch = Callable[[pytest.MonkeyPatch, int], None]
@@ -94,6 +98,16 @@ class Break:
     row: Row  # where it is put
     patch: Patch  # puts it there
     seen: tuple[str, ...]  # comparisons that must fail, among others
+
+
+def _copy_once(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """What has left once is not copied to the host again."""
+    copied = Residency._copied
+
+    def stale(own: Residency, owner: Owner, key: int, held: Any) -> Any:
+        return copied(own, owner, key, held._replace(is_constant=True))
+
+    patch.setattr(Residency, "_copied", stale)
 
 
 def _lose_a_gradient(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -224,6 +238,9 @@ BREAKS = {
         EXPERT_ADAPTERS, _share_adapters, ("tables", "actor metrics")
     ),
     "a mask off by one": Break(CONTEXT, _shift_the_mask, ("tables", "actor metrics")),
+    "what is offloaded comes back as it first left": Break(
+        OFFLOADED, _copy_once, ("actor weights", "critic weights", "sft weights", "rm weights")
+    ),
     "a vocabulary that is not summed": Break(
         TENSORS, _normalise_alone, ("tables", "actor metrics", "sft metrics")
     ),

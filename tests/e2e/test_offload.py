@@ -103,6 +103,21 @@ def test_a_run_holds_what_the_plan_says(case: Case) -> None:
         }
 
 
+def test_states_that_pass_through_in_parts_change_nothing(case: Case) -> None:
+    streamed = case.output.with_name("streamed")
+    keys = ("actor.optim.stream=host", "critic.optim.stream=disk", f"trainer.output_dir={streamed}")
+    succeed(run_commands(_command(case, *keys)))
+    model = "actor/model.safetensors"
+    assert (streamed / model).read_bytes() == (case.output / model).read_bytes()
+
+    rows, others = (read_lines(at / "metrics.jsonl") for at in (case.output, streamed))
+    for row, other in zip(rows, others, strict=True):
+        free = ("perf/", "timing", "reshard/seconds")
+        assert {key: row[key] for key in row if not key.startswith(free)} == {
+            key: other[key] for key in other if not key.startswith(free)
+        }
+
+
 def test_the_same_bound_refuses_models_that_stay(case: Case) -> None:
     stays = [f"{role}.offload=[]" for role in ROLES]
     ended = run_commands(_command(case, case.bound, "trainer.overwrite=true", *stays))

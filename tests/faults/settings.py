@@ -64,10 +64,11 @@ def ppo(inputs: Path) -> Setting:
 
 
 def offloaded(inputs: Path) -> Setting:
-    """All that can leave the device does; checkpoints are written in a thread."""
+    """All that can leave the device does, in a way of its own for each model that trains."""
     everything = "[params,grads,optimizer]"
     keys = [
         *(f"{role}.offload={everything}" for role in ("actor", "critic")),
+        "critic.optim.stream=disk",
         "reference.offload=[params]",
         "trainer.async_save=true",
     ]

@@ -140,7 +140,8 @@ def test_models_that_are_off_the_device(
     assert_killed(run.run(Fault(faults.VALUES, 1, "SIGKILL", rank=0)), rank=0)
     assert_killed(run.run(Fault(faults.MODEL_FILE, 2, "SIGKILL", rank=0)), rank=0)
     assert_killed(run.run(Fault(faults.ACTOR_LOSS, 22, "SIGKILL", rank=1)), rank=1)
-    assert interrupt(run, faults.ACTOR_LOSS, 5) == f"{run.checkpoints[-1]}_interrupted"
+    part = f"{run.checkpoints[-1]}_interrupted"
+    assert interrupt(run, faults.ACTOR_LOSS, 5) == part
     run.finish()
     assert_same_run(run, undisturbed(settings.ppo(inputs)))
 

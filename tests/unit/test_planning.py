@@ -150,9 +150,15 @@ def test_only_what_does_not_fit_is_offloaded() -> None:
     found = search(config, specs, 4, small, lengths, 10)
     assert found.best and all(plan.config.actor.offload for plan in found.best)
     for plan in found.best:
-        less = with_keys(plan.config, {"actor.offload": [], "reference.offload": []})
+        stays = {"actor.offload": [], "reference.offload": [], "actor.optim.stream": None}
+        less = with_keys(plan.config, stays)
         without = footprint(less, specs, 4)
         assert without.total(without.peak) > 40e9
+    # On a single one states pass through in parts, of which the embedding's is the largest.
+    alone = search(config, specs, 1, GPUS["h100"], lengths, 10).best[0]
+    assert alone.keys["actor.optim.stream"] == "host"
+    part = alone.memory.phases["update of actor"]["actor/optimizer, in parts"]
+    assert part == 3 * 4 * 151936 * 4096
     plenty = search(config, specs, 4, replace(small, memory_gb=400.0), lengths, 10)
     assert not any("actor.offload" in plan.keys for plan in plenty.best)
 
@@ -201,7 +207,7 @@ def test_what_is_proposed_is_what_a_run_takes(capsys: pytest.CaptureFixture) -> 
 
 
 def test_what_does_not_fit_is_told_with_what_it_lacks(capsys: pytest.CaptureFixture) -> None:
-    assert main(["--config", GRPO, "--gpus", "1"]) == 1
+    assert main(["--config", GRPO, "--gpus", "1", "--reserve-gb", "50"]) == 1
     said = capsys.readouterr().out
     assert "none fits; the nearest:" in said
     assert " GB (actor/" in said

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrlhf.errors import MemoryBoundError
 from mrlhf.parallel.device_memory import DeviceMemory, memory_metrics
-from mrlhf.training.residency import Owner, Residency
+from mrlhf.training.residency import Owner, Residency, Stream
 
 EVERYTHING: list[Owner] = ["params", "grads", "optimizer"]
 MIB = 2**20
@@ -97,6 +97,42 @@ def test_frozen_weights_are_copied_to_the_host_once() -> None:
         weight += 2
     with residency.needing("params"):
         assert torch.equal(weight, torch.full((8,), 3.0))
+
+
+@pytest.mark.parametrize("stream", ["host", "disk"])
+def test_streamed_states_pass_through_in_parts(stream: Stream) -> None:
+    memory = DeviceMemory()
+    params = [torch.zeros(4)]
+    states: list[Tensor] = [torch.arange(MIB // 4.0), *params]
+    residency = Residency(
+        "actor",
+        {"params": lambda: params, "optimizer": lambda: states},
+        [],
+        memory,
+        lambda: None,
+        stream,
+    )
+    residency.leave()
+    assert dict(memory.held) == {"actor/params": 16}
+
+    with residency.needing("params", "optimizer"), residency.passing(lambda: states[:1]):
+        assert memory.held["actor/optimizer"] == MIB
+        states[0] += 1
+    later: list[Tensor] = []
+    memory.take_peaks()
+    with residency.passing(lambda: later):
+        later.append(torch.ones(MIB // 4))  # as the first step makes moments
+    states += later
+    assert memory.take_peaks()["start"]["actor/optimizer"] == MIB
+    assert residency.nbytes == {"params": 16, "optimizer": 2 * MIB}
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (states[0], later[0]))
+
+    values = residency.values(states[0])
+    assert torch.equal(values, torch.arange(MIB // 4.0) + 1)
+    values[0] = 7  # as a checkpoint is read
+    with residency.passing(lambda: states):
+        assert (states[0][0], states[0][1], later[0][0]) == (7, 2, 1)
+        assert torch.equal(residency.values(params[0]), params[0])
 
 
 def test_the_bound_names_phase_and_owners() -> None:
