@@ -28,7 +28,7 @@ from model_sizes import SIZES, model_config
 
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
-from mrlhf.planning.memory import GENERATION, OWNERS, footprint, update_of
+from mrlhf.preflight.footprint import GENERATION, OWNERS, footprint, update_of
 from mrlhf.preflight.model_checks import check_models
 
 LAUNCHER = Path(__file__).resolve().parents[1] / "launch" / "train_ppo.py"

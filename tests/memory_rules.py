@@ -11,7 +11,7 @@ from mrlhf.config import PPOConfig
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
-from mrlhf.planning.memory import activation_bytes
+from mrlhf.preflight.footprint import activation_bytes
 
 WEIGHT = 2
 GRADIENT = 4
@@ -46,7 +46,7 @@ def gigabytes(config: PPOConfig, specs: dict[str, ModelSpec], world_size: int) -
         section = config.actor if role == "actor" else config.critic
         layout = ParallelLayout.for_world(role, world_size, AxisSizes.of(section))
         found[role] = trained_bytes(spec, layout)
-        activations.append(activation_bytes(section, spec, layout))
+        activations.append(activation_bytes(section, spec, layout, itemsize=2))
 
     actor = specs["actor"]
     layout = ParallelLayout.for_world("actor", world_size, AxisSizes.of(config.actor))

@@ -16,10 +16,10 @@ from mrlhf.config.roots import PROGRAMS, AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.log import quiet_transformers
 from mrlhf.planning.gpus import GPUS, Gpu, gpu_of
-from mrlhf.planning.memory import GENERATION, Specs
 from mrlhf.planning.search import Found, Plan, search
 from mrlhf.planning.seconds import Lengths
 from mrlhf.preflight.batches import trained_models
+from mrlhf.preflight.footprint import GENERATION, Specs
 from mrlhf.preflight.model_checks import check_models
 from mrlhf.printable import show
 from mrlhf.version import add_version_option

@@ -8,17 +8,18 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.errors import ConfigError
 from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.planning.gpus import Gpu
-from mrlhf.planning.memory import OWNERS, Footprint, Specs, footprint
 from mrlhf.planning.seconds import Estimate, Lengths, estimate
 from mrlhf.preflight.batches import longest_unit, trained_models
 from mrlhf.preflight.checks import check
+from mrlhf.preflight.footprint import Footprint, Specs, footprint
+from mrlhf.preflight.memory_checks import offloads, with_keys
 from mrlhf.preflight.model_checks import check_models
 
 _POWERS = tuple(2**power for power in range(9))
@@ -63,7 +64,7 @@ def search(
     room = int((gpu.memory_gb - reserve) * 1e9)
     plans = []
     for keys in _candidates(config, specs, world_size, gpu):
-        for more in _offloads(config):  # the cheapest first
+        for more in offloads(config):  # the cheapest first
             changed = with_keys(config, keys | more)
             sizes = footprint(changed, specs, world_size)
             if sizes.total(sizes.peak) <= room:
@@ -104,28 +105,6 @@ def _order(plan: Plan) -> tuple[int, int, float]:
     return round(math.log(second, _TOLD_APART)), kinds, second
 
 
-def with_keys(config: AnyConfig, keys: dict[str, Any]) -> AnyConfig:
-    """The configuration with other values of some keys, `section.name`; nothing is checked."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in keys.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    changed = {
-        section: _section_with(getattr(config, section), values)
-        for section, values in sections.items()
-    }
-    return config.model_copy(update=changed)
-
-
-def _section_with(section: Any, values: dict[str, Any]) -> Any:
-    """A section with other values of keys, of which `optim.name` are of a section in it."""
-    own = {key: value for key, value in values.items() if "." not in key}
-    of_optim = {key.partition(".")[2]: values[key] for key in values.keys() - own.keys()}
-    if of_optim:
-        own["optim"] = section.optim.model_copy(update=of_optim)
-    return section.model_copy(update=own)
-
-
 def _runs(config: AnyConfig, world_size: int) -> bool:
     """Whether a run's own checks take it."""
     try:
@@ -158,22 +137,6 @@ def _candidates(
                 continue
             for tp in _engine_sizes(config, specs[policy], layout, gpu):
                 yield keys | {"rollout.tp": tp}
-
-
-def _offloads(config: AnyConfig) -> list[dict[str, Any]]:
-    """What leaves the GPUs: as configured, gradients, states too, all, and all with a stream."""
-    trained = trained_models(config)
-    frozen = config.roles().keys() - trained
-    choices: list[dict[str, Any]] = [{}]
-    for owners in (["grads"], ["grads", "optimizer"], list(OWNERS)):
-        choice = {f"{name}.offload": owners for name in trained}
-        if "params" in owners:
-            choice |= {f"{name}.offload": ["params"] for name in frozen}
-        choices.append(choice)
-    optim = "optim" if isinstance(config, SupervisedConfig) else "{}.optim"
-    streams = {f"{optim.format(name)}.stream": "host" for name in trained}
-    without_states = {f"{name}.offload": list(OWNERS[:2]) for name in trained}
-    return [*choices, choices[-1] | without_states | streams]
 
 
 def _layouts(

@@ -16,17 +16,17 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.pipeline_order import idle_share
 from mrlhf.planning.gpus import LATENCY_S, LINKS, MEMORY, PRODUCTS, Gpu
-from mrlhf.planning.memory import (
+from mrlhf.preflight.batches import trained_models
+from mrlhf.preflight.footprint import (
     ENGINE,
     GENERATION,
-    ITEMSIZE,
     Footprint,
     Specs,
     update_of,
 )
-from mrlhf.preflight.batches import trained_models
 
 _GRADIENT = 4  # bytes
+ITEMSIZE = 2  # of bfloat16
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from mrlhf.metrics.trackers import check_trackers
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.inputs import check_inputs
+from mrlhf.preflight.memory_checks import check_memory, describe_phases
 from mrlhf.preflight.model_checks import check_models, without_weights
 from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import (
@@ -71,6 +72,7 @@ def dry_run(
     if to_come is not None:
         absent.append(to_come)
     specs = check_models(config)
+    check_memory(config, specs, world_size)
     if isinstance(config, PPOConfig):
         _check_user_methods(config, absent)
     steps = check_inputs(config, absent)
@@ -85,6 +87,7 @@ def dry_run(
     if foresee is not None:
         lines.append(f"  {foresee()}")
     lines += describe_memory(config, specs, world_size)
+    lines += describe_phases(config, specs, world_size)
     if isinstance(config, PPOConfig):
         lines += describe_cache(config, specs["rollout"])
     lines += draw_schedules(config, world_size)
@@ -111,7 +114,7 @@ def preflight(config: AnyConfig, world_size: int) -> str:
     check_output(config)
     check_trackers(config.trainer.trackers)
     require_paths(config)
-    check_models(config, need_weights=True)
+    check_memory(config, check_models(config, need_weights=True), world_size)
     if isinstance(config, PPOConfig):
         _check_user_methods(config)
         require_engine(config.rollout.engine)

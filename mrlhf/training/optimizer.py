@@ -32,7 +32,7 @@ from mrlhf.config.sections import OptimSection, ScalarOptimSection
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
-from mrlhf.training.residency import Residency
+from mrlhf.training.residency import STREAMED_BYTES, Residency
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,6 @@ class OptimizerStep:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-STREAMED_BYTES = 256 << 20  # of main weights and moments that pass through the device together
 
 # Matches the name of a scalar head's weight.
 _SCALAR_HEAD = "*output_layer.weight"

@@ -23,6 +23,7 @@ from mrlhf.parallel.device_memory import DeviceMemory
 
 Owner = Literal["params", "grads", "optimizer"]
 Stream = Literal["host", "disk"]
+STREAMED_BYTES = 256 << 20  # of main weights and moments that pass through the device together
 _STREAMED: Owner = "optimizer"
 
 

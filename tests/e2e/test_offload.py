@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.planning.memory import GENERATION, OWNERS, Footprint, footprint
+from mrlhf.preflight.footprint import GENERATION, OWNERS, Footprint, footprint
 from mrlhf.preflight.model_checks import check_models
 from tests.e2e.programs import read_lines, run_commands, succeed
 from tests.oracle import plain_models
@@ -123,5 +123,15 @@ def test_the_same_bound_refuses_models_that_stay(case: Case) -> None:
     ended = run_commands(_command(case, case.bound, "trainer.overwrite=true", *stays))
     assert ended.returncode != 0
     said = [line for line in ended.stderr.splitlines() if "device_memory_mb" in line]
-    assert "is too little for phase start, which needs" in said[0]
-    assert "offload more models" in said[0]
+    assert "is too little for the phase" in said[0]
+    assert "Room is made by actor.offload=" in said[0]
+
+
+def test_more_than_was_planned_ends_the_run(case: Case) -> None:
+    """The bound has room for the plan, which has one response in the cache, and not for more."""
+    keys = (case.bound, "trainer.overwrite=true", "rollout.max_num_seqs=64")
+    ended = run_commands(_command(case, *keys))
+    assert ended.returncode != 0
+    said = [line for line in ended.stderr.splitlines() if "device_memory_mb" in line]
+    assert "is too little for phase start, which needs engine/cache" in said[0]
+    assert "rollout.kv_cache_mb" in said[0]

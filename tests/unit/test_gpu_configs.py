@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.planning.memory import footprint
 from mrlhf.preflight import dry_run
+from mrlhf.preflight.footprint import footprint
 from mrlhf.preflight.model_checks import check_models
 from tests.models.published import write_published
 

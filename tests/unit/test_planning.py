@@ -12,16 +12,18 @@ import yaml
 
 from mrlhf.commands.plan import main
 from mrlhf.config import PPOConfig, SFTConfig, load_config
+from mrlhf.errors import ConfigError
 from mrlhf.models.flops import forward_flops
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.planning.gpus import GPUS, LINKS, PRODUCTS
-from mrlhf.planning.memory import ENGINE, GENERATION, OWNERS, footprint
-from mrlhf.planning.search import search, with_keys
+from mrlhf.planning.search import search
 from mrlhf.planning.seconds import Lengths, estimate
 from mrlhf.preflight import dry_run
+from mrlhf.preflight.footprint import ENGINE, GENERATION, OWNERS, footprint
+from mrlhf.preflight.memory_checks import with_keys
 from mrlhf.preflight.model_checks import check_models
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_of_all
@@ -140,6 +142,25 @@ def test_what_is_offloaded_counts_in_the_phases_that_need_it() -> None:
     took = estimate(config, specs, leaves, 8, gpu, Lengths(512, 1536), int(7e10))
     moved = 7 * sizes.held["actor/params"] + 2 * sizes.held["actor/optimizer"]
     assert took.seconds["offloading"] == pytest.approx(moved / (1e9 * LINKS * gpu.host_gb_s))
+
+
+def test_a_bound_on_memory_is_kept_or_refused_with_what_makes_room() -> None:
+    files = [GRPO]
+    fits = dry_run(load_config(PPOConfig, files, ["distributed.device=cuda"]), 8).text
+    assert "update of actor 65284.1 MB, passes of reference 45050.7 MB, generation" in fits
+    bound = ["distributed.device=cuda", "distributed.device_memory_mb=36000"]
+    with pytest.raises(ConfigError) as caught:
+        dry_run(load_config(PPOConfig, files, bound), 8)
+    message = str(caught.value)
+    assert "'generation', which needs 43251.7 MiB on a rank (actor/grads 15623.2, " in message
+    remedies = message.partition("Room is made by ")[2].split("; or ")
+    assert len(remedies) == 2
+    for remedy in remedies:
+        assert dry_run(load_config(PPOConfig, files, [*bound, *remedy.split()]), 8).text
+
+    none = ["distributed.device=cuda", "distributed.device_memory_mb=18000"]
+    with pytest.raises(ConfigError, match="more ranks or adapters, since no offload does"):
+        dry_run(load_config(PPOConfig, files, none), 8)
 
 
 def test_only_what_does_not_fit_is_offloaded() -> None:

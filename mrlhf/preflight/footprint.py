@@ -1,4 +1,4 @@
-"""The bytes of a run on the GPU that has most, by owner and by phase, in bfloat16.
+"""The bytes of a run on the rank that has most, by owner and by phase.
 
 Weights, gradients and optimizer states come from the shapes that a run is built of. Activations are
 those that layers keep, by a rule that tests/device/test_activations.py counts on dense layers. What
@@ -16,6 +16,7 @@ from typing import Any
 
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.sections import RoleSection
+from mrlhf.device import device_kind, dtype_on
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parameters import engine_pieces, keeps_float32, role_pieces
 from mrlhf.models.spec import ModelSpec
@@ -24,10 +25,8 @@ from mrlhf.parallel.layout import MODEL_AXES, AxisSizes, ParallelLayout
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
 from mrlhf.preflight.model_checks import cache_needs
-from mrlhf.training.optimizer import STREAMED_BYTES
+from mrlhf.training.residency import STREAMED_BYTES
 from mrlhf.weights.shard import Piece
-
-ITEMSIZE = 2  # of bfloat16
 
 Specs = Mapping[str, ModelSpec]
 GENERATION = "generation"
@@ -48,6 +47,12 @@ class Footprint:
     def total(self, phase: str) -> int:
         """The bytes while a phase lasts."""
         return sum(self.held.values()) + sum(self.phases[phase].values())
+
+    def owned(self, phase: str) -> int:
+        """The same without activations, which have no owner in a run."""
+        of_phase = self.phases[phase].items()
+        kept = sum(size for owner, size in of_phase if owner.endswith("/activations"))
+        return self.total(phase) - kept
 
     @property
     def peak(self) -> str:
@@ -73,19 +78,22 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
     for name, role in config.roles().items():
         spec = specs[name]
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
+        itemsize = _itemsize(config, role)
         if name in trained:
-            bytes_of = _training_bytes(spec, layout, trained[name][1].use_distributed_optimizer)
+            splits = trained[name][1].use_distributed_optimizer
+            bytes_of = _training_bytes(spec, layout, itemsize, splits)
             own = dict(zip(OWNERS, vars(bytes_of).values(), strict=True))
             phase = update_of(name)
-            kept = {f"{name}/activations": activation_bytes(role, spec, layout)}
+            kept = {f"{name}/activations": activation_bytes(role, spec, layout, itemsize)}
             if trained[name][1].stream is not None:
                 states = own.pop("optimizer")
                 sizes[f"{name}/optimizer"] = states
-                kept[f"{name}/optimizer, in parts"] = _part_bytes(spec, layout)
+                kept[f"{name}/optimizer, in parts"] = _part_bytes(spec, layout, itemsize)
                 # Main weights are made on the GPU, once the gradients have left.
-                phases[f"start of {name}"] = {f"{name}/main weights": states // 3}
+                mains = states // 3 if itemsize < 4 else 0
+                phases[f"start of {name}"] = {f"{name}/main weights": mains}
         else:
-            own = {"params": _frozen_bytes(spec, layout)}
+            own = {"params": _frozen_bytes(spec, layout, itemsize)}
             phase, kept = f"passes of {name}", {}
         sizes |= {f"{name}/{owner}": nbytes for owner, nbytes in own.items()}
         held |= {f"{name}/{owner}": own[owner] for owner in own if owner not in role.offload}
@@ -101,12 +109,13 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
     spec = specs["actor"]
     layout = ParallelLayout.for_world("actor", world_size, AxisSizes.of(config.actor))
     rollout = config.rollout
-    engine = _engine_bytes(spec, layout, rollout.tp, rollout.ep or 1, rollout.engine == "native")
+    itemsize = _itemsize(config, config.actor)
+    engine = _engine_bytes(spec, layout, config, itemsize)
     generating = {
         owner: size for owner, size in leaving["actor"].items() if owner.endswith("/params")
     }
     if spec.lora is not None and rollout.lora == "merged":
-        held[MERGED] = merged_bytes(spec, layout, ITEMSIZE)
+        held[MERGED] = merged_bytes(spec, layout, itemsize)
     if spec.lora is not None and rollout.lora != "merged":
         held[ENGINE] = engine  # the base comes once
     else:
@@ -121,7 +130,14 @@ def update_of(name: str) -> str:
     return f"update of {name}"
 
 
-def activation_bytes(role: RoleSection, spec: ModelSpec, layout: ParallelLayout) -> int:
+def _itemsize(config: AnyConfig, role: RoleSection) -> int:
+    """Bytes of a weight of a role."""
+    return dtype_on(role.dtype, device_kind(config.distributed.device)).itemsize
+
+
+def activation_bytes(
+    role: RoleSection, spec: ModelSpec, layout: ParallelLayout, itemsize: int
+) -> int:
     """Activations that the first stage of a trained model keeps for the backward pass."""
     stages = layout.pp * layout.vpp
     kept = layout.pp if layout.vpp == 1 else layout.pp * (layout.vpp + 1) - 1
@@ -129,11 +145,11 @@ def activation_bytes(role: RoleSection, spec: ModelSpec, layout: ParallelLayout)
     tokens = role.micro_batch_tokens / layout.cp
     whole, split = layer_bytes(spec, role.recompute)
     each = split / layout.tp + whole / (layout.tp if role.sequence_parallel else 1)
-    return math.ceil(kept * layers * tokens * each)
+    return math.ceil(kept * layers * tokens * each * itemsize / 2)
 
 
 def layer_bytes(spec: ModelSpec, recompute: str) -> tuple[int, int]:
-    """Bytes that a layer keeps of a token.
+    """Bytes that a layer keeps of a token in bfloat16.
 
     Returns:
         What tensor-parallel ranks each keep without sequence parallelism, and what they share out.
@@ -152,34 +168,38 @@ def layer_bytes(spec: ModelSpec, recompute: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def _training_bytes(spec: ModelSpec, layout: ParallelLayout, splits: bool) -> ModelBytes:
-    return training_bytes(spec, layout, ITEMSIZE, splits)
+def _training_bytes(
+    spec: ModelSpec, layout: ParallelLayout, itemsize: int, splits: bool
+) -> ModelBytes:
+    return training_bytes(spec, layout, itemsize, splits)
 
 
-def _frozen_bytes(spec: ModelSpec, layout: ParallelLayout) -> int:
+def _frozen_bytes(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> int:
     """The weights of a model that is not trained, on the rank that has most."""
-    stages = _held(spec, _smallest(layout))
+    stages = _held(spec, _smallest(layout), itemsize)
     return max(sum(parameters.values()) for parameters in stages)
 
 
-def _part_bytes(spec: ModelSpec, layout: ParallelLayout) -> int:
+def _part_bytes(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> int:
     """The most of a weight's main weights and moments that pass through a GPU together."""
-    weights = max(max(parameters.values()) for parameters in _held(spec, _smallest(layout)))
-    return max(STREAMED_BYTES, 3 * 4 * weights // ITEMSIZE)
+    stages = _held(spec, _smallest(layout), itemsize)
+    weights = max(max(parameters.values()) for parameters in stages) // itemsize
+    return max(STREAMED_BYTES, 3 * 4 * weights)
 
 
-def _engine_bytes(spec: ModelSpec, layout: ParallelLayout, tp: int, ep: int, native: bool) -> int:
+def _engine_bytes(spec: ModelSpec, layout: ParallelLayout, config: PPOConfig, itemsize: int) -> int:
     """The engine's weights that are not the actor's own tensors, on the rank that has most.
 
     A tensor with exactly the slices of one of the actor's shares its memory.
     """
     spec = without_adapters(spec)
+    native = config.rollout.engine == "native"
     choose = EngineLayout.closest if native else EngineLayout.consecutive
-    engine = choose(layout, tp, ep)
+    engine = choose(layout, config.rollout.tp, config.rollout.ep or 1)
     most = 0
-    for stage, held in enumerate(_held(spec, _smallest(layout))):
+    for stage, held in enumerate(_held(spec, _smallest(layout), itemsize)):
         place = engine.place_in_replica(layout.rank_at(pp=stage))
-        needed = _needed(spec, place.tp, place.ep, place.tp_rank)
+        needed = _needed(spec, place.tp, place.ep, place.tp_rank, itemsize)
         shared = needed.keys() & held.keys() if native else ()
         most = max(most, sum(needed.values()) - sum(needed[keys] for keys in shared))
     return most
@@ -192,29 +212,31 @@ def _smallest(layout: ParallelLayout) -> ParallelLayout:
 
 
 @lru_cache(maxsize=4096)
-def _held(spec: ModelSpec, layout: ParallelLayout) -> list[dict[Any, int]]:
+def _held(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> list[dict[Any, int]]:
     """The parameters of the first rank of each stage: bytes, by the slices that they hold."""
     ranks = [layout.rank_at(pp=stage) for stage in range(layout.pp)]
-    return [_by_slices(role_pieces(spec, layout, rank)) for rank in ranks]
+    return [_by_slices(role_pieces(spec, layout, rank), itemsize) for rank in ranks]
 
 
 @lru_cache(maxsize=4096)
-def _needed(spec: ModelSpec, tp: int, ep: int, tp_rank: int) -> dict[Any, int]:
+def _needed(spec: ModelSpec, tp: int, ep: int, tp_rank: int, itemsize: int) -> dict[Any, int]:
     """The same of a rank of an engine's replica."""
     replica = EngineLayout(tp, ParallelLayout(tp=tp, etp=tp), MODEL_AXES, ep)
-    return _by_slices(engine_pieces(spec, replica, tp_rank))
+    return _by_slices(engine_pieces(spec, replica, tp_rank), itemsize)
 
 
-def _by_slices(pieces: Iterable[Piece]) -> dict[Any, int]:
+def _by_slices(pieces: Iterable[Piece], itemsize: int) -> dict[Any, int]:
     by_parameter: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_parameter.setdefault(piece.parameter, []).append(piece)
-    return {tuple(piece.key for piece in own): _nbytes(own) for own in by_parameter.values()}
+    return {
+        tuple(piece.key for piece in own): _nbytes(own, itemsize) for own in by_parameter.values()
+    }
 
 
-def _nbytes(pieces: Iterable[Piece]) -> int:
+def _nbytes(pieces: Iterable[Piece], itemsize: int) -> int:
     return sum(
         math.prod(piece.shape(piece.start, piece.stop))
-        * (4 if keeps_float32(piece.parameter) else ITEMSIZE)
+        * (4 if keeps_float32(piece.parameter) else itemsize)
         for piece in pieces
     )

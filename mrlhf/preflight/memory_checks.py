@@ -1,0 +1,112 @@
+"""Whether a run keeps within the bound on a rank's memory, and which keys would make room.
+
+The bytes come from `footprint`; nothing is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrlhf.config.roots import AnyConfig, SupervisedConfig
+from mrlhf.errors import ConfigError
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.device_memory import BOUND_KEY
+from mrlhf.preflight.batches import trained_models
+from mrlhf.preflight.footprint import OWNERS, Specs, footprint
+
+_REMEDIES = 3
+
+
+def describe_phases(
+    config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int
+) -> Iterator[str]:
+    """What each phase takes on the rank that has most, if all models are known."""
+    known = _known(specs)
+    if known is None:
+        return
+    sizes = footprint(config, known, world_size)
+    of_phases = [f"{phase} {sizes.total(phase) / 1e6:.1f} MB" for phase in sizes.phases]
+    yield f"memory of each phase on the rank that has most: {', '.join(of_phases)}"
+    yield "  with activations of full micro-batches, one response in the cache, and no buffers"
+
+
+def check_memory(config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int) -> None:
+    """Compare the phases with `distributed.device_memory_mb`, if that is set.
+
+    Raises:
+        ConfigError: a phase needs more.
+    """
+    bound = config.distributed.device_memory_mb
+    known = _known(specs)
+    if bound is None or known is None:
+        return
+    room = int(bound * 2**20)
+    sizes = footprint(config, known, world_size)
+    phase = max(sizes.phases, key=sizes.owned)
+    if sizes.owned(phase) <= room:
+        return
+    largest = [item for item in sizes.owners(phase).items() if not item[0].endswith("/activations")]
+    owners = ", ".join(f"{owner} {nbytes / 2**20:.1f}" for owner, nbytes in largest)
+    remedies = list(_remedies(config, known, world_size, room))
+    choices = "; or ".join(remedies[:_REMEDIES]) or "more ranks or adapters, since no offload does"
+    raise ConfigError(
+        f"{BOUND_KEY} {bound:g} is too little for the phase '{phase}', which needs "
+        f"{sizes.owned(phase) / 2**20:.1f} MiB on a rank ({owners}). Room is made by {choices}"
+    )
+
+
+def _known(specs: Mapping[str, ModelSpec | None]) -> Specs | None:
+    """The models of a run; None if one of them is not known."""
+    known = {name: spec for name, spec in specs.items() if spec is not None}
+    return known if len(known) == len(specs) else None
+
+
+def _remedies(config: AnyConfig, specs: Specs, world_size: int, room: int) -> Iterator[str]:
+    """Keys that let all phases fit, the cheapest first."""
+    for keys in offloads(config):
+        sizes = footprint(with_keys(config, keys), specs, world_size)
+        if keys and all(sizes.owned(phase) <= room for phase in sizes.phases):
+            yield " ".join(f"{key}={_on_one_line(value)}" for key, value in keys.items())
+
+
+def _on_one_line(value: Any) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
+def offloads(config: AnyConfig) -> list[dict[str, Any]]:
+    """What leaves the GPUs: as configured, gradients, states too, all, and all with a stream."""
+    trained = trained_models(config)
+    frozen = config.roles().keys() - trained
+    choices: list[dict[str, Any]] = [{}]
+    for owners in (["grads"], ["grads", "optimizer"], list(OWNERS)):
+        choice = {f"{name}.offload": owners for name in trained}
+        if "params" in owners:
+            choice |= {f"{name}.offload": ["params"] for name in frozen}
+        choices.append(choice)
+    optim = "optim" if isinstance(config, SupervisedConfig) else "{}.optim"
+    streams = {f"{optim.format(name)}.stream": "host" for name in trained}
+    without_states = {f"{name}.offload": list(OWNERS[:2]) for name in trained}
+    return [*choices, choices[-1] | without_states | streams]
+
+
+def with_keys(config: AnyConfig, keys: dict[str, Any]) -> AnyConfig:
+    """The configuration with other values of some keys, `section.name`; nothing is checked."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    changed = {
+        section: _section_with(getattr(config, section), values)
+        for section, values in sections.items()
+    }
+    return config.model_copy(update=changed)
+
+
+def _section_with(section: Any, values: dict[str, Any]) -> Any:
+    """A section with other values of keys, of which `optim.name` are of a section in it."""
+    own = {key: value for key, value in values.items() if "." not in key}
+    of_optim = {key.partition(".")[2]: values[key] for key in values.keys() - own.keys()}
+    if of_optim:
+        own["optim"] = section.optim.model_copy(update=of_optim)
+    return section.model_copy(update=own)
