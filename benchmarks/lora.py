@@ -198,7 +198,7 @@ def _bytes(row: Mapping[str, Any], full: Mapping[str, Any]) -> list[str]:
     """Those of gradients and optimizer, their share of full training's, and of the hand-over."""
     if "bytes" not in row:
         return ["", "", "", ""]
-    kinds = ("gradients", "optimizer")
+    kinds = ("grads", "optimizer")
     own = [row["bytes"][kind] for kind in kinds]
     share = sum(own) / sum(full["bytes"][kind] for kind in kinds)
     return [*map(_megabytes, own), f"{share:.1%}", _megabytes(row["hand_over"])]

@@ -102,7 +102,7 @@ class _Ours:
         """Bytes of all trained models on this rank, and those of the last hand-over."""
         sizes = Counter[str]()
         for engine in self._engines:
-            sizes.update(engine.nbytes)
+            sizes.update(engine.residency.nbytes)
         return {**sizes, "hand_over": self._metrics["reshard/bytes_moved"]}
 
     def profile(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from mrlhf.inference.base import EngineStats, Finished, Request, Sample
+from mrlhf.inference.base import EngineStats, Finished, HeldBytes, Request, Sample
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.weights.shard import Piece, Slot
 
@@ -106,12 +106,19 @@ class FakeEngine:
     def wake(self) -> None:
         self.calls.append("wake")
 
+    @property
+    def held_bytes(self) -> HeldBytes:
+        """It has no weights and no cache."""
+        return HeldBytes(0, 0)
+
     def take_cache(self) -> None:
         self.calls.append("take_cache")
 
 
 class FakeResharder:
     """Moves nothing, and returns the statistics that it was given."""
+
+    nbytes = 0  # of merged weights
 
     def __init__(self, engine: FakeEngine, stats: ReshardStats) -> None:
         self._engine = engine
@@ -121,3 +128,6 @@ class FakeResharder:
         self._engine.calls.append("reshard")
         meanwhile()
         return self._stats
+
+    def give_back(self) -> None:
+        """It has borrowed nothing."""
