@@ -111,6 +111,10 @@ def _metrics(step: int, reward: float, noise: np.random.Generator) -> dict[str, 
         "training/rollout_probs_diff_max": abs(0.01 * jitter[8]),
         "training/global_step": step,
         "perf/throughput": 1000 + 1000 * jitter[9],
+        "perf/memory_in/gen": 21.5,
+        "perf/memory_in/update_actor": 44.0,
+        "perf/memory/actor/grads": 16.0,
+        "perf/memory/actor/params": 8.0,
     }
     for number in range(80):
         row[f"rollout_corr/measure_{number}"] = jitter[10 + number]

@@ -287,6 +287,10 @@ def test_the_timeline_has_a_lane_for_each_rank(page: Any, reports: dict[str, str
     assert reading == "rank 3, gen: from 0.2 s for 3 s, 2.85 s of processor time"
     assert "rank 3: 2.85" in page.locator("section[aria-label=Lanes] table").inner_text()
 
+    phases, owners = page.locator("main > .scroll table").all_inner_texts()[-2:]
+    assert phases.split("\n")[1:] == ["update_actor\t44", "gen\t21.5"]
+    assert owners.split("\n")[1:] == ["actor/grads\t16", "actor/params\t8"]
+
 
 def test_two_runs_are_told_apart_by_the_key_in_which_they_differ(
     page: Any, reports: dict[str, str]

@@ -20,10 +20,10 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert [row["trained"] for row in rows] == TRAINED
     for row in rows:
         assert [len(row["seconds"][case]) for case in ("update", "step")] == [1, 1]
-        assert row["peak_bytes"] > row["bytes"]["weights"] > 0
+        assert row["peak_bytes"] > row["bytes"]["params"] > 0
 
     full, low, high = rows
-    for kind in ("gradients", "optimizer"):
+    for kind in ("grads", "optimizer"):
         assert low["bytes"][kind] < full["bytes"][kind]
         assert high["bytes"][kind] - low["bytes"][kind] == pytest.approx(
             24 / 8 * low["bytes"][kind], rel=0.1

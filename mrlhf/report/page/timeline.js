@@ -24,6 +24,7 @@ function timeline() {
   parts.push(element("h2", {}, "Seconds of each step, by phase"));
   parts.push(stackedChart(run, phases), element("div", { class: "keys" }, ...keys));
   parts.push(element("h2", {}, "One step, rank by rank"), lanes);
+  parts.push(...memoryTables(run));
   showLanes(run, phases, lanes);
   return parts;
 }
@@ -131,6 +132,21 @@ function lane(rank, spans, phases, end, reading) {
   };
   const track = element("div", { class: "track", tabindex: "0", role: "group", "aria-label": `Phases of rank ${rank}`, onkeydown: move }, ...bars);
   return element("div", { class: "lane" }, element("span", {}, `rank ${rank}`), track);
+}
+
+// What models and engine hold on the device of rank 0, in the last step.
+function memoryTables(run) {
+  const last = run.steps.length - 1;
+  const rows = (prefix) => {
+    const names = Object.keys(run.metrics).filter((name) => name.startsWith(prefix) && run.metrics[name][last] !== null);
+    const held = names.map((name) => [name.slice(prefix.length), run.metrics[name][last]]);
+    return held.sort((a, b) => b[1] - a[1]);
+  };
+  const phases = rows("perf/memory_in/");
+  if (!phases.length) return [];
+  const title = element("h2", {}, "Memory of models and engine in the last step, rank 0");
+  const owners = table(["owner in the fullest phase", "10⁹ bytes"], rows("perf/memory/"));
+  return [title, table(["phase", "10⁹ bytes, without activations"], phases), owners];
 }
 
 // How far the ranks are apart in each phase, and which one computed longest.
