@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -225,6 +226,20 @@ def test_what_is_proposed_is_what_a_run_takes(capsys: pytest.CaptureFixture) -> 
     config = load_config(PPOConfig, [GRPO, "plans/1.yaml"], [])
     assert config.actor.pp == config.reference.pp == 4
     assert config.rollout.tp == 4
+
+
+def test_the_page_of_scale_has_the_plans_figures(capsys: pytest.CaptureFixture) -> None:
+    rows = re.findall(
+        r"^\| 1,024 \| (.*?) \| nothing \| (\d+) \| (\d+) \| (\d+) \|$",
+        (ROOT / "docs/scale.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    (command,) = commands_of("docs/scale.md", "plan.py")
+    assert main(shlex.split(command)[2:]) == 0
+    (first,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1  ")]
+    layout, *numbers = re.split(r"  +", first)[1:]
+    peak, step, _, generation = (f"{float(number):.0f}" for number in numbers[:4])
+    assert rows == [(layout.rpartition(",")[0], peak, step, generation)]
 
 
 def test_what_does_not_fit_is_told_with_what_it_lacks(capsys: pytest.CaptureFixture) -> None:
