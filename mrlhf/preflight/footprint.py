@@ -1,7 +1,7 @@
 """The bytes of a run on the rank that has most, by owner and by phase.
 
 Weights, gradients and optimizer states come from the shapes that a run is built of. Activations are
-those that layers keep, by a rule that tests/device/test_activations.py counts on dense layers. What
+those that layers keep, by a rule that tests/device/test_activations.py counts. What
 one layer or the output layer takes while it is computed, and the buffers of NCCL, are not known
 here: the caller leaves room for them.
 """
@@ -158,13 +158,14 @@ def layer_bytes(spec: ModelSpec, recompute: str) -> tuple[int, int]:
     if recompute == "full":
         return 2 * spec.hidden_size, 0
     heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    width = spec.ffn_size
-    copies = 0
-    if spec.experts is not None:
-        experts = spec.experts
-        width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
-        copies = 4 * experts.per_token * spec.hidden_size
-    return 8 * spec.hidden_size, 6 * (heads + width) + copies
+    of_heads = (6 if spec.qk_norm == "none" else 8) * heads
+    experts = spec.experts
+    if experts is None:
+        return 8 * spec.hidden_size, of_heads + 6 * spec.ffn_size
+    width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
+    copies = 4 * experts.per_token * spec.hidden_size
+    router = 2 * spec.hidden_size + 5 * experts.count + 26 * experts.per_token
+    return 8 * spec.hidden_size + router, of_heads + 6 * width + copies
 
 
 @lru_cache(maxsize=4096)

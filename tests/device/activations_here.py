@@ -1,10 +1,12 @@
-"""Counts what a dense layer keeps for the backward pass, on the simulated device in bfloat16."""
+"""Counts what a layer keeps for the backward pass, on the simulated device in bfloat16."""
 
 from __future__ import annotations
 
 import gc
+from functools import partial
+from typing import Any
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import pick_device
@@ -20,24 +22,52 @@ from tests.device.measures import LENGTH, SEQUENCES, example, join
 from tests.simulated_device.state import DEVICE
 
 # Query heads, key heads and the widths of the model and of its MLP: sizes that differ in one.
+# Widths of the model and of an expert, experts, and those that a token chooses.
+MIXTURES = ((64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 4, 2), (64, 64, 8, 2), (64, 64, 8, 4))
 SIZES = ((4, 4, 64, 128), (8, 4, 64, 128), (4, 2, 64, 128), (4, 4, 128, 128), (4, 4, 64, 256))
 
 
 def compare() -> dict[str, tuple[float, int]]:
     """The bytes that a layer keeps for a token, as counted and by the rule."""
     join()
+    models = {
+        **{f"dense {sizes}": partial(_spec, *sizes) for sizes in SIZES},
+        "with norms of queries and keys": partial(_spec, *SIZES[2], kind=Qwen3Config),
+        **{f"mixture {sizes}": partial(_mixture, *sizes) for sizes in MIXTURES},
+    }
     found = {}
     for recompute in ("none", "full"):
-        for sizes in SIZES:
-            one, three = (_peak(_spec(layers, *sizes), recompute) for layers in (1, 3))
+        for name, spec in models.items():
+            one, three = (_peak(spec(layers=layers), recompute) for layers in (1, 3))
             counted = (three - one) / 2 / (SEQUENCES * LENGTH)
-            rule = sum(layer_bytes(_spec(1, *sizes), recompute))
-            found[f"{recompute}, {sizes}"] = (counted, rule)
+            found[f"{recompute}, {name}"] = (counted, sum(layer_bytes(spec(layers=1), recompute)))
     return found
 
 
-def _spec(layers: int, heads: int, kv_heads: int, hidden: int, ffn: int) -> ModelSpec:
-    config = LlamaConfig(
+def _mixture(hidden: int, ffn: int, experts: int, chosen: int, layers: int) -> ModelSpec:
+    config = Qwen3MoeConfig(
+        vocab_size=1000,
+        hidden_size=hidden,
+        intermediate_size=64,
+        moe_intermediate_size=ffn,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        mlp_only_layers=[],
+        decoder_sparse_step=1,
+    )
+    return FAMILIES["qwen3_moe"].read_config(config.to_dict(), "lm")
+
+
+def _spec(
+    heads: int, kv_heads: int, hidden: int, ffn: int, layers: int, kind: Any = LlamaConfig
+) -> ModelSpec:
+    config = kind(
         vocab_size=1000,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -48,7 +78,7 @@ def _spec(layers: int, heads: int, kv_heads: int, hidden: int, ffn: int) -> Mode
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
-    return FAMILIES["llama"].read_config(config.to_dict(), "lm")
+    return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
 def _peak(spec: ModelSpec, recompute: str) -> int:
