@@ -22,7 +22,8 @@ from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import REPLICA_AXES, ParallelLayout
 from mrlhf.training.engine import ModelEngine
-from mrlhf.training.optimizer import MOMENTS, OptimizedRange, ShardedOptimizer
+from mrlhf.training.optimizer import OptimizedRange, ShardedOptimizer
+from mrlhf.training.optimizer_states import MOMENTS
 from mrlhf.weights.boxes import Box, StoredBox, boxes_in
 from mrlhf.weights.shard import Key, Piece
 
@@ -102,6 +103,7 @@ def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: 
     model = manifest.models[role]
     check_shapes(directory, role, model, engine.trained_shapes)
     with engine.residency.needing("params", "optimizer"):
+        engine.residency.forget_copies()  # a router's correction has no gradient, and is read too
         _fill(engine, SliceReader(directory, manifest), role)
 
 

@@ -364,7 +364,18 @@ class ModelEngine:
         assert self.optimizer is not None, "a frozen model cannot be trained: attach an optimizer"
         with self.training():
             self._check_sharing()
-            return self._train_mini_batch(packs, loss, role, stop, routing)
+            results = self._forward_backward(packs, loss, routing)
+            tally = Tally()
+            for result in results:
+                if result is not None:
+                    tally.merge(result.tally)
+
+            kept = [None if result is None else result.kept for result in results]
+            load = None if self._routing is None else self._routing.load()
+            outcome = MiniBatchResult(role, tally, kept, step=None, load=load)
+            if stop is not None and stop(self.metrics_of([outcome])):
+                return outcome
+            return replace(outcome, step=self.optimizer.step())
 
     def training(self) -> AbstractContextManager[None]:
         """Have all that `train_mini_batch` needs on the device as long as this lasts.
@@ -372,28 +383,6 @@ class ModelEngine:
         Otherwise, what is offloaded comes and goes with each mini-batch.
         """
         return self.residency.needing("params", "grads", "optimizer")
-
-    def _train_mini_batch(
-        self,
-        packs: Sequence[Pack],
-        loss: Loss,
-        role: str,
-        stop: Callable[[Tally], bool] | None,
-        routing: PassRouting | None,
-    ) -> MiniBatchResult:
-        assert self.optimizer is not None
-        results = self._forward_backward(packs, loss, routing)
-        tally = Tally()
-        for result in results:
-            if result is not None:
-                tally.merge(result.tally)
-
-        kept = [None if result is None else result.kept for result in results]
-        load = None if self._routing is None else self._routing.load()
-        outcome = MiniBatchResult(role, tally, kept, step=None, load=load)
-        if stop is not None and stop(self.metrics_of([outcome])):
-            return outcome
-        return replace(outcome, step=self.optimizer.step())
 
     def metrics_of(self, results: Sequence[MiniBatchResult], total: Tally | None = None) -> Tally:
         """Return the metrics of mini-batches over all ranks, in one exchange; every rank calls it.

@@ -32,7 +32,15 @@ from mrlhf.config.sections import OptimSection, ScalarOptimSection
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
-from mrlhf.training.residency import STREAMED_BYTES, Residency
+from mrlhf.training.optimizer_states import (
+    MOMENTS,
+    mains,
+    make_moments,
+    parts,
+    states_of,
+    step_part,
+)
+from mrlhf.training.residency import Residency
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +52,6 @@ class OptimizerStep:
     grad_norm: float  # of the whole gradient before clipping
     taken: bool  # whether the weights were updated; False if the gradient could not be used
 
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Matches the name of a scalar head's weight.
 _SCALAR_HEAD = "*output_layer.weight"
@@ -204,12 +210,12 @@ class ShardedOptimizer:
         for inner in self._inner_optimizers():
             # Apex and TransformerEngine count the steps of a group, which is one for all parts.
             counts = [group.get("step") for group in inner.param_groups]
-            for part in _parts(inner):
-                with self._residency.passing(partial(_states_of, inner, part)):
+            for part in parts(inner):
+                with self._residency.passing(partial(states_of, inner, part)):
                     for group, count in zip(inner.param_groups, counts, strict=True):
                         if count is not None:
                             group["step"] = count
-                    _step_part(inner, part)
+                    step_part(inner, part)
                     for main in part:
                         if id(main) in self._parts_of_weights:
                             self._parts_of_weights[id(main)].copy_(main.detach().view(-1))
@@ -236,7 +242,7 @@ class ShardedOptimizer:
     def tensors(self) -> list[Tensor]:
         """Return this rank's main weights, which may be views of parameters, and moments."""
         inners = self._inner_optimizers()
-        return list(chain.from_iterable(_states_of(inner, _mains(inner)) for inner in inners))
+        return list(chain.from_iterable(states_of(inner, mains(inner)) for inner in inners))
 
     @property
     def is_distributed(self) -> bool:
@@ -272,11 +278,11 @@ class ShardedOptimizer:
                     group["step"] = steps_taken
             if self._residency is None:
                 if steps_taken or self._device.type == "cuda":
-                    _make_moments(inner, _mains(inner), steps_taken)
+                    make_moments(inner, mains(inner), steps_taken)
             elif steps_taken:
-                for part in _parts(inner):
-                    with self._residency.passing(partial(_states_of, inner, part)):
-                        _make_moments(inner, part, steps_taken)
+                for part in parts(inner):
+                    with self._residency.passing(partial(states_of, inner, part)):
+                        make_moments(inner, part, steps_taken)
 
     def state_dict(self) -> dict[str, int]:
         """Return the numbers that a resumed run needs besides weights and moments."""
@@ -389,59 +395,6 @@ class ShardedOptimizer:
                 f"last of norm {grad_norm:g}{bound}; lower the learning rate, look at the rewards "
                 "and the data, or raise max_skipped_steps"
             )
-
-
-def _mains(inner: torch.optim.Optimizer) -> list[Tensor]:
-    """The main weights of an inner optimizer."""
-    return list(chain.from_iterable(group["params"] for group in inner.param_groups))
-
-
-def _states_of(inner: torch.optim.Optimizer, mains: Sequence[Tensor]) -> list[Tensor]:
-    """Main weights and their moments, if they have any yet."""
-    found = []
-    for main in mains:
-        state = inner.state.get(main, {})  # indexing would make an entry
-        found += [main, *(state[name] for name in MOMENTS if name in state)]
-    return found
-
-
-def _make_moments(inner: torch.optim.Optimizer, mains: Sequence[Tensor], steps_taken: int) -> None:
-    for main in mains:
-        state = {name: torch.zeros_like(main.data) for name in MOMENTS}
-        if isinstance(inner, torch.optim.AdamW):
-            # Each parameter has a tensor of its own, since AdamW adds to it in place.
-            state["step"] = torch.tensor(
-                float(steps_taken), dtype=torch.float32, device=main.device
-            )
-        inner.state[main] = state
-
-
-def _parts(inner: torch.optim.Optimizer) -> list[list[Tensor]]:
-    """The main weights in parts of at most `STREAMED_BYTES` with their moments, or one weight."""
-    parts: list[list[Tensor]] = []
-    room = 0
-    for main in _mains(inner):
-        nbytes = (1 + len(MOMENTS)) * main.numel() * main.dtype.itemsize
-        if not parts or nbytes > room:
-            parts.append([])
-            room = STREAMED_BYTES
-        parts[-1].append(main)
-        room -= nbytes
-    return parts
-
-
-def _step_part(inner: torch.optim.Optimizer, part: Sequence[Tensor]) -> None:
-    """Step an optimizer of elementwise updates on some of its main weights."""
-    chosen = {id(main) for main in part}
-    groups = inner.param_groups
-    whole = [group["params"] for group in groups]
-    for group in groups:
-        group["params"] = [main for main in group["params"] if id(main) in chosen]
-    try:
-        inner.step()
-    finally:
-        for group, mains in zip(groups, whole, strict=True):
-            group["params"] = mains
 
 
 def _adam_settings(optim: OptimSection, split: bool, dtype: torch.dtype) -> OptimizerConfig:

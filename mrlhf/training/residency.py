@@ -11,6 +11,7 @@ stays valid; only its address changes. This file does not know models, nor what 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mrlhf.errors import TrainingError
 from mrlhf.parallel.device_memory import DeviceMemory
 
 Owner = Literal["params", "grads", "optimizer"]
@@ -228,11 +230,12 @@ class Residency:
     def _storages(self, owner: Owner) -> dict[int, _Held]:
         """The storages of an owner, and of no owner before it."""
         earlier: set[int] = set()
+        is_frozen = "grads" not in self._tensors
         for name, tensors in self._tensors.items():
             found: dict[int, _Held] = {}
             for tensor in tensors():
                 key = _key(tensor)
-                constant = owner == "params" and not tensor.requires_grad
+                constant = owner == "params" and (is_frozen or not tensor.requires_grad)
                 constant = constant and (key not in found or found[key].is_constant)
                 found[key] = _Held(tensor, constant)
             if name == owner:
@@ -265,6 +268,18 @@ def _on_host(whole: Tensor) -> Tensor:
 
 
 def _on_disk(whole: Tensor) -> Tensor:
-    """Memory that is a file without a name, in the directory for temporary files."""
+    """Memory that is a file without a name, in the directory for temporary files.
+
+    Raises:
+        TrainingError: that has no room.
+    """
     with tempfile.NamedTemporaryFile(prefix="mrlhf-states-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, whole.nbytes)  # else a full disk kills the rank
+        except OSError as error:
+            raise TrainingError(
+                f"optim.stream disk: {tempfile.gettempdir()} has no room for {whole.nbytes} bytes "
+                f"of optimizer states ({error.strerror}); set TMPDIR to a directory that has, or "
+                "optim.stream to host"
+            ) from error
         return torch.from_file(file.name, shared=True, size=len(whole), dtype=whole.dtype)

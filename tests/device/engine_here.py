@@ -12,7 +12,7 @@ from torch import Tensor
 from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import FAMILIES
-from mrlhf.training import optimizer
+from mrlhf.training import optimizer_states
 from mrlhf.weights.init import initialise
 from tests.device import measures
 from tests.simulated_device.state import DEVICE
@@ -66,7 +66,10 @@ def offloaded() -> dict[str, Any]:
         row: dict[str, Any] = {"attached": _held() - before}
         for _ in range(2):
             actor.evaluate(experience.rollout, cut)
-            with DEVICE.counted() as counts, mock.patch.object(optimizer, "STREAMED_BYTES", 8192):
+            with (
+                DEVICE.counted() as counts,
+                mock.patch.object(optimizer_states, "STREAMED_BYTES", 8192),
+            ):
                 actor.update(experience, cut)
         row |= {"updated": _held() - before, "waits": counts.waits.total()}
         copies = [what for what, line in counts.copies if "residency" in line]

@@ -24,7 +24,7 @@ from mrlhf.roles.reference import Reference
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.trainers.sft import FineTuning
-from mrlhf.training import optimizer
+from mrlhf.training import optimizer_states
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.shard import Key
 from tests.covering import Row
@@ -83,7 +83,7 @@ def train_rows(rank: int, world_size: int, root: str, rows: Sequence[Row]) -> di
     # Coalesced gathers crash gloo now and then: see `mrlhf.training.data_parallel`.
     coalesced = [name for name in COALESCED_GATHERS if hasattr(dist.ProcessGroup, name)]
     without_them = mock.patch.multiple(dist.ProcessGroup, **dict.fromkeys(coalesced))
-    with without_them, mock.patch.object(optimizer, "STREAMED_BYTES", 1 << 13):
+    with without_them, mock.patch.object(optimizer_states, "STREAMED_BYTES", 1 << 13):
         return {name_of(row): train_row(Path(root), factory, row, Path(root)) for row in rows}
 
 

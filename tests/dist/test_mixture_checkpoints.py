@@ -75,6 +75,8 @@ def _engine(path: Path, sizes: AxisSizes, distributed: bool, load: bool) -> Mode
         pp=sizes.pp,
         ep=sizes.ep,
         etp=sizes.etp,
+        # What is read from a checkpoint leaves the device and comes back.
+        offload=[] if load else ["params", "grads", "optimizer"],
         optim=ActorOptimSection(
             lr=1e-2,
             use_distributed_optimizer=distributed,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from mrlhf.errors import MemoryBoundError
+from mrlhf.errors import MemoryBoundError, TrainingError
 from mrlhf.parallel.device_memory import DeviceMemory, memory_metrics
 from mrlhf.training.residency import Owner, Residency, Stream
 
@@ -84,17 +86,17 @@ def test_only_what_is_offloaded_leaves() -> None:
 
 
 def test_frozen_weights_are_copied_to_the_host_once() -> None:
-    weight = torch.ones(8)
+    weight = torch.ones(8, requires_grad=True)  # as those of a model that is never trained are
     residency = Residency(
         "reference", {"params": lambda: [weight]}, ["params"], DeviceMemory(), lambda: None
     )
     residency.leave()
     with residency.needing("params", "grads", "optimizer"):
-        weight += 1  # which nobody does
+        weight.data += 1  # which nobody does
     with residency.needing("params"):
         assert torch.equal(weight, torch.ones(8))
         residency.forget_copies()
-        weight += 2
+        weight.data += 2
     with residency.needing("params"):
         assert torch.equal(weight, torch.full((8,), 3.0))
 
@@ -133,6 +135,19 @@ def test_streamed_states_pass_through_in_parts(stream: Stream) -> None:
     with residency.passing(lambda: states):
         assert (states[0][0], states[0][1], later[0][0]) == (7, 2, 1)
         assert torch.equal(residency.values(params[0]), params[0])
+
+
+def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    states = [torch.ones(8)]
+    residency = Residency(
+        "actor", {"optimizer": lambda: states}, [], DeviceMemory(), lambda: None, "disk"
+    )
+    with pytest.raises(TrainingError, match="has no room for 32 bytes"):
+        residency.leave()
 
 
 def test_the_bound_names_phase_and_owners() -> None:
