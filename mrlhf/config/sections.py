@@ -373,12 +373,14 @@ def _without_start(place: Place) -> NotRead | None:
 
 
 def _as_policy(place: Place) -> NotRead | None:
-    """What leaves the device of a reference where that is the policy itself."""
+    """What leaves the device of a reference that is the policy itself, or of DPO."""
+    if not hasattr(place.config, "actor"):
+        why = ", since the reference has left before the model is built"
+        return NotRead(why, "set model.offload", ())
     if not place.config.reference_is_policy:
         return None
-    policy = "actor" if hasattr(place.config, "actor") else "model"
-    why = f", since the reference is the {policy} without its adapters"
-    return NotRead(why, f"set {policy}.offload", (f"{policy}.lora.rank",))
+    why = ", since the reference is the actor without its adapters"
+    return NotRead(why, "set actor.offload", ("actor.lora.rank",))
 
 
 class ReferenceSection(RoleSection):

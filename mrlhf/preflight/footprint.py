@@ -76,6 +76,8 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
     leaving: dict[str, dict[str, int]] = {}  # what a role's passes bring, by role
     phases: dict[str, dict[str, int]] = {}
     for name, role in config.roles().items():
+        if name not in trained and not isinstance(config, PPOConfig):
+            continue  # DPO's reference has left before the policy is built, which takes more
         spec = specs[name]
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
         itemsize = _itemsize(config, role)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mrlhf.config.roots import AnyConfig, SupervisedConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, SupervisedConfig
 from mrlhf.errors import ConfigError
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.device_memory import BOUND_KEY
@@ -77,7 +77,7 @@ def _on_one_line(value: Any) -> str:
 def offloads(config: AnyConfig) -> list[dict[str, Any]]:
     """What leaves the GPUs: as configured, gradients, states too, all, and all with a stream."""
     trained = trained_models(config)
-    frozen = config.roles().keys() - trained
+    frozen = config.roles().keys() - trained if isinstance(config, PPOConfig) else ()
     choices: list[dict[str, Any]] = [{}]
     for owners in (["grads"], ["grads", "optimizer"], list(OWNERS)):
         choice = {f"{name}.offload": owners for name in trained}

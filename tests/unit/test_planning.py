@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from mrlhf.commands.plan import main
-from mrlhf.config import PPOConfig, SFTConfig, load_config
+from mrlhf.config import DPOConfig, PPOConfig, SFTConfig, load_config
+from mrlhf.config.roots import AnyConfig
 from mrlhf.errors import ConfigError
 from mrlhf.models.flops import forward_flops
 from mrlhf.models.parameters import engine_pieces, role_pieces
@@ -22,7 +23,7 @@ from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.planning.gpus import GPUS, LINKS, PRODUCTS
 from mrlhf.planning.search import search
 from mrlhf.planning.seconds import Lengths, estimate
-from mrlhf.preflight import dry_run
+from mrlhf.preflight import check, dry_run
 from mrlhf.preflight.footprint import ENGINE, GENERATION, OWNERS, footprint
 from mrlhf.preflight.memory_checks import with_keys
 from mrlhf.preflight.model_checks import check_models
@@ -60,7 +61,7 @@ def _config(file: str, *overrides: str) -> PPOConfig:
     return load_config(PPOConfig, file, ["distributed.device=cuda", *overrides])
 
 
-def _specs(config: PPOConfig | SFTConfig) -> dict[str, ModelSpec]:
+def _specs(config: AnyConfig) -> dict[str, ModelSpec]:
     return {name: spec for name, spec in check_models(config).items() if spec is not None}
 
 
@@ -262,6 +263,24 @@ def test_supervised_training_is_planned_too(place: Path, capsys: pytest.CaptureF
     assert "update of model" in said
     assert "generation" not in said
     assert dry_run(load_config(SFTConfig, ["sft.yaml", "sft-plans/1.yaml"], []), 8).text
+
+
+def test_the_reference_of_dpo_takes_nothing_beside_the_policy(place: Path) -> None:
+    """It has said all before the policy is built, so what leaves the device of it has no effect."""
+    text = {
+        "model": {"path": "models/Qwen3-8B"},
+        "data": {"train_files": "pairs.jsonl", "max_length": 2048, "batch_size": 64},
+        "trainer": {"output_dir": "runs/dpo"},
+    }
+    (place / "dpo.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
+    config = load_config(DPOConfig, "dpo.yaml", ["distributed.device=cuda"])
+    sizes = footprint(config, _specs(config), 8)
+    assert sizes.held.keys() == {f"model/{owner}" for owner in OWNERS}
+    assert sizes.phases.keys() == {"update of model"}
+    with pytest.raises(ConfigError, match="reference has left before the model is built"):
+        check(load_config(DPOConfig, "dpo.yaml", ["reference.offload=params"]), 8)
+    found = search(config, _specs(config), 2, GPUS["h100"], Lengths(512, 512), 10)
+    assert found.best and all("reference.offload" not in plan.keys for plan in found.best)
 
 
 def _bad_input() -> Iterator[tuple[list[str], str]]:
