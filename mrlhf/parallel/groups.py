@@ -83,6 +83,7 @@ class EngineGroups:
     replicas: Group  # ranks with this `tp_rank`, one of each replica, ascending
     exchange: Group  # ranks that pass weights on to each other, and so fill the replicas they form
     machine: Machine  # the ranks of this machine, which share memory
+    machines: Sequence[str]  # the name of the machine of each rank of the job
 
 
 class GroupFactory:
@@ -93,11 +94,11 @@ class GroupFactory:
     groups. `machine` are the ranks of this machine, which share memory.
     """
 
-    def __init__(self, timeout_s: float, machine: str | None = None) -> None:
+    def __init__(self, timeout_s: float, machines: Sequence[str] | None = None) -> None:
         """Make the group of all ranks, and those of the ranks of each machine.
 
-        `timeout_s` are the seconds after which a collective gives up. `machine` is a name that the
-        ranks of this machine have in common; None: find one.
+        `timeout_s` are the seconds after which a collective gives up. `machines` has the name of
+        each rank's machine; None: every rank finds its own, and tells the others.
         """
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = dist.get_rank()
@@ -106,7 +107,17 @@ class GroupFactory:
         assert world is not None
         self._world: Group = world
         self._groups: dict[tuple[int, ...], Group] = {tuple(range(self._world_size)): world}
-        self.machine = self._machine(machine or name_of_this_machine())
+        self._machines = machines or all_gather_objects(name_of_this_machine(), world)
+        self.machine = self._machine()
+
+    @property
+    def own_groups(self) -> int:
+        """The number of groups of several ranks that this rank is in."""
+        return sum(self._rank in ranks and len(ranks) > 1 for ranks in self._groups)
+
+    def alone(self) -> Group:
+        """The group of this rank alone."""
+        return self._own_group([[self._rank]])
 
     def role_groups(self, layout: ParallelLayout) -> RoleGroups:
         """This rank's groups in a role of `layout`, which covers the world."""
@@ -163,13 +174,14 @@ class GroupFactory:
             replicas=self._own_group(same_tp_rank),
             exchange=self._own_group(layout.exchanges),
             machine=self.machine,
+            machines=self._machines,
         )
 
-    def _machine(self, name: str) -> Machine:
-        """This rank's machine, by the names that all ranks give."""
+    def _machine(self) -> Machine:
+        """The ranks of this machine."""
         ranks_of: dict[str, list[int]] = {}
-        for rank, its_name in enumerate(all_gather_objects(name, self._world)):
-            ranks_of.setdefault(its_name, []).append(rank)
+        for rank, name in enumerate(self._machines):
+            ranks_of.setdefault(name, []).append(rank)
 
         ranks = self._own_group(list(ranks_of.values()))
         leaders = self._own_group_or_none([[ranks[0] for ranks in ranks_of.values()]])

@@ -213,13 +213,14 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
 
 
 def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    ranks = range(world_size)
     factories = {
         "one machine": GroupFactory(60.0),
-        "two machines": GroupFactory(60.0, machine=f"machine {rank % 2}"),
-        "four machines": GroupFactory(60.0, machine=f"machine {rank}"),
+        "two machines": GroupFactory(60.0, [f"machine {r % 2}" for r in ranks]),
+        "four machines": GroupFactory(60.0, [f"machine {r}" for r in ranks]),
         "not shared": GroupFactory(60.0),
         "one rank does not share": GroupFactory(60.0),
-        "one of two not shared": GroupFactory(60.0, machine=f"machine {rank // 2}"),
+        "one of two not shared": GroupFactory(60.0, [f"machine {r // 2}" for r in ranks]),
     }
     results: dict[str, Any] = {}
     warnings: list[str] = []

@@ -22,7 +22,6 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mrlhf.parallel import groups
 from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.job import Launch, meet, polling_s
@@ -77,15 +76,9 @@ def _faked(rank: int, world_size: int) -> Iterator[list[tuple[int, ...]]]:
         made.append(tuple(ranks))
         return real(ranks, **options)
 
-    def names(value: str, group: dist.ProcessGroup) -> list[str]:
-        return [f"machine {other // RANKS_OF_A_MACHINE}" for other in range(world_size)]
-
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with (
-            mock.patch.object(dist, "new_group", new_group),
-            mock.patch.object(groups, "all_gather_objects", names),
-        ):
+        with mock.patch.object(dist, "new_group", new_group):
             yield made
     finally:
         dist.destroy_process_group()
@@ -93,7 +86,8 @@ def _faked(rank: int, world_size: int) -> Iterator[list[tuple[int, ...]]]:
 
 def _cost(rank: int, world_size: int) -> Cost:
     with _faked(rank, world_size) as made:
-        factory = GroupFactory(timeout_s=60.0)
+        names = [f"machine {other // RANKS_OF_A_MACHINE}" for other in range(world_size)]
+        factory = GroupFactory(timeout_s=60.0, machines=names)
         for role, sizes in (("actor", ACTOR), ("critic", CRITIC)):
             factory.role_groups(ParallelLayout.for_world(role, world_size, sizes))
     own = [tuple(range(world_size)), *(ranks for ranks in made if rank in ranks)]

@@ -21,11 +21,9 @@ from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parameters import carried_pieces, engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.parallel.machine import name_of_this_machine
 from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
@@ -125,7 +123,7 @@ def plan_hand_over(
     spec = actor.spec if merged is None else without_adapters(actor.spec)
     training = actor.groups.layout
     itemsize = actor.dtype.itemsize
-    near = _ranks_by_machine(groups.exchange)
+    near = _ranks_by_machine(groups)
 
     def resharder(brings: Callable[[str], bool]) -> Resharder:
         def carried(pieces: list[Piece]) -> list[Piece]:
@@ -149,18 +147,16 @@ def plan_hand_over(
     return HandOver(actor.residency, each_time, once, merged)
 
 
-def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:
-    """The ranks of the group on the machine of each rank, ascending.
+def _ranks_by_machine(groups: EngineGroups) -> dict[int, list[int]]:
+    """The ranks that exchange weights and are on the machine of each of them, ascending.
 
     If several ranks hold a slice, one on the same machine sends it.
     """
-    ranks = dist.get_process_group_ranks(group)
-    names = all_gather_objects(name_of_this_machine(), group)
-
+    ranks = sorted(dist.get_process_group_ranks(groups.exchange))
     machines: dict[str, list[int]] = {}
-    for rank, name in sorted(zip(ranks, names, strict=True)):
-        machines.setdefault(name, []).append(rank)
-    return {rank: machines[name] for rank, name in zip(ranks, names, strict=True)}
+    for rank in ranks:
+        machines.setdefault(groups.machines[rank], []).append(rank)
+    return {rank: machines[groups.machines[rank]] for rank in ranks}
 
 
 def _limits(config: PPOConfig) -> EngineLimits:
