@@ -243,6 +243,13 @@ def device_kind(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
     return setting
 
 
+def gpu_memory_mb() -> float | None:
+    """The memory of the first GPU of this machine, in MiB; None if torch sees none."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory / 2**20
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch on every device."""
     random.seed(seed)

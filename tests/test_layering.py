@@ -24,6 +24,7 @@ LAYERS = [
     {"roles"},
     {"rollout", "run", "preflight"},
     {"trainers", "report", "doctor", "planning"},
+    {"simulation"},
     {"commands"},
     {"__main__"},
 ]

@@ -92,9 +92,7 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if found.best else 1
 
 
-def _simulate(
-    config: AnyConfig, specs: Specs, world_size: int, gpu: Gpu, reserve: float
-) -> int:
+def _simulate(config: AnyConfig, specs: Specs, world_size: int, gpu: Gpu, reserve: float) -> int:
     """Simulate the ranks that differ; 0 if all get to the end of a step and fit."""
     # Imported here, since it builds models and the search for a plan does not.
     from mrlhf.simulation.job import simulate

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mrlhf.config.methods import find_method
 from mrlhf.config.roots import AnyConfig, PPOConfig
+from mrlhf.device import device_kind, gpu_memory_mb
 from mrlhf.errors import ConfigError
 from mrlhf.inference.installed import require_engine
 from mrlhf.metrics.trackers import check_trackers
@@ -114,7 +115,8 @@ def preflight(config: AnyConfig, world_size: int) -> str:
     check_output(config)
     check_trackers(config.trainer.trackers)
     require_paths(config)
-    check_memory(config, check_models(config, need_weights=True), world_size)
+    gpu_mb = gpu_memory_mb() if device_kind(config.distributed.device) == "cuda" else None
+    check_memory(config, check_models(config, need_weights=True), world_size, gpu_mb)
     if isinstance(config, PPOConfig):
         _check_user_methods(config)
         require_engine(config.rollout.engine)

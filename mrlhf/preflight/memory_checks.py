@@ -31,16 +31,26 @@ def describe_phases(
     yield "  with activations of full micro-batches, one response in the cache, and no buffers"
 
 
-def check_memory(config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int) -> None:
-    """Compare the phases with `distributed.device_memory_mb`, if that is set.
+def check_memory(
+    config: AnyConfig,
+    specs: Mapping[str, ModelSpec | None],
+    world_size: int,
+    gpu_mb: float | None = None,
+) -> None:
+    """Compare the phases with `distributed.device_memory_mb`, or if that is not set with `gpu_mb`.
+
+    Args:
+        gpu_mb: the memory of each GPU, in MiB; None if it is not known.
 
     Raises:
         ConfigError: a phase needs more.
     """
-    bound = config.distributed.device_memory_mb
     known = _known(specs)
+    own = config.distributed.device_memory_mb
+    bound = gpu_mb if own is None else own
     if bound is None or known is None:
         return
+    title = f"{BOUND_KEY} {bound:g}" if own is not None else f"a GPU of {bound:.0f} MiB"
     room = int(bound * 2**20)
     sizes = footprint(config, known, world_size)
     phase = max(sizes.phases, key=sizes.owned)
@@ -51,7 +61,7 @@ def check_memory(config: AnyConfig, specs: Mapping[str, ModelSpec | None], world
     remedies = list(_remedies(config, known, world_size, room))
     choices = "; or ".join(remedies[:_REMEDIES]) or "more ranks or adapters, since no offload does"
     raise ConfigError(
-        f"{BOUND_KEY} {bound:g} is too little for the phase '{phase}', which needs "
+        f"{title} is too little for the phase '{phase}', which needs "
         f"{sizes.owned(phase) / 2**20:.1f} MiB on a rank ({owners}). Room is made by {choices}"
     )
 

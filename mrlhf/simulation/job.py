@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from math import prod
 
 from mrlhf.config.roots import AnyConfig, PPOConfig
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, TrainingError
 from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.preflight.batches import trained_models
@@ -30,6 +30,7 @@ def simulate(
 
     Raises:
         ConfigError: the configuration does not fit so many ranks, or cannot be simulated.
+        TrainingError: a process was killed.
     """
     check(config, world_size)
     if isinstance(config, PPOConfig) and config.rollout.engine != "native":
@@ -38,14 +39,20 @@ def simulate(
             "rollout.engine=native to simulate the rest of the run"
         )
     ranks = distinct_ranks(config, specs, world_size)
-    # A process cannot leave one world for another.
-    with ProcessPoolExecutor(
-        min(len(ranks), os.cpu_count() or 1),
-        mp_context=multiprocessing.get_context("spawn"),
-        max_tasks_per_child=1,
-    ) as pool:
-        task = partial(simulate_rank, config, world_size, per_machine=per_machine)
-        yield from pool.map(task, ranks)
+
+    def in_process(rank: int) -> Simulated:
+        # A process cannot leave one world for another.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            try:
+                return process.submit(simulate_rank, config, world_size, rank, per_machine).result()
+            except BrokenProcessPool as error:
+                raise TrainingError(
+                    f"the process that simulated rank {rank} was killed; has this machine too "
+                    "little memory?"
+                ) from error
+
+    with ThreadPoolExecutor(min(len(ranks), os.cpu_count() or 1)) as at_once:
+        yield from at_once.map(in_process, ranks)
 
 
 def distinct_ranks(config: AnyConfig, specs: Specs, world_size: int) -> list[int]:

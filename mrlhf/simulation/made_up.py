@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +18,6 @@ from mrlhf.config.roots import (
     DPOConfig,
     PPOConfig,
     PreferenceConfig,
-    RewardModelConfig,
     SFTConfig,
 )
 from mrlhf.data.preferences import PreferencePairs
@@ -104,12 +104,10 @@ def collected(config: PPOConfig, prompts: Prompts, needs_greedy: bool) -> Collec
     return Collected(rollout, scores, greedy, int(lengths.sum()), {})
 
 
-def task_of(
-    config: SFTConfig | RewardModelConfig | DPOConfig, rows: int
-) -> SupervisedTask[list[SftExample]] | SupervisedTask[PreferencePairs]:
+def task_of(config: SFTConfig | PreferenceConfig, rows: int) -> SupervisedTask[Any]:
     """The task of a supervised training on so many rows."""
-    sides = [[_TOKEN] * (_SHORT + length) for length in _lengths(rows, config.data.max_length)]
-    sides[0] = sides[0][: config.data.max_length]
+    longest = config.data.max_length
+    sides = [[_TOKEN] * length for length in _lengths(rows, longest)]
     if isinstance(config, SFTConfig):
         mask = [[0] + [1] * (len(side) - 1) for side in sides]
         return FineTuning([SftExample(*both) for both in zip(sides, mask, strict=True)], None)

@@ -7,7 +7,9 @@ place there are made-up ones.
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from mrlhf.device import Device
 from mrlhf.inference.base import Request, generate
 from mrlhf.inference.cache_size import NATIVE_GPU_BLOCK
 from mrlhf.models.adapter_choice import spec_of_role
+from mrlhf.models.spec import Head
 from mrlhf.parallel.device_memory import DeviceMemory
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.machine import Machine, OpenTable
@@ -68,20 +71,20 @@ class Simulated:
     error: str = ""
 
 
-def simulate_rank(
-    config: AnyConfig, world_size: int, rank: int, per_machine: int
-) -> Simulated:
+def simulate_rank(config: AnyConfig, world_size: int, rank: int, per_machine: int) -> Simulated:
     """Simulate rank `rank` of `world_size`, in a process of its own.
 
     The layout and the models, whose directories hold a `config.json`, have been checked.
     """
     began = time.monotonic()
+    warnings.simplefilter("ignore")  # of torch, about its own fake tensors
+    logging.disable(logging.WARNING)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     memory = _Ledger()
     phases = Phases(memory=memory)
     with (
         without_values(lambda: phases.name) as mode,
-        mock.patch.object(ModelEngine, "load", lambda *_, **__: None),
+        mock.patch.object(ModelEngine, "load", _load_nothing),
     ):
         failed: dict[str, str] = {}
         factory = None
@@ -106,10 +109,17 @@ def simulate_rank(
     )
 
 
+def _load_nothing(engine: ModelEngine, *_: object, **__: object) -> None:
+    """Have the weights on the device and let them leave it, as when they are read."""
+    with engine.residency.needing("params"):
+        pass
+
+
 class _Ledger(DeviceMemory):
     """Keeps the peaks of the phases until the end of the simulation."""
 
     def take_peaks(self) -> dict[str, dict[str, int]]:
+        """Nothing."""
         return {}
 
 
@@ -117,10 +127,12 @@ class _Alone(Machine):
     """A machine on which the others of its ranks write nothing."""
 
     def table(self, shape: Sequence[int], dtype: torch.dtype) -> OpenTable:
+        """A table with values, which stay zeros where a model's output is written."""
         entries = with_values(lambda: torch.zeros(tuple(shape), dtype=dtype))
         return OpenTable(self, entries, is_shared=False)
 
     def compute_on_leader(self, compute: Callable[[], T], shared: Sequence[object] = ()) -> T:
+        """The result, computed here."""
         return with_values(compute)
 
 
@@ -160,7 +172,7 @@ def _start_and_step(config: AnyConfig, run: Run) -> None:
     if isinstance(config, PPOConfig):
         _ppo(config, run)
         return
-    head = "lm" if isinstance(config, SFTConfig | DPOConfig) else "scalar"
+    head: Head = "lm" if isinstance(config, SFTConfig | DPOConfig) else "scalar"
     spec = spec_of_role(config.model, head)
     groups = run.groups("model", config.model)
     engine = ModelEngine(config.model, spec, groups, run.device, run.phases)

@@ -1,9 +1,10 @@
 """Tensors that have a shape and no values, and take no memory: torch's fake tensors.
 
-While `Valueless` is active, large tensors of floating-point numbers are made without values, and so
-is whatever is computed from them. Everything else (token ids, lengths, plans) is computed as always,
-so that code that looks at numbers of the host takes its usual way. Whoever reads a number that has
-no value gets 0 or True. Messages between ranks are counted and not sent.
+While `Valueless` is active, tensors of floating-point numbers are made without values, and so is
+whatever is computed from them. Token ids, lengths and plans are computed as always, so that code
+that looks at numbers of the host takes its usual way. Whoever reads a number that has no value gets
+0 or True, and the largest of several are spread evenly over them. Messages between ranks are
+counted and not sent.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Valueless(TorchDispatchMode):
             return first
         if func.namespace == "c10d":
             results = [
-                FakeWork().boxed() if "Work" in str(result.type) else first  # type: ignore[call-arg]
+                FakeWork().boxed() if "Work" in str(result.type) else first
                 for result in func._schema.returns
             ]
             return results[0] if len(results) == 1 else tuple(results)
@@ -105,8 +106,8 @@ class Valueless(TorchDispatchMode):
         if func is _aten.where.default:
             return list(_all_true(first).nonzero(as_tuple=True))
         if func is _aten.topk.default:
-            values, _ = self._fake.__torch_dispatch__(func, (), args, kwargs)
-            return values, _spread(values.shape, first.shape[-1])
+            found: Any = self._fake.__torch_dispatch__(func, (), args, kwargs)
+            return found[0], _spread(found[0].shape, first.shape[-1])
         if func is _aten.masked_select.default:
             func, args = _aten.index.Tensor, (first, [args[1]])
         if func in _INDEXED:
@@ -176,7 +177,7 @@ def _spread(shape: torch.Size, choices: int) -> Tensor:
 
 
 def _by_number(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Indices of `Tensor.__getitem__` in which masks are replaced by the numbers of what is true."""
+    """Indices of `Tensor.__getitem__`, with the numbers of what is true in place of masks."""
     found: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype != torch.bool:

@@ -14,12 +14,13 @@ _WHOLE = "step"  # the phase around those of a step of PPO
 
 
 def problems(ranks: Sequence[Simulated], room: int) -> Iterator[str]:
-    """What is wrong with each rank: an error, or phases in which it holds more than `room` bytes."""
+    """What is wrong with each rank: an error, or a phase in which it holds more than `room`."""
     for one in ranks:
         if one.error:
             yield f"rank {one.rank} failed in phase {one.failed_in}: {one.error}"
             continue
-        phase = max(one.held, key=lambda name: sum(one.held[name].values()))
+        # Of equal phases the last one: what is built at the start stays.
+        phase = max(reversed(list(one.held)), key=lambda name: sum(one.held[name].values()))
         held = one.held[phase]
         lacking = sum(held.values()) - room
         if lacking > 0:
@@ -30,9 +31,7 @@ def problems(ranks: Sequence[Simulated], room: int) -> Iterator[str]:
             )
 
 
-def memory_table(
-    config: AnyConfig, ranks: Sequence[Simulated], plan: Footprint
-) -> Iterator[str]:
+def memory_table(config: AnyConfig, ranks: Sequence[Simulated], plan: Footprint) -> Iterator[str]:
     """What each rank holds in each phase, and what the plan says of the rank that has most."""
     yield "held in each phase, GB, without activations:"
     known = _planned_phases(config)

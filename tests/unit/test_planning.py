@@ -25,7 +25,7 @@ from mrlhf.planning.search import search
 from mrlhf.planning.seconds import Lengths, estimate
 from mrlhf.preflight import check, dry_run
 from mrlhf.preflight.footprint import ENGINE, GENERATION, OWNERS, footprint
-from mrlhf.preflight.memory_checks import with_keys
+from mrlhf.preflight.memory_checks import check_memory, with_keys
 from mrlhf.preflight.model_checks import check_models
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_of_all
@@ -163,6 +163,16 @@ def test_a_bound_on_memory_is_kept_or_refused_with_what_makes_room() -> None:
     none = ["distributed.device=cuda", "distributed.device_memory_mb=18000"]
     with pytest.raises(ConfigError, match="more ranks or adapters, since no offload does"):
         dry_run(load_config(PPOConfig, files, none), 8)
+
+
+def test_a_start_on_gpus_that_are_too_small_is_refused() -> None:
+    config = _config(GRPO)
+    specs = _specs(config)
+    check_memory(config, specs, 8, gpu_mb=81_559)
+    with pytest.raises(ConfigError, match="a GPU of 40442 MiB is too little for the phase 'gen"):
+        check_memory(config, specs, 8, gpu_mb=40_442)
+    bounded = _config(GRPO, "distributed.device_memory_mb=60000")
+    check_memory(bounded, specs, 8, gpu_mb=40_442)  # the key says what there is
 
 
 def test_only_what_does_not_fit_is_offloaded() -> None:
