@@ -25,8 +25,8 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+# The plan is that of this checkout, whether or not an mrlhf is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plan_seconds_cases import CASES, STEPS, Case, write_case, write_models, write_shapes
 
@@ -36,6 +36,7 @@ from mrlhf.planning.seconds import Lengths, estimate
 from mrlhf.preflight.footprint import footprint
 from mrlhf.preflight.model_checks import check_models
 
+ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 0.25
 
 # The phases of the plan, and the runs' own that they stand for.

@@ -44,10 +44,10 @@ def ring_seconds(device: Device, nbytes: int) -> float:
     return median_seconds(exchange, device)
 
 
-def all_reduce_seconds(device: Device, nbytes: int) -> float:
+def all_reduce_seconds(device: Device, nbytes: int, rounds: int = _ROUNDS) -> float:
     """Seconds in which all ranks add up so many bytes."""
     numbers = _numbers(device, nbytes)
-    return median_seconds(lambda: dist.all_reduce(numbers), device)
+    return median_seconds(lambda: dist.all_reduce(numbers), device, rounds)
 
 
 def all_to_all_seconds(device: Device, nbytes: int) -> float:

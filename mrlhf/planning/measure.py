@@ -74,6 +74,7 @@ _TOKENS = 32  # of each of their micro-batches
 _MORE_PACKS = 4
 _FEW_ROWS, _MANY_ROWS = 2, 34
 _LEAST_BYTES = 64
+_EXCHANGES = 20  # of which a sweep takes the median
 _SHORTEST_S = 1e-7
 _TIMEOUT_S = 60.0
 
@@ -205,8 +206,8 @@ class _Sweep:
         yield from self._streams()
         yield from self._tiny_models()
         if dist.get_world_size() > 1:
-            yield "all-reduce", all_reduce_seconds(self._device, effort.exchanged)
-            yield "latency", all_reduce_seconds(self._device, _LEAST_BYTES)
+            yield "all-reduce", all_reduce_seconds(self._device, effort.exchanged, _EXCHANGES)
+            yield "latency", all_reduce_seconds(self._device, _LEAST_BYTES, _EXCHANGES)
 
     def _seconds(self, work: Callable[[], object], guess: float = 1.0) -> float:
         """Seconds of work; if it is guessed to be short, it is repeated, and they are of one."""

@@ -45,6 +45,11 @@ class Lengths:
         """Of a prompt and its response."""
         return self.prompt + self.response
 
+    @property
+    def seen(self) -> float:
+        """That a token of a response sees."""
+        return self.prompt + self.response / 2
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -185,7 +190,8 @@ def _passes(
         span = layout.ep * layout.etp
         exchanging += share * copies * (layout.ep - 1) / layout.ep / _link(gpu, span)
 
-    busy = computing + exchanges * exchanging
+    waiting = 2 * layers * gpu.latency_s * mini_batches * of_mini_batch if layout.tp > 1 else 0.0
+    busy = computing + exchanges * (exchanging + waiting)
     return busy / (1 - idle_share(of_mini_batch, layout.pp, layout.vpp))
 
 
@@ -235,41 +241,67 @@ def _generation(
 ) -> float:
     """Draw all samples: prompts once, then token after token, and a tail of the longest."""
     tp = config.rollout.tp
-    replicas = world_size // tp
-    prompts = math.ceil(config.data.gen_batch_size / replicas)
+    prompts = math.ceil(config.data.gen_batch_size / (world_size // tp))
     samples = prompts * config.rollout.n
     itemsize = _itemsize(config.actor.dtype, gpu)
+    most = config.rollout.max_prefill_tokens
+    engine: _FlatEngine | _MeasuredEngine = _FlatEngine(spec, tp, gpu, itemsize)
+    if gpu.kernels is not None:
+        layout = ParallelLayout(tp=tp, etp=tp)
+        engine = _MeasuredEngine(Passes(spec, layout, gpu, gpu.kernels, itemsize), most)
+
     batch = min(at_once, samples)
     steps = lengths.response * samples / batch
     tail = max(0.0, config.data.max_response_length - lengths.response)
-    seen = lengths.prompt + lengths.response / 2
-
-    def decode(rows: int) -> float:
-        if model is not None:
-            return model.engine(Work(rows, seen, rows))
-        read = _read_weights(spec, rows) * itemsize / tp + rows * kv_token * seen
-        return max(read / memory, rows * forward_flops(spec, 1, 1) / rate)
-
-    memory = 1e9 * gpu.reached.memory * gpu.memory_gb_s
-    rate = 1e12 * gpu.reached.products * gpu.tflops * tp
-    kv_token = 2 * spec.num_layers * max(1, spec.num_kv_heads // tp) * spec.head_dim * itemsize
-    model = None
-    if gpu.kernels is None:
-        seconds = prompts * forward_flops(spec, round(lengths.prompt), 1) / rate
-    else:
-        layout = ParallelLayout(tp=tp, etp=tp)
-        model = Passes(spec, layout, gpu, gpu.kernels, itemsize)
-        tokens = prompts * lengths.prompt
-        passes = math.ceil(tokens / config.rollout.max_prefill_tokens)
-        work = Work(tokens / passes, lengths.prompt / 2, prompts / passes)
-        seconds = passes * model.engine(work)
+    seconds = engine.prompts(prompts, lengths.prompt)
     for count, rows in ((steps, batch), (tail, 1)):
         exchanging = 0.0
         if tp > 1:
             moved = rows * spec.hidden_size * itemsize * 2 * (tp - 1) / tp
             exchanging = 2 * spec.num_layers * (gpu.latency_s + moved / _link(gpu, tp))
-        seconds += count * (decode(rows) + exchanging)
+        seconds += count * (engine.token(rows, lengths.seen) + exchanging)
     return seconds
+
+
+@dataclass(frozen=True)
+class _MeasuredEngine:
+    """An engine whose kernels were measured."""
+
+    passes: Passes
+    most: int  # tokens of prompts in a pass
+
+    def prompts(self, count: int, length: float) -> float:
+        passes = math.ceil(count * length / self.most)
+        work = Work(count * length / passes, length / 2, count / passes)
+        return passes * self.passes.engine(work)
+
+    def token(self, rows: int, seen: float) -> float:
+        return self.passes.engine(Work(rows, seen, rows))
+
+
+@dataclass(frozen=True)
+class _FlatEngine:
+    """An engine of which only the rates of the GPU are known."""
+
+    spec: ModelSpec
+    tp: int
+    gpu: Gpu
+    itemsize: int
+
+    def prompts(self, count: int, length: float) -> float:
+        return count * forward_flops(self.spec, round(length), 1) / self._rate
+
+    def token(self, rows: int, seen: float) -> float:
+        spec = self.spec
+        kv_heads = max(1, spec.num_kv_heads // self.tp)
+        kv = 2 * spec.num_layers * kv_heads * spec.head_dim * self.itemsize * rows * seen
+        read = _read_weights(spec, rows) * self.itemsize / self.tp + kv
+        memory = 1e9 * self.gpu.reached.memory * self.gpu.memory_gb_s
+        return max(read / memory, rows * forward_flops(spec, 1, 1) / self._rate)
+
+    @property
+    def _rate(self) -> float:
+        return 1e12 * self.gpu.reached.products * self.gpu.tflops * self.tp
 
 
 def _read_weights(spec: ModelSpec, rows: int) -> float:
