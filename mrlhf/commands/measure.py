@@ -22,12 +22,11 @@ def measure_into(file: Path, ranks: int) -> int:
     """Measure with so many ranks, or with those that torchrun has started; returns an exit code.
 
     Raises:
-        ConfigError: there is no such number of ranks, or no directory for the file.
+        ConfigError: there is no such number of ranks.
     """
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} is below 1")
-    if not file.parent.is_dir():
-        raise ConfigError(f"--measure {file}: there is no directory {file.parent}")
+    file.parent.mkdir(parents=True, exist_ok=True)
     if "RANK" not in os.environ:
         return start_ranks(ranks, "plan", ["--measure", str(file)])
 

@@ -108,7 +108,7 @@ def _check_dtypes(config: AnyConfig, gpu: Gpu) -> None:
     """Refuse a number format whose kernels were not measured."""
     for name, role in config.roles().items():
         dtype = str(dtype_on(role.dtype, gpu.device)).removeprefix("torch.")
-        if gpu.kernels is not None and dtype != gpu.dtype:
+        if gpu.measured is not None and dtype != gpu.dtype:
             raise ConfigError(
                 f"{name}.dtype is {dtype}, but the kernels of {gpu.name} were measured in "
                 f"{gpu.dtype}; set it to auto"

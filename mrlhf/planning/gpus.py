@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from mrlhf.planning.kernels import Kernels
+from mrlhf.planning.kernels import Kernels, flat_kernels
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,17 @@ class Gpu:
     latency_s: float = LATENCY_S  # of an exchange inside the machine
     device: Literal["cuda", "cpu"] = "cuda"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    kernels: Kernels | None = None  # None: not measured, and only the rates above count
+    measured: Kernels | None = None  # None: only the rates above are known
 
     @property
     def reached(self) -> Reached:
         """The shares of its rates that a run reaches."""
-        return STATED if self.kernels is None else MEASURED
+        return STATED if self.measured is None else MEASURED
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """The kernels as measured, or as far as the rates tell."""
+        return self.measured or flat_kernels(self.tflops, self.memory_gb_s)
 
 
 # Memory, products and links from the data sheets of NVIDIA's SXM modules; the network is that of

@@ -77,6 +77,7 @@ class Kernels:
     engine_products: ProductTable  # of generation, whose weights may lie otherwise in memory
     attention_tflops: float  # 10¹² operations a second of attention
     attention_backward_tflops: float
+    streamed_gb_s: float  # 10⁹ bytes a second of activations, norms, residuals and gradients
     logits_g_s: float  # 10⁹ logits a second that become log-probabilities, products aside
     logits_backward_g_s: float  # the same with their gradient
     update_gb_s: float  # 10⁹ bytes a second that AdamW reads and writes
@@ -89,3 +90,17 @@ class Kernels:
     engine_layer_s: float  # of a layer, in a pass of the engine
     engine_pass_s: float  # of such a pass beside its layers
     engine_row_s: float  # of each row that draws a token in it
+
+
+def flat_kernels(tflops: float, memory_gb_s: float) -> Kernels:
+    """Kernels of which only the peak of products and of memory are known.
+
+    All products and attention have one speed. The share of it that runs reach covers the rest of a
+    layer, of which nothing is counted.
+    """
+    table = ProductTable((Product(1, 1, 1, tflops),))
+    never = math.inf
+    return Kernels(
+        table, table, tflops, tflops, never, never, never, memory_gb_s, never,
+        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+    )  # fmt: skip

@@ -26,8 +26,8 @@ def gpu_of(name: str) -> Gpu:
         raise ConfigError(f"--gpu {name} is neither a file nor one of {', '.join(GPUS)}")
     values = parse_yaml(path.read_text(encoding="utf-8"), name)
     read = _fields(Gpu, values, name)
-    if read.get("kernels") is not None:
-        read["kernels"] = Kernels(**_fields(Kernels, read["kernels"], f"{name}: kernels"))
+    if "measured" in read:
+        read["measured"] = Kernels(**_fields(Kernels, read["measured"], f"{name}: measured"))
     return Gpu(path.stem, **read)
 
 
@@ -87,12 +87,12 @@ def machine_text(gpu: Gpu, about: str) -> str:
     """
     lines = [f"# {about}"]
     for field in fields(Gpu)[1:]:
-        if field.name != "kernels":
+        if field.name != "measured":
             lines.append(f"{field.name}: {_number(getattr(gpu, field.name))}")
-    if gpu.kernels is not None:
-        lines.append("kernels:")
+    if gpu.measured is not None:
+        lines.append("measured:")
         for field in fields(Kernels):
-            value = getattr(gpu.kernels, field.name)
+            value = getattr(gpu.measured, field.name)
             if not isinstance(value, ProductTable):
                 lines.append(f"  {field.name}: {_number(value)}")
                 continue

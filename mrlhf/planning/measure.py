@@ -98,7 +98,7 @@ def _gpu(device: Device, effort: Effort, seconds: dict[Hashable, float]) -> Gpu:
     dtype = resolve_dtype("auto", device)
     numbers = 4 * effort.streamed / 1e9
     memory = 3 * numbers / seconds["streaming"]
-    kernels = _kernels(effort, seconds)
+    kernels = _kernels(effort, seconds, memory)
     world = dist.get_world_size()
     link, latency = memory, LATENCY_S  # one rank exchanges nothing
     if world > 1:
@@ -117,11 +117,11 @@ def _gpu(device: Device, effort: Effort, seconds: dict[Hashable, float]) -> Gpu:
         latency_s=latency,
         device=device.kind,
         dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
-        kernels=kernels,
+        measured=kernels,
     )
 
 
-def _kernels(effort: Effort, seconds: dict[Hashable, float]) -> Kernels:
+def _kernels(effort: Effort, seconds: dict[Hashable, float], memory: float) -> Kernels:
     pairs = _SEQUENCES * visible_pairs(effort.length, None)
     attention = 4 * _KV_HEADS * _PER_KV_HEAD * _HEAD_DIM * pairs / 1e12
     logits = effort.logits[0] * effort.logits[1] / 1e9
@@ -138,6 +138,7 @@ def _kernels(effort: Effort, seconds: dict[Hashable, float]) -> Kernels:
         engine_products=_table("engine", effort.engine_rows, effort, seconds),
         attention_tflops=attention / seconds["attention"],
         attention_backward_tflops=2 * attention / max(backward, seconds["attention"]),
+        streamed_gb_s=memory,
         logits_g_s=logits / seconds["logits"],
         logits_backward_g_s=logits / seconds["logits and back"],
         update_gb_s=7 * effort.streamed / 1e9 / seconds["AdamW"],
@@ -168,7 +169,8 @@ def _table(
     found = []
     for shape in product(rows, effort.sizes, effort.sizes):
         operations = 2 * shape[0] * shape[1] * shape[2]
-        found.append(Product(*shape, operations / seconds[(name, *shape)] / 1e12))
+        timed = (name, *shape)
+        found.append(Product(*shape, operations / seconds[timed] / 1e12))
     return ProductTable(tuple(found))
 
 

@@ -1,8 +1,7 @@
 """Seconds of each phase of a step, from the rates of a GPU and the work of the phase.
 
-No overlap of computing and exchanging is counted, and all ranks have equal work. What a pass
-computes comes from measured kernels (`passes`); without them, from a flat rate. Each function
-returns seconds.
+No overlap of computing and exchanging is counted, and all replicas have equal work. `passes` knows
+what a rank computes. Each function returns seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
 from mrlhf.config.sections import Dtype, RoleSection
 from mrlhf.device import dtype_on
-from mrlhf.models.flops import forward_flops
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.pipeline_order import idle_share
@@ -159,18 +157,11 @@ def _passes(
     of_mini_batch = max(1, math.ceil(tokens * layout.cp / mini_batches / role.micro_batch_tokens))
     recomputes = role.recompute == "full"
     itemsize = _itemsize(role.dtype, gpu)
-    if gpu.kernels is None:
-        passes = 1 + backward * (2 + recomputes)
-        flops = (
-            passes * samples * forward_flops(spec, round(lengths.total), round(lengths.response))
-        )
-        computing = flops / layout.world_size / (1e12 * gpu.reached.products * gpu.tflops)
-    else:
-        packs = mini_batches * of_mini_batch
-        outputs = tokens * lengths.response / lengths.total
-        work = Work(tokens / packs, lengths.total, outputs / packs)
-        model = Passes(spec, layout, gpu, gpu.kernels, itemsize)
-        computing = packs * (model.update(work, recomputes) if backward else model.forward(work))
+    packs = mini_batches * of_mini_batch
+    outputs = tokens * lengths.response / lengths.total
+    work = Work(tokens / packs, lengths.total, outputs / packs)
+    model = Passes(spec, layout, gpu, itemsize)
+    computing = packs * (model.update(work, recomputes) if backward else model.forward(work))
 
     # Exchanges between the ranks of a layer, for the tokens that a rank sees in its layers.
     layers = spec.num_layers / layout.pp
@@ -190,7 +181,7 @@ def _passes(
         span = layout.ep * layout.etp
         exchanging += share * copies * (layout.ep - 1) / layout.ep / _link(gpu, span)
 
-    waiting = 2 * layers * gpu.latency_s * mini_batches * of_mini_batch if layout.tp > 1 else 0.0
+    waiting = 2 * layers * gpu.latency_s * packs if layout.tp > 1 else 0.0
     busy = computing + exchanges * (exchanging + waiting)
     return busy / (1 - idle_share(of_mini_batch, layout.pp, layout.vpp))
 
@@ -211,22 +202,17 @@ def _gradients(
     moved = gradients * (1 + itemsize / _GRADIENT) * (replicas - 1) / replicas
     exchanging = moved / _link(gpu, layout.tp * replicas)
 
-    memory = 1e9 * gpu.reached.memory
-    if gpu.kernels is None:
-        return exchanging + (gradients + 2 * states) / (memory * gpu.memory_gb_s)
     # In float32 the weights are their own main weights, beside two moments.
     touched = gradients / replicas + 2 * states * (1.5 if itemsize == _GRADIENT else 1)
-    updating = touched / (memory * gpu.kernels.update_gb_s)
-    updating += _GRADIENT_TOUCHED * gradients / (memory * gpu.memory_gb_s)
-    return exchanging + updating + gpu.kernels.step_s
+    updating = touched / gpu.kernels.update_gb_s
+    updating += _GRADIENT_TOUCHED * gradients / gpu.kernels.streamed_gb_s
+    return exchanging + updating / (1e9 * gpu.reached.memory) + gpu.kernels.step_s
 
 
 def _hand_over(config: PPOConfig, sizes: Footprint, gpu: Gpu) -> float:
     """Move weights that the engine lacks, and make all ready for its products."""
     span = AxisSizes.of(config.actor).ranks
     moving = sizes.sizes[ENGINE] / _link(gpu, span)
-    if gpu.kernels is None:
-        return moving
     weights = sizes.sizes["actor/params"] * span / config.rollout.tp
     return moving + weights / (1e9 * gpu.kernels.lay_out_gb_s)
 
@@ -244,72 +230,19 @@ def _generation(
     prompts = math.ceil(config.data.gen_batch_size / (world_size // tp))
     samples = prompts * config.rollout.n
     itemsize = _itemsize(config.actor.dtype, gpu)
-    most = config.rollout.max_prefill_tokens
-    engine: _FlatEngine | _MeasuredEngine = _FlatEngine(spec, tp, gpu, itemsize)
-    if gpu.kernels is not None:
-        layout = ParallelLayout(tp=tp, etp=tp)
-        engine = _MeasuredEngine(Passes(spec, layout, gpu, gpu.kernels, itemsize), most)
+    engine = Passes(spec, ParallelLayout(tp=tp, etp=tp), gpu, itemsize)
 
     batch = min(at_once, samples)
     steps = lengths.response * samples / batch
     tail = max(0.0, config.data.max_response_length - lengths.response)
-    seconds = engine.prompts(prompts, lengths.prompt)
+    tokens = prompts * lengths.prompt
+    passes = math.ceil(tokens / config.rollout.max_prefill_tokens)
+    work = Work(tokens / passes, lengths.prompt / 2, prompts / passes)
+    seconds = passes * engine.engine(work)
     for count, rows in ((steps, batch), (tail, 1)):
         exchanging = 0.0
         if tp > 1:
             moved = rows * spec.hidden_size * itemsize * 2 * (tp - 1) / tp
             exchanging = 2 * spec.num_layers * (gpu.latency_s + moved / _link(gpu, tp))
-        seconds += count * (engine.token(rows, lengths.seen) + exchanging)
+        seconds += count * (engine.engine(Work(rows, lengths.seen, rows)) + exchanging)
     return seconds
-
-
-@dataclass(frozen=True)
-class _MeasuredEngine:
-    """An engine whose kernels were measured."""
-
-    passes: Passes
-    most: int  # tokens of prompts in a pass
-
-    def prompts(self, count: int, length: float) -> float:
-        passes = math.ceil(count * length / self.most)
-        work = Work(count * length / passes, length / 2, count / passes)
-        return passes * self.passes.engine(work)
-
-    def token(self, rows: int, seen: float) -> float:
-        return self.passes.engine(Work(rows, seen, rows))
-
-
-@dataclass(frozen=True)
-class _FlatEngine:
-    """An engine of which only the rates of the GPU are known."""
-
-    spec: ModelSpec
-    tp: int
-    gpu: Gpu
-    itemsize: int
-
-    def prompts(self, count: int, length: float) -> float:
-        return count * forward_flops(self.spec, round(length), 1) / self._rate
-
-    def token(self, rows: int, seen: float) -> float:
-        spec = self.spec
-        kv_heads = max(1, spec.num_kv_heads // self.tp)
-        kv = 2 * spec.num_layers * kv_heads * spec.head_dim * self.itemsize * rows * seen
-        read = _read_weights(spec, rows) * self.itemsize / self.tp + kv
-        memory = 1e9 * self.gpu.reached.memory * self.gpu.memory_gb_s
-        return max(read / memory, rows * forward_flops(spec, 1, 1) / self._rate)
-
-    @property
-    def _rate(self) -> float:
-        return 1e12 * self.gpu.reached.products * self.gpu.tflops * self.tp
-
-
-def _read_weights(spec: ModelSpec, rows: int) -> float:
-    """The weights that a decode step of so many tokens reads."""
-    dense = forward_flops(spec, 1, 1) / 2
-    if spec.experts is None:
-        return dense
-    experts = spec.experts
-    one = 3 * spec.hidden_size * experts.ffn_size * experts.mixtures
-    read = experts.count * (1 - (1 - experts.per_token / experts.count) ** rows)
-    return dense + (read - experts.per_token) * one

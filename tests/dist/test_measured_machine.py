@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from dataclasses import astuple
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from mrlhf.device import pick_device
 from mrlhf.planning.gpus import Gpu
 from mrlhf.planning.machine_file import machine_text
 from mrlhf.planning.measure import Effort, measure
+from tests.pages import ROOT, commands_of
 from tests.ranks import run_ranks
 
 SHORT = Effort(
@@ -32,13 +37,13 @@ def test_a_machine_is_measured_and_planned_for(
     gpu, same = run_ranks(2, _measured)
     assert gpu == same
     assert (gpu.device, gpu.dtype, gpu.per_machine) == ("cpu", "float32", 2)
-    kernels = gpu.kernels
+    kernels = gpu.measured
     assert kernels is not None
     tables = (kernels.products, kernels.engine_products)
     assert all(table.is_grid and len(table.products) == 8 for table in tables)
     assert {product.rows for product in kernels.engine_products.products} == {1, 8}
     numbers = [value for value in astuple(kernels) if isinstance(value, float)]
-    assert min(numbers) > 0 and len(numbers) == 14
+    assert min(numbers) > 0 and len(numbers) == 15
     # A row of one product takes longer than a row of eight.
     thin, thick = (
         max(each.tflops for each in kernels.engine_products.products if each.rows == rows)
@@ -63,3 +68,18 @@ def test_a_machine_is_measured_and_planned_for(
     said = capsys.readouterr().out
     assert said.startswith("2 x here of ")
     assert "update of critic s" in said
+
+
+def test_the_commands_of_its_page() -> None:
+    measure_it, plan_with_it = commands_of("docs/sizing.md", "runs/here.yaml")
+    for command, words in ((measure_it, "wrote runs/here.yaml"), (plan_with_it, "2 x here of ")):
+        done = subprocess.run(
+            [sys.executable, *shlex.split(command)[1:]],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.startswith(words)
