@@ -4,10 +4,10 @@
 
 Each of twelve configurations is started as a user starts it, and makes a few steps; the median
 seconds of each phase, without the first step, are compared with the plan's for the same layout, at
-the run's own mean lengths. The rates come from `mrlhf plan --measure`, taken once for one rank and
-once for two, before the runs. Three configurations, marked *, were kept out when the shares in
-mrlhf/planning/gpus.py were fitted. `--from` predicts again from a file of `--json`, and runs
-nothing.
+the run's own mean lengths. The rates come from `mrlhf plan --measure` with as many ranks, taken
+before and after every three runs; a prediction is the mean of both. Three configurations, marked *,
+were kept out when the shares in mrlhf/planning/gpus.py were fitted. `--from` predicts again from
+files of `--json`, and runs nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from mrlhf.preflight.model_checks import check_models
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 0.25
+TOGETHER = 3  # runs between two measurements
 
 # The phases of the plan, and the runs' own that they stand for.
 PHASES = {
@@ -57,13 +58,17 @@ def main() -> None:
     )
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="from 1 to 12")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
-    parser.add_argument("--from", type=Path, metavar="FILE", dest="given", help="of --json")
+    parser.add_argument("--from", type=Path, nargs="+", metavar="FILE", dest="given")
     arguments = parser.parse_args()
 
     numbers = arguments.only or list(range(1, len(CASES) + 1))
     cases = {number: CASES[number - 1] for number in numbers}
     if arguments.given is not None:
-        found = json.loads(arguments.given.read_text())
+        found = {"rates": {}, "runs": {}}
+        for file in arguments.given:
+            for kind, values in json.loads(file.read_text()).items():
+                found[kind] |= values
+        cases = {number: case for number, case in cases.items() if case.name in found["runs"]}
     else:
         with tempfile.TemporaryDirectory() as directory:
             found = _measure(list(cases.values()), Path(directory))
@@ -73,30 +78,42 @@ def main() -> None:
 
 
 def _measure(cases: Sequence[Case], directory: Path) -> dict[str, Any]:
-    """Rates of the machine by number of ranks, and what each run took, by its name."""
+    """By the name of each run the rates before and after it, and the metrics of its steps."""
     write_models(directory)
-    rates = {}
+    rates: dict[str, list[str]] = {}
+    runs: dict[str, Any] = {}
     for ranks in sorted({case.ranks for case in cases}):
-        _say(f"measuring with {ranks} ranks")
-        file = directory / f"ranks-{ranks}.yaml"
-        plan = [sys.executable, "-m", "mrlhf", "plan", "--measure", str(file)]
-        _run([*plan, "--ranks", str(ranks)])
-        rates[str(ranks)] = file.read_text()
-
-    runs = {}
-    for number, case in enumerate(cases):
-        _say(f"running {case.name}")
-        place = directory / str(number)
-        place.mkdir()
-        config = write_case(case, directory, place)
-        file = place / "config.yaml"
-        file.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "mrlhf", f"train-{case.program}", "-n", str(case.ranks)]
-        _run([*command, "--config", str(file)])
-        lines = (place / "run" / "metrics.jsonl").read_text().splitlines()
-        steps = [json.loads(line) for line in lines]
-        runs[case.name] = steps[1:STEPS]
+        own = [case for case in cases if case.ranks == ranks]
+        before = _rates(ranks, directory)
+        for first in range(0, len(own), TOGETHER):
+            group = own[first : first + TOGETHER]
+            for case in group:
+                runs[case.name] = _steps(case, directory)
+            after = _rates(ranks, directory)
+            rates |= {case.name: [before, after] for case in group}
+            before = after
     return {"rates": rates, "runs": runs}
+
+
+def _rates(ranks: int, directory: Path) -> str:
+    """The file that `mrlhf plan --measure` writes now."""
+    _say(f"measuring, ranks: {ranks}")
+    file = directory / "measured.yaml"
+    plan = [sys.executable, "-m", "mrlhf", "plan", "--measure", str(file)]
+    _run([*plan, "--ranks", str(ranks)])
+    return file.read_text()
+
+
+def _steps(case: Case, directory: Path) -> list[dict[str, float]]:
+    """The metrics of a run's steps without the first."""
+    _say(f"running {case.name}")
+    place = Path(tempfile.mkdtemp(dir=directory))
+    file = place / "config.yaml"
+    file.write_text(yaml.safe_dump(write_case(case, directory, place)))
+    command = [sys.executable, "-m", "mrlhf", f"train-{case.program}", "-n", str(case.ranks)]
+    _run([*command, "--config", str(file)])
+    lines = (place / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[1:STEPS]]
 
 
 def _run(command: Sequence[str]) -> None:
@@ -115,7 +132,8 @@ def _table(cases: Mapping[int, Case], found: Mapping[str, Any]) -> list[str]:
     errors = []
     for number, case in cases.items():
         steps = found["runs"][case.name]
-        predicted = _predict(case, steps, found["rates"][str(case.ranks)])
+        before, after = (_predict(case, steps, rates) for rates in found["rates"][case.name])
+        predicted = {phase: (before[phase] + after[phase]) / 2 for phase in before}
         measured = _measured(steps)
         phases = [phase for phase in PHASES if phase in predicted and phase in measured]
         for phase in ["step", *phases] if len(phases) > 1 else ["step"]:

@@ -87,6 +87,7 @@ class Kernels:
     pack_s: float  # of a micro-batch beside its layers, in a forward pass
     pack_backward_s: float
     step_s: float  # of an optimizer step
+    engine_keys_gb_s: float  # 10⁹ bytes of keys and values a second that a new token attends to
     engine_layer_s: float  # of a layer, in a pass of the engine
     engine_pass_s: float  # of such a pass beside its layers
     engine_row_s: float  # of each row that draws a token in it
@@ -102,5 +103,5 @@ def flat_kernels(tflops: float, memory_gb_s: float) -> Kernels:
     never = math.inf
     return Kernels(
         table, table, tflops, tflops, never, never, never, memory_gb_s, never,
-        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+        0.0, 0.0, 0.0, 0.0, 0.0, memory_gb_s, 0.0, 0.0, 0.0,
     )  # fmt: skip

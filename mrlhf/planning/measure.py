@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, product
+from itertools import chain, cycle, product
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from mrlhf.batch import Sequences
 from mrlhf.config.roots import TrainedModelSection
 from mrlhf.config.sections import LoraSection, OptimSection
 from mrlhf.device import Device, resolve_dtype
-from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
+from mrlhf.inference.base import EngineLimits, SamplingParams, requests_for
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.native.linear import linear
 from mrlhf.metrics import Tally
@@ -73,9 +74,11 @@ _FEW, _MANY = 2, 6  # layers of the tiny models
 _TOKENS = 32  # of each of their micro-batches
 _MORE_PACKS = 4
 _FEW_ROWS, _MANY_ROWS = 2, 34
+_SHORT, _LONG = 2, 514  # tokens of a prompt
 _LEAST_BYTES = 64
+_MOST_COPIES = 16  # of a weight
 _EXCHANGES = 20  # of which a sweep takes the median
-_SHORTEST_S = 1e-7
+_SHORTEST_S = 1e-9
 _TIMEOUT_S = 60.0
 
 
@@ -98,7 +101,7 @@ def _gpu(device: Device, effort: Effort, seconds: dict[Hashable, float]) -> Gpu:
     dtype = resolve_dtype("auto", device)
     numbers = 4 * effort.streamed / 1e9
     memory = 3 * numbers / seconds["streaming"]
-    kernels = _kernels(effort, seconds, memory)
+    kernels = _kernels(effort, seconds, memory, dtype.itemsize)
     world = dist.get_world_size()
     link, latency = memory, LATENCY_S  # one rank exchanges nothing
     if world > 1:
@@ -121,7 +124,9 @@ def _gpu(device: Device, effort: Effort, seconds: dict[Hashable, float]) -> Gpu:
     )
 
 
-def _kernels(effort: Effort, seconds: dict[Hashable, float], memory: float) -> Kernels:
+def _kernels(
+    effort: Effort, seconds: dict[Hashable, float], memory: float, itemsize: int
+) -> Kernels:
     pairs = _SEQUENCES * visible_pairs(effort.length, None)
     attention = 4 * _KV_HEADS * _PER_KV_HEAD * _HEAD_DIM * pairs / 1e12
     logits = effort.logits[0] * effort.logits[1] / 1e9
@@ -133,6 +138,8 @@ def _kernels(effort: Effort, seconds: dict[Hashable, float], memory: float) -> K
     beside = seconds["forward"] - _FEW * layer
     engine_layer = _difference(seconds, "decoding, many layers", "decoding", _MANY - _FEW)
     row = _difference(seconds, "decoding, many rows", "decoding", _MANY_ROWS - _FEW_ROWS)
+    seen = _FEW * _MANY_ROWS * (_LONG - _SHORT)
+    key = _difference(seconds, "decoding, long prompts", "decoding, many rows", seen)
     return Kernels(
         products=_table("training", effort.rows, effort, seconds),
         engine_products=_table("engine", effort.engine_rows, effort, seconds),
@@ -148,6 +155,7 @@ def _kernels(effort: Effort, seconds: dict[Hashable, float], memory: float) -> K
         pack_s=_at_least(beside),
         pack_backward_s=_at_least(pack - beside - _FEW * both),
         step_s=_at_least(seconds["update"] - pack),
+        engine_keys_gb_s=2 * _KV_HEADS * _HEAD_DIM * itemsize / 1e9 / key,
         engine_layer_s=engine_layer,
         engine_pass_s=_at_least(seconds["decoding"] - _FEW * engine_layer - _FEW_ROWS * row),
         engine_row_s=row,
@@ -230,11 +238,16 @@ class _Sweep:
     def _products(
         self, name: str, rows: Sequence[int], make: Callable[[Tensor], Callable[[Tensor], Tensor]]
     ) -> Iterator[tuple[Hashable, float]]:
-        """Products by the function that `make` gives for a weight [columns, inner]."""
+        """Products by the function that `make` gives for a weight [columns, inner].
+
+        Weights take turns, so that large ones come from memory, as those of a model do.
+        """
         for inner, columns in product(self._effort.sizes, self._effort.sizes):
-            multiply = make(self._ones(columns, inner))
+            copies = min(_MOST_COPIES, 1 + self._effort.streamed // (inner * columns))
+            turns = cycle([make(self._ones(columns, inner)) for _ in range(copies)])
             for count in rows:
-                work = partial(multiply, self._ones(count, inner))
+                x = self._ones(count, inner)
+                work = partial(_multiply, turns, x)
                 with torch.no_grad():
                     guess = median_seconds(work, self._device, rounds=1)
                     yield (name, count, inner, columns), self._seconds(work, guess)
@@ -296,21 +309,39 @@ class _Sweep:
         yield "update", self._seconds(lambda: self._few.update(1))
         yield "update, many layers", self._seconds(lambda: self._many.update(1))
         yield "update, more packs", self._seconds(lambda: self._few.update(_MORE_PACKS))
-        yield "decoding", self._decoding(_FEW, _FEW_ROWS)
-        yield "decoding, many layers", self._decoding(_MANY, _FEW_ROWS)
-        yield "decoding, many rows", self._decoding(_FEW, _MANY_ROWS)
+        yield "decoding", self._decoding(_FEW, _FEW_ROWS, _SHORT)
+        yield "decoding, many layers", self._decoding(_MANY, _FEW_ROWS, _SHORT)
+        yield "decoding, many rows", self._decoding(_FEW, _MANY_ROWS, _SHORT)
+        yield "decoding, long prompts", self._decoding(_FEW, _MANY_ROWS, _LONG)
 
-    def _decoding(self, layers: int, rows: int) -> float:
-        """Seconds of a pass of the engine that draws a token of each row."""
+    def _decoding(self, layers: int, rows: int, length: int) -> float:
+        """Seconds of a pass of the engine that draws a token of each row, after the prompts."""
         limits = EngineLimits(
-            max_num_seqs=rows, max_length=64, max_prefill_tokens=512, cache_bytes=2**25
-        )
+            max_num_seqs=rows, max_length=length + _TOKENS, max_prefill_tokens=rows * length,
+            cache_bytes=2**28,
+        )  # fmt: skip
         engine = NativeEngine(_tiny_spec(layers), None, self._place, self._dtype, limits)
         engine.weight_slots()  # zeros
         engine.commit(0)
         sampling = SamplingParams(temperature=1.0, max_tokens=_TOKENS, seed=1)
-        requests = requests_for([[1, 2]] * rows, range(rows), sampling)
-        return self._seconds(lambda: generate(engine, requests)) / _TOKENS
+        prompts = [[number % 64 for number in range(row, row + length)] for row in range(rows)]
+        requests = requests_for(prompts, range(rows), sampling)
+
+        seconds = []
+        for _ in range(self._effort.rounds + 1):
+            engine.submit(requests)
+            engine.step()
+            begin = time.perf_counter()
+            while engine.in_flight:
+                engine.step()
+            seconds.append((time.perf_counter() - begin) / (_TOKENS - 1))
+            engine.collect()
+        return statistics.median(seconds[1:])
+
+
+def _multiply(turns: Iterator[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    """The product of `x` by the function whose turn it is."""
+    return next(turns)(x)
 
 
 def _plain_linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -330,9 +361,10 @@ def _tiny_spec(layers: int) -> ModelSpec:
         "hidden_size": 32,
         "intermediate_size": 32,
         "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
+        "num_attention_heads": 2 * _KV_HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD_DIM,
+        "max_position_embeddings": 1024,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "attention_bias": False,

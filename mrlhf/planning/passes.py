@@ -69,7 +69,8 @@ class Passes:
         keys = 2 * kv_heads * spec.head_dim * self.itemsize * work.outputs * work.length
         heads = spec.num_heads * spec.head_dim / self.layout.tp
         attention = self._attention_s(4 * heads * work.tokens * work.length)
-        layer += max(attention, self._read(keys)) + kernels.engine_layer_s
+        reading = keys / (1e9 * self.gpu.reached.memory * kernels.engine_keys_gb_s)
+        layer += max(attention, reading) + kernels.engine_layer_s
 
         head = self._engine_product(_Linear(work.outputs, spec.hidden_size, vocab, 1))
         logits = work.outputs * vocab / (1e9 * kernels.logits_g_s)

@@ -53,6 +53,7 @@ KERNELS = Kernels(
     pack_s=0.3,
     pack_backward_s=0.4,
     step_s=0.5,
+    engine_keys_gb_s=0.5e-6,
     engine_layer_s=0.6,
     engine_pass_s=0.7,
     engine_row_s=0.8,
@@ -125,11 +126,11 @@ def test_a_pass_of_the_engine_is_bound_by_its_weights_or_its_rows() -> None:
     model = Passes(spec, ParallelLayout(), SLOW, 4)
     fixed = 2 * 0.6 + 0.7
     # Two rows that each see 10 tokens: 2,304 bytes a layer, and 1,024 of the output layer.
-    read = (2 * 2304 + 1024 + 2 * 2 * 2 * 4 * 4 * 10) / 1e3 / MEASURED.memory
+    read = (2 * 2304 + 1024 + 2 * 2 * 2 * 2 * 4 * 4 * 10) / 1e3 / MEASURED.memory
     assert model.engine(Work(2, 10, 2)) == pytest.approx(read + 64 / 1e3 + fixed + 2 * 0.8)
     # With a hundred rows the products take longer than the weights.
     products = 100 * 2 * (2 * 576 + 256) / 2e3 / MEASURED.products
-    keys = 2 * 2 * 100 * 4 * 4 * 10 / 1e3 / MEASURED.memory
+    keys = 2 * 2 * 100 * 4 * 4 * 10 / 0.5e3 / MEASURED.memory
     took = model.engine(Work(100, 10, 100))
     assert took == pytest.approx(products + keys + 3200 / 1e3 + fixed + 100 * 0.8)
 
@@ -164,7 +165,7 @@ def test_each_phase_of_ppo_counts_what_it_computes() -> None:
 def test_the_products_of_a_pass_are_its_operations() -> None:
     """With one speed they take what `forward_flops` counts, in dense models and mixtures."""
     free = replace(
-        KERNELS, attention_tflops=1e30, logits_g_s=1e30, layer_s=0.0, pack_s=0.0, layer_backward_s=0
+        KERNELS, attention_tflops=1e30, logits_g_s=1e30, streamed_gb_s=1e30, layer_s=0.0, pack_s=0.0
     )
     fast = replace(SLOW, memory_gb_s=1e30, measured=free)
     write_published(Path("models"))
