@@ -211,9 +211,9 @@ def _gradients(
 
 def _hand_over(config: PPOConfig, sizes: Footprint, gpu: Gpu) -> float:
     """Move weights that the engine lacks, and make all ready for its products."""
-    span = AxisSizes.of(config.actor).ranks
-    moving = sizes.sizes[ENGINE] / _link(gpu, span)
-    weights = sizes.sizes["actor/params"] * span / config.rollout.tp
+    actor = config.actor
+    moving = sizes.sizes[ENGINE] / _link(gpu, AxisSizes.of(actor).ranks)
+    weights = sizes.sizes["actor/params"] * actor.tp * actor.pp / config.rollout.tp
     return moving + weights / (1e9 * gpu.kernels.lay_out_gb_s)
 
 
