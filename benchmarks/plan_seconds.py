@@ -6,7 +6,7 @@ Each of twelve configurations is started as a user starts it, and makes a few st
 seconds of each phase, without the first step, are compared with the plan's for the same layout, at
 the run's own mean lengths. The rates come from `mrlhf plan --measure` with as many ranks, taken
 before and after every three runs; a prediction is the mean of both. Three configurations, marked *,
-were kept out when the shares in mrlhf/planning/gpus.py were fitted. `--from` predicts again from
+were kept out when the shares in mrlhf/planning/gpus.py were chosen. `--from` predicts again from
 files of `--json`, and runs nothing.
 """
 

@@ -41,7 +41,7 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)  # keys of the trained model
     critic: bool = False  # PPO with a critic and a reward model, else GRPO with a rule
     n: int = 1  # responses of a prompt
-    is_kept_out: bool = False  # of the fit of the shares in planning/gpus.py
+    is_kept_out: bool = False  # when the shares in mrlhf/planning/gpus.py were chosen
 
     @property
     def name(self) -> str:

@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--measure",
         type=Path,
         metavar="FILE",
-        help="measure this machine instead, in less than a minute, and write a file for --gpu",
+        help="measure this machine instead, in about a minute, and write a file for --gpu",
     )
     add("--ranks", type=int, default=1, metavar="N", help="ranks that measure together")
     add("overrides", nargs="*", metavar="key.path=value", help="keys of the run")

@@ -21,8 +21,8 @@ class Reached:
 # Of rates that a maker states: assumed, not measured. Training reports of dense models give 35 to
 # 45 % of the products' peak, which is all that a layer takes.
 STATED = Reached(products=0.4, memory=0.6, links=0.6)
-# Of rates that `mrlhf plan --measure` has taken: fitted to nine runs on processors, by
-# benchmarks/plan_seconds.py. What products, memory and links take is counted one by one.
+# Of rates that `mrlhf plan --measure` has taken: twelve runs on processors are within 17 % of these
+# (docs/scale.md, benchmarks/plan_seconds.py). On GPUs it is assumed.
 MEASURED = Reached(products=1.0, memory=1.0, links=1.0)
 # Seconds of one exchange between the GPUs of a machine, however few its bytes; assumed.
 LATENCY_S = 1e-5
