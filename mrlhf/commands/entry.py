@@ -116,10 +116,15 @@ def _on_ranks(name: str, arguments: Sequence[str]) -> int:
     if not count.isdecimal() or int(count) < 1 or name == "torchrun":
         sys.stderr.write(f"error: {arguments[0]} takes the number of ranks of a training program\n")
         return 2
+    return start_ranks(int(count), name, arguments[2:])
+
+
+def start_ranks(count: int, name: str, arguments: Sequence[str]) -> int:
+    """Start a subcommand on so many ranks of this machine; returns its exit code."""
     from mrlhf.run.elastic import main as launch
 
     # torchrun would set 1, and say so on five lines.
-    threads = max(1, len(os.sched_getaffinity(0)) // int(count))
+    threads = max(1, len(os.sched_getaffinity(0)) // count)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    program = ["-m", "mrlhf", name, *arguments[2:]]
+    program = ["-m", "mrlhf", name, *arguments]
     return launch(["--standalone", f"--nproc-per-node={count}", *program])

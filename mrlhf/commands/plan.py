@@ -4,6 +4,7 @@ Usage: mrlhf plan --config FILE [--config FILE ...] --gpus N [--gpu h100|FILE] [
                   [--prompt-tokens P] [--response-tokens R] [key.path=value ...]
        mrlhf plan --config FILE [--config FILE ...] --gpus N [--gpu h100|FILE] --simulate
                   [key.path=value ...]
+       mrlhf plan --measure FILE [--ranks N]
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mrlhf.commands.endings import end_command
+from mrlhf.commands.measure import measure_into
 from mrlhf.config.load import keys_as_yaml, read_any
 from mrlhf.config.roots import PROGRAMS, AnyConfig, PPOConfig
+from mrlhf.device import dtype_on
 from mrlhf.errors import ConfigError
 from mrlhf.log import quiet_transformers
-from mrlhf.planning.gpus import GPUS, Gpu, gpu_of
+from mrlhf.planning.gpus import GPUS, Gpu
+from mrlhf.planning.machine_file import gpu_of
 from mrlhf.planning.search import Found, Plan, search
 from mrlhf.planning.seconds import Lengths
 from mrlhf.preflight.batches import trained_models
@@ -26,28 +30,30 @@ from mrlhf.preflight.model_checks import check_models
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
+_RESERVE_GB = 10.0
+
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description="Find layouts that fit so many GPUs, the fastest first. A model needs only its "
-        "config.json. Bytes come from shapes; seconds are estimates from a GPU's stated rates."
+        "config.json. Bytes come from shapes; seconds are estimates from a GPU's stated rates, or "
+        "from a file in which --measure has written those of the machine at hand."
     )
     add_version_option(parser)
     add = parser.add_argument
-    add("--config", action="append", required=True, metavar="FILE", help="the run")
+    add("--config", action="append", metavar="FILE", help="the run")
     add("--program", choices=list(PROGRAMS), help="what it is for (default: found out)")
-    add("--gpus", type=int, required=True, metavar="N", help="how many there will be")
+    add("--gpus", type=int, metavar="N", help="how many there will be, or ranks without GPUs")
     add("--gpu", default="h100", metavar="KIND", help=f"{', '.join(GPUS)}, or a YAML file")
     add("--prompt-tokens", type=float, metavar="P", help="mean length (default: half of the most)")
     add("--response-tokens", type=float, metavar="R", help="the same of responses")
     add(
         "--reserve-gb",
         type=float,
-        default=10.0,
         metavar="GB",
         help="left free on each GPU, for the layer and the logits that are being computed and for "
-        "NCCL's buffers (default: 10)",
+        "NCCL's buffers (default: an eighth of its memory, at most 10)",
     )
     add("--out", type=Path, metavar="DIR", help="write 1.yaml to 5.yaml, to give after your own")
     add(
@@ -56,14 +62,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="keep the layout; run the start and one step of each rank that differs, on tensors "
         "without values",
     )
+    add(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine instead, in about a minute, and write a file for --gpu",
+    )
+    add("--ranks", type=int, default=1, metavar="N", help="ranks that measure together")
     add("overrides", nargs="*", metavar="key.path=value", help="keys of the run")
-    return parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    if options.measure is None and (options.config is None or options.gpus is None):
+        parser.error("--config and --gpus are required, or --measure")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Search and tell; 0 if a layout fits, 1 if none does, 2 on bad input."""
     options = parse(arguments)
     quiet_transformers()
+    if options.measure is not None:
+        return end_command(lambda: measure_into(options.measure, options.ranks), options.measure)
     return end_command(lambda: _plan(options), options.out or Path("."))
 
 
@@ -72,17 +90,21 @@ def _plan(options: argparse.Namespace) -> int:
     if options.gpus < 1:
         raise ConfigError(f"--gpus {options.gpus} is below 1")
     # On a GPU, "auto" means bfloat16 and other blocks of the KV cache.
-    overrides = [*options.overrides, "distributed.device=cuda"]
+    overrides = [*options.overrides, f"distributed.device={gpu.device}"]
     config = read_any(options.program, options.config, overrides)
+    _check_dtypes(config, gpu)
     specs = _specs(config)
+    reserve = options.reserve_gb
+    if reserve is None:
+        reserve = min(_RESERVE_GB, gpu.memory_gb / 8)
     if options.simulate:
-        return _simulate(config, specs, options.gpus, gpu, options.reserve_gb)
+        return _simulate(config, specs, options.gpus, gpu, reserve)
     lengths = _lengths(options, config)
-    found = search(config, specs, options.gpus, gpu, lengths, options.reserve_gb)
+    found = search(config, specs, options.gpus, gpu, lengths, reserve)
     if not found.tried:
         raise ConfigError(f"no layout of the models fits {options.gpus} GPUs; give another number")
 
-    show("\n".join(_in_words(found, options.gpus, gpu, lengths, options.reserve_gb)))
+    show("\n".join(_in_words(found, options.gpus, gpu, lengths, reserve)))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         for number, plan in enumerate(found.best, start=1):
@@ -108,6 +130,17 @@ def _simulate(config: AnyConfig, specs: Specs, world_size: int, gpu: Gpu, reserv
     found = list(problems(ranks, int((gpu.memory_gb - reserve) * 1e9)))
     show("\n".join(found) or f"every rank gets to the end of a step, and fits {gpu.name}")
     return 1 if found else 0
+
+
+def _check_dtypes(config: AnyConfig, gpu: Gpu) -> None:
+    """Refuse a number format whose kernels were not measured."""
+    for name, role in config.roles().items():
+        dtype = str(dtype_on(role.dtype, gpu.device)).removeprefix("torch.")
+        if gpu.measured is not None and dtype != gpu.dtype:
+            raise ConfigError(
+                f"{name}.dtype is {dtype}, but the kernels of {gpu.name} were measured in "
+                f"{gpu.dtype}; set it to auto"
+            )
 
 
 def _lengths(options: argparse.Namespace, config: AnyConfig) -> Lengths:

@@ -15,9 +15,14 @@ import torch.distributed as dist
 from mrlhf.device import Device
 from mrlhf.doctor.findings import Finding, judged, ok
 from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.links import (
+    all_reduce_seconds,
+    all_to_all_seconds,
+    median_seconds,
+    ring_seconds,
+)
 
 _BYTES = 16 * 2**20
-_ROUNDS = 5
 _LATE_S = 0.5
 _SLOW = 0.5  # of the median
 
@@ -37,36 +42,21 @@ def measure(device: Device) -> tuple[list[Measured], dict[str, float]]:
     """Measure this rank, with all others; returns what each measured, and GB/s of collectives."""
     rank = dist.get_rank()
     world = dist.get_world_size()
-    place = device.torch_device
-    sent = torch.ones(_BYTES // 4, device=place)
-    received = torch.empty_like(sent)
-
-    def exchange() -> None:
-        work = [
-            dist.P2POp(dist.isend, sent, (rank + 1) % world),
-            dist.P2POp(dist.irecv, received, (rank - 1) % world),
-        ]
-        for each in dist.batch_isend_irecv(work):
-            each.wait()
-
-    matrix = torch.ones(512, 512, device=place)
-    product_s = _seconds(lambda: matrix @ matrix, device)
+    matrix = torch.ones(512, 512, device=device.torch_device)
+    product_s = median_seconds(lambda: matrix @ matrix, device)
     own = Measured(
         rank=rank,
         host=platform.node(),
         gflops=2 * 512**3 / product_s / 1e9,
-        link=_BYTES / _seconds(exchange, device) / 1e9 if world > 1 else math.inf,
+        link=_BYTES / ring_seconds(device, _BYTES) / 1e9 if world > 1 else math.inf,
         clock=_clock_ahead(rank, world),
     )
     every = all_gather_objects(own, None)
 
     speeds = {}
     if world > 1:
-        room = sent[: len(sent) // world * world]
-        others = torch.empty_like(room)
-        speeds["all-reduce"] = _BYTES / _seconds(lambda: dist.all_reduce(sent), device) / 1e9
-        seconds = _seconds(lambda: dist.all_to_all_single(others, room), device)
-        speeds["all-to-all"] = _BYTES / seconds / 1e9
+        speeds["all-reduce"] = _BYTES / all_reduce_seconds(device, _BYTES) / 1e9
+        speeds["all-to-all"] = _BYTES / all_to_all_seconds(device, _BYTES) / 1e9
     return every, speeds
 
 
@@ -105,17 +95,6 @@ def _slowest(
         "every step waits for the slowest rank: look for other programs there, for a GPU that is "
         "throttled, or for a network interface that is not the fast one (NCCL_SOCKET_IFNAME)",
     )
-
-
-def _seconds(work: Callable[[], object], device: Device) -> float:
-    """The median seconds of the work, after a round that is not counted."""
-    seconds = []
-    for _ in range(_ROUNDS + 1):
-        begin = time.perf_counter()
-        work()
-        device.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:])
 
 
 def _clock_ahead(rank: int, world: int) -> float:

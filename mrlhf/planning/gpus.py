@@ -1,26 +1,62 @@
-"""What a GPU can do, as its maker states it, and the share of that which runs reach."""
+"""What a GPU or a host can do, stated by its maker or measured, and the share that runs reach."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
-from mrlhf.config.yaml_text import parse_yaml
-from mrlhf.errors import ConfigError
+from mrlhf.planning.kernels import Kernels, flat_kernels
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The shares of the rates of a machine that a run reaches."""
+
+    products: float
+    memory: float
+    links: float
+
+
+# Of rates that a maker states: assumed, not measured. Training reports of dense models give 35 to
+# 45 % of the products' peak, which is all that a layer takes.
+STATED = Reached(products=0.4, memory=0.6, links=0.6)
+# Of rates that `mrlhf plan --measure` has taken: twelve runs on processors are within 17 % of these
+# (docs/scale.md, benchmarks/plan_seconds.py). On GPUs it is assumed.
+MEASURED = Reached(products=1.0, memory=1.0, links=1.0)
+# Seconds of one exchange between the GPUs of a machine, however few its bytes; assumed.
+LATENCY_S = 1e-5
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU and the links of its machine; rates are peaks, in one direction."""
+    """One kind of GPU, or a rank's part of a host; the links of its machine in one direction.
+
+    The rates are peaks that a maker states, or those of the run's own kernels.
+    """
 
     name: str
     memory_gb: float  # 10⁹ bytes
-    tflops: float  # dense products in bfloat16, 10¹² operations a second
+    tflops: float  # dense products in `dtype`, 10¹² operations a second
     memory_gb_s: float  # of its own memory, 10⁹ bytes a second
     link_gb_s: float  # to the other GPUs of its machine together, 10⁹ bytes a second
     network_gb_s: float  # of its share of the machine's network, 10⁹ bytes a second
     host_gb_s: float  # to the memory of its host, 10⁹ bytes a second
     per_machine: int = 8
+    latency_s: float = LATENCY_S  # of an exchange inside the machine
+    device: Literal["cuda", "cpu"] = "cuda"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    measured: Kernels | None = None  # None: only the rates above are known
+
+    @property
+    def reached(self) -> Reached:
+        """The shares of its rates that a run reaches."""
+        return STATED if self.measured is None else MEASURED
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """The kernels as measured, or as far as the rates tell."""
+        return self.measured or flat_kernels(self.tflops, self.memory_gb_s)
 
 
 # Memory, products and links from the data sheets of NVIDIA's SXM modules; the network is that of
@@ -35,36 +71,3 @@ GPUS = {
         Gpu("b200", 180, 2250, 8000, 900, 50, 64),
     )
 }
-
-# The shares of these rates that a run is taken to reach. They are assumed, not measured: training
-# reports of dense models give 35 to 45 % of the products' peak.
-PRODUCTS = 0.4
-MEMORY = 0.6
-LINKS = 0.6
-# Seconds of one exchange between the GPUs of a machine, however few its bytes.
-LATENCY_S = 1e-5
-
-
-def gpu_of(name: str) -> Gpu:
-    """The GPU of a name in `GPUS`, or that of a YAML file with the fields of `Gpu`.
-
-    Raises:
-        ConfigError: there is no such name or file, or the file lacks a field.
-    """
-    if name in GPUS:
-        return GPUS[name]
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"--gpu {name} is neither a file nor one of {', '.join(GPUS)}")
-    values = parse_yaml(path.read_text(encoding="utf-8"), name)
-    names = [field.name for field in fields(Gpu)][1:]
-    if not isinstance(values, dict) or not set(names[:-1]) <= values.keys() <= set(names):
-        raise ConfigError(f"{name}: give exactly {', '.join(names[:-1])}, and {names[-1]} if not 8")
-    wrong = [key for key, value in values.items() if not _is_positive(value)]
-    if wrong:
-        raise ConfigError(f"{name}: {', '.join(wrong)} must be a number above 0")
-    return Gpu(path.stem, **values)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

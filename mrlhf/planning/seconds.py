@@ -1,7 +1,7 @@
 """Seconds of each phase of a step, from the rates of a GPU and the work of the phase.
 
-An estimate to compare layouts by: no overlap of computing and exchanging is counted, all ranks have
-equal work, and the shares in `gpus` are assumed. Each function returns seconds.
+No overlap of computing and exchanging is counted, and all replicas have equal work. `passes` knows
+what a rank computes. Each function returns seconds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 from dataclasses import dataclass
 
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
-from mrlhf.config.sections import RoleSection
-from mrlhf.models.flops import forward_flops
+from mrlhf.config.sections import Dtype, RoleSection
+from mrlhf.device import dtype_on
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.pipeline_order import idle_share
-from mrlhf.planning.gpus import LATENCY_S, LINKS, MEMORY, PRODUCTS, Gpu
+from mrlhf.planning.gpus import Gpu
+from mrlhf.planning.passes import Passes, Work
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.footprint import (
     ENGINE,
@@ -26,7 +27,8 @@ from mrlhf.preflight.footprint import (
 )
 
 _GRADIENT = 4  # bytes
-ITEMSIZE = 2  # of bfloat16
+# A gradient is zeroed, added to, read for the norm, and clipped: it goes through memory so often.
+_GRADIENT_TOUCHED = 7
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Lengths:
     def total(self) -> float:
         """Of a prompt and its response."""
         return self.prompt + self.response
+
+    @property
+    def seen(self) -> float:
+        """That a token of a response sees."""
+        return self.prompt + self.response / 2
 
 
 @dataclass(frozen=True)
@@ -89,11 +96,11 @@ def estimate(
             mini_batches, epochs = _updates(config, name)
             found[update_of(name)] = epochs * (
                 _passes(role, spec, layout, gpu, lengths, samples, mini_batches, backward=True)
-                + mini_batches * _gradients(sizes, name, layout, gpu)
+                + mini_batches * _gradients(sizes, name, role, layout, gpu)
             )
     moved = sum(_traffic(config, sizes, name) for name in config.roles())
     if moved:
-        found["offloading"] = moved / (1e9 * LINKS * gpu.host_gb_s)
+        found["offloading"] = moved / (1e9 * gpu.reached.links * gpu.host_gb_s)
     return Estimate(found, samples * lengths.total, at_once)
 
 
@@ -132,7 +139,7 @@ def _updates(config: AnyConfig, name: str) -> tuple[int, int]:
 def _link(gpu: Gpu, ranks: int) -> float:
     """Bytes a second of each of so many neighbouring ranks that exchange."""
     inside = ranks <= gpu.per_machine
-    return 1e9 * LINKS * (gpu.link_gb_s if inside else gpu.network_gb_s)
+    return 1e9 * gpu.reached.links * (gpu.link_gb_s if inside else gpu.network_gb_s)
 
 
 def _passes(
@@ -146,47 +153,68 @@ def _passes(
     backward: bool = False,
 ) -> float:
     """Pass `samples` sequences of the mean length through a model, and back."""
-    passes = 1 + backward * (2 + (role.recompute == "full"))
-    flops = passes * samples * forward_flops(spec, round(lengths.total), round(lengths.response))
-    computing = flops / layout.world_size / (1e12 * PRODUCTS * gpu.tflops)
+    tokens = samples * lengths.total / (layout.dp * layout.cp)
+    of_mini_batch = max(1, math.ceil(tokens * layout.cp / mini_batches / role.micro_batch_tokens))
+    recomputes = role.recompute == "full"
+    itemsize = _itemsize(role.dtype, gpu)
+    packs = mini_batches * of_mini_batch
+    outputs = tokens * lengths.response / lengths.total
+    work = Work(tokens / packs, lengths.total, outputs / packs)
+    model = Passes(spec, layout, gpu, itemsize)
+    computing = packs * (model.update(work, recomputes) if backward else model.forward(work))
 
     # Exchanges between the ranks of a layer, for the tokens that a rank sees in its layers.
-    tokens = samples * lengths.total / (layout.dp * layout.cp)
     layers = spec.num_layers / layout.pp
-    exchanges = 1 + backward * (1 + (role.recompute == "full"))
+    exchanges = 1 + backward * (1 + recomputes)
     kv = 2 * spec.num_kv_heads * spec.head_dim / layout.tp
     bytes_of = {
-        (layout.tp, layout.tp): 4 * spec.hidden_size * ITEMSIZE,
-        (layout.cp, layout.tp * layout.cp): kv * layout.cp * ITEMSIZE,
+        (layout.tp, layout.tp): 4 * spec.hidden_size * itemsize,
+        (layout.cp, layout.tp * layout.cp): kv * layout.cp * itemsize,
     }
     exchanging = 0.0
     for (size, span), nbytes in bytes_of.items():
         exchanging += layers * tokens * nbytes * (size - 1) / size / _link(gpu, span)
     if spec.experts is not None and layout.ep > 1:
-        copies = 2 * spec.experts.per_token * spec.hidden_size * ITEMSIZE
+        copies = 2 * spec.experts.per_token * spec.hidden_size * itemsize
         # Sequence parallelism leaves each rank its share of the tokens.
         share = tokens / layout.tp * spec.experts.mixtures / layout.pp
         span = layout.ep * layout.etp
         exchanging += share * copies * (layout.ep - 1) / layout.ep / _link(gpu, span)
 
-    of_mini_batch = max(1, tokens * layout.cp / mini_batches / role.micro_batch_tokens)
-    busy = computing + exchanges * exchanging
+    waiting = 2 * layers * gpu.latency_s * packs if layout.tp > 1 else 0.0
+    busy = computing + exchanges * (exchanging + waiting)
     return busy / (1 - idle_share(of_mini_batch, layout.pp, layout.vpp))
 
 
-def _gradients(sizes: Footprint, name: str, layout: ParallelLayout, gpu: Gpu) -> float:
+def _itemsize(dtype: Dtype, gpu: Gpu) -> int:
+    """Bytes of a weight."""
+    return dtype_on(dtype, gpu.device).itemsize
+
+
+def _gradients(
+    sizes: Footprint, name: str, role: RoleSection, layout: ParallelLayout, gpu: Gpu
+) -> float:
     """Sum gradients over replicas, update, and gather weights, once."""
     gradients = sizes.sizes[f"{name}/grads"]
+    states = sizes.sizes[f"{name}/optimizer"]
+    itemsize = _itemsize(role.dtype, gpu)
     replicas = layout.dp * layout.cp
-    moved = gradients * (1 + ITEMSIZE / _GRADIENT) * (replicas - 1) / replicas
-    touched = gradients + 2 * sizes.sizes[f"{name}/optimizer"]
-    updating = touched / (1e9 * MEMORY * gpu.memory_gb_s)
-    return moved / _link(gpu, layout.tp * replicas) + updating
+    moved = gradients * (1 + itemsize / _GRADIENT) * (replicas - 1) / replicas
+    exchanging = moved / _link(gpu, layout.tp * replicas)
+
+    # In float32 the weights are their own main weights, beside two moments.
+    touched = gradients / replicas + 2 * states * (1.5 if itemsize == _GRADIENT else 1)
+    updating = touched / gpu.kernels.update_gb_s
+    updating += _GRADIENT_TOUCHED * gradients / gpu.kernels.streamed_gb_s
+    return exchanging + updating / (1e9 * gpu.reached.memory) + gpu.kernels.step_s
 
 
 def _hand_over(config: PPOConfig, sizes: Footprint, gpu: Gpu) -> float:
-    span = AxisSizes.of(config.actor).ranks
-    return sizes.sizes[ENGINE] / _link(gpu, span)
+    """Move weights that the engine lacks, and make all ready for its products."""
+    actor = config.actor
+    moving = sizes.sizes[ENGINE] / _link(gpu, AxisSizes.of(actor).ranks)
+    weights = sizes.sizes["actor/params"] * actor.tp * actor.pp / config.rollout.tp
+    return moving + weights / (1e9 * gpu.kernels.lay_out_gb_s)
 
 
 def _generation(
@@ -199,37 +227,22 @@ def _generation(
 ) -> float:
     """Draw all samples: prompts once, then token after token, and a tail of the longest."""
     tp = config.rollout.tp
-    replicas = world_size // tp
-    prompts = math.ceil(config.data.gen_batch_size / replicas)
+    prompts = math.ceil(config.data.gen_batch_size / (world_size // tp))
     samples = prompts * config.rollout.n
-    rate = 1e12 * PRODUCTS * gpu.tflops * tp
-    memory = 1e9 * MEMORY * gpu.memory_gb_s
+    itemsize = _itemsize(config.actor.dtype, gpu)
+    engine = Passes(spec, ParallelLayout(tp=tp, etp=tp), gpu, itemsize)
 
-    prefill = prompts * forward_flops(spec, round(lengths.prompt), 1) / rate
     batch = min(at_once, samples)
     steps = lengths.response * samples / batch
     tail = max(0.0, config.data.max_response_length - lengths.response)
-
-    seconds = 0.0
-    kv_token = 2 * spec.num_layers * max(1, spec.num_kv_heads // tp) * spec.head_dim * ITEMSIZE
+    tokens = prompts * lengths.prompt
+    passes = math.ceil(tokens / config.rollout.max_prefill_tokens)
+    work = Work(tokens / passes, lengths.prompt / 2, prompts / passes)
+    seconds = passes * engine.engine(work)
     for count, rows in ((steps, batch), (tail, 1)):
-        read = _read_weights(spec, rows) * ITEMSIZE / tp
-        read += rows * kv_token * (lengths.prompt + lengths.response / 2)
-        computing = rows * forward_flops(spec, 1, 1) / rate
         exchanging = 0.0
         if tp > 1:
-            moved = rows * spec.hidden_size * ITEMSIZE * 2 * (tp - 1) / tp
-            exchanging = 2 * spec.num_layers * (LATENCY_S + moved / _link(gpu, tp))
-        seconds += count * (max(read / memory, computing) + exchanging)
-    return prefill + seconds
-
-
-def _read_weights(spec: ModelSpec, rows: int) -> float:
-    """The weights that a decode step of so many tokens reads."""
-    dense = forward_flops(spec, 1, 1) / 2
-    if spec.experts is None:
-        return dense
-    experts = spec.experts
-    one = 3 * spec.hidden_size * experts.ffn_size * experts.mixtures
-    read = experts.count * (1 - (1 - experts.per_token / experts.count) ** rows)
-    return dense + (read - experts.per_token) * one
+            moved = rows * spec.hidden_size * itemsize * 2 * (tp - 1) / tp
+            exchanging = 2 * spec.num_layers * (gpu.latency_s + moved / _link(gpu, tp))
+        seconds += count * (engine.engine(Work(rows, lengths.seen, rows)) + exchanging)
+    return seconds

@@ -25,9 +25,9 @@ from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, SFTConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.device import Device
+from mrlhf.device import Device, device_kind, dtype_on
 from mrlhf.inference.base import Request, generate
-from mrlhf.inference.cache_size import NATIVE_GPU_BLOCK
+from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, NATIVE_GPU_BLOCK
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.spec import Head
 from mrlhf.parallel.device_memory import DeviceMemory
@@ -54,6 +54,7 @@ from mrlhf.trainers.ppo.step import PPOTrainer
 from mrlhf.training.engine import ModelEngine
 
 T = TypeVar("T")
+_BLOCKS = {"cpu": NATIVE_CPU_BLOCK, "cuda": NATIVE_GPU_BLOCK}
 _DRAWN = 2  # tokens of the response that the engine draws: after the prompt, and one by itself
 
 
@@ -137,11 +138,12 @@ class _Alone(Machine):
 
 
 def _as_simulated(config: AnyConfig, world_size: int) -> AnyConfig:
-    """The configuration with the smallest batch, and with what a GPU would choose."""
+    """The configuration with the smallest batch, and with what the device would choose."""
+    kind = device_kind(config.distributed.device)
     keys: dict[str, Any] = {
-        f"{name}.dtype": "bfloat16"
+        f"{name}.dtype": str(dtype_on(section.dtype, kind)).removeprefix("torch.")
         for name, section in vars(config).items()
-        if isinstance(section, RoleSection) and section.dtype == "auto"
+        if isinstance(section, RoleSection)
     }
     samples = samples_of_a_step(config, world_size)
     if not isinstance(config, PPOConfig):
@@ -153,7 +155,7 @@ def _as_simulated(config: AnyConfig, world_size: int) -> AnyConfig:
         "data.train_batch_size": prompts,
         "data.gen_batch_size": prompts,
         "rollout.max_num_seqs": 1,
-        "rollout.block_size": config.rollout.block_size or NATIVE_GPU_BLOCK,
+        "rollout.block_size": config.rollout.block_size or _BLOCKS[kind],
         "rollout.kv_cache_mb": None,
         "rollout.reshard_bucket_mb": 2**16,  # the same messages, in fewer parts
         "rollout.verify_reshard": False,
