@@ -65,6 +65,7 @@ PLAIN: Row = {
     "model": "llama",
     "router_losses": False,
     "lora": False,
+    "optimizer": "adamw",
     "loss": "sampled KL",
 }
 REPLICAS = PLAIN | {"dp": 2}
