@@ -133,8 +133,7 @@ def role_keys(row: Row) -> dict[str, Any]:
 def optim_keys(row: Row) -> dict[str, Any]:
     """The keys of its optimizer's section that the row sets."""
     keys = {axis: value for axis, value in row.items() if axis in OptimSection.model_fields}
-    stream = "host" if row["offload"] == "streamed" else None
-    return keys | {"name": row["optimizer"], "stream": stream}
+    return keys | {"stream": "host" if row["offload"] == "streamed" else None}
 
 
 def name_of(row: Row) -> str:
