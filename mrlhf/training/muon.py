@@ -71,9 +71,10 @@ class _Matrix:
         """Elements of the part."""
         return math.prod(self.shape)
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """This part of the main weight, or of a tensor that is laid out like it."""
-        return Slot(self.piece, tensor).load()
+    def of_gradient(self) -> Tensor:
+        """Return this part of the gradient of the main weight."""
+        assert self.main.grad is not None
+        return Slot(self.piece, self.main.grad).load()
 
     def move(self, update: Tensor, parts: int) -> None:
         """Subtract an orthogonalised update, [numel], of a matrix in `parts` parts."""
@@ -110,13 +111,16 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups)
         self._holders = holders
         self._momentum = momentum
+        any_main = self.param_groups[0]["params"][0]
+        dtype = torch.bfloat16 if any_main.is_cuda else torch.float32  # of products
+        self._nothing = torch.empty(0, dtype=dtype, device=any_main.device)
         settings = {id(main): group for group in self.param_groups for main in group["params"]}
         found = [
             _Matrix(piece, main, settings[id(main)])
             for piece, main in matrices
             if id(main) in settings
         ]
-        self._whole = {id(matrix.main) for matrix in found}
+        self._matrix_mains = {id(matrix.main) for matrix in found}
         # Ranks that work at the same time get matrices of about the same size.
         found.sort(key=lambda matrix: -matrix.numel)
         self._rounds = [
@@ -125,19 +129,19 @@ class Muon(torch.optim.AdamW):
 
     def is_matrix(self, main: Tensor) -> bool:
         """Whether a main weight is made of matrices that are orthogonalised."""
-        return id(main) in self._whole
+        return id(main) in self._matrix_mains
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all weights; the gradients of the matrices are overwritten."""
         assert closure is None
         mains = [main for group in self.param_groups for main in group["params"]]
-        with stepping(self, {id(main) for main in mains} - self._whole):
+        with stepping(self, {id(main) for main in mains} - self._matrix_mains):
             super().step()
 
         for group in self.param_groups:
             for main in group["params"]:
-                if id(main) in self._whole:
+                if id(main) in self._matrix_mains:
                     self._add_to_momentum(main)
                     main.mul_(1 - group["lr"] * group["weight_decay"])
         for matrices in self._rounds:
@@ -176,17 +180,11 @@ class Muon(torch.optim.AdamW):
 
         Returns this rank's part of each of them, one after the other.
         """
-        group = self._holders.parts
-        updates = []
-        for matrix in matrices:
-            assert matrix.main.grad is not None
-            update = matrix.of(matrix.main.grad)
-            updates.append(update.bfloat16() if update.is_cuda else update)
         if not matrices:
-            (main, *_) = (main for group in self.param_groups for main in group["params"])
-            dtype = torch.bfloat16 if main.is_cuda else torch.float32
-            return torch.empty(0, dtype=dtype, device=main.device)
-        flat = torch.cat([update.flatten() for update in updates])
+            return self._nothing
+        group = self._holders.parts
+        updates = [matrix.of_gradient().flatten() for matrix in matrices]
+        flat = torch.cat(updates).to(self._nothing.dtype)
 
         sent = [matrix.numel for matrix in matrices]
         sent += [0] * (group.size() - len(sent))

@@ -214,7 +214,7 @@ def _orthogonalise_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
     right = Muon._orthogonalised_parts
 
     def alone(own: Muon, matrices: Any) -> Any:
-        parts = [muon.orthogonalised(matrix.of(matrix.main.grad)) for matrix in matrices]
+        parts = [muon.orthogonalised(matrix.of_gradient()) for matrix in matrices]
         return torch.cat([part.flatten() for part in parts]) if parts else right(own, matrices)
 
     patch.setattr(Muon, "_orthogonalised_parts", alone)
@@ -225,7 +225,7 @@ def _keep_own_updates(patch: pytest.MonkeyPatch, rank: int) -> None:
     right = dist.broadcast
 
     def lost(tensor: Any, *arguments: Any, **options: Any) -> Any:
-        if options.get("group_src") != rank:
+        if options.get("group_src", rank) != rank:
             tensor = tensor.zero_().clone()
         return right(tensor, *arguments, **options)
 
