@@ -111,9 +111,6 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups)
         self._holders = holders
         self._momentum = momentum
-        any_main = self.param_groups[0]["params"][0]
-        dtype = torch.bfloat16 if any_main.is_cuda else torch.float32  # of products
-        self._nothing = torch.empty(0, dtype=dtype, device=any_main.device)
         settings = {id(main): group for group in self.param_groups for main in group["params"]}
         found = [
             _Matrix(piece, main, settings[id(main)])
@@ -163,8 +160,13 @@ class Muon(torch.optim.AdamW):
     def _move(self, matrices: Sequence[_Matrix]) -> None:
         """Orthogonalise at most one matrix on each holder, and move all of them."""
         parts, replicas = self._holders.parts, self._holders.replicas
+        main = matrices[0].main
+        dtype = torch.bfloat16 if main.is_cuda else torch.float32  # of products
+        own = torch.empty(0, dtype=dtype, device=main.device)
         first = replicas.rank() * parts.size()
-        own = self._orthogonalised_parts(matrices[first : first + parts.size()])
+        if first < len(matrices):
+            mine = matrices[first : first + parts.size()]
+            own = self._orthogonalised_parts(mine, dtype)
 
         for replica in range(replicas.size()):
             moved = matrices[replica * parts.size() : (replica + 1) * parts.size()]
@@ -175,16 +177,14 @@ class Muon(torch.optim.AdamW):
             for matrix, update in zip(moved, updates.split(sizes), strict=True):
                 matrix.move(update, parts.size())
 
-    def _orthogonalised_parts(self, matrices: Sequence[_Matrix]) -> Tensor:
+    def _orthogonalised_parts(self, matrices: Sequence[_Matrix], dtype: torch.dtype) -> Tensor:
         """Orthogonalise at most one matrix on each rank with parts of them.
 
-        Returns this rank's part of each of them, one after the other.
+        Returns this rank's part of each of them, one after the other, as `dtype`.
         """
-        if not matrices:
-            return self._nothing
         group = self._holders.parts
         updates = [matrix.of_gradient().flatten() for matrix in matrices]
-        flat = torch.cat(updates).to(self._nothing.dtype)
+        flat = torch.cat(updates).to(dtype)
 
         sent = [matrix.numel for matrix in matrices]
         sent += [0] * (group.size() - len(sent))
