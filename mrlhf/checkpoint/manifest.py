@@ -55,7 +55,9 @@ class StoredModel:
     hf_config: dict[str, Any]  # the content of its Hugging Face `config.json`
     dtype: str  # of the parameters, such as "float32"; main weights are stored in float32
     layout: dict[str, int]  # sizes of the parallel axes when it was saved
-    kinds: tuple[str, ...]  # stored of each element: the weight, and Adam's moments if any
+    # Stored of each element: the weight, and its moments if any. With Muon these are the
+    # momentum of a matrix and Adam's two of all else, otherwise Adam's.
+    kinds: tuple[str, ...]
     optimizer_steps: int  # behind the moments
     tensors: dict[str, StoredTensor]  # every named tensor of the model
 

@@ -15,15 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrlhf.checkpoint.manifest import WEIGHT, Manifest, slice_key
+from mrlhf.checkpoint.manifest import WEIGHT, Manifest, StoredModel, slice_key
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.checkpoint.tensor_file import TensorSource
+from mrlhf.errors import CheckpointError
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import REPLICA_AXES, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.optimizer import OptimizedRange, ShardedOptimizer
-from mrlhf.training.optimizer_states import MOMENTS
+from mrlhf.training.optimizer_states import ADAM_MOMENTS, MOMENTUM
 from mrlhf.weights.boxes import Box, StoredBox, boxes_in
 from mrlhf.weights.shard import Key, Piece
 
@@ -32,9 +33,9 @@ from mrlhf.weights.shard import Key, Piece
 class RankSlices:
     """The numbers that one rank writes of one model."""
 
-    kinds: tuple[str, ...]  # the numbers stored of each element
+    kinds: tuple[str, ...]  # the numbers stored of an element; not all are of each tensor
     optimizer_steps: int  # behind the moments, as far as this rank knows
-    boxes: list[Box]  # in the order of the file; every kind is stored of each
+    boxes: list[Box]  # in the order of the file
     sources: list[TensorSource]  # the tensors of the file
 
 
@@ -65,7 +66,7 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
 
     boxes: list[Box] = []
     sources: list[TensorSource] = []
-    kinds: tuple[str, ...] = (WEIGHT,)
+    kinds = {WEIGHT: None}  # in the order in which they are met
     for held in _held(engine):
         is_trained = held.parameter.requires_grad
         if not is_trained:
@@ -80,7 +81,7 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
             start, flats = _share(held, layout.edp, place.edp)
         else:
             start, flats = _share(held, replicas, replica)
-        kinds = tuple(flats)
+        kinds |= dict.fromkeys(flats)
         stop = start + len(flats[WEIGHT])
 
         for piece in held.pieces:
@@ -90,7 +91,7 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
                 boxes.append(stored.box)
                 for kind, flat in flats.items():
                     sources.append(_source(kind, flat, stored, start))
-    return RankSlices(kinds, engine.optimizer.steps_taken, boxes, sources)
+    return RankSlices(tuple(kinds), engine.optimizer.steps_taken, boxes, sources)
 
 
 def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: str) -> None:
@@ -102,17 +103,31 @@ def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: 
     assert engine.optimizer is not None, "a frozen model is not loaded"
     model = manifest.models[role]
     check_shapes(directory, role, model, engine.trained_shapes)
+    _check_optimizer(directory, role, model, engine.optimizer)
     with engine.residency.needing("params", "optimizer"):
         engine.residency.forget_copies()  # a router's correction has no gradient, and is read too
         _fill(engine, SliceReader(directory, manifest), role)
+
+
+def _check_optimizer(
+    directory: Path, role: str, model: StoredModel, optimizer: ShardedOptimizer
+) -> None:
+    """Refuse, with a CheckpointError, the moments of another optimizer."""
+    stored = "muon" if MOMENTUM in model.kinds else "adamw"
+    if len(model.kinds) > 1 and stored != optimizer.name:
+        raise CheckpointError(
+            f"{directory} holds the moments of optim.name {stored} for {role}, and this run has "
+            f"optim.name {optimizer.name}; set it to {stored}, or begin a new run with the "
+            "exported model as its path"
+        )
 
 
 def _fill(engine: ModelEngine, reader: SliceReader, role: str) -> None:
     """Fill a model that is on the device."""
     assert engine.optimizer is not None
     model = reader.manifest.models[role]
-    moments = [kind for kind in model.kinds if kind != WEIGHT]
-    engine.optimizer.make_moments(model.optimizer_steps if moments else 0)
+    has_moments = len(model.kinds) > 1
+    engine.optimizer.make_moments(model.optimizer_steps if has_moments else 0)
 
     for held in _held(engine):
         flat = held.parameter.detach().view(-1)
@@ -120,7 +135,7 @@ def _fill(engine: ModelEngine, reader: SliceReader, role: str) -> None:
         if held.optimized is None:
             continue
 
-        targets = {kind: held.optimized.moments[kind] for kind in moments}
+        targets = dict(held.optimized.moments) if has_moments else {}
         if held.parameter.dtype != torch.float32:
             targets[WEIGHT] = held.optimized.main
         for kind, target in targets.items():
@@ -164,7 +179,7 @@ def _keys_to_write(spec: ModelSpec, layout: ParallelLayout, rank: int) -> set[Ke
 def _untrained(parameter: Tensor, optimizer: ShardedOptimizer) -> OptimizedRange:
     """The range of a parameter that the optimizer does not have, as if it had never moved."""
     flat = parameter.detach().float().view(-1)
-    names = MOMENTS if optimizer.steps_taken else ()
+    names = ADAM_MOMENTS if optimizer.steps_taken else ()
     return OptimizedRange(0, flat, {name: torch.zeros_like(flat) for name in names})
 
 

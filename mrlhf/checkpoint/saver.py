@@ -297,8 +297,7 @@ def _stored_model(
         hf_config=dict(engine.spec.hf_config),
         dtype=str(engine.dtype).removeprefix("torch."),
         layout=engine.groups.layout.stated,
-        # A rank that holds nothing knows of no moments.
-        kinds=max((part.kinds for part in slices), key=len),
+        kinds=tuple(dict.fromkeys(kind for part in slices for kind in part.kinds)),
         optimizer_steps=max(part.optimizer_steps for part in slices),
         tensors=tensors,
     )

@@ -43,6 +43,7 @@ Recompute = Literal["none", "full", "core_attn", "mlp"]
 Offload = Annotated[Sequence[Literal["params", "grads", "optimizer"]], BeforeValidator(one_or_many)]
 OffloadFrozen = Annotated[Sequence[Literal["params"]], BeforeValidator(one_or_many)]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "muon"]
 NORMALISED = "seq-mean-token-sum-norm"
 
 _IF_IT_DECAYS = read_if(
@@ -81,14 +82,20 @@ def _without_adapter(place: Place) -> NotRead | None:
     return NotRead(f", since {decider} is 0", "set a rank", (decider,))
 
 
+_IF_ADAMW = read_if("name", lambda name: name == "adamw", "is muon", "use adamw")
+_IF_MUON = read_if("name", lambda name: name == "muon", "is adamw", "use muon")
 _UNLESS_BOTH_BOUNDS = ReadIf(_beside_bounds)
 _IF_NORMALISED = ReadIf(_not_normalised)
 _Divisor = Annotated[float, Field(ge=1e-6, le=2**24)]
 
 
 class OptimSection(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: OptimizerName = "adamw"
+    """muon: Muon for the matrices of hidden layers, each orthogonalised whole, and AdamW for
+    embeddings, output layers, routers and vectors, with the same lr and weight_decay; it does not
+    split its states over the ranks that hold the same weights"""
     lr: UpToOne = 1e-5
     """peak learning rate; 0: nothing is learned"""
     min_lr_ratio: Annotated[Fraction, _IF_IT_DECAYS] = 0.0
@@ -107,6 +114,8 @@ class OptimSection(Section):
     """decay of the mean of the squared gradients"""
     adam_eps: Annotated[float, Field(ge=1e-15, le=1)] = 1e-8
     """added to the denominator of Adam's update"""
+    muon_momentum: Annotated[Decay, _IF_MUON] = 0.95
+    """muon: decay of the mean of a matrix's gradients"""
     clip_grad: NotNegative = 1.0
     """the global gradient norm is clipped to this; 0: no clipping"""
     skip_grad_norm: Positive | None = None
@@ -115,16 +124,23 @@ class OptimSection(Section):
     max_skipped_steps: Count = 10
     """after so many skipped optimizer steps in a row the run ends"""
     use_distributed_optimizer: bool = True
-    """split the optimizer states over the ranks that hold the same weights"""
+    """split the optimizer states of adamw over the ranks that hold the same weights"""
     overlap_grad_reduce: bool | None = None
     """sum gradients over the ranks that hold the same weights while the backward pass goes on, not
     after it; null: on a GPU alone"""
-    overlap_param_gather: Annotated[bool | None, read_if("use_distributed_optimizer")] = None
+    overlap_param_gather: Annotated[
+        bool | None, read_if("use_distributed_optimizer"), _IF_ADAMW
+    ] = None
     """gather the updated weights while the next micro-batch is computed, each layer when it needs
     its own, not right after the step; null: on a GPU alone"""
-    stream: Literal["host", "disk"] | None = None
+    stream: Annotated[Literal["host", "disk"] | None, _IF_ADAMW] = None
     """where moments and float32 weights are between optimizer steps, in which they pass through the
     device in parts; disk: in files without names in TMPDIR; null: on the device, see offload"""
+
+    @property
+    def splits_states(self) -> bool:
+        """Whether ranks that hold the same weights share out the states, if there are such."""
+        return self.use_distributed_optimizer and self.name == "adamw"
 
     @model_validator(mode="after")
     def _warmup_ends_before_decay(self) -> OptimSection:

@@ -115,7 +115,7 @@ def _reason(name: str) -> str | None:
     role, _, rest = name.partition(".")
     if reason is None and role in _ROLES:
         if rest.startswith("optim.muon_"):
-            return "the optimizer is AdamW"
+            return "Muon is as in torch.optim.Muon, with the learning rate of AdamW"
         reason = _longest(read_names().missing_below_a_role, rest)
     if reason is None and role in ("optim", "checkpoint"):  # of SFT, whose model needs no role
         reason = _longest(read_names().missing_below_a_role, name)

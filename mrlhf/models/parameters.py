@@ -17,6 +17,9 @@ from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
+# The ends of the names of linear layers' matrices.
+_LINEAR = tuple(f".linear_{layer}.weight" for layer in ("qkv", "proj", "fc1", "fc2"))
+
 
 def chunks_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[Chunk]:
     """Return the parts of the model on the rank at `place`, one for each virtual stage."""
@@ -41,6 +44,14 @@ def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
 def keeps_float32(parameter: str) -> bool:
     """Whether a parameter is float32 in models of any dtype: rounded, it chooses other experts."""
     return parameter.endswith((".router.correction", ".e_score_correction_bias"))
+
+
+def is_hidden_matrix(parameter: str) -> bool:
+    """Whether a parameter holds whole matrices of hidden layers, or their rows or columns.
+
+    Embeddings, output layers, routers and gates of shared experts are none.
+    """
+    return parameter.endswith(_LINEAR)
 
 
 def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 
 from mrlhf.config.data import PromptDataSection
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
-from mrlhf.config.sections import OptimSection
+from mrlhf.config.sections import AdaptedSection, OptimSection
 from mrlhf.config.trainer import PPOTrainerSection
 from mrlhf.config.unread import unread_keys
 from mrlhf.errors import ConfigError
 from mrlhf.metrics.table import KINDS
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.stages import Stages
-from mrlhf.preflight.batches import longest_unit, role_work
+from mrlhf.preflight.batches import longest_unit, role_work, trained_models
 from mrlhf.preflight.method_checks import method_problems
 from mrlhf.rewards.term_names import term_names
 
@@ -91,6 +91,13 @@ def _adapter_problems(config: AnyConfig) -> Iterator[str]:
             yield (
                 "reference.adapter start is for a reference that is the policy, and a key of "
                 "reference differs from the policy's; leave its other keys out"
+            )
+    for name, (role, optim) in trained_models(config).items():
+        if optim.name == "muon" and isinstance(role, AdaptedSection) and role.lora.is_on:
+            key = f"{name}.optim.name" if isinstance(config, PPOConfig) else "optim.name"
+            yield (
+                f"{key} muon is for whole matrices, and {name}.lora trains adapters; set {key} to "
+                f"adamw, or leave out {name}.lora"
             )
     if isinstance(config, PPOConfig):
         return

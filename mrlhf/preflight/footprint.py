@@ -82,12 +82,13 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
         itemsize = _itemsize(config, role)
         if name in trained:
-            splits = trained[name][1].use_distributed_optimizer
-            bytes_of = _training_bytes(spec, layout, itemsize, splits)
+            optim = trained[name][1]
+            states_of = (optim.splits_states, optim.name == "muon")
+            bytes_of = _training_bytes(spec, layout, itemsize, *states_of)
             own = dict(zip(OWNERS, vars(bytes_of).values(), strict=True))
             phase = update_of(name)
             kept = {f"{name}/activations": activation_bytes(role, spec, layout, itemsize)}
-            if trained[name][1].stream is not None:
+            if optim.stream is not None:
                 states = own.pop("optimizer")
                 sizes[f"{name}/optimizer"] = states
                 kept[f"{name}/optimizer, in parts"] = _part_bytes(spec, layout, itemsize)
@@ -172,9 +173,9 @@ def layer_bytes(spec: ModelSpec, recompute: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _training_bytes(
-    spec: ModelSpec, layout: ParallelLayout, itemsize: int, splits: bool
+    spec: ModelSpec, layout: ParallelLayout, itemsize: int, splits: bool, is_muon: bool
 ) -> ModelBytes:
-    return training_bytes(spec, layout, itemsize, splits)
+    return training_bytes(spec, layout, itemsize, splits, is_muon)
 
 
 def _frozen_bytes(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> int:

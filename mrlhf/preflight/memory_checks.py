@@ -95,8 +95,9 @@ def offloads(config: AnyConfig) -> list[dict[str, Any]]:
             choice |= {f"{name}.offload": ["params"] for name in frozen}
         choices.append(choice)
     optim = "optim" if isinstance(config, SupervisedConfig) else "{}.optim"
-    streams = {f"{optim.format(name)}.stream": "host" for name in trained}
-    without_states = {f"{name}.offload": list(OWNERS[:2]) for name in trained}
+    streamed = [name for name, (_, section) in trained.items() if section.name != "muon"]
+    streams = {f"{optim.format(name)}.stream": "host" for name in streamed}
+    without_states = {f"{name}.offload": list(OWNERS[:2]) for name in streamed}
     return [*choices, choices[-1] | without_states | streams]
 
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 from mrlhf.models.families import family_of
 from mrlhf.models.lora import MODULE, is_adapter, trained_shapes
-from mrlhf.models.parameters import keeps_float32, role_pieces
+from mrlhf.models.parameters import is_hidden_matrix, keeps_float32, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES, ParallelLayout
-
-_MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -33,16 +31,21 @@ class ModelBytes:
 
 
 def training_bytes(
-    spec: ModelSpec, layout: ParallelLayout, itemsize: int, splits_optimizer: bool
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    itemsize: int,
+    splits_optimizer: bool,
+    is_muon: bool = False,
 ) -> ModelBytes:
     """The bytes of a model that is trained, on the rank that has most.
 
     Args:
         itemsize: bytes of a weight.
         splits_optimizer: whether replicas share the optimizer's states.
+        is_muon: whether matrices of hidden layers have one moment, and not AdamW's two.
     """
     ranks = [layout.rank_at(pp=stage) for stage in range(layout.pp)]
-    every = [_on_rank(spec, layout, rank, itemsize, splits_optimizer) for rank in ranks]
+    every = [_on_rank(spec, layout, rank, itemsize, splits_optimizer, is_muon) for rank in ranks]
     return max(every, key=lambda sizes: sizes.total)
 
 
@@ -61,11 +64,15 @@ def merged_bytes(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> int:
 
 
 def _on_rank(
-    spec: ModelSpec, layout: ParallelLayout, rank: int, itemsize: int, splits_optimizer: bool
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    rank: int,
+    itemsize: int,
+    splits_optimizer: bool,
+    is_muon: bool,
 ) -> ModelBytes:
     family = family_of(spec)
     trained = trained_shapes(family.tensor_shapes(spec), spec, family.scalar_head)
-    states = 4 * (_MOMENTS + (itemsize < 4))
     weights = gradients = optimizer = 0
 
     for piece in role_pieces(spec, layout, rank):
@@ -75,6 +82,8 @@ def _on_rank(
         if piece.name in trained and not stays_float32:
             axes = EXPERT_REPLICA_AXES if piece.of_expert else REPLICA_AXES
             replicas = layout.group_size(*axes) if splits_optimizer else 1
+            moments = 1 if is_muon and is_hidden_matrix(piece.parameter) else 2
+            states = 4 * (moments + (itemsize < 4))
             gradients += 4 * count
             optimizer += -(-states * count // replicas)
     return ModelBytes(weights, gradients, optimizer)

@@ -57,11 +57,11 @@ def describe_memory(
             continue
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
         itemsize = dtype_on(role.dtype, kind).itemsize
-        splits = optim.use_distributed_optimizer
-        needed = training_bytes(spec, layout, itemsize, splits)
+        states_of = (optim.splits_states, optim.name == "muon")
+        needed = training_bytes(spec, layout, itemsize, *states_of)
         yield f"memory of {name} on a rank: {_in_megabytes(needed)}"
         if spec.lora is not None:
-            needed = training_bytes(without_adapters(spec), layout, itemsize, splits)
+            needed = training_bytes(without_adapters(spec), layout, itemsize, *states_of)
             yield f"  if all weights were trained: {_in_megabytes(needed)}"
             if (
                 isinstance(config, PPOConfig)

@@ -73,7 +73,7 @@ def data_parallel(
 def splits_optimizer(optim: OptimSection, groups: RoleGroups) -> bool:
     """Whether replicas, if there are any, share the optimizer's work."""
     # Without replicas it would only copy weights.
-    return optim.use_distributed_optimizer and _has_replicas(groups)
+    return optim.splits_states and _has_replicas(groups)
 
 
 def overlaps(setting: bool | None, groups: RoleGroups, device: torch.device) -> bool:

@@ -313,7 +313,7 @@ class ModelEngine:
         with self.residency.needing("params"):
             self.residency.leave()  # gradients would take the memory of main weights
             self.optimizer = ShardedOptimizer(
-                self.chunks, self.groups, optim, self.dtype, total_updates
+                self.chunks, self.groups, optim, self.dtype, total_updates, self._slots
             )
             self.residency.add("optimizer", self.optimizer.tensors)
             if optim.stream is not None:

@@ -1,4 +1,4 @@
-"""AdamW over one sharded model: megatron-core's optimizer and its learning-rate schedule.
+"""AdamW or Muon over one sharded model: megatron-core's optimizer and its schedule.
 
 Steps with a gradient that cannot be used are skipped. This file knows parameters and gradients. It
 does not know what loss the gradients come from.
@@ -28,10 +28,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mrlhf.config.sections import OptimSection, ScalarOptimSection
+from mrlhf.config.sections import OptimizerName, OptimSection, ScalarOptimSection
 from mrlhf.errors import TrainingError
+from mrlhf.models.parameters import is_hidden_matrix
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
+from mrlhf.training.muon import Holders, Muon
 from mrlhf.training.optimizer_states import (
     MOMENTS,
     mains,
@@ -41,6 +43,7 @@ from mrlhf.training.optimizer_states import (
     step_part,
 )
 from mrlhf.training.residency import Residency
+from mrlhf.weights.shard import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ class OptimizedRange:
 
     start: int  # the first element of the flat parameter that is held
     main: Tensor  # float32 main weights of the elements that are held
-    moments: dict[str, Tensor]  # Adam's running means by name; empty before the first step
+    moments: dict[str, Tensor]  # running means by name; empty before the first step
 
 
 class ShardedOptimizer:
@@ -76,11 +79,13 @@ class ShardedOptimizer:
         optim: OptimSection,
         dtype: torch.dtype,
         total_updates: int,
+        slots: Sequence[Slot],
     ) -> None:
         """Build the optimizer around weights that have been loaded.
 
         The `chunks` are wrapped in DistributedDataParallel. Parameters of bfloat16 get main weights
         in float32. `advance_schedule` will be called `total_updates` times in the whole run.
+        `slots` are the places of all named slices of weights, of which Muon takes matrices.
         """
         self._optim = optim
         self._world = groups.world
@@ -100,6 +105,9 @@ class ShardedOptimizer:
             if any(group["is_expert_parallel"] for group in optimizer.param_groups):
                 optimizer.tp_group = groups.collection.expt_tp
 
+        if optim.name == "muon":
+            self._take_over(slots, groups)
+
         # megatron-core leaves torch its default, which is a loop in Python.
         for inner in self._inner_optimizers():
             if isinstance(inner, torch.optim.AdamW):
@@ -118,6 +126,11 @@ class ShardedOptimizer:
         self._parts_of_weights: dict[int, Tensor] = {}
         self.skipped_in_a_row = 0  # steps skipped since the last one that was taken
         self.make_moments(steps_taken=0)
+
+    @property
+    def name(self) -> OptimizerName:
+        """Which optimizer it is."""
+        return self._optim.name
 
     @property
     def learning_rate(self) -> float:
@@ -259,7 +272,7 @@ class ShardedOptimizer:
                 if "step" in group:  # Apex and TransformerEngine count for a whole group
                     return int(group["step"])
                 for parameter in group["params"]:
-                    if parameter in inner.state:
+                    if "step" in inner.state.get(parameter, ()):  # matrices of Muon have none
                         return int(inner.state[parameter]["step"])
         return 0
 
@@ -295,6 +308,21 @@ class ShardedOptimizer:
         """Continue from a result of `state_dict`; learning rates are those configured now."""
         self._scheduler.step(state["updates"] - self._scheduler.num_steps)
         self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _take_over(self, slots: Sequence[Slot], groups: RoleGroups) -> None:
+        """Put Muon into the place of each inner AdamW."""
+        hidden = [
+            (slot.piece, _main_of(slot.parameter))
+            for slot in slots
+            if is_hidden_matrix(slot.piece.parameter)
+        ]
+        every = groups.collection
+        for optimizer in self._megatron_optimizers():
+            holders = Holders(every.tp, every.dp_cp)
+            if any(group["is_expert_parallel"] for group in optimizer.param_groups):
+                holders = Holders(every.expt_tp, every.expt_dp)
+            momentum = self._optim.muon_momentum
+            optimizer.optimizer = Muon(optimizer.param_groups, hidden, holders, momentum)
 
     @torch.no_grad()
     def _grad_norm(self) -> float:
@@ -350,10 +378,7 @@ class ShardedOptimizer:
                     return optimizer.optimizer, held.start, main
                 continue
 
-            # Without it, a bfloat16 parameter knows its main weight, and a float32 one is its own.
-            main = parameter
-            if parameter.dtype == torch.bfloat16:
-                main = vars(parameter)["main_param"]
+            main = _main_of(parameter)
             if id(main) in owners:
                 return owners[id(main)], 0, main
         return None
@@ -395,6 +420,14 @@ class ShardedOptimizer:
                 f"last of norm {grad_norm:g}{bound}; lower the learning rate, look at the rewards "
                 "and the data, or raise max_skipped_steps"
             )
+
+
+def _main_of(parameter: Tensor) -> Tensor:
+    """Return the main weight of a parameter, without the distributed optimizer."""
+    main: Tensor = parameter  # one of float32 is its own
+    if parameter.dtype == torch.bfloat16:
+        main = vars(parameter)["main_param"]
+    return main
 
 
 def _adam_settings(optim: OptimSection, split: bool, dtype: torch.dtype) -> OptimizerConfig:

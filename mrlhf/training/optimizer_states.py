@@ -11,9 +11,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from mrlhf.training.muon import MOMENTUM, Muon, stepping
 from mrlhf.training.residency import STREAMED_BYTES
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = (*ADAM_MOMENTS, MOMENTUM)
 
 
 def mains(inner: torch.optim.Optimizer) -> list[Tensor]:
@@ -33,8 +35,10 @@ def states_of(inner: torch.optim.Optimizer, of: Sequence[Tensor]) -> list[Tensor
 def make_moments(inner: torch.optim.Optimizer, of: Sequence[Tensor], steps_taken: int) -> None:
     """Make moments of zeros for some main weights, as after so many steps."""
     for main in of:
-        state = {name: torch.zeros_like(main.data) for name in MOMENTS}
-        if isinstance(inner, torch.optim.AdamW):
+        is_matrix = isinstance(inner, Muon) and inner.is_matrix(main)
+        names = (MOMENTUM,) if is_matrix else ADAM_MOMENTS
+        state = {name: torch.zeros_like(main.data) for name in names}
+        if isinstance(inner, torch.optim.AdamW) and not is_matrix:
             # Each parameter has a tensor of its own, since AdamW adds to it in place.
             state["step"] = torch.tensor(
                 float(steps_taken), dtype=torch.float32, device=main.device
@@ -47,7 +51,7 @@ def parts(inner: torch.optim.Optimizer) -> list[list[Tensor]]:
     parts: list[list[Tensor]] = []
     room = 0
     for main in mains(inner):
-        nbytes = (1 + len(MOMENTS)) * main.numel() * main.dtype.itemsize
+        nbytes = (1 + len(ADAM_MOMENTS)) * main.numel() * main.dtype.itemsize
         if not parts or nbytes > room:
             parts.append([])
             room = STREAMED_BYTES
@@ -58,13 +62,5 @@ def parts(inner: torch.optim.Optimizer) -> list[list[Tensor]]:
 
 def step_part(inner: torch.optim.Optimizer, part: Sequence[Tensor]) -> None:
     """Step an optimizer of elementwise updates on some of its main weights."""
-    chosen = {id(main) for main in part}
-    groups = inner.param_groups
-    whole = [group["params"] for group in groups]
-    for group in groups:
-        group["params"] = [main for main in group["params"] if id(main) in chosen]
-    try:
+    with stepping(inner, {id(main) for main in part}):
         inner.step()
-    finally:
-        for group, members in zip(groups, whole, strict=True):
-            group["params"] = members

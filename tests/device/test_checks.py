@@ -15,6 +15,7 @@ OTHERS = [
     "log-probs in bfloat16",
     "first ratio is one",
     "PPO update in float32",
+    "PPO update by Muon",
     "native engine, CUDA graphs",
     "native engine in bfloat16",
     "reshard",

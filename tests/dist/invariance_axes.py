@@ -59,6 +59,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "model": MODELS,
     "router_losses": (False, True),
     "lora": (False, True),
+    "optimizer": ("adamw", "muon"),
     "loss": tuple(LOSSES),
 }
 # Layers of each stage where they are not equal, by the number of stages.
@@ -98,6 +99,13 @@ RULES = [
     Rule(("model", "ep"), lambda model, ep: model in MIXTURES or ep == 1),
     Rule(("model", "etp"), lambda model, etp: model in MIXTURES or etp is None),
     Rule(("model", "router_losses"), lambda model, losses: model in MIXTURES or not losses),
+    # Muon takes whole matrices, and does not split its states.
+    Rule(("optimizer", "lora"), lambda name, lora: name == "adamw" or not lora),
+    Rule(("optimizer", "offload"), lambda name, offload: name == "adamw" or offload != "streamed"),
+    Rule(
+        ("optimizer", "use_distributed_optimizer"),
+        lambda name, split: name == "adamw" or not split,
+    ),
     # It has two KV heads, which ranks must not share.
     Rule(("model", "tp"), lambda model, tp: model != "olmo2" or tp <= 2),
 ]

@@ -55,6 +55,7 @@ class PlainRuns:
             clip_grad=case.clip_grad,
             router_losses=case.router_losses,
             lora=case.lora,
+            optimizer=case.optimizer,
         )
         if str(supervised) not in self._supervised:
             self._supervised[str(supervised)] = plain_supervised_roles(self._root, supervised)

@@ -71,8 +71,8 @@ class RowResult:
 
 
 def case_of(row: Row) -> Case:
-    """The row's model, policy loss, losses of routers, and whether adapters are trained."""
-    own = {"router_losses": row["router_losses"], "lora": row["lora"]}
+    """The row's model, losses, optimizer, and whether adapters are trained."""
+    own = {key: row[key] for key in ("router_losses", "lora", "optimizer")}
     return Case(row["model"], **own, **LOSSES[row["loss"]])
 
 

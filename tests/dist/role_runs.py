@@ -342,6 +342,7 @@ def build_reference(setting: Setting, case: Case) -> Reference:
 def _optim(make: type[Optim], setting: Setting, case: Case) -> Optim:
     beta1, beta2 = plain_optimizer.BETAS
     keys: dict[str, Any] = {
+        "name": case.optimizer,
         "lr": plain_optimizer.LR,
         "weight_decay": plain_optimizer.WEIGHT_DECAY,
         "adam_beta1": beta1,

@@ -32,6 +32,14 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
     reader = SliceReader(directory, manifest)
     tensors = {}
     for name, stored in model.tensors.items():
-        for kind in model.kinds:
+        for kind in _kinds_of(name, model.kinds):
             tensors[f"{kind} {name}"] = reader.read("actor", kind, whole(name, stored.shape))
     return tensors
+
+
+def _kinds_of(name: str, kinds: tuple[str, ...]) -> list[str]:
+    """What is stored of a tensor; of all optimizers, Muon has one moment of some."""
+    if "momentum_buffer" not in kinds:
+        return list(kinds)
+    is_matrix = name.endswith("_proj.weight")
+    return ["weight", *(["momentum_buffer"] if is_matrix else ["exp_avg", "exp_avg_sq"])]

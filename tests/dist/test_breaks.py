@@ -28,8 +28,9 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.vocab_sums import LocalSums
 from mrlhf.roles.actor import Actor
 from mrlhf.trainers.ppo import experience as experience_of_ppo
-from mrlhf.training import engine, first_weights
+from mrlhf.training import engine, first_weights, muon
 from mrlhf.training.held_adapters import HeldAdapters
+from mrlhf.training.muon import Muon
 from mrlhf.training.residency import Owner, Residency
 from mrlhf.weights.shard import Slot
 from tests.covering import Row
@@ -65,6 +66,7 @@ PLAIN: Row = {
     "model": "llama",
     "router_losses": False,
     "lora": False,
+    "optimizer": "adamw",
     "loss": "sampled KL",
 }
 REPLICAS = PLAIN | {"dp": 2}
@@ -75,6 +77,8 @@ EXPERTS = PLAIN | {"tp": 2, "ep": 2, "etp": 1, "model": "qwen3-moe", "sequence_p
 ADAPTERS = TENSORS | {"lora": True, "model": "phi3"}
 # Both ranks hold a half of every expert.
 EXPERT_ADAPTERS = EXPERTS | {"lora": True, "ep": 1, "etp": None}
+MUON = TENSORS | {"optimizer": "muon"}
+MUON_REPLICAS = REPLICAS | {"optimizer": "muon"}
 OFFLOADED = TENSORS | {"offload": "offloaded"}
 SOUND = {
     "tp": TENSORS,
@@ -85,6 +89,8 @@ SOUND = {
     "adapters": ADAPTERS,
     "adapters of experts": EXPERT_ADAPTERS,
     "offload": OFFLOADED,
+    "muon, tp": MUON,
+    "muon, dp": MUON_REPLICAS,
 }
 
 Patch = Callable[[pytest.MonkeyPatch, int], None]
@@ -203,6 +209,28 @@ def _normalise_alone(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(LocalSums, "combine", lambda sums, group: right(sums, None))
 
 
+def _orthogonalise_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Each rank takes its part of a matrix for the whole."""
+
+    def alone(own: Muon, matrices: Any, dtype: Any) -> Any:
+        parts = [muon.orthogonalised(matrix.of_gradient()) for matrix in matrices]
+        return torch.cat([part.flatten() for part in parts])
+
+    patch.setattr(Muon, "_orthogonalised_parts", alone)
+
+
+def _keep_own_updates(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """A replica does not get the matrices that the other has orthogonalised."""
+    right = dist.broadcast
+
+    def lost(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        if options.get("group_src", rank) != rank:
+            tensor = tensor.zero_().clone()
+        return right(tensor, *arguments, **options)
+
+    patch.setattr(muon.dist, "broadcast", lost)
+
+
 BREAKS = {
     "a rank's gradient is not summed": Break(
         REPLICAS, _lose_a_gradient, ("actor weights", "critic weights", "sft metrics", "rm weights")
@@ -240,6 +268,12 @@ BREAKS = {
     "a mask off by one": Break(CONTEXT, _shift_the_mask, ("tables", "actor metrics")),
     "what is offloaded comes back as it first left": Break(
         OFFLOADED, _copy_once, ("actor weights", "critic weights", "sft weights", "rm weights")
+    ),
+    "a part is orthogonalised as if it were the whole": Break(
+        MUON, _orthogonalise_parts, ("actor weights", "critic weights", "sft weights", "rm weights")
+    ),
+    "updates of matrices stay with their replica": Break(
+        MUON_REPLICAS, _keep_own_updates, ("actor weights", "actor replicas", "sft replicas")
     ),
     "a vocabulary that is not summed": Break(
         TENSORS, _normalise_alone, ("tables", "actor metrics", "sft metrics")

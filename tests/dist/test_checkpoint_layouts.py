@@ -1,13 +1,15 @@
 """A checkpoint loads into every layout and optimizer, and training then goes on as it would have.
 
-Actor (tied embeddings and biases, q, k and v in one tensor, or adapters) and critic are trained,
-saved and trained on; then each saved state is loaded into every other layout, saved again and
-compared bit by bit, and trained on.
+Actor (tied embeddings and biases, q, k and v in one tensor, adapters, or matrices that Muon
+orthogonalises) and critic are trained, saved and trained on; then each saved state is loaded into
+every other layout, saved again and compared bit by bit, and trained on. Moments of AdamW are no
+moments of Muon.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -22,6 +24,7 @@ from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.checkpoint.slice_reader import SliceReader
 from mrlhf.errors import CheckpointError
 from mrlhf.parallel.layout import AxisSizes
+from mrlhf.preflight.model_bytes import training_bytes
 from mrlhf.roles.actor import Actor
 from tests.dist.role_runs import (
     STAGED,
@@ -57,6 +60,7 @@ CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
     "bfloat16": Case("phi3", "token-mean", ROUNDED),
     "adapters": Case("llama", "token-mean", ROUNDED, lora=True),
+    "muon": Case("phi3", "token-mean", ROUNDED, optimizer="muon"),
 }
 
 
@@ -141,6 +145,8 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[Any]
             assert checkpoint.state == {"numbers": [1, 2]}
             actor = _empty_actor(setting, case)
             checkpoint.load_models({"actor": actor.engine})
+            if dtype == "muon":
+                _assert_bytes_as_planned(actor)
 
             again = root / "again" / f"{world_size}-{own.name}-{directory.name}-{dtype}"
             saver = _saver(again, asynchronous=False)
@@ -201,6 +207,15 @@ def _assert_metrics_near(
         assert value == near, f"{name}: {value!r} where {wanted[name]!r} is wanted, {dtype}"
 
 
+def _assert_bytes_as_planned(actor: Actor) -> None:
+    """Main weights, one moment of matrices and two of all else, where no vocabulary is padded."""
+    engine = actor.engine
+    layout = engine.groups.layout
+    if layout.tp == layout.pp == 1:
+        planned = training_bytes(engine.spec, layout, 2, splits_optimizer=False, is_muon=True)
+        assert engine.residency.nbytes["optimizer"] == planned.optimizer
+
+
 def _without_layout(metrics: dict[str, Any]) -> dict[str, Any]:
     """The metrics less what measures the layout itself."""
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
@@ -233,6 +248,25 @@ def _load_with_a_shift(rank: int, world_size: int, root: Path) -> None:
         with pytest.raises(AssertionError):
             assert_equal_checkpoints(saved / "step_000001", again / "step_000001")
     dist.barrier()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(saved_by: Callable[..., Path]) -> None:
+    run_ranks(2, _load_with_another_optimizer, saved_by(2))
+
+
+def _load_with_another_optimizer(rank: int, world_size: int, root: Path) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    (_, case, setting), *_ = _all_settings(root, world_size)
+    checkpoint = open_checkpoint(_directory(root, "float32", setting) / "step_000001", world)
+    other = build_actor(setting, replace(case, optimizer="muon"))
+    with pytest.raises(CheckpointError, match=r"optim\.name adamw for actor.*set it to adamw"):
+        checkpoint.load_models({"actor": other.engine})
+
+    checkpoint = open_checkpoint(_directory(root, "muon", setting) / "step_000001", world)
+    other = build_actor(setting, replace(CASES["muon"], optimizer="adamw"))
+    with pytest.raises(CheckpointError, match=r"optim\.name muon for actor.*set it to muon"):
+        checkpoint.load_models({"actor": other.engine})
 
 
 @pytest.mark.full

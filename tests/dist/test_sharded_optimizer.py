@@ -156,7 +156,7 @@ def _train(groups: RoleGroups, optim: ScalarOptimSection) -> Result:
     model = HandMade(groups)
     device = torch.device("cpu")
     [chunk] = data_parallel([model], model.config, groups, device, optim)
-    optimizer = ShardedOptimizer([chunk], groups, optim, torch.float32, STEPS)
+    optimizer = ShardedOptimizer([chunk], groups, optim, torch.float32, STEPS, slots=[])
     replicas = groups.layout.dp * groups.layout.cp
 
     norms = []

@@ -98,7 +98,7 @@ def sft(inputs: Path) -> Setting:
 
 
 def reward_model(inputs: Path) -> Setting:
-    """Training of a reward model."""
+    """Training of a reward model, by Muon."""
     return Setting("rm", "rm", ["--config", str(inputs / "rm.yaml")])
 
 
@@ -158,9 +158,14 @@ def _sft(root: Path) -> dict[str, Any]:
 
 
 def _rm(root: Path) -> dict[str, Any]:
+    content = _preference_keys(root)
+    content["optim"] |= {"name": "muon", "head_lr": 5e-3}
+    return content
+
+
+def _preference_keys(root: Path) -> dict[str, Any]:
     content = _sft(root)
     content["model"]["tp"] = 2
-    content["optim"]["head_lr"] = 5e-3
     del content["data"]["val_files"]
     content["data"]["train_files"] = str(root / "data" / "preferences.jsonl")
     content["data"]["held_out_fraction"] = 0.2
@@ -168,6 +173,4 @@ def _rm(root: Path) -> dict[str, Any]:
 
 
 def _dpo(root: Path) -> dict[str, Any]:
-    content = _rm(root)
-    del content["optim"]["head_lr"]  # a policy has no scalar head
-    return {**content, "reference": {"path": str(root / "llama-ref")}}
+    return {**_preference_keys(root), "reference": {"path": str(root / "llama-ref")}}

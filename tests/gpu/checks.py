@@ -154,6 +154,13 @@ def bfloat16_update(place: Place) -> Figures:
     return {"gap of the weights over their way": trained.gap_over_way}
 
 
+def muon_update(place: Place) -> Figures:
+    """Muon rounds its products to bfloat16 on a GPU, and moves the weights as the plain loop."""
+    trained = _update(place, MANY_PACKS, replace(UPDATE, optimizer="muon"))
+    assert trained.gap_over_way < 0.1, trained.gap_over_way
+    return {"gap of the weights over their way": trained.gap_over_way}
+
+
 def ratio_is_one(place: Place) -> Figures:
     """Evaluation and update do the same arithmetic: at first the KL of the two is 0 exactly."""
     case = Case("qwen3", "token-mean", {"use_kl_loss": True, "kl_loss_type": "abs"})
@@ -271,6 +278,7 @@ CHECKS: dict[str, Callable[[Place], Figures]] = {
     "first ratio is one": ratio_is_one,
     "PPO update in float32": update,
     "PPO update in bfloat16": bfloat16_update,
+    "PPO update by Muon": muon_update,
     "attention within packs": attention,
     "native engine, CUDA graphs": engine,
     "native engine in bfloat16": engine_in_bfloat16,
@@ -308,17 +316,17 @@ class _Trained:
     gap_over_way: float  # the sum of all gaps over the sum of how far the weights went
 
 
-def _update(place: Place, form: Form) -> _Trained:
+def _update(place: Place, form: Form, case: Case = UPDATE) -> _Trained:
     setting = place.with_form(form)
-    out = place.work / form.dtype
-    metrics = role_runs.train(setting, UPDATE, out)
+    out = place.work / case.optimizer / form.dtype
+    metrics = role_runs.train(setting, case, out)
 
-    experience = role_runs.load_experience(setting.root, UPDATE)
-    model = setting.root / UPDATE.model
+    experience = role_runs.load_experience(setting.root, case)
+    model = setting.root / case.model
     critic = Path(f"{model}-critic")
     outcomes = (
-        ("actor", model, plain_ppo.train_actor(UPDATE, model, experience)),
-        ("critic", critic, plain_ppo.train_critic(UPDATE, model, experience)),
+        ("actor", model, plain_ppo.train_actor(case, model, experience)),
+        ("critic", critic, plain_ppo.train_critic(case, model, experience)),
     )
 
     pairs = {}

@@ -1,4 +1,4 @@
-"""One optimizer step of a plain loop: AdamW as torch has it, and the norm of the gradient."""
+"""One optimizer step of a plain loop: AdamW as torch has it, or Muon, and the gradient's norm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.oracle.plain_muon import Muon
 
 LR = 1e-2
 WEIGHT_DECAY = 0.1
@@ -24,20 +26,22 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
-def make_optimizer(model: Any) -> torch.optim.Optimizer:
-    """AdamW, with weight decay for matrices alone."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    parameters = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": vectors, "weight_decay": 0.0},
+def make_optimizer(model: Any, name: str = "adamw") -> Any:
+    """AdamW, with weight decay for matrices alone, or Muon with AdamW for all else."""
+    if name == "muon":
+        return Muon(model, LR, WEIGHT_DECAY, _adamw)
+    return _adamw(list(model.parameters()))
+
+
+def _adamw(parameters: list[Any]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS)
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
 
 
-def differentiate(
-    optimizer: torch.optim.Optimizer, model: Any, loss: Tensor, clip_grad: float
-) -> float:
+def differentiate(optimizer: Any, model: Any, loss: Tensor, clip_grad: float) -> float:
     """Compute the gradient of `loss` and clip it to a norm; 0 clips nothing.
 
     Returns:

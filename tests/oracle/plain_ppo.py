@@ -52,6 +52,7 @@ class Case:
     holes: bool = False
     router_losses: bool = False  # whether the routers of a mixture have losses of their own
     lora: bool = False  # whether adapters are trained, and not the models
+    optimizer: str = "adamw"  # or "muon"
 
     @property
     def has_full_kl(self) -> bool:
@@ -193,7 +194,7 @@ def _train(
     The metrics named in `losses` are aggregated and averaged over mini-batches, those in
     `OF_ALL_NUMBERS` over all their numbers; the others are averaged over the tokens that count.
     """
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, case.optimizer)
     routers = Routers(model, case.router_losses)
     numbers: dict[str, list[float]] = {}
     skipped = 0

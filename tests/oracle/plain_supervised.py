@@ -1,6 +1,6 @@
 """Fine-tuning and reward-model training as slow loops in one process, which ours have to equal.
 
-They use transformers and torch.optim.AdamW, compute one sequence at a time, and pack nothing. They
+They use transformers, compute one sequence at a time, and pack nothing. They
 share no code with mrlhf but the types of the rows.
 """
 
@@ -115,7 +115,7 @@ def _train(
     case: Case,
 ) -> dict[str, float]:
     """Take the steps in order; returns the metrics of the last one."""
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, case.optimizer)
     routers = Routers(model, case.router_losses)
     metrics: dict[str, float] = {}
     for rows in steps:

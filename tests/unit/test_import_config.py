@@ -44,6 +44,8 @@ python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
     actor_rollout_ref.model.use_remove_padding=True \\
     actor_rollout_ref.actor.optim.lr=1e-6 \\
     actor_rollout_ref.actor.optim.betas='[0.9, 0.95]' \\
+    actor_rollout_ref.actor.optim.optimizer=muon \\
+    actor_rollout_ref.actor.optim.muon_momentum=0.9 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=8 \\
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
     actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \\
@@ -90,6 +92,7 @@ def test_a_script_of_verl_becomes_a_run(
     assert (config.data.max_prompt_length, config.data.overlong_prompts) == (6, "drop")
     assert config.actor.micro_batch_tokens == 4 * (6 + 12)
     assert (config.actor.optim.adam_beta1, config.actor.optim.adam_beta2) == (0.9, 0.95)
+    assert (config.actor.optim.name, config.actor.optim.muon_momentum) == ("muon", 0.9)
     assert config.actor.recompute == "full"
     assert (config.trainer.total_steps, config.trainer.save_freq) == (7, 0)
     assert config.trainer.trackers == ["wandb"]
@@ -188,6 +191,7 @@ def test_openrlhf(tmp_path: Path) -> None:
         "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path dir \\\n"
         "  --reward.model_name_or_path rm --train.batch_size 128 --rollout.batch_size 1024 \\\n"
         "  --rollout.n_samples_per_prompt 4 --actor.adam.lr 5e-7 --critic.adam.lr 9e-6 \\\n"
+        "  --actor.optim muon --muon.momentum 0.9 --muon.ns_steps 5 \\\n"
         "  --actor.adam.betas 0.9 0.95 --algo.kl.init_coef 0.01 --ds.tensor_parallel_size 2 \\\n"
         "  --algo.advantage.estimator group_norm --actor.gradient_checkpointing_enable \\\n"
         "  --data.prompt_dataset a.jsonl --data.max_len 3000 --rollout.max_new_tokens 2000\n",
@@ -198,6 +202,7 @@ def test_openrlhf(tmp_path: Path) -> None:
     assert "critic.optim.weight_decay" not in ppo
     assert (ppo["data.train_batch_size"], ppo["actor.ppo_mini_batch_size"]) == (1024, 32)
     assert (ppo["actor.optim.lr"], ppo["critic.optim.lr"]) == (5e-7, 9e-6)
+    assert (ppo["actor.optim.name"], ppo["actor.optim.muon_momentum"]) == ("muon", 0.9)
     assert ppo["actor.optim.adam_beta2"] == 0.95
     assert (ppo["algorithm.adv_estimator"], ppo["actor.recompute"]) == ("grpo", "full")
     assert (ppo["algorithm.kl_ctrl.kl_coef"], ppo["algorithm.use_kl_in_reward"]) == (0.01, True)

@@ -97,6 +97,14 @@ def zero_below_zero(value: Any, _: Place) -> Any:
     return max(0, int(value)) if isinstance(value, (int, float)) else LEFT_OUT
 
 
+def optimizer(value: Any, _: Place) -> Any:
+    """The optimizers that exist here."""
+    name = str(value).lower()
+    if "muon" in name:
+        return "muon"
+    return "adamw" if name in ("adam", "adamw") else LEFT_OUT
+
+
 def betas(value: Any, place: Place) -> Any:
     """Both decays of Adam, of which this is one."""
     number = 1 if place.key.endswith("2") else 0
@@ -256,6 +264,7 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
             offload_optimizer,
             none_below_zero,
             zero_below_zero,
+            optimizer,
             betas,
         ),
         *(share_of_lr, schedule, warmup, trackers, engine, resume, every_step, replay, rewards),
