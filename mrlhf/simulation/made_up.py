@@ -1,6 +1,6 @@
 """Batches of made-up rows, of the sizes that a configuration allows, and the tasks that learn them.
 
-The first row is as long as a row may be; the others have a few tokens.
+The first row has up to `_LONG` tokens, or twice as many with its prompt; the others have a few.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from mrlhf.trainers.supervised import SupervisedTask
 
 _TOKEN = 1
 _SHORT = 2
+_LONG = 1024  # of longer ones there is only more of the same
 
 
 @dataclass(frozen=True)
@@ -119,4 +120,4 @@ def task_of(config: SFTConfig | PreferenceConfig, rows: int) -> SupervisedTask[A
 
 
 def _lengths(rows: int, longest: int) -> list[int]:
-    return [longest] + [min(longest, _SHORT + row % 3) for row in range(rows - 1)]
+    return [min(longest, _LONG), *(min(longest, _SHORT + row % 3) for row in range(rows - 1))]

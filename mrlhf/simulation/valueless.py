@@ -126,13 +126,21 @@ class Valueless(TorchDispatchMode):
         self.nbytes[kind] += max(_nbytes(arg) for arg in args)
 
 
+class _NoKernels:
+    """In place of compiled functions, which would take the addresses of values: nothing is done."""
+
+    panel_columns = 16
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
 @contextmanager
 def without_values(phase: Callable[[], str]) -> Iterator[Valueless]:
     """Activate `Valueless` for this thread, and what it needs around torch."""
     mode = Valueless(phase)
     with (
-        # Compiled functions take addresses.
-        mock.patch.object(kernels, "find", lambda dtype: None),
+        mock.patch.object(kernels, "find", lambda dtype: _NoKernels()),
         mock.patch.object(FakeTensor, "numpy", _as_numpy, create=True),
         # torch would exchange the tensors inside two parameters, which fakes do not allow.
         mock.patch.object(torch.nn.Module, "_apply", _convert),
