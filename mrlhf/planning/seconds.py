@@ -21,6 +21,7 @@ from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.footprint import (
     ENGINE,
     GENERATION,
+    OWNERS,
     Footprint,
     Specs,
     update_of,
@@ -213,7 +214,7 @@ def _hand_over(config: PPOConfig, sizes: Footprint, gpu: Gpu) -> float:
     """Move weights that the engine lacks, and make all ready for its products."""
     actor = config.actor
     moving = sizes.sizes[ENGINE] / _link(gpu, AxisSizes.of(actor).ranks)
-    weights = sizes.sizes["actor/params"] * actor.tp * actor.pp / config.rollout.tp
+    weights = sizes.sizes[f"actor/{OWNERS[0]}"] * actor.tp * actor.pp / config.rollout.tp
     return moving + weights / (1e9 * gpu.kernels.lay_out_gb_s)
 
 
