@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mrlhf.log import Console
+from mrlhf.parallel.device_memory import in_words
 from mrlhf.parallel.phases import PhaseProgress
 from mrlhf.printable import printable
 from mrlhf.run.board import Board
@@ -136,6 +137,10 @@ class ByteBars(Progress):
 def render(board: Board, title: str) -> RenderableType:
     """The board, as rich draws it."""
     parts: list[RenderableType] = [_progress(board)]
+    held = board.phases.memory.held
+    if held:
+        memory = f"memory {sum(held.values()) / 2**20:,.1f} MiB: {in_words(held)}"
+        parts.append(Text(memory, overflow="ellipsis", no_wrap=True))
     if board.curves:
         parts.append(_curves(board.curves))
     for alarm in board.alarms[-_MOST_ALARMS:]:

@@ -37,6 +37,8 @@ def board():
     )
     phases.name = "gen"
     phases.advance(120, 256, "responses")
+    phases.memory.hold("actor/params", 5 * 2**20)
+    phases.memory.hold("engine/cache", 2**31)
     return board
 
 
@@ -48,6 +50,7 @@ def test_phase_progress_metrics_with_trend_alarms_and_a_sample(tmp_path):
         "0:01:02 left",
         "generating",
         "120/256 responses",
+        "memory 2,053.0 MiB: engine/cache 2048.0 MiB, actor/params 5.0 MiB",
         "truncation: 40% are cut off",
         "training step 12",
         "[bold]2[/bold]",
