@@ -94,6 +94,7 @@ def test_the_first_view_says_whether_the_run_learned(page: Any, reports: dict[st
     ]
     page.wait_for_selector(".card canvas")
     page.get_by_text("more curves").click()
+    page.locator("details .card canvas").first.wait_for()  # drawn a moment after the click
     titles = shown.all_inner_texts()
     for title in ("Response length", "Clip fraction", "Engine against trainer"):
         assert title in titles
