@@ -9,7 +9,7 @@ file does not know models or ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -157,6 +157,18 @@ class Prompts:
         """The prompts at `indices`, in that order."""
         return Prompts(*([column[i] for i in indices] for column in self._columns()))
 
+    def begun_as(self, episodes: Sequence[Episode]) -> Prompts:
+        """The same prompts, where an environment has added to one as its episode has it."""
+        ids = [episode.prompt_ids for episode in episodes]
+        return replace(
+            self,
+            token_ids=[b if a is None else a for a, b in zip(ids, self.token_ids, strict=True)],
+            text=[
+                text if episode.prompt_ids is None else episode.prompt_text
+                for episode, text in zip(episodes, self.text, strict=True)
+            ],
+        )
+
     def repeat(self, n: int) -> Prompts:
         """Each prompt `n` times, copies side by side: p0 p0 p1 p1 for n = 2."""
         return self.select([i for i in range(len(self)) for _ in range(n)])
@@ -166,6 +178,28 @@ class Prompts:
         """The prompts of all parts, one part after the other."""
         columns = zip(*[part._columns() for part in parts], strict=True)
         return Prompts(*[list(chain.from_iterable(column)) for column in columns])
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What happened in a response of several turns beside its tokens.
+
+    A turn is what the policy said at once. Between two turns stand the answers of tools and of the
+    environment.
+    """
+
+    # The prompt with which it began, if its environment added to that of the data.
+    prompt_ids: list[int] | None
+    prompt_text: str
+    turns: list[int]  # where each turn ends: the number of response tokens before its end
+    tools: dict[str, int]  # how often each tool was called
+    errors: int  # calls that could not be read, and tools that failed
+    failure: str  # why it could not go on; empty if it ended by itself. Then nothing of it trains.
+    score: float | None  # what its environment says of it, None without a word
+    further: dict[str, float]  # the other numbers that the environment gave
+    # of each turn, up to the last one that has any; empty if the environment gives none
+    turn_rewards: list[float]
+    waited_s: float  # seconds for which it waited for tools and environment
 
 
 @dataclass(frozen=True)
@@ -194,9 +228,12 @@ class Rollout:
     stopped: Tensor
     # The engine's experts for each row's prompt and response; None if not recorded.
     experts: ExpertRecord | None = None
+    # What happened in each row beside its tokens; None without an environment.
+    episodes: list[Episode] | None = None
 
     def __post_init__(self) -> None:
         batch = len(self.prompts)
+        assert self.episodes is None or len(self.episodes) == batch
         assert len(self.sample_index) == len(self.stopped) == batch, (
             f"{len(self.sample_index)} sample indices and {len(self.stopped)} stop flags for "
             f"{batch} prompts"
@@ -247,6 +284,29 @@ class Rollout:
         lengths: list[int] = np.count_nonzero(self.response_mask.numpy(), axis=1).tolist()
         return lengths
 
+    def last_turn(self, row: int) -> range:
+        """The places of the tokens that the policy drew last in an episode."""
+        assert self.episodes is not None
+        turns = self.episodes[row].turns
+        end = turns[-1] if turns else 0
+        begin = end
+        while begin and self.loss_mask[row, begin - 1]:
+            begin -= 1
+        return range(begin, end)
+
+    def turn_rewards(self) -> Tensor | None:
+        """The rewards of turns, each at the turn's last token; None if there are none.
+
+        float32 [batch, response_len]
+        """
+        if self.episodes is None or not any(episode.turn_rewards for episode in self.episodes):
+            return None
+        rewards = torch.zeros(self.shape)
+        for row, episode in enumerate(self.episodes):
+            for end, reward in zip(episode.turns, episode.turn_rewards, strict=False):
+                rewards[row, end - 1] = reward
+        return rewards * self.loss_mask
+
     @property
     def prompt_groups(self) -> Tensor:
         """The number of each row's prompt group, int64 [batch]; a group's rows are adjacent."""
@@ -267,6 +327,7 @@ class Rollout:
             experts=None
             if self.experts is None
             else ExpertRecord.join([self.experts.of_rows(rows)]),
+            episodes=None if self.episodes is None else [self.episodes[row] for row in rows],
         )
 
     @staticmethod
@@ -275,6 +336,8 @@ class Rollout:
         width = max(part.response_ids.shape[1] for part in parts)
         records = [part.experts for part in parts if part.experts is not None]
         assert len(records) in (0, len(parts)), "some parts have no record of experts"
+        episodes = [part.episodes for part in parts if part.episodes is not None]
+        assert len(episodes) in (0, len(parts)), "some parts have no episodes"
 
         def stack(tables: Sequence[Tensor], padding: int = 0) -> Tensor:
             padded = []
@@ -293,6 +356,7 @@ class Rollout:
             versions=stack([part.versions for part in parts], padding=NO_VERSION),
             stopped=torch.cat([part.stopped for part in parts]),
             experts=None if not records else ExpertRecord.join(records),
+            episodes=list(chain.from_iterable(episodes)) if episodes else None,
         )
 
     def sequences(self) -> Sequences:

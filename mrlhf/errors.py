@@ -34,6 +34,10 @@ class RewardError(MrlhfError, RuntimeError):
     """A reward function cannot be loaded, failed, took too long, or returned no number."""
 
 
+class EnvironmentFault(MrlhfError, RuntimeError):
+    """An environment or a tool cannot be loaded, or no episode of a batch could go on."""
+
+
 class MethodError(MrlhfError, RuntimeError):
     """A user's own policy loss or advantage estimator raised an error."""
 

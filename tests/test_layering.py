@@ -15,8 +15,8 @@ LAYERS = [
     {"errors", "version"},
     {"batch", "rl"},
     {"metrics"},
-    {"config", "device", "gpu", "host", "log"},
-    {"parallel", "data", "rewards"},
+    {"config", "device", "gpu", "host", "log", "workers"},
+    {"parallel", "data", "rewards", "environments"},
     {"weights"},
     {"models"},
     {"training"},
@@ -31,7 +31,7 @@ LAYERS = [
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 DOORS = {
     "megatron": {"parallel", "models", "training", "checkpoint"},
-    "pydantic": {"config"},
+    "pydantic": {"config", "environments"},
     "yaml": {"config"},
     "sentencepiece": {"data"},
     "pyarrow": {"data"},

@@ -63,6 +63,8 @@ def state_of(value: Any) -> dict[str, Any]:
     state = {}
     for item in fields(value):
         content = getattr(value, item.name)
+        if isinstance(content, list) and content and is_dataclass(content[0]):
+            content = [state_of(entry) for entry in content]
         state[item.name] = state_of(content) if is_dataclass(content) else content
     return state
 
@@ -72,12 +74,20 @@ def object_from(kind: type[_Class], state: Mapping[str, Any]) -> _Class:
     hints = get_type_hints(kind)
     arguments = {}
     for name, content in state.items():
-        if isinstance(content, Mapping):
-            for hint in (hints[name], *get_args(hints[name])):
-                if isinstance(hint, type) and is_dataclass(hint):
-                    content = object_from(hint, content)
+        part = _dataclass_in(hints[name])
+        if part is not None and isinstance(content, Mapping):
+            content = object_from(part, content)
+        elif part is not None and isinstance(content, list):
+            content = [object_from(part, entry) for entry in content]
         arguments[name] = content
     return kind(**arguments)
+
+
+def _dataclass_in(hint: Any) -> type[Any] | None:
+    """The first dataclass that a type names, as `list[Scores] | None` names `Scores`."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return hint
+    return next(filter(None, map(_dataclass_in, get_args(hint))), None)
 
 
 def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -23,6 +23,7 @@ TITLES = {
     "train_dpo": "Direct preference optimization (DPO, IPO)",
 }
 _WORDS = {
+    "object": "mapping",
     "boolean": "`true`, `false`",
     "integer": "whole number",
     "number": "number",
@@ -163,6 +164,8 @@ def _values(value: JsonSchema) -> str:
         items = value["items"]
         if choices := items.get("enum", [items["const"]] if "const" in items else None):
             return f"list of {', '.join(f'`{name}`' for name in choices)}"
+        if "anyOf" in items:
+            return f"list of {_values(items)}"
         return "list" if "$ref" in items else f"list of {_WORDS[items['type']]}s{_bounds(items)}"
     return _WORDS[value["type"]] + _bounds(value)
 

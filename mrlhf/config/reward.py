@@ -19,7 +19,8 @@ class RewardTermSection(Section):
     """One part of the reward."""
 
     name: Annotated[RewardName | FunctionReference, known_or_own(get_args(RewardName))]
-    """a rule, reward_model, or path/to/file.py:function: your own"""
+    """a rule, reward_model, environment (what rollout.environment says of an episode), or
+    path/to/file.py:function: your own"""
     weight: Number = 1.0
     """factor of this term in the sum"""
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from mrlhf.config.fields import MOST, Count, CountOrZero, Ranks, Section, Texts, Tokens
-from mrlhf.config.reads import read_if
+from mrlhf.config.fields import (
+    MOST,
+    Count,
+    CountOrZero,
+    FunctionReference,
+    Ranks,
+    Seconds,
+    Section,
+    Texts,
+    Tokens,
+    known_or_own,
+)
+from mrlhf.config.reads import NotRead, Place, ReadIf, read_if
 
 _IF_DUMPED = read_if(
     "dump_freq", bool, "is 0", "set that to the steps between two rollouts that are written down"
@@ -19,6 +30,42 @@ _IF_ADAPTED = read_if("actor.lora", lambda lora: lora.is_on, "has rank 0", "set 
 _UNLESS_SIZED = read_if(
     "kv_cache_mb", lambda size: size is None, "sizes the KV cache", "set that to null"
 )
+
+
+BuiltInTool = Literal["calculator", "python"]
+ToolParser = Literal["auto", "hermes", "llama3", "mistral", "deepseek", "json"]
+
+
+def _environments(value: object) -> object:
+    """Several environments from one, or from a mapping that names one for each data source."""
+    if isinstance(value, str):
+        return [{"name": value}]
+    if isinstance(value, dict) and "name" not in value:
+        return [{"name": name, "data_source": source} for source, name in value.items()]
+    return value
+
+
+class EnvironmentSection(Section):
+    """What leads the episodes of some rows."""
+
+    name: Annotated[FunctionReference, known_or_own(())]
+    """path/to/file.py:Class"""
+    data_source: str | None = None
+    """the rows of this data source alone; null: all that no other environment names"""
+
+
+def _has_turns(place: Place) -> NotRead | None:
+    """Why a key of episodes has no effect, if there are none."""
+    if place.value("environment") or place.value("tools"):
+        return None
+    return NotRead(
+        "there are neither rollout.environment nor rollout.tools",
+        "name one of them",
+        ("rollout.environment", "rollout.tools"),
+    )
+
+
+_IF_TURNS = ReadIf(_has_turns)
 
 
 class RolloutSection(Section):
@@ -54,6 +101,42 @@ class RolloutSection(Section):
     stop_token_ids: list[CountOrZero] = Field(default_factory=list)
     """token ids: a response ends after any of them, as after the end tokens of tokenizer and
     model"""
+    environment: Annotated[
+        list[EnvironmentSection],
+        BeforeValidator(
+            _environments, json_schema_input_type=str | dict[str, str] | list[EnvironmentSection]
+        ),
+    ] = Field(default_factory=list)
+    """path/to/file.py:Class that leads episodes of several turns; or one for each data source, as
+    {source: path/to/file.py:Class}; see docs/environments.md"""
+    tools: list[Annotated[BuiltInTool | FunctionReference, known_or_own(get_args(BuiltInTool))]] = (
+        Field(default_factory=list)
+    )
+    """functions that the policy may call in every episode: calculator, python, or
+    path/to/file.py:function"""
+    max_turns: Annotated[Count, _IF_TURNS] = 8
+    """most turns of an episode; data.max_response_length is the most tokens of all of them, with
+    what tools and environment say between"""
+    max_turn_tokens: Annotated[Tokens | None, _IF_TURNS] = None
+    """most tokens of one turn; null: what is left of the episode"""
+    max_tool_tokens: Annotated[Tokens, _IF_TURNS] = 512
+    """most tokens of one answer of a tool or of the environment; the rest is cut off"""
+    tool_parser: Annotated[ToolParser, _IF_TURNS] = "auto"
+    """the form in which the policy writes calls; auto: as the chat template shows them"""
+    on_parse_error: Annotated[Literal["tell", "end"], _IF_TURNS] = "tell"
+    """a call that cannot be read: tell the policy what is wrong, or end the episode"""
+    on_tool_error: Annotated[Literal["tell", "end"], _IF_TURNS] = "tell"
+    """a tool that fails: tell the policy its error, or end the episode"""
+    on_rewrite: Annotated[Literal["keep", "error"], _IF_TURNS] = "keep"
+    """a chat template that would write earlier turns otherwise than they were drawn, as those do
+    that drop thoughts: keep what was drawn, and say so; or refuse to start"""
+    tool_timeout_s: Annotated[Seconds, _IF_TURNS] = 30.0
+    """longest time that tools and environment may take for one turn, seconds; then they are
+    stopped"""
+    tool_memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, _IF_TURNS] = 4096
+    """most private memory of each process of an episode, MB; null: no limit"""
+    tool_workers: Annotated[Count, _IF_TURNS] = 8
+    """most episodes of a replica whose tools run at the same time; others wait"""
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     """tokens in one block of the KV cache; null: 16 on a CPU, what the kernels need on a GPU"""
     kv_cache_mb: Annotated[int, Field(ge=1, le=2**24)] | None = None
@@ -86,6 +169,11 @@ class RolloutSection(Section):
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k {self.top_k} is neither -1 (off) nor at least 1")
         return self
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a response may have several turns."""
+        return bool(self.environment or self.tools)
 
     def dump_is_due(self, step: int) -> bool:
         """Whether the responses of training step `step` are written down."""

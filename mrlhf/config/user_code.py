@@ -76,22 +76,33 @@ def load_function(
             other arguments or does not return its result. If the file raised an error, that is the
             cause.
     """
-    members = vars(_import_file(file))
-    function = members.get(name)
-    if not callable(function):
-        functions = [
-            key for key, value in members.items() if callable(value) and not key.startswith("_")
-        ]
-        near = difflib.get_close_matches(name, functions, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(functions) or 'none'}"
-        raise UserCodeError(f"{file} has no function {name!r}; {hint}")
-
+    function = load_member(file, name)
     try:
         _check_kind(function)
         _check_parameters(function, parameters, by_name)
     except UserCodeError as error:
         raise UserCodeError(f"{name} in {file} {error}") from None
     return function
+
+
+def load_member(file: Path, name: str) -> Callable[..., Any]:
+    """Load the function or class `name` of `file` (absolute), which is imported once a process.
+
+    Raises:
+        UserCodeError: the file cannot be imported, or has no such member; the message names the
+            nearest one. If the file raised an error, that is the cause.
+    """
+    members = vars(_import_file(file))
+    member = members.get(name)
+    if not callable(member):
+        known = [
+            key for key, value in members.items() if callable(value) and not key.startswith("_")
+        ]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+        raise UserCodeError(f"{file} has no function {name!r}; {hint}")
+    found: Callable[..., Any] = member
+    return found
 
 
 def summarise_error(error: BaseException, file: Path) -> str:

@@ -6,7 +6,7 @@ It knows which messages make sense as a prompt. It does not know what a row is u
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrlhf.data.rows import Row
@@ -62,8 +62,10 @@ def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
     return checked
 
 
-def encode_prompt(row: Row, prompt: Prompt, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    """Text and tokens of `prompt`; error messages name `row`, where it comes from.
+def encode_prompt(
+    row: Row, prompt: Prompt, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[str, list[int]]:
+    """Text and tokens of `prompt`, which shows `tools`; error messages name `row`.
 
     A DataError says that there is no token, that a message has a role that neither we nor the chat
     template know, or that the template fails.
@@ -71,7 +73,7 @@ def encode_prompt(row: Row, prompt: Prompt, tokenizer: Tokenizer) -> tuple[str, 
     try:
         if not isinstance(prompt, str) and tokenizer.has_chat_template:
             _check_roles(prompt, tokenizer)
-        text, token_ids = tokenizer.encode_prompt(prompt)
+        text, token_ids = tokenizer.encode_prompt(prompt, tools)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
     if not token_ids:

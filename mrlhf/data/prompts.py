@@ -6,7 +6,7 @@ It reads plain rows and rows in verl's schema. It does not know rewards, samplin
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -46,6 +46,7 @@ class PromptDataset:
         overlong: Overlong = "error",
         split: str = "train",
         answer_rules: AnswerRules = MappingProxyType({}),
+        tools_of: Callable[[str], Sequence[Mapping[str, Any]]] | None = None,
     ) -> None:
         """Read and tokenise.
 
@@ -56,6 +57,9 @@ class PromptDataset:
             split: the value of "split" in the `extra_info` of rows that do not state one.
             answer_rules: the rules that need an answer in every row; none: the answer may be left
                 out.
+            tools_of: for episodes of several turns, the tools that prompts of a data source show.
+                Then a prompt that is a string is a message of the user, and each row's messages
+                stand in its `extra_info` as "prompt".
 
         Raises:
             DataError: a row is malformed or too long, no row is left, or a rule cannot find any
@@ -64,10 +68,17 @@ class PromptDataset:
         rows = read_rows(files)
         entries: list[tuple[Any, ...]] = []
         for uid, row in enumerate(rows):
-            text, token_ids = encode_prompt(row, prompt_of(row), tokenizer)
             source = _data_source(row)
-            answer = reference_answer(row, answer_rules)
+            prompt = prompt_of(row)
             extra_info = _extra_info(row, uid, split)
+            tools: Sequence[Mapping[str, Any]] = ()
+            if tools_of is not None:
+                if isinstance(prompt, str):
+                    prompt = [{"role": "user", "content": prompt}]
+                extra_info["prompt"] = prompt
+                tools = tools_of(source)
+            text, token_ids = encode_prompt(row, prompt, tokenizer, tools)
+            answer = reference_answer(row, answer_rules)
             if len(token_ids) <= max_prompt_length:
                 entries.append((token_ids, uid, text, source, answer, extra_info))
             elif overlong == "error":

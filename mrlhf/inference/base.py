@@ -91,6 +91,8 @@ class Request:
         uid: the prompt's number, on which the random numbers depend: equal uids draw equal numbers.
         samples: the sample indices to draw.
         sampling: how to draw them. Only `requests_for` reads its `n`; an engine draws `samples`.
+        goes_on: whether a later request begins with this prompt and a response to it, as in a
+            conversation; an engine may keep what it has computed of both, while it has room.
     """
 
     id: int
@@ -98,6 +100,7 @@ class Request:
     uid: int
     samples: range
     sampling: SamplingParams
+    goes_on: bool = False
 
 
 class _PackedList(Generic[N]):

@@ -69,6 +69,21 @@ SAMPLING = Chapter(
            "`rollout.lora: merged`: what rounding loses of what adapters add", below=0.5),
 )
 
+EPISODES = Chapter(
+    "Episodes",
+    "With `rollout.environment` or `rollout.tools`; see [environments.md](environments.md).",
+    Metric("episodes/turns/mean", "mean", "episodes", "turns", "of an episode", label="turns"),
+    Metric("episodes/turns/max", "max", "episodes", "turns", "of the longest episode"),
+    Metric("episodes/tool_calls/mean", "mean", "episodes", "calls", "of tools in an episode"),
+    Metric("episodes/errors", "mean", "calls", "share",
+           "that failed or could not be read", below=0.5),
+    Metric("episodes/failed", "mean", "episodes", "share",
+           "that could not go on, and do not train", below=0.1),
+    Metric("episodes/waited_s/mean", "mean", "episodes", "seconds",
+           "for tools and environment"),
+    Metric("episodes/waited_s/max", "max", "episodes", "seconds", "the same, at most"),
+)
+
 SPEED = Chapter(
     "Time, balance and memory",
     "`<phase>` is a phase of [step.md](step.md#the-phases), `testing`, `dump` or "

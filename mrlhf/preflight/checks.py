@@ -279,6 +279,15 @@ def _reward_problems(config: PPOConfig) -> Iterator[str]:
             "reward_model is set but no reward term uses it; add {name: reward_model} to "
             "reward.terms or remove it"
         )
+    if "environment" in names and not config.rollout.environment:
+        yield (
+            "reward.terms holds 'environment' but there is none; set rollout.environment or remove "
+            "the term"
+        )
+    sources = [section.data_source for section in config.rollout.environment]
+    for source in sorted({str(source) for source in sources if sources.count(source) > 1}):
+        rows = "all rows" if source == "None" else f"the data source {source}"
+        yield f"rollout.environment names several for {rows}; keep one"
 
 
 def _supervised_problems(config: SFTConfig | PreferenceConfig, world_size: int) -> Iterator[str]:

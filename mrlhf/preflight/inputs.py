@@ -27,6 +27,7 @@ from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
+from mrlhf.preflight.environments import EnvironmentInputs, read_environments
 from mrlhf.preflight.model_checks import head_of
 from mrlhf.preflight.paths import InputPath
 from mrlhf.preflight.vocabulary import (
@@ -39,7 +40,7 @@ from mrlhf.preflight.vocabulary import (
 )
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.rules import answer_rules
-from mrlhf.rewards.worker_process import Limits
+from mrlhf.workers.process import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class PPOInputs:
     held_out: Mapping[str, Prompts]
     steps: int  # training steps of the run
     reward: RewardFunction  # users' functions are running
+    environments: EnvironmentInputs | None  # None if each response is a single turn
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class PreferenceInputs:
 def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
     """Read the inputs of a PPO run, whose paths exist; raises as `check_inputs`."""
     tokenizer, endings = _tokenizer_and_endings(config)
-    splits = _prompts_by_split(config, tokenizer)
+    environments = read_environments(config, tokenizer, endings.token_ids)
+    splits = _prompts_by_split(config, tokenizer, environments)
     prompts, _ = splits.pop("train")
     return PPOInputs(
         tokenizer=tokenizer,
@@ -93,6 +96,7 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
         held_out={split: rows for split, (_, rows) in splits.items()},
         steps=_ppo_steps(config, len(prompts)),
         reward=load_rewards(config.reward),
+        environments=environments,
     )
 
 
@@ -142,8 +146,9 @@ def _check_present_inputs(config: AnyConfig, absent: Collection[str]) -> None:
     here = _without(config, absent)
     if not {config.data.tokenizer, config.data.chat_template} & set(absent):
         if isinstance(here, PPOConfig):
-            tokenizer, _ = _tokenizer_and_endings(here)
-            _prompts_by_split(here, tokenizer)
+            tokenizer, endings = _tokenizer_and_endings(here)
+            environments = read_environments(here, tokenizer, endings.token_ids)
+            _prompts_by_split(here, tokenizer, environments)
         elif isinstance(here, SFTConfig):
             _examples_and_held_out(here, _tokenizer(here))
         else:
@@ -163,9 +168,20 @@ def _without(config: AnyConfig, absent: Collection[str]) -> AnyConfig:
     }
     changes: dict[str, Section] = {"data": config.data.model_copy(update=present)}
     if isinstance(config, PPOConfig):
-        terms = [t for t in config.reward.terms if t.name.rpartition(":")[0] not in absent]
+        terms = [term for term in config.reward.terms if _file(term.name) not in absent]
         changes["reward"] = config.reward.model_copy(update={"terms": terms})
+        rollout = config.rollout
+        kept = {
+            "environment": [e for e in rollout.environment if _file(e.name) not in absent],
+            "tools": [name for name in rollout.tools if _file(name) not in absent],
+        }
+        changes["rollout"] = rollout.model_copy(update=kept)
     return config.model_copy(update=changes)
+
+
+def _file(reference: str) -> str:
+    """The file of a user's function or class; empty for a name that is built in."""
+    return reference.rpartition(":")[0]
 
 
 def _tokenizer_and_endings(config: PPOConfig) -> tuple[Tokenizer, Endings]:
@@ -179,7 +195,7 @@ def _tokenizer_and_endings(config: PPOConfig) -> tuple[Tokenizer, Endings]:
 
 
 def _prompts_by_split(
-    config: PPOConfig, tokenizer: Tokenizer
+    config: PPOConfig, tokenizer: Tokenizer, environments: EnvironmentInputs | None
 ) -> dict[str, tuple[PromptDataset, Prompts]]:
     """The prompts of "train", "val" and "test" as far as there are files, and all as one batch."""
     data = config.data
@@ -188,7 +204,7 @@ def _prompts_by_split(
     for split, named in files.items():
         if not named:
             continue
-        dataset, every = _prompts(config, split, named, tokenizer)
+        dataset, every = _prompts(config, split, named, tokenizer, environments)
         if split != "train":
             rows = [tuple(ids) for ids in every.token_ids]
             for other, (_, known) in splits.items():
@@ -273,7 +289,11 @@ def _rows(key: str, files: Sequence[str]) -> list[Row]:
 
 
 def _prompts(
-    config: PPOConfig, split: str, files: Sequence[str], tokenizer: Tokenizer
+    config: PPOConfig,
+    split: str,
+    files: Sequence[str],
+    tokenizer: Tokenizer,
+    environments: EnvironmentInputs | None,
 ) -> tuple[PromptDataset, Prompts]:
     _warn_of_files_named_twice(f"data.{split}_files", files)
     prompts = PromptDataset(
@@ -283,6 +303,7 @@ def _prompts(
         overlong=config.data.overlong_prompts,
         split=split,
         answer_rules=answer_rules(term.name for term in config.reward.terms),
+        tools_of=None if environments is None else environments.tools_of,
     )
 
     every = prompts.batch(range(len(prompts)))

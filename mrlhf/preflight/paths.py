@@ -115,6 +115,7 @@ def _named_paths(config: AnyConfig) -> Iterator[InputPath]:
         for number, term in enumerate(config.reward.terms):
             if is_reference(term.name):
                 references[f"reward.terms.{number}.name"] = term.name
+        references |= own_tools(config)
         for key, name in references.items():
             yield InputPath(key, name.rpartition(":")[0], "file")
 
@@ -124,6 +125,17 @@ def own_methods(config: PPOConfig) -> dict[str, str]:
     keys = ("actor.policy_loss.loss_mode", "algorithm.adv_estimator")
     names = {key: config.value_of(key) for key in keys}
     return {key: name for key, name in names.items() if is_reference(name)}
+
+
+def own_tools(config: PPOConfig) -> dict[str, str]:
+    """The user's environments and tools, by their keys."""
+    rollout = config.rollout
+    named = {
+        f"rollout.environment.{number}.name": section.name
+        for number, section in enumerate(rollout.environment)
+    }
+    named |= {f"rollout.tools.{number}": name for number, name in enumerate(rollout.tools)}
+    return {key: name for key, name in named.items() if is_reference(name)}
 
 
 def _problem(path: InputPath) -> str | None:

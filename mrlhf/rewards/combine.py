@@ -16,7 +16,7 @@ from mrlhf.rewards.interface import RewardInput, RewardResult, Scored, check_sco
 from mrlhf.rewards.rules import ANSWERS, RULES
 from mrlhf.rewards.term_names import term_names
 
-EXTERNAL_TERMS = ("reward_model",)
+EXTERNAL_TERMS = ("reward_model", "environment")
 """Terms whose scores the caller computes."""
 
 
@@ -68,7 +68,7 @@ class RewardFunction:
         """Load the terms; a user's function starts its process here.
 
         Args:
-            terms: the name and the weight of each; the name of a rule, "reward_model", or
+            terms: the name and the weight of each; the name of a rule or of an external term, or
                 "path/to/file.py:function".
             limits: the resources of each user's function; None: no limit but a minute for each
                 call.
@@ -94,7 +94,7 @@ class RewardFunction:
 
     @property
     def reads_text(self) -> bool:
-        """Whether a term reads the text of a response; "reward_model" does not."""
+        """Whether a term reads the text of a response; external terms do not."""
         return bool(self._rules or self._custom)
 
     @property

@@ -16,13 +16,14 @@ from typing import Any
 from mrlhf.config.user_code import UserCodeError, read_reference
 from mrlhf.errors import RewardError, UserTraceback
 from mrlhf.rewards.interface import RewardInput, Scored, split_score
-from mrlhf.rewards.worker_process import Limits, WorkerProcess
+from mrlhf.workers.process import Limits, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 # Words in the errors of Python if the memory limit refuses memory, a process or a thread.
 _NO_MEMORY = ("MemoryError", "Cannot allocate memory", "can't start new thread")
 _NO_LIMITS_BUT_TIME = Limits()
+_WORKER = Path(__file__).with_name("worker.py")
 
 
 class CustomReward:
@@ -99,7 +100,8 @@ class CustomReward:
 
     def _started(self) -> WorkerProcess:
         if self._process is None:
-            self._process = WorkerProcess(self._file, self.name, self._limits)
+            arguments = [str(self._file), self.name]
+            self._process = WorkerProcess(_WORKER, arguments, self._limits)
             self._process.send(sys.path)
             when = "while its file was imported"
             kind, value = self._receive(self._process, self._load_timeout_s, when)

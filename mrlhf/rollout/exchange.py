@@ -6,34 +6,25 @@ It also says how a checkpoint keeps the samples. It knows neither prompts nor en
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import asdict, astuple, dataclass, fields
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import Parts
-from mrlhf.inference.base import EngineStats, Sample
+from mrlhf.batch import Episode, Parts
+from mrlhf.inference.base import EngineStats
 from mrlhf.models.spec import Experts
-from mrlhf.parallel.collectives import all_gather_ragged
+from mrlhf.parallel.collectives import all_gather_objects, all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import OpenTable
+from mrlhf.rollout.trajectory import Trajectory
 
 _STATS = len(fields(EngineStats))
 _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class ReplicaSamples:
-    """The samples of one replica; all of its ranks have the same but for the recorded experts."""
-
-    rows: list[int]  # the row of each sample in the batch
-    samples: list[Sample]
-    # for how many tokens of each sample, prompt included, the experts are recorded
-    recorded: list[int]
-    stats: EngineStats
+_Columns = TypeVar("_Columns", "SampleHeaders", "SampleRuns")
 
 
 class SampleHeaders(NamedTuple):
@@ -42,7 +33,6 @@ class SampleHeaders(NamedTuple):
     rows: Tensor  # the row of each sample in the batch
     lengths: Tensor  # its number of tokens
     stopped: Tensor  # 1 if a stop token or stop string ended it
-    versions: Tensor  # the version of the weights that drew it
     recorded: Tensor  # for how many tokens of prompt and response the experts are recorded
 
     @property
@@ -55,22 +45,34 @@ class SampleHeaders(NamedTuple):
         return begins
 
     @staticmethod
-    def of(drawn: ReplicaSamples) -> SampleHeaders:
+    def of(trajectories: Sequence[Trajectory]) -> SampleHeaders:
         """The headers of one replica's samples."""
-        samples = drawn.samples
         columns = (
-            drawn.rows,
-            [len(sample.arrays[0]) for sample in samples],
-            [sample.stopped for sample in samples],
-            [sample.version for sample in samples],
-            drawn.recorded,
+            [one.row for one in trajectories],
+            [len(one.token_ids) for one in trajectories],
+            [one.stopped for one in trajectories],
+            [one.recorded for one in trajectories],
         )
         return SampleHeaders(*(torch.tensor(column, dtype=torch.int64) for column in columns))
 
+
+class SampleRuns(NamedTuple):
+    """The runs of some samples, those of a sample in their order; int64 [runs]."""
+
+    rows: Tensor  # the row of each run's sample in the batch
+    lengths: Tensor
+    versions: Tensor
+
     @staticmethod
-    def join(parts: Sequence[SampleHeaders]) -> SampleHeaders:
-        """The headers of all parts, one part after the other."""
-        return SampleHeaders(*map(torch.cat, zip(*parts, strict=True)))
+    def of(trajectories: Sequence[Trajectory]) -> SampleRuns:
+        """The runs of one replica's samples."""
+        every = [(one.row, *run) for one in trajectories for run in one.runs]
+        return SampleRuns(*torch.tensor(every, dtype=torch.int64).view(-1, 3).unbind(dim=1))
+
+    def of_tokens(self) -> Tensor:
+        """The version of each token, int64 [tokens], row after row."""
+        order = torch.sort(self.rows, stable=True).indices
+        return self.versions[order].repeat_interleave(self.lengths[order])
 
 
 @dataclass(frozen=True)
@@ -79,21 +81,26 @@ class DrawnSamples:
 
     stats: list[EngineStats]  # the statistics of each replica's engine
     headers: SampleHeaders  # the samples that are there
+    runs: SampleRuns  # who drew their tokens
     token_ids: Tensor  # int32 [batch, response_len], zero after the end
     logprobs: Tensor  # float32 [batch, response_len], zero after the end
     # uint8 or int16 [recorded tokens, mixtures, per_token], the experts of all tokens of one row,
     # then those of the next row
     experts: Tensor
+    # what happened in each row beside its tokens; empty without an environment
+    episodes: dict[int, Episode]
 
     @staticmethod
     def none(replicas: int) -> DrawnSamples:
         """The empty table, before anything is drawn."""
         return DrawnSamples(
             [EngineStats()] * replicas,
-            SampleHeaders.of(ReplicaSamples([], [], [], EngineStats())),
+            SampleHeaders.of([]),
+            SampleRuns.of([]),
             torch.zeros(0, 1, dtype=torch.int32),
             torch.zeros(0, 1, dtype=torch.float32),
             _NO_RECORD,
+            {},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,9 +110,11 @@ class DrawnSamples:
         return {
             "stats": [list(astuple(stats)) for stats in self.stats],
             **headers._asdict(),
+            "runs": self.runs._asdict(),
             "tokens": self.token_ids[headers.rows][is_there],
             "logprobs": self.logprobs[headers.rows][is_there],
             "experts": self.experts,
+            "episodes": {str(row): asdict(one) for row, one in self.episodes.items()},
         }
 
     @staticmethod
@@ -125,39 +134,56 @@ class DrawnSamples:
             table[headers.rows] = of_samples
             tables.append(table)
         stats = [EngineStats(*numbers) for numbers in state["stats"]]
-        tables.append(state["experts"])
-        return DrawnSamples(stats, headers, *tables)
+        runs = SampleRuns(**state["runs"])
+        episodes = {int(row): Episode(**one) for row, one in state["episodes"].items()}
+        token_ids, logprobs = tables
+        return DrawnSamples(stats, headers, runs, token_ids, logprobs, state["experts"], episodes)
 
 
 def exchange_samples(
     groups: EngineGroups,
     batch: int,
-    drawn: ReplicaSamples,
+    drawn: Sequence[Trajectory],
+    stats: EngineStats,
     earlier: DrawnSamples | None,
     experts: Experts | None = None,
+    has_episodes: bool = False,
 ) -> DrawnSamples:
     """The samples of all replicas, on every rank; every rank calls it.
 
     Each replica writes its samples into tables that its machine shares. Only a few numbers a sample
-    are gathered on every rank.
+    are gathered on every rank, and the episodes if there are any.
 
     `batch` counts all rows, also those that have not been drawn. `drawn` are the samples of this
-    rank's replica; `earlier` those drawn before an interruption, the same on every rank. With
-    `experts`, the mixtures of the model, the recorded experts are exchanged too.
+    rank's replica, the same on all of its ranks but for the recorded experts, and `stats` the work
+    of its engine; `earlier` are the samples drawn before an interruption, the same on every rank.
+    With `experts`, the mixtures of the model, the recorded experts are exchanged too.
     """
-    counts = torch.tensor(astuple(drawn.stats), dtype=torch.int64)
-    mine = torch.cat([counts, *SampleHeaders.of(drawn)])
-    gathered = all_gather_ragged(mine, groups.replicas)
-    every_stats = [EngineStats(*numbers[:_STATS].tolist()) for numbers in gathered]
-    columns = len(SampleHeaders._fields)
-    parts = [SampleHeaders(*numbers[_STATS:].view(columns, -1)) for numbers in gathered]
+    counts = torch.tensor([*astuple(stats), len(drawn)], dtype=torch.int64)
+    mine = torch.cat([counts, *SampleHeaders.of(drawn), *SampleRuns.of(drawn)])
+    every_stats = []
+    parts = []
+    parts_of_runs = []
+    for numbers in all_gather_ragged(mine, groups.replicas):
+        *counted, samples = numbers[: _STATS + 1].tolist()
+        end = _STATS + 1 + samples * len(SampleHeaders._fields)
+        every_stats.append(EngineStats(*counted))
+        columns = numbers[_STATS + 1 : end].view(len(SampleHeaders._fields), samples)
+        parts.append(SampleHeaders(*columns))
+        parts_of_runs.append(SampleRuns(*numbers[end:].view(len(SampleRuns._fields), -1)))
 
     if earlier is None:
-        earlier = DrawnSamples.none(len(gathered))
+        earlier = DrawnSamples.none(len(every_stats))
     if len(earlier.stats) == len(every_stats):
         pairs = zip(earlier.stats, every_stats, strict=True)
         every_stats = [before + now for before, now in pairs]
-    headers = SampleHeaders.join([earlier.headers, *parts])
+    headers = _joined([earlier.headers, *parts])
+    runs = _joined([earlier.runs, *parts_of_runs])
+    episodes = earlier.episodes
+    if has_episodes:
+        of_replica = {one.row: one.episode for one in drawn if one.episode is not None}
+        for others in all_gather_objects(of_replica, groups.replicas):
+            episodes = episodes | others
 
     shape = (batch, max([1, *headers.lengths.tolist()]))
     token_ids = groups.machine.table(shape, torch.int32)
@@ -167,17 +193,18 @@ def exchange_samples(
             known = earlier.headers.rows
             table.entries[known, : before.shape[1]] = before[known]
     if groups.tp_rank == 0:
-        _write(token_ids, drawn.rows, [sample.arrays[0] for sample in drawn.samples])
-        _write(logprobs, drawn.rows, [sample.arrays[1] for sample in drawn.samples])
+        _write(token_ids, {one.row: one.token_ids for one in drawn})
+        _write(logprobs, {one.row: one.logprobs for one in drawn})
     record = _NO_RECORD
     if experts is not None:
         record = _exchange_experts(groups, drawn, headers, earlier, experts)
-    return DrawnSamples(every_stats, headers, token_ids.complete(), logprobs.complete(), record)
+    tables = token_ids.complete(), logprobs.complete()
+    return DrawnSamples(every_stats, headers, runs, *tables, record, episodes)
 
 
 def _exchange_experts(
     groups: EngineGroups,
-    drawn: ReplicaSamples,
+    drawn: Sequence[Trajectory],
     headers: SampleHeaders,
     earlier: DrawnSamples,
     experts: Experts,
@@ -198,15 +225,21 @@ def _exchange_experts(
     if groups.tp_rank == 0:
         begin_of = dict(zip(headers.rows.tolist(), begins.tolist(), strict=True))
         numbers = table.entries.numpy()
-        for row, sample, count in zip(drawn.rows, drawn.samples, drawn.recorded, strict=True):
-            if count:
-                assert sample.experts is not None and len(sample.experts) == count
-                numbers[begin_of[row] : begin_of[row] + count] = sample.experts
+        for one in drawn:
+            if one.recorded:
+                assert one.experts is not None and len(one.experts) == one.recorded
+                begin = begin_of[one.row]
+                numbers[begin : begin + one.recorded] = one.experts
     return table.complete()
 
 
-def _write(table: OpenTable, rows: Sequence[int], contents: Sequence[Any]) -> None:
-    """Write each row of `contents` to the beginning of its row of the table, without a copy."""
+def _joined(parts: Sequence[_Columns]) -> _Columns:
+    """The entries of all parts, one part after the other."""
+    return type(parts[0])(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _write(table: OpenTable, contents: Mapping[int, Any]) -> None:
+    """Write the contents of each row to its beginning in the table, without a copy."""
     numbers = table.entries.numpy()
-    for row, content in zip(rows, contents, strict=True):
+    for row, content in contents.items():
         numbers[row, : len(content)] = np.asarray(content)

@@ -7,7 +7,6 @@ are scored, nor losses.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,14 +21,7 @@ from torch import Tensor
 
 from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
 from mrlhf.errors import EngineError, Interrupted
-from mrlhf.inference.base import (
-    EngineStats,
-    Finished,
-    InferenceEngine,
-    Request,
-    SamplingParams,
-    generate,
-)
+from mrlhf.inference.base import EngineStats, InferenceEngine, Request, SamplingParams
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import Machine
@@ -37,12 +29,14 @@ from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
+from mrlhf.rollout.conversations import Conversations
+from mrlhf.rollout.drawing import Drawn, draw_turn, mix_seed
+from mrlhf.rollout.episodes import check_episodes, episode_metrics
+from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 from mrlhf.rollout.hand_over import HandOver
 from mrlhf.rollout.scoring import Scores
 
 SLOWEST = "perf/slowest_replica"  # metric; the names of others begin with it
-_SEED_BITS = 63
 _NO_MEMORY = (
     "out of memory",
     "not enough memory",
@@ -82,6 +76,8 @@ class Generator:
     drawn: dict[str, DrawnSamples] = field(default_factory=dict)
     # the policy's mixtures, if the engine can record the experts that they choose
     experts: Experts | None = None
+    # leads the samples through several turns; None if each has a single one
+    conversations: Conversations | None = None
 
     @property
     def version(self) -> int:
@@ -148,14 +144,22 @@ class Generator:
         sampling = replace(sampling, seed=mix_seed(self.seed, name))
         lengths = self.lengths.setdefault(stream, ResponseLengths())
 
-        mine = self._assign(prompts, sampling, lengths)[self.groups.replica]
+        shares = self._assign(prompts, sampling, lengths)[self.groups.replica]
         earlier = self.drawn.get(name)
-        requests = _requests_without(prompts, sampling, mine, earlier)
+        requests = _requests_without(prompts, sampling, shares, earlier)
         began = time.perf_counter()
-        finished, interrupted = self._draw(requests)
+        mine, interrupted = self._draw(prompts, sampling, requests)
         seconds = time.perf_counter() - began
 
-        drawn = self._exchange(prompts, sampling, finished, earlier)
+        drawn = exchange_samples(
+            self.groups,
+            len(prompts) * sampling.n,
+            mine.trajectories,
+            mine.stats,
+            earlier,
+            self.experts if sampling.record_experts else None,
+            has_episodes=self.conversations is not None,
+        )
         if step is not None:
             self.drawn[name] = drawn  # an interrupted step need not draw them again
         if interrupted is not None:
@@ -163,9 +167,10 @@ class Generator:
         rollout = self._gather(prompts, sampling.n, drawn)
 
         lengths.update(rollout.prompts.uid, rollout.response_lengths)
-        speeds = self._compare_speeds(seconds, finished.stats.steps)
+        speeds = self._compare_speeds(seconds, mine.stats.steps)
         tokens = int(rollout.loss_mask.sum())
-        return DrawnBatch(rollout, tokens, [engine_metrics(drawn.stats) | speeds])
+        metrics = {} if rollout.episodes is None else episode_metrics(rollout.episodes)
+        return DrawnBatch(rollout, tokens, [engine_metrics(drawn.stats) | speeds | metrics])
 
     def sleep(self) -> None:
         """Free the engine's memory while the models train."""
@@ -214,42 +219,25 @@ class Generator:
         prompt_lengths = [len(tokens) for tokens in prompts.token_ids]
         return assign(prompt_lengths, expected, sampling.n, self.groups.layout.num_replicas)
 
-    def _draw(self, requests: Sequence[Request]) -> tuple[Finished, Interrupted | None]:
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingParams, requests: Sequence[Request]
+    ) -> tuple[Drawn, Interrupted | None]:
         """Have this rank's replica serve the requests; with the interruption, if the run stops."""
         samples = sum(len(request.samples) for request in requests)
-        finished = Finished([], EngineStats())
+        drawn = Drawn([], EngineStats())
         try:
             with self.phases.interruptible() as may_begin, _named_memory_error("generating"):
 
-                def may_step(unit: int) -> bool:
-                    self.phases.advance(samples - self.engine.in_flight, samples, "responses")
+                def may_step(unit: int, open_samples: int) -> bool:
+                    self.phases.advance(samples - open_samples, samples, "responses")
                     return may_begin(unit)
 
-                finished = generate(self.engine, requests, may_step)
+                draw = draw_turn if self.conversations is None else self.conversations.draw
+                drawn = draw(self.engine, prompts, sampling, requests, may_step)
                 self._count_memory()
         except Interrupted as stop:
-            return finished, stop
-        return finished, None
-
-    def _exchange(
-        self,
-        prompts: Prompts,
-        sampling: SamplingParams,
-        finished: Finished,
-        earlier: DrawnSamples | None,
-    ) -> DrawnSamples:
-        """The samples of all replicas, each at its place in the batch."""
-        rows = []
-        recorded = []
-        for sample in finished.samples:
-            prompt = sample.request_id // sampling.n
-            rows.append(prompt * sampling.n + sample.sample_index)
-            computed = len(prompts.token_ids[prompt]) + len(sample.arrays[0]) - 1
-            recorded.append(computed if sampling.record_experts else 0)
-
-        mine = ReplicaSamples(rows, finished.samples, recorded, finished.stats)
-        experts = self.experts if sampling.record_experts else None
-        return exchange_samples(self.groups, len(prompts) * sampling.n, mine, earlier, experts)
+            return drawn, stop
+        return drawn, None
 
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
         """`perf/slowest_replica` and `perf/slowest_replica_rank`; nothing if there is one replica.
@@ -274,24 +262,34 @@ class Generator:
         )
         order = headers.rows.argsort()
         lengths = headers.lengths[order]
-        versions = headers.versions[order].int()
 
-        def spread() -> tuple[Tensor, Tensor]:
+        one_turn = self.conversations is None
+
+        def spread() -> tuple[Tensor, Tensor, Tensor | None]:
             _check_finite(drawn.logprobs, prompts, n)
-            mask = torch.arange(drawn.token_ids.shape[1]) < lengths[:, None]
-            return mask, torch.where(mask, versions[:, None], NO_VERSION)
+            is_there = torch.arange(drawn.token_ids.shape[1]) < lengths[:, None]
+            versions = torch.full(is_there.shape, NO_VERSION, dtype=torch.int32)
+            versions[is_there] = drawn.runs.of_tokens().int()
+            return is_there, versions, None if one_turn else versions != NO_VERSION
 
-        mask, token_versions = self.machine.compute_on_leader(spread)
+        mask, versions, loss_mask = self.machine.compute_on_leader(spread)
+        repeated = prompts.repeat(n)
+        episodes = None
+        if self.conversations is not None:
+            episodes = [drawn.episodes[row] for row in range(batch)]
+            check_episodes(episodes)
+            repeated = repeated.begun_as(episodes)
         return Rollout(
-            prompts=prompts.repeat(n),
+            prompts=repeated,
             sample_index=[row % n for row in range(batch)],
             response_ids=drawn.token_ids,
             response_mask=mask,
-            loss_mask=mask,
+            loss_mask=mask if loss_mask is None else loss_mask,
             rollout_logprobs=drawn.logprobs,
-            versions=token_versions,
+            versions=versions,
             stopped=headers.stopped[order].bool(),
             experts=_record(drawn.experts, headers.recorded[order]),
+            episodes=episodes,
         )
 
 
@@ -371,12 +369,6 @@ def engine_metrics(stats: Sequence[EngineStats]) -> dict[str, float]:
         "rollout/tokens_per_engine_step": generated / max(1, steps),
         "rollout/imbalance": max(replica.steps for replica in stats) * len(stats) / max(1, steps),
     }
-
-
-def mix_seed(seed: int, stream: str) -> int:
-    """A seed that depends on the run's seed and the name of a stream of random numbers."""
-    digest = hashlib.blake2b(f"{seed}:{stream}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
 @contextmanager

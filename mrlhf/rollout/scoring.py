@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mrlhf.batch import Rollout
+from mrlhf.batch import Episode, Rollout
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.groups import RoleGroups
@@ -28,6 +28,7 @@ from mrlhf.roles.reward_model import RewardModel
 
 T = TypeVar("T")
 REPORTED_CORRECTNESS = "acc"
+ENVIRONMENT = "environment"
 
 # Responses that are scored before a rank may stop; a user's function may take long for each.
 _UNIT_ROWS = 4
@@ -113,12 +114,16 @@ class Scorer:
         rank = world.rank()
         world_size = world.size()
 
-        model_scores: dict[str, list[float]] = {}
+        given: dict[str, list[float]] = {}
+        further: dict[str, list[float]] = {}
         if self.reward_model is not None:
-            model_scores["reward_model"] = self.reward_model.score(rollout).tolist()
+            given["reward_model"] = self.reward_model.score(rollout).tolist()
+        if rollout.episodes is not None and ENVIRONMENT in self.function.external:
+            given[ENVIRONMENT] = [episode.score or 0.0 for episode in rollout.episodes]
+            further = _numbers_of(rollout.episodes)
 
         my_rows = range(rank, len(rollout), world_size)
-        result = self._score_rows(rollout, my_rows, model_scores)
+        result = self._score_rows(rollout, my_rows, given)
 
         # After an error above the job ends, so no rank waits here for long.
         names = self._column_names(result.metrics)
@@ -129,6 +134,7 @@ class Scorer:
         table.entries[:, rank::world_size] = numbers.view(torch.int64)  # 0 + bits are these bits
         total, *columns = table.complete().view(torch.float64)
         terms = {name: column.tolist() for name, column in zip(names, columns, strict=True)}
+        terms |= further
 
         answers_of_ranks = all_gather_objects(result.answers, world) if with_answers else []
         answers = _join_answers(answers_of_ranks, _correctness_column(terms), len(rollout))
@@ -150,9 +156,12 @@ class Scorer:
         self.function.close()
 
     def _score_rows(
-        self, rollout: Rollout, rows: Sequence[int], model_scores: Mapping[str, Sequence[float]]
+        self, rollout: Rollout, rows: Sequence[int], given: Mapping[str, Sequence[float]]
     ) -> RewardResult:
-        """Score the responses at `rows`, unless the run stops meanwhile."""
+        """Score the responses at `rows`, unless the run stops meanwhile.
+
+        `given` has the scores [batch] of the terms that are scored elsewhere.
+        """
         parts = []
         lengths = rollout.response_lengths
         with self.phases.interruptible() as may_begin:
@@ -161,9 +170,7 @@ class Scorer:
                 if not may_begin(unit):
                     break
                 some = rows[begin : begin + _UNIT_ROWS]
-                external = {
-                    name: [column[row] for row in some] for name, column in model_scores.items()
-                }
+                external = {name: [column[row] for row in some] for name, column in given.items()}
                 parts.append(self.function.score(self._inputs(rollout, lengths, some), external))
         return _join_results(parts)
 
@@ -177,19 +184,35 @@ class Scorer:
         inputs = []
         for row in rows:
             text = ""
+            extra_info = prompts.extra_info[row]
             if reads_text:
-                text = self.tokenizer.decode(rollout.response_ids[row, : lengths[row]].tolist())
+                tokens = rollout.response_ids[row, : lengths[row]].tolist()
+                if rollout.episodes is not None:
+                    transcript = self.tokenizer.decode(tokens, skip_special_tokens=False)
+                    extra_info = {**extra_info, "transcript": transcript}
+                    said = rollout.last_turn(row)
+                    tokens = tokens[said.start : said.stop]
+                text = self.tokenizer.decode(tokens)
             inputs.append(
                 RewardInput(
                     data_source=prompts.data_source[row],
                     prompt_text=prompts.text[row],
                     solution_str=text,
                     ground_truth=prompts.ground_truth[row],
-                    extra_info=prompts.extra_info[row],
+                    extra_info=extra_info,
                     response_tokens=lengths[row],
                 )
             )
         return inputs
+
+
+def _numbers_of(episodes: Sequence[Episode]) -> dict[str, list[float]]:
+    """The further numbers [batch] that environments gave, by name; NaN where one gave none."""
+    names = sorted({name for episode in episodes for name in episode.further})
+    return {
+        f"{ENVIRONMENT}/{name}": [episode.further.get(name, math.nan) for episode in episodes]
+        for name in names
+    }
 
 
 def _join_results(parts: Sequence[RewardResult]) -> RewardResult:

@@ -196,6 +196,7 @@ def _ppo(config: PPOConfig, run: Run) -> None:
         held_out=MappingProxyType({}),
         steps=1,
         reward=RewardFunction([("exact_match", 1.0)]),
+        environments=None,
     )
     parts = assemble(config, inputs, run)
     for engine in parts.trained().values():

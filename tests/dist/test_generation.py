@@ -19,7 +19,8 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
-from mrlhf.rollout.generator import Generator, mix_seed
+from mrlhf.rollout.drawing import mix_seed
+from mrlhf.rollout.generator import Generator
 from tests.fake_engine import FakeEngine, FakeResharder, response
 from tests.ranks import run_ranks
 

@@ -14,7 +14,8 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
-from mrlhf.rollout.generator import Generator, mix_seed
+from mrlhf.rollout.drawing import mix_seed
+from mrlhf.rollout.generator import Generator
 from tests.fake_engine import FakeResharder
 from tests.models.engines import answer, fill, hf_model, make_prompts, spec_of
 from tests.ranks import run_ranks

@@ -26,7 +26,8 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.machine import Machine
-from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
+from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
+from mrlhf.rollout.trajectory import Trajectory
 from tests.ranks import run_ranks
 
 WORLD_SIZE = 4
@@ -185,9 +186,11 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
     def exchanged(
         some: slice, stats: EngineStats, earlier: DrawnSamples | None = None
     ) -> DrawnSamples:
-        recorded = [len(_recorded(row)) for row in rows]
-        mine = ReplicaSamples(rows[some], samples[some], recorded[some], stats)
-        return exchange_samples(groups, BATCH, mine, earlier, EXPERTS)
+        mine = [
+            Trajectory.of(sample, row, len(_recorded(row)))
+            for row, sample in zip(rows[some], samples[some], strict=True)
+        ]
+        return exchange_samples(groups, BATCH, mine, stats, earlier, EXPERTS)
 
     stats = EngineStats(steps=1 + groups.replica)
     whole = exchanged(slice(None), stats)
@@ -208,6 +211,7 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
         and torch.equal(both.logprobs, whole.logprobs)
         and both.stats == whole.stats,
         "headers": sorted(zip(*(column.tolist() for column in both.headers), strict=True)),
+        "versions": both.runs.of_tokens().tolist(),
         "steps": [one.steps for one in whole.stats],
     }
 
@@ -313,7 +317,8 @@ def test_every_rank_sees_the_samples_of_all_replicas(
     for row in range(BATCH):
         there = [row * 10 + place for place in range(row % 5)]
         tokens.append(there + [0] * (4 - len(there)))
-    headers = [(row, row % 5, int(row % 2 == 0), row, len(_recorded(row))) for row in range(BATCH)]
+    headers = [(row, row % 5, int(row % 2 == 0), len(_recorded(row))) for row in range(BATCH)]
+    versions = [row for row in range(BATCH) for _ in range(row % 5)]
     experts = np.concatenate([_recorded(row) for row in range(BATCH)]).tolist()
 
     for rank in ranks:
@@ -322,6 +327,7 @@ def test_every_rank_sees_the_samples_of_all_replicas(
             assert exchanged["tokens"] == tokens
             assert exchanged["logprobs"] == [[-token / 8 for token in row] for row in tokens]
             assert exchanged["in parts"] and exchanged["headers"] == headers
+            assert exchanged["versions"] == versions
             assert exchanged["experts"] == experts
             assert exchanged["steps"] == steps
 

@@ -63,6 +63,8 @@ class Batch:
         tokens, logprobs = fetch(*drawn)
         ended = self._sequences.record(step.draws, tokens.numpy(), logprobs.numpy())
         experts = self._experts_of(ended)
+        for row in filter(self._sequences.goes_on, ended):
+            self._scheduler.share_response(row, self._sequences.tokens_of(row))
         self._scheduler.record(step.draws, ended)
         return [self._sequences.remove(row, experts.get(row)) for row in ended]
 

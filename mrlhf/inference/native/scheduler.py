@@ -169,6 +169,11 @@ class Scheduler:
         copies = [copy for fork in forks for copy in fork.copies]
         return Step(rows, starts, counts, complete, draws, sources, copies)
 
+    def share_response(self, row: int, tokens: Sequence[int]) -> None:
+        """Let later prompts share what a row, whose tokens these are, has computed of them."""
+        held = self.block_tables[row, : self._held[row]].tolist()
+        self._manager.publish(tokens[: self._computed[row]], held)
+
     def record(self, draws: Ints, ended: Sequence[int]) -> None:
         """Give each of `draws` one more token, and remove the rows that have `ended`."""
         self.lengths[draws] += 1

@@ -41,6 +41,7 @@ class Sequences:
         self._owners: dict[int, tuple[int, int]] = {}  # request and sample index of each row
         self._searches: dict[int, StopSearch] = {}  # of each row, if there are stop strings
         self._recorded: set[int] = set()  # rows whose samples say which experts they went to
+        self._going_on: set[int] = set()  # rows with which the prompt of a later request begins
         self._keys = np.zeros(0, dtype=np.uint64)
         self._tokens = np.zeros((0, 0), dtype=np.int32)
         self._logprobs = np.zeros((0, 0), dtype=np.float32)
@@ -70,6 +71,8 @@ class Sequences:
             self._max_tokens[rows] = request.sampling.max_tokens
             if request.sampling.record_experts:
                 self._recorded.update(rows)
+            if request.goes_on:
+                self._going_on.update(rows)
             for row, index in zip(rows, request.samples, strict=True):
                 self._owners[row] = (request.id, index)
                 if self._stop:
@@ -115,11 +118,22 @@ class Sequences:
         """Whether the sample of a row must say to which experts its tokens were sent."""
         return row in self._recorded
 
+    def goes_on(self, row: int) -> bool:
+        """Whether the prompt of a later request may begin with this row."""
+        return row in self._going_on
+
+    def tokens_of(self, row: int) -> list[int]:
+        """The prompt of a row, and what was drawn."""
+        length = self._prompt_lengths[row] + self._counts[row]
+        tokens: list[int] = self._tokens[row, :length].tolist()
+        return tokens
+
     def remove(self, row: int, experts: NDArray[Any] | None = None) -> Sample:
         """Return the sample of a row that has ended, with its tokens' experts, and free the row."""
         request_id, sample_index = self._owners.pop(row)
         self._searches.pop(row, None)
         self._recorded.discard(row)
+        self._going_on.discard(row)
         self._numbers.give_back(row)
 
         start = self._prompt_lengths[row]

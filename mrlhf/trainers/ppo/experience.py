@@ -90,7 +90,7 @@ def make_experience(
     old_logprobs = rollout.rollout_logprobs if policy is None else policy.logprobs
 
     kl = _reward_kl(old_logprobs, outputs, algorithm) if algorithm.use_kl_in_reward else None
-    rewards = _rewards(shaped, drawn, kl, kl_coef, algorithm)
+    rewards = _rewards(shaped, rollout, kl, kl_coef, algorithm)
     loss_mask, weights = _corrected(policy, rollout, algorithm.rollout_correction)
 
     inputs = _advantage_inputs(collected, outputs, rewards, weights, components)
@@ -151,10 +151,14 @@ def equal_score_metrics(scores: Tensor, prompt_groups: Tensor, estimator: str) -
 
 
 def _rewards(
-    shaped: Tensor, drawn: Tensor, kl: Tensor | None, kl_coef: float, algorithm: AlgorithmSection
+    shaped: Tensor, rollout: Rollout, kl: Tensor | None, kl_coef: float, algorithm: AlgorithmSection
 ) -> Tensor:
-    """The reward of each token, [batch, response_len]."""
+    """The reward of each token, [batch, response_len]; those of turns are not shaped."""
+    drawn = rollout.loss_mask
     rewards = token_rewards(shaped, drawn, kl, kl_coef, algorithm.kl_placement)
+    of_turns = rollout.turn_rewards()
+    if of_turns is not None:
+        rewards = rewards + of_turns
     if algorithm.whiten_rewards:
         rewards = whiten(rewards, drawn, local_moments(rewards, drawn), shift_mean=False)
     return rewards

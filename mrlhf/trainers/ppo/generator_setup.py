@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.config.roots import PPOConfig
-from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.environments.host import EnvironmentHost
 from mrlhf.inference.base import EngineLimits, InferenceEngine
 from mrlhf.inference.engine_sizes import engine_ep
 from mrlhf.inference.native.engine import NativeEngine
@@ -24,10 +24,12 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.preflight import PPOInputs
 from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around
+from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.hand_over import HandOver
 from mrlhf.run.startup import Run
@@ -64,13 +66,14 @@ def check_engine(config: PPOConfig, spec: ModelSpec, device: torch.device) -> No
 
 
 def build_generator(
-    config: PPOConfig, run: Run, actor: ModelEngine, tokenizer: Tokenizer
+    config: PPOConfig, run: Run, actor: ModelEngine, inputs: PPOInputs
 ) -> Generator:
     """Build the replica on this rank, and plan how the actor's weights get into it.
 
     Every rank calls it, after the actor's optimizer has been attached.
     """
     rollout = config.rollout
+    tokenizer = inputs.tokenizer
     backend = _BACKENDS[rollout.engine]
     training = actor.groups.layout
     ep = engine_ep(rollout.engine, rollout.ep, rollout.tp, training.etp, actor.spec)
@@ -105,6 +108,36 @@ def build_generator(
         config.seed,
         phases=run.phases,
         experts=actor.spec.experts if rollout.records_experts else None,
+        conversations=_conversations(config, engine_groups, inputs),
+    )
+
+
+def _conversations(
+    config: PPOConfig, groups: EngineGroups, inputs: PPOInputs
+) -> Conversations | None:
+    """What leads samples through several turns; the first rank of a replica has environments."""
+    found = inputs.environments
+    if found is None:
+        return None
+    rollout = config.rollout
+    return Conversations(
+        groups=groups,
+        host=None if groups.tp_rank else EnvironmentHost(found.references, found.limits),
+        dialogues={
+            name: Dialogue(program, found.renderers[name])
+            for name, program in found.programs.items()
+        },
+        program_of=found.program_of,
+        parse=found.parse,
+        tokenizer=inputs.tokenizer,
+        limits=TurnLimits(
+            max_turns=rollout.max_turns,
+            max_turn_tokens=rollout.max_turn_tokens,
+            max_told_tokens=rollout.max_tool_tokens,
+            max_prompt_tokens=config.data.max_prompt_length,
+            on_parse_error=rollout.on_parse_error,
+            on_tool_error=rollout.on_tool_error,
+        ),
     )
 
 

@@ -115,7 +115,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     actor.engine.attach_optimizer(config.actor.optim, actor_updates)
     if critic is not None:
         critic.engine.attach_optimizer(config.critic.optim, inputs.steps)
-    generator = build_generator(config, run, actor.engine, tokenizer)
+    generator = build_generator(config, run, actor.engine, inputs)
 
     shaper = RewardShaper(config.algorithm, config.data.max_response_length)
     control = config.algorithm.kl_ctrl

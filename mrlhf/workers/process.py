@@ -1,4 +1,4 @@
-"""The process of a user's reward function, from the trainer's side: messages, output and its end.
+"""A process that runs a user's code, from the trainer's side: messages, output and its end.
 
 Messages are lines of JSON. This file does not know what a message means.
 """
@@ -13,13 +13,12 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-_WORKER = Path(__file__).with_name("worker.py")
 _OUTPUT_BYTES = 4000
 _END_S = 5.0  # for a process that has closed its connection
 # The signals by which libraries end a process that gets no memory.
@@ -28,23 +27,28 @@ _OUT_OF_MEMORY = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP)
 
 @dataclass(frozen=True)
 class Limits:
-    """The time and memory that a user's function may use."""
+    """The time and memory that a user's code may use."""
 
     timeout_s: float = 60.0  # longest time of one call, seconds
     # most private memory of each of its processes, MB (RLIMIT_DATA); None: no limit
     memory_mb: int | None = None
+    key: str = "reward.memory_mb"  # that sets it
 
     @property
     def hint(self) -> str:
         """The advice in the error of a function that had too little memory."""
-        return f"reward.memory_mb = {self.memory_mb} limits its memory"
+        return f"{self.key} = {self.memory_mb} limits its memory"
 
 
 class WorkerProcess:
     """A running worker."""
 
-    def __init__(self, file: Path, name: str, limits: Limits) -> None:
-        """Start the process, which waits for its first message."""
+    def __init__(self, script: Path, arguments: Sequence[str], limits: Limits) -> None:
+        """Start the process, which waits for its first message.
+
+        The script gets a socket and a lifeline, as numbers of descriptors, then `arguments` and the
+        most memory in MB, 0 if there is no limit.
+        """
         self._limits = limits
         self._socket, theirs = socket.socketpair()
         self._lines = self._socket.makefile("rb")
@@ -54,11 +58,11 @@ class WorkerProcess:
         # Its other end closes when this process ends, however it ends; the kernel tells the worker.
         lifeline, held = os.pipe()
         passed = [theirs.fileno(), lifeline]
-        arguments = [*map(str, passed), str(file), name, str(limits.memory_mb or 0)]
+        every = [*map(str, passed), *arguments, str(limits.memory_mb or 0)]
         with theirs:
             # Its own group, so that what the function starts can be killed with it.
             self._popen = subprocess.Popen(
-                [sys.executable, "-u", str(_WORKER), *arguments],
+                [sys.executable, "-u", str(script), *every],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -73,9 +77,21 @@ class WorkerProcess:
 
         If the worker is gone or does not read, `receive` reports that.
         """
+        self.send_object(list(message))
+
+    def send_object(self, message: Any) -> None:
+        """Send a list or a dictionary, as `send` does."""
         self._socket.settimeout(self._limits.timeout_s)
         with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
-            self._socket.sendall(json.dumps(list(message), default=str).encode() + b"\n")
+            self._socket.sendall(json.dumps(message, default=str).encode() + b"\n")
+
+    def send_with(self, message: Iterable[Any], descriptor: int) -> None:
+        """Send a short list, and with it a descriptor, which the process gets as its own."""
+        self._socket.settimeout(self._limits.timeout_s)
+        with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
+            socket.send_fds(
+                self._socket, [json.dumps(list(message)).encode() + b"\n"], [descriptor]
+            )
 
     def receive(self, timeout_s: float) -> Any:
         """The next message.

@@ -1,0 +1,367 @@
+"""Runs the environments of many episodes, each in a process of its own, beside the trainer.
+
+A process imports a user's file once and forks a child for each episode. So a hang, a crash or an
+exit in one episode touches no other, and memory and time are limited for each. Requests do not
+wait for answers: `poll` gives those that have come. This file does not know tokens or engines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import selectors
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mrlhf.config.user_code import UserCodeError, read_reference
+from mrlhf.environments.interface import (
+    EnvironmentReference,
+    Outcome,
+    Program,
+    ToolCall,
+    ToolResult,
+)
+from mrlhf.errors import EnvironmentFault, UserTraceback
+from mrlhf.workers.process import Limits, WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+_NURSERY = Path(__file__).with_name("nursery.py")
+_BUILT_IN = Path(__file__).with_name("built_in.py")
+_FORK_S = 60.0
+_READ_BYTES = 1 << 20
+_SHOWN_FAILURE = 500  # characters
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """The time and memory that environments and tools may use."""
+
+    timeout_s: float = 30.0  # longest time of one request, seconds
+    memory_mb: int | None = None  # of each process of an episode, MB; None: no limit
+    workers: int = 8  # most episodes that compute at the same time
+    load_timeout_s: float = 120.0  # longest time to import a file
+
+    @property
+    def of_process(self) -> Limits:
+        """The same, for the processes."""
+        return Limits(_FORK_S, self.memory_mb, "rollout.tool_memory_mb")
+
+
+class _Nursery:
+    """A process that has loaded one program, and forks children."""
+
+    def __init__(self, name: str, reference: EnvironmentReference, limits: ToolLimits) -> None:
+        """Load the program; EnvironmentFault if it cannot be used."""
+        self._title = reference.environment or ", ".join(reference.tools) or "no tools"
+        environment = None
+        if reference.environment is not None:
+            environment = _located(reference.environment)
+        tools = [_located(tool) for tool in reference.tools]
+        self.process = WorkerProcess(_NURSERY, [], limits.of_process)
+        self.process.send_object({"path": sys.path, "environment": environment, "tools": tools})
+        offer = self._answer("ready", limits.load_timeout_s)
+        self.program = Program(
+            name, tuple(offer["tools"]), offer["is_stateless"], offer["has_reward"]
+        )
+
+    def fork(self) -> tuple[int, socket.socket]:
+        """A new child and the socket on which it serves."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process.send_with(["fork"], theirs.fileno())
+            return self._answer("pid", _FORK_S), ours
+
+    def end(self, child: int) -> str:
+        """Kill a child; how it ended, in words."""
+        self.process.send_object(["end", child])
+        status: str = self._answer("status", _FORK_S)
+        return status
+
+    def close(self) -> None:
+        """End the process; its children end too."""
+        with suppress(ValueError, OSError):  # it is closed already
+            self.process.stop()
+
+    def _answer(self, wanted: str, timeout_s: float) -> Any:
+        try:
+            kind, value = self.process.receive(timeout_s)
+        except TimeoutError:
+            what = f"took more than {timeout_s:g} s and was stopped"
+        except (EOFError, ConnectionResetError):
+            what = self.process.ending()
+        else:
+            if kind == wanted:
+                return value
+            self.close()
+            summary, trace = value
+            cause = UserTraceback(trace) if trace else None
+            raise EnvironmentFault(f"cannot load an environment: {summary}") from cause
+        printed = self.process.stop()
+        output = f"; it printed: {printed}" if printed else ""
+        raise EnvironmentFault(f"the process of {self._title} {what}{output}")
+
+
+@dataclass
+class _Episode:
+    """One episode: its child, and the request that is not answered yet."""
+
+    number: int
+    nursery: _Nursery
+    pid: int
+    connection: socket.socket
+    begin: list[Any]  # the request that begins it
+    kind: Literal["reset", "turn", "reward"] = "reset"
+    request: list[Any] | None = None
+    calls: list[Any] = field(default_factory=list)  # of a turn, each a name and its arguments
+    asked_at: float = 0.0
+    deadline: float | None = None  # set while the child computes
+    received: bytes = b""
+    results: list[ToolResult] = field(default_factory=list)
+    ended: str = ""  # how the child ended, if it has
+
+
+class EnvironmentHost:
+    """The environments of all episodes of one replica."""
+
+    def __init__(self, references: Mapping[str, EnvironmentReference], limits: ToolLimits) -> None:
+        """Load the programs, by their names.
+
+        Raises:
+            EnvironmentFault: one cannot be loaded.
+        """
+        self._limits = limits
+        self._nurseries: dict[str, _Nursery] = {}
+        self._episodes: dict[int, _Episode] = {}
+        self._queue: deque[_Episode] = deque()
+        self._computing: set[int] = set()
+        self._outcomes: list[Outcome] = []
+        self._selector = selectors.DefaultSelector()
+        try:
+            for name, reference in references.items():
+                self._nurseries[name] = _Nursery(name, reference, limits)
+        except EnvironmentFault:
+            self.close()
+            raise
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """What each program offers."""
+        return {name: nursery.program for name, nursery in self._nurseries.items()}
+
+    def begin(self, number: int, program: str, row: Mapping[str, Any], seed: int) -> None:
+        """Begin an episode with a row of the data; its random numbers begin with `seed`."""
+        nursery = self._nurseries[program]
+        begin = ["reset", dict(row), seed]
+        episode = _Episode(number, nursery, *nursery.fork(), begin)
+        self._episodes[number] = episode
+        self._selector.register(episode.connection, selectors.EVENT_READ, episode)
+        self._ask(episode, "reset", begin)
+
+    def turn(self, number: int, text: str, calls: Sequence[ToolCall]) -> None:
+        """Run the calls of a turn; without any, let the environment reply to its text."""
+        wanted = [[call.name, dict(call.arguments)] for call in calls]
+        self._ask(self._episodes[number], "turn", ["turn", text], wanted)
+
+    def ask_reward(self, number: int) -> None:
+        """Ask what the episode is worth; its program must have a reward."""
+        self._ask(self._episodes[number], "reward", ["reward"])
+
+    def end(self, number: int) -> None:
+        """End an episode and all that it has started."""
+        episode = self._episodes.pop(number, None)
+        if episode is None:
+            return
+        self._computing.discard(number)
+        if episode in self._queue:
+            self._queue.remove(episode)
+        self._drop_child(episode)
+
+    def poll(self, timeout_s: float) -> list[Outcome]:
+        """The outcomes that have come, by episode; it waits at most this long for the first."""
+        until = time.monotonic() + timeout_s
+        while True:
+            self._start_next()
+            nearest = min((e.deadline for e in self._active() if e.deadline), default=until)
+            wait = 0.0 if self._outcomes else max(0.0, min(until, nearest) - time.monotonic())
+            for key, _ in self._selector.select(wait):
+                self._read(key.data)
+            self._stop_late()
+            if self._outcomes or time.monotonic() >= until:
+                break
+        self._start_next()
+        self._log_printed()
+        outcomes = sorted(self._outcomes, key=lambda outcome: outcome.episode)
+        self._outcomes = []
+        return outcomes
+
+    def close(self) -> None:
+        """End everything."""
+        for nursery in self._nurseries.values():
+            nursery.close()
+        for episode in self._episodes.values():
+            episode.connection.close()
+        self._episodes.clear()
+        self._queue.clear()
+        self._selector.close()
+
+    def _active(self) -> list[_Episode]:
+        return [self._episodes[number] for number in self._computing]
+
+    def _ask(
+        self,
+        episode: _Episode,
+        kind: Literal["reset", "turn", "reward"],
+        request: list[Any],
+        calls: Sequence[Any] = (),
+    ) -> None:
+        assert episode.request is None, f"episode {episode.number} has not answered yet"
+        episode.kind = kind
+        episode.request = request
+        episode.calls = list(calls)
+        episode.asked_at = time.monotonic()
+        episode.results = []
+        self._queue.append(episode)
+
+    def _start_next(self) -> None:
+        """Send requests while fewer children compute than may."""
+        while self._queue and len(self._computing) < self._limits.workers:
+            episode = self._queue.popleft()
+            self._computing.add(episode.number)
+            self._send(episode)
+
+    def _send(self, episode: _Episode) -> None:
+        episode.deadline = time.monotonic() + self._limits.timeout_s
+        episode.connection.settimeout(self._limits.timeout_s)
+        assert episode.request is not None
+        request = episode.request
+        if episode.kind == "turn":
+            request = [*request, episode.calls[len(episode.results) :]]
+        with suppress(OSError):  # it has ended, which reading shows
+            episode.connection.sendall(json.dumps(request, default=str).encode() + b"\n")
+
+    def _read(self, episode: _Episode) -> None:
+        """Take what a child has sent."""
+        try:
+            received = episode.connection.recv(_READ_BYTES)
+        except ConnectionResetError:
+            received = b""
+        if not received:
+            self._lost(episode, "")
+            return
+        *lines, episode.received = (episode.received + received).split(b"\n")
+        for line in lines:
+            try:
+                kind, value = json.loads(line)
+            except ValueError:
+                self._lost(episode, "wrote to its connection")
+                return
+            if episode.request is None:
+                continue
+            if kind == "result":
+                name = episode.calls[len(episode.results)][0]
+                episode.results.append(ToolResult(name, **value))
+            elif kind == "done":
+                self._answered(episode, **value)
+            else:
+                summary, trace = value
+                logger.debug("episode %d: %s", episode.number, trace)
+                self._answered(episode, failure=summary)
+
+    def _answered(self, episode: _Episode, **facts: Any) -> None:
+        episode.request = None
+        episode.deadline = None
+        self._computing.discard(episode.number)
+        failure = facts.pop("failure", None)
+        self._outcomes.append(
+            Outcome(
+                episode=episode.number,
+                kind=episode.kind,
+                seconds=time.monotonic() - episode.asked_at,
+                failure=None if failure is None else " ".join(failure.split())[:_SHOWN_FAILURE],
+                results=tuple(episode.results),
+                **facts,
+            )
+        )
+
+    def _stop_late(self) -> None:
+        """Stop the children that have computed for too long."""
+        now = time.monotonic()
+        for episode in self._active():
+            if episode.deadline is not None and now >= episode.deadline:
+                what = f"took more than {self._limits.timeout_s:g} s and was stopped"
+                self._lost(episode, what)
+
+    def _lost(self, episode: _Episode, what: str) -> None:
+        """Go on without the child, which has ended or must be stopped."""
+        status = self._drop_child(episode)
+        what = what or status
+        if episode.request is None:  # nobody asked it for anything; the next request finds out
+            episode.ended = what
+            return
+        name = "reply" if episode.kind == "turn" else episode.kind
+        if len(episode.results) < len(episode.calls):
+            name = episode.calls[len(episode.results)][0]
+            if episode.nursery.program.is_stateless:
+                self._go_on_anew(episode, ToolResult(name, f"Error: {name} {what}", is_error=True))
+                return
+        self._answered(episode, failure=f"{name} {what}")
+
+    def _go_on_anew(self, episode: _Episode, result: ToolResult) -> None:
+        """Run the calls that are left after a lost one in another child, which is as good."""
+        episode.results.append(result)
+        episode.pid, episode.connection = episode.nursery.fork()
+        self._selector.register(episode.connection, selectors.EVENT_READ, episode)
+        if len(episode.results) == len(episode.calls):
+            self._answered(episode)
+        else:
+            self._send(episode)
+
+    def _drop_child(self, episode: _Episode) -> str:
+        """Kill the child; how it ended, in words."""
+        if episode.ended or episode.connection.fileno() < 0:
+            return episode.ended
+        self._selector.unregister(episode.connection)
+        episode.connection.close()
+        episode.received = b""
+        return episode.nursery.end(episode.pid)
+
+    def _log_printed(self) -> None:
+        """Log what environments have printed."""
+        for nursery in self._nurseries.values():
+            printed = nursery.process.drain()
+            if printed:
+                logger.info("an environment printed: %s", printed)
+
+
+def describe(
+    references: Mapping[str, EnvironmentReference], limits: ToolLimits
+) -> dict[str, Program]:
+    """What the programs offer, each loaded in a process that ends again.
+
+    Raises:
+        EnvironmentFault: one cannot be loaded.
+    """
+    host = EnvironmentHost(references, limits)
+    try:
+        return host.programs
+    finally:
+        host.close()
+
+
+def _located(reference: str) -> list[str]:
+    """File and name of a tool or an environment; EnvironmentFault if there is no such file."""
+    if ":" not in reference:
+        return [str(_BUILT_IN), reference]
+    try:
+        file, name = read_reference(reference)
+    except UserCodeError as error:
+        raise EnvironmentFault(f"{reference}: {error}") from None
+    return [str(file.resolve()), name]

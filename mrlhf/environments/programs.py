@@ -1,0 +1,217 @@
+"""Finds what a user's environment and tools offer, and calls it.
+
+It is loaded by its path in the process of the environment, and does not know that process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pydantic
+
+RESERVED = ("reset", "reply", "reward", "turn_reward", "state_dict", "load_state_dict", "done")
+"""Members of an environment that are no tools."""
+
+
+class ProgramError(Exception):
+    """The environment or a tool cannot be used; the message says why, on one line."""
+
+
+class Tool:
+    """A function that the policy may call."""
+
+    def __init__(self, name: str, function: Callable[..., Any], is_method: bool) -> None:
+        """Read the signature; ProgramError if it does not say what the arguments are."""
+        self.name = name
+        self.function = function
+        self.is_method = is_method
+        parameters = list(inspect.signature(function).parameters.values())[is_method:]
+        try:
+            hints = typing.get_type_hints(function, include_extras=True)
+        except Exception as error:
+            raise ProgramError(f"tool {name}: its types cannot be read: {error}") from None
+
+        fields: dict[str, Any] = {}
+        about = _argument_docs(function)
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise ProgramError(
+                    f"tool {name} takes *{parameter.name}; name each argument, so that the policy "
+                    "can be told"
+                )
+            if parameter.name not in hints:
+                raise ProgramError(
+                    f"tool {name}: argument {parameter.name} has no type; write "
+                    f"{parameter.name}: str, or int"
+                )
+            default = ... if parameter.default is parameter.empty else parameter.default
+            field = pydantic.Field(default, description=about.get(parameter.name))
+            fields[parameter.name] = (hints[parameter.name], field)
+        try:
+            self._model = pydantic.create_model(
+                name, __config__=pydantic.ConfigDict(extra="forbid"), **fields
+            )
+            schema = self._model.model_json_schema()
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ProgramError(f"tool {name}: its types have no JSON schema: {reason}") from None
+        text = inspect.getdoc(function) or ""
+        self.schema = {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": " ".join(text.split("\n\n")[0].split()),
+                "parameters": _without_titles(schema),
+            },
+        }
+
+    def call(self, owner: object | None, arguments: Mapping[str, Any]) -> str:
+        """The tool's answer as text; ValueError says which argument is wrong."""
+        try:
+            checked = self._model.model_validate(dict(arguments))
+        except pydantic.ValidationError as error:
+            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise ValueError(f"{self.name} got wrong arguments: {'; '.join(wrong)}") from None
+        given = {name: getattr(checked, name) for name in type(checked).model_fields}
+        answer = self.function(**given) if owner is None else self.function(owner, **given)
+        if isinstance(answer, (dict, list)):
+            return json.dumps(answer, default=str)
+        return str(answer)
+
+
+class Offer:
+    """An environment class with its tools, and functions that are tools."""
+
+    def __init__(
+        self, environment: type | None, functions: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        """Read what they offer; ProgramError if something cannot be used."""
+        self.environment = environment
+        self.tools: dict[str, Tool] = {}
+        methods = dict(_tools_of(environment)) if environment is not None else {}
+        for group, is_method in ((methods, True), (functions, False)):
+            for name, function in group.items():
+                if name in self.tools:
+                    raise ProgramError(
+                        f"two tools have the name {name}, one of them a method of "
+                        f"{environment.__name__ if environment else ''}; rename one"
+                    )
+                self.tools[name] = Tool(name, function, is_method)
+        if environment is not None and inspect.signature(environment).parameters:
+            wanted = [
+                parameter.name
+                for parameter in inspect.signature(environment).parameters.values()
+                if parameter.default is parameter.empty
+                and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            ]
+            if wanted:
+                raise ProgramError(
+                    f"{environment.__name__} cannot be made without {', '.join(wanted)}; give its "
+                    "__init__ no arguments, and take what it needs from the row in reset"
+                )
+        self.methods = frozenset(names_of_methods(environment))
+
+    def describe(self) -> dict[str, Any]:
+        """What the trainer needs to know."""
+        return {
+            "tools": [tool.schema for tool in self.tools.values()],
+            "is_stateless": self.environment is None,
+            "has_reward": "reward" in self.methods,
+        }
+
+
+def names_of_methods(environment: type | None) -> Iterator[str]:
+    """The reserved methods that an environment has."""
+    for name in RESERVED:
+        if callable(getattr(environment, name, None)):
+            yield name
+
+
+def said(value: Any, method: str) -> str | list[Any] | None:
+    """What an environment said; ProgramError if it is neither text nor chat messages."""
+    if value is None or isinstance(value, str):
+        return value
+    fits = isinstance(value, Sequence) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value
+    )
+    if not fits:
+        raise ProgramError(
+            f"{method} returned {repr(value)[:100]}; return a text, a list of "
+            '{"role", "content"} messages, or None'
+        )
+    return [dict(message) for message in value]
+
+
+def number(value: Any, method: str) -> float:
+    """A finite number; ProgramError if it is none."""
+    try:
+        result = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        result = math.nan
+    if isinstance(value, (str, bytes)) or not math.isfinite(result):
+        raise ProgramError(f"{method} returned {repr(value)[:100]}; return a finite number")
+    return result
+
+
+def reward(value: Any) -> float | dict[str, float]:
+    """What reward returned, in numbers; ProgramError without a finite score."""
+    if not isinstance(value, Mapping):
+        return number(value, "reward")
+    if "score" not in value:
+        raise ProgramError(
+            f'reward returned a dict without "score" (it has {sorted(map(str, value))}); add it'
+        )
+    return {str(key): number(item, f"reward, as {key!r},") for key, item in value.items()}
+
+
+def _tools_of(environment: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The public methods of a class that are no reserved members, in the order of the file."""
+    seen = set()
+    for owner in environment.__mro__[:-1]:
+        for name, member in vars(owner).items():
+            if name.startswith("_") or name in RESERVED or name in seen:
+                continue
+            seen.add(name)
+            if inspect.isfunction(member):
+                yield name, member
+
+
+def _argument_docs(function: Callable[..., Any]) -> dict[str, str]:
+    """What the section "Args:" of a docstring says of each argument."""
+    _, found, section = (inspect.getdoc(function) or "").partition("Args:\n")
+    docs: dict[str, str] = {}
+    for line in section.splitlines() if found else ():
+        if not line.startswith(" "):
+            break
+        match = re.match(r"\s+(\w+)(?: \([^)]*\))?: (.*)", line)
+        if match is not None:
+            docs[match[1]] = match[2].strip()
+        elif docs:
+            last = next(reversed(docs))
+            docs[last] = f"{docs[last]} {line.strip()}"
+    return docs
+
+
+def _without_titles(schema: Any) -> Any:
+    """A JSON schema without the titles that pydantic makes of names, and without nulls."""
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _without_titles(part) for name, part in value.items()}
+        if key == "properties"
+        else _without_titles(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str))
+        and not (key == "default" and value is None)
+    }

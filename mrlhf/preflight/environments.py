@@ -1,0 +1,101 @@
+"""Reads what leads the episodes of a run, before any model is built: programs, templates, parser.
+
+It knows the keys of episodes. It does not know how an episode is led.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrlhf.config.roots import PPOConfig
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.data.tool_calls import ParsedTurn, parser_for
+from mrlhf.data.turns import TurnRenderer
+from mrlhf.environments.host import ToolLimits, describe
+from mrlhf.environments.interface import EnvironmentReference, Program
+from mrlhf.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_ALL = ""  # the name of the program of all rows that no other program is for
+
+
+@dataclass(frozen=True)
+class EnvironmentInputs:
+    """What leads the episodes: a program for each data source, or one for all."""
+
+    references: Mapping[str, EnvironmentReference]  # by the name of the program
+    programs: Mapping[str, Program]
+    renderers: Mapping[str, TurnRenderer]
+    limits: ToolLimits
+    parse: Callable[[str], ParsedTurn]
+
+    def program_of(self, data_source: str) -> str:
+        """The name of the program that leads the episodes of a data source."""
+        return data_source if data_source in self.programs else _ALL
+
+    def tools_of(self, data_source: str) -> Sequence[Mapping[str, Any]]:
+        """The tools that the prompts of a data source show."""
+        return self.programs[self.program_of(data_source)].tools
+
+
+def read_environments(
+    config: PPOConfig, tokenizer: Tokenizer, end_ids: Collection[int]
+) -> EnvironmentInputs | None:
+    """Load the programs of a run's episodes; None if a response is a single turn.
+
+    `end_ids` are the tokens that end a turn.
+
+    Raises:
+        ConfigError, DataError, EnvironmentFault: one line.
+    """
+    rollout = config.rollout
+    if not rollout.has_turns:
+        return None
+    tools = tuple(rollout.tools)
+    references = {
+        section.data_source or _ALL: EnvironmentReference(section.name, tools)
+        for section in rollout.environment
+    }
+    references.setdefault(_ALL, EnvironmentReference(None, tools))
+    limits = ToolLimits(
+        timeout_s=rollout.tool_timeout_s,
+        memory_mb=rollout.tool_memory_mb,
+        workers=rollout.tool_workers,
+    )
+    programs = describe(references, limits)
+    _check_reward(config, programs.values())
+    renderers = {
+        name: TurnRenderer(tokenizer, program.tools, end_ids) for name, program in programs.items()
+    }
+    for rewritten in filter(None, {renderer.rewritten() for renderer in renderers.values()}):
+        problem = f"the chat template would write earlier turns otherwise: {rewritten}"
+        if rollout.on_rewrite == "error":
+            raise DataError(f"rollout.on_rewrite: {problem}")
+        logger.warning("%s; the policy trains on its turns as it drew them", problem)
+    return EnvironmentInputs(
+        references=references,
+        programs=programs,
+        renderers=renderers,
+        limits=limits,
+        parse=parser_for(rollout.tool_parser, tokenizer.chat_template),
+    )
+
+
+def _check_reward(config: PPOConfig, programs: Collection[Program]) -> None:
+    """Compare the terms of the reward with what the environments say."""
+    is_asked = any(term.name == "environment" for term in config.reward.terms)
+    says = any(program.has_reward for program in programs)
+    if is_asked and not says:
+        raise ConfigError(
+            "reward.terms holds 'environment', but rollout.environment has no method reward(self); "
+            "add one, or use another term"
+        )
+    if says and not is_asked:
+        logger.warning(
+            "rollout.environment has a method reward, which no term of the reward uses; add "
+            "{name: environment} to reward.terms"
+        )

@@ -1,0 +1,59 @@
+"""What is told of a batch's episodes: metrics, and the reasons why some could not go on.
+
+It does not know how they were led.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from statistics import fmean
+
+from mrlhf.batch import Episode
+from mrlhf.errors import EnvironmentFault
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_FAILURES = 3
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Metrics of at least one episode.
+
+    Returns:
+        `episodes/turns/mean` and `max`; `episodes/tool_calls/mean`, the calls of one episode;
+        `episodes/errors`, the share of the calls that failed or could not be read;
+        `episodes/failed`, the share of episodes that could not go on; `episodes/waited_s/mean` and
+        `max`, the seconds for which one waited for tools and environment.
+    """
+    turns = [len(episode.turns) for episode in episodes]
+    calls = [sum(episode.tools.values()) for episode in episodes]
+    errors = sum(episode.errors for episode in episodes)
+    waited = [episode.waited_s for episode in episodes]
+    return {
+        "episodes/turns/mean": fmean(turns),
+        "episodes/turns/max": float(max(turns)),
+        "episodes/tool_calls/mean": fmean(calls),
+        "episodes/errors": errors / max(1, sum(calls)),
+        "episodes/failed": fmean(bool(episode.failure) for episode in episodes),
+        "episodes/waited_s/mean": fmean(waited),
+        "episodes/waited_s/max": max(waited),
+    }
+
+
+def check_episodes(episodes: Sequence[Episode]) -> None:
+    """Warn of episodes that could not go on; EnvironmentFault if none of them could."""
+    failures = [episode.failure for episode in episodes if episode.failure]
+    if not failures:
+        return
+    if len(failures) == len(episodes):
+        raise EnvironmentFault(
+            f"every episode of the batch failed, the first one so: {failures[0]}"
+        )
+    for reason in list(dict.fromkeys(failures))[:_SHOWN_FAILURES]:
+        logger.warning(
+            "%d of %d episodes failed and do not train; one of them so: %s",
+            len(failures),
+            len(episodes),
+            reason,
+        )

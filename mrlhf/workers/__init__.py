@@ -1,0 +1,1 @@
+"""Processes for users' code: their life, seen from the trainer and from inside."""
