@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mrlhf.data.conversations import encode_prompt, encode_response, prompt_of
 from mrlhf.data.prompts import Overlong
@@ -31,9 +32,9 @@ def encode_sft(
 ) -> list[SftExample]:
     """Tokenise rows for supervised fine-tuning.
 
-    A row has a `prompt` (a string or chat messages) and a `response`, or else an `answer`. If
-    prompt, response and eos are more than `max_length` tokens, the row is refused, or dropped and
-    counted in the log.
+    A row has a `prompt` (a string or chat messages) and a `response`, or else an `answer`. It may
+    have `tools`, the JSON schemas of functions that the prompt shows. If prompt, response and eos
+    are more than `max_length` tokens, the row is refused, or dropped and counted in the log.
 
     Raises:
         DataError: a row is malformed or too long, or no row is left.
@@ -41,7 +42,7 @@ def encode_sft(
     examples: list[SftExample] = []
     empty = 0
     for row in rows:
-        _, prompt = encode_prompt(row, prompt_of(row), tokenizer)
+        _, prompt = encode_prompt(row, prompt_of(row), tokenizer, _tools(row))
         response = encode_response(row, _response(row), tokenizer)
         empty += len(response) == 1
 
@@ -64,6 +65,14 @@ def encode_sft(
     if copies:
         logger.info("%s repeat prompt and response of an earlier row", of_rows(copies, rows))
     return examples
+
+
+def _tools(row: Row) -> list[dict[str, Any]]:
+    """The tools of a row; DataError if they are no list of objects."""
+    tools = row.fields.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f'{row.where}: "tools" must be a list of JSON schemas of functions')
+    return tools
 
 
 def _response(row: Row) -> str:

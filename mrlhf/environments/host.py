@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _NURSERY = Path(__file__).with_name("nursery.py")
 _BUILT_IN = Path(__file__).with_name("built_in.py")
 _FORK_S = 60.0
+_END_S = 5.0
 _READ_BYTES = 1 << 20
 _SHOWN_FAILURE = 500  # characters
 
@@ -79,9 +80,9 @@ class _Nursery:
             self.process.send_with(["fork"], theirs.fileno())
             return self._answer("pid", _FORK_S), ours
 
-    def end(self, child: int) -> str:
-        """Kill a child; how it ended, in words."""
-        self.process.send_object(["end", child])
+    def end(self, child: int, wait_s: float) -> str:
+        """Kill a child that does not end by itself within `wait_s` seconds; how it ended."""
+        self.process.send_object(["end", child, wait_s])
         status: str = self._answer("status", _FORK_S)
         return status
 
@@ -301,7 +302,8 @@ class EnvironmentHost:
 
     def _lost(self, episode: _Episode, what: str) -> None:
         """Go on without the child, which has ended or must be stopped."""
-        status = self._drop_child(episode)
+        # A child that has closed its connection ends in a moment.
+        status = self._drop_child(episode, wait_s=0.0 if what else _END_S)
         what = what or status
         if episode.request is None:  # nobody asked it for anything; the next request finds out
             episode.ended = what
@@ -324,14 +326,14 @@ class EnvironmentHost:
         else:
             self._send(episode)
 
-    def _drop_child(self, episode: _Episode) -> str:
-        """Kill the child; how it ended, in words."""
+    def _drop_child(self, episode: _Episode, wait_s: float = 0.0) -> str:
+        """Kill the child, unless it ends within `wait_s` seconds; how it ended, in words."""
         if episode.ended or episode.connection.fileno() < 0:
             return episode.ended
         self._selector.unregister(episode.connection)
         episode.connection.close()
         episode.received = b""
-        return episode.nursery.end(episode.pid)
+        return episode.nursery.end(episode.pid, wait_s)
 
     def _log_printed(self) -> None:
         """Log what environments have printed."""

@@ -6,7 +6,8 @@ of JSON on the socket FD by one:
 1. {"path", "environment", "tools"}: loads the program; ["ready", what it offers] or
    ["error", [summary, traceback]].
 2. ["fork"], with a socket: ["pid", number of the child that serves on this socket].
-3. ["end", pid]: kills the child with all that it has started; ["status", how it ended].
+3. ["end", pid, wait_s]: kills the child with all that it has started, unless it ends by itself
+   within so many seconds; ["status", how it ended].
 
 A child answers on its own socket, see `_serve`.
 """
@@ -20,6 +21,7 @@ import random
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -81,7 +83,7 @@ def _tend(control: socket.socket, lifeline: int) -> None:
             os.close(descriptors[0])
             child.send(control, "pid", pid)
         else:
-            child.send(control, "status", _end(request[1]))
+            child.send(control, "status", _end(*request[1:]))
 
 
 def _receive(control: socket.socket) -> tuple[Any, list[int]]:
@@ -118,9 +120,13 @@ def _load(environment: list[str] | None, tools: list[list[str]]) -> Any:
     return programs.Offer(kind, functions)
 
 
-def _end(pid: int) -> str:
-    """Kill a child with its group; how it ended, if it had ended before."""
+def _end(pid: int, wait_s: float) -> str:
+    """Kill a child with its group; how it ended, if it did so by itself."""
+    until = time.monotonic() + wait_s
     ended, status = os.waitpid(pid, os.WNOHANG)
+    while not ended and time.monotonic() < until:
+        time.sleep(0.005)
+        ended, status = os.waitpid(pid, os.WNOHANG)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     if not ended:

@@ -1,0 +1,302 @@
+"""Episodes of several turns, on one engine of two ranks and on two engines, against a slow loop.
+
+The loop draws each turn with `transformers` from all tokens so far, plays the environment itself,
+and writes what comes between two turns as literal text.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
+from transformers import PreTrainedTokenizerFast
+
+from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.data.tool_calls import ParsedTurn
+from mrlhf.data.turns import TurnRenderer
+from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
+from mrlhf.environments.interface import EnvironmentReference
+from mrlhf.inference.base import EngineLimits, SamplingParams
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.reshard.execute import ReshardStats
+from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
+from mrlhf.rollout.generator import Generator
+from tests.fake_engine import FakeResharder
+from tests.models.engines import fill, hf_model, spec_of
+from tests.ranks import run_ranks
+
+SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>")
+TEMPLATE = (
+    "{% if tools %}<|tools|>{{ tools[0].function.name }}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ENVIRONMENT = """
+class Talk:
+    def reset(self, row):
+        if row["uid"] == 3:
+            raise ValueError("nothing to say")
+        self.sizes, self.uid = [], row["uid"]
+        return f"go {row['uid']}" if row["uid"] % 2 else None
+
+    def note(self, size: int) -> str:
+        self.sizes.append(size)
+        return "x" * (size % 5)
+
+    def reply(self, text):
+        self.sizes.append(len(text))
+        return None if len(self.sizes) > self.uid % 4 else f"ok {len(text)}"
+
+    def turn_reward(self):
+        return self.sizes[-1] / 2
+
+    def reward(self):
+        return {"score": sum(self.sizes), "turns": len(self.sizes)}
+"""
+UIDS = [4, 7, 3, 12]
+N = 2
+ENDS = (0, *range(40, 52))  # some characters end a turn as well, since a random model ends none
+MOST_TOKENS, MOST_TURNS, MOST_TOLD = 60, 4, 3
+LIMITS = EngineLimits(max_num_seqs=6, max_length=96, max_prefill_tokens=24, cache_bytes=2**22)
+LAYOUTS = {"tp 2": 2, "two replicas": 1}
+
+
+def _tokenizer() -> Tokenizer:
+    """Each character is a token."""
+    vocabulary = {text: number for number, text in enumerate((*SPECIAL, *string.printable[:95]))}
+    pipeline = Pipeline(models.WordLevel(vocabulary, unk_token=SPECIAL[4]))
+    pipeline.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    pipeline.decoder = decoders.Fuse()
+    pipeline.add_special_tokens(list(SPECIAL))
+    backend = PreTrainedTokenizerFast(
+        tokenizer_object=pipeline, eos_token="<|end|>", chat_template=TEMPLATE
+    )
+    return Tokenizer(backend)
+
+
+def _parse(text: str) -> ParsedTurn:
+    """A turn with an odd number of characters is a call."""
+    if len(text) % 2:
+        return ParsedTurn("", (("note", {"size": len(text)}),), None)
+    return ParsedTurn(text, (), None)
+
+
+def _prompts(tokenizer: Tokenizer, tools: Any) -> Prompts:
+    messages = [[{"role": "user", "content": f"say {uid}"}] for uid in UIDS]
+    texts, tokens = zip(*(tokenizer.encode_prompt(m, tools) for m in messages), strict=True)
+    extra = [{"prompt": message} for message in messages]
+    nothing = [""] * len(UIDS)
+    return Prompts(list(tokens), UIDS, list(texts), nothing, nothing, extra)
+
+
+def _engine(model: Any, groups: Any, tokenizer: Tokenizer) -> NativeEngine:
+    engine = NativeEngine(
+        spec_of(model),
+        groups.tp,
+        torch.device("cpu"),
+        torch.float32,
+        LIMITS,
+        decode=tokenizer.decode,
+        never=torch.arange(100, 131),
+    )
+    fill(engine.weight_slots(), model)
+    engine.wake()
+    engine.commit(5)
+    return engine
+
+
+def _as_lists(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "prompts": rollout.prompts.token_ids,
+        "responses": [
+            row[mask].tolist()
+            for row, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)
+        ],
+        "drawn": [
+            mask[there].tolist()
+            for mask, there in zip(rollout.loss_mask, rollout.response_mask, strict=True)
+        ],
+        "logprobs": rollout.rollout_logprobs,
+        "versions": sorted({int(x) for x in rollout.versions.unique()}),
+        "stopped": rollout.stopped.tolist(),
+        "episodes": rollout.episodes,
+        "turn rewards": rollout.turn_rewards(),
+    }
+
+
+def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
+    model = hf_model("llama")
+    tokenizer = _tokenizer()
+    references = {"": EnvironmentReference(f"{file}:Talk")}
+    limits = ToolLimits(timeout_s=60.0, workers=2)
+    programs = describe(references, limits)
+    renderer = TurnRenderer(tokenizer, programs[""].tools, ENDS)
+    prompts = _prompts(tokenizer, programs[""].tools)
+    factory = GroupFactory(timeout_s=600.0)
+    found: dict[str, Any] = {}
+    for name, tp in LAYOUTS.items():
+        groups = factory.engine_groups(EngineLayout.inside(ParallelLayout(tp=2, pp=1, dp=1), tp))
+        host = None if groups.tp_rank else EnvironmentHost(references, limits)
+        conversations = Conversations(
+            groups=groups,
+            host=host,
+            dialogues={"": Dialogue(programs[""], renderer)},
+            program_of=lambda source: "",
+            parse=_parse,
+            tokenizer=tokenizer,
+            limits=TurnLimits(MOST_TURNS, None, MOST_TOLD, 32, "tell", "tell"),
+        )
+        resharder: Any = FakeResharder(None, ReshardStats(0, 0, 0, 0.0))  # type: ignore[arg-type]
+        generator = Generator(
+            _engine(model, groups, tokenizer), groups, resharder, 11, conversations=conversations
+        )
+        for kind, temperature, n in (("greedy", 0.0, 1), ("sampled", 1.0, N)):
+            sampling = SamplingParams(
+                n=n, temperature=temperature, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
+            )
+            drawn = generator.generate(prompts, sampling, "train", step=2)
+            generator.end_step()
+            found[f"{name}, {kind}"] = _as_lists(drawn.rollout) | {
+                "metrics": drawn.engine_metrics[0]
+            }
+        if host is not None:
+            assert not host._episodes
+            host.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    file = tmp_path_factory.mktemp("talk") / "talk.py"
+    file.write_text(ENVIRONMENT, encoding="utf-8")
+    return run_ranks(2, _in_ranks, str(file))
+
+
+def _text(tokens: list[int]) -> str:
+    every = (*SPECIAL, *string.printable[:95])
+    return "".join(every[token] for token in tokens)
+
+
+def _tokens(text: str) -> list[int]:
+    """The tokens of a text with special tokens."""
+    tokens = []
+    while text:
+        special = next((s for s in SPECIAL if text.startswith(s)), text[0])
+        tokens.append((*SPECIAL, *string.printable[:95]).index(special))
+        text = text[len(special) :]
+    return tokens
+
+
+def _play(model: Any, uid: int) -> tuple[list[int], list[int], list[bool], list[float]]:
+    """Prompt, response, which of its tokens are drawn, and the reward of each turn."""
+    first = f"<|user|>go {uid}<|end|>" if uid % 2 else ""
+    prompt = _tokens(f"<|tools|>note<|end|><|user|>say {uid}<|end|>{first}<|assistant|>")
+    response: list[int] = []
+    is_drawn: list[bool] = []
+    sizes: list[int] = []
+    for turn in range(MOST_TURNS):
+        said: list[int] = []
+        while len(response) < MOST_TOKENS and not (said and said[-1] in ENDS):
+            logits = model(torch.tensor([prompt + response])).logits[0, -1, :100]
+            said.append(int(logits.argmax()))
+            response.append(said[-1])
+            is_drawn.append(True)
+        if said[-1] not in ENDS:
+            break  # no room to end the turn
+        size = len(_text(said[:-1]))
+        sizes.append(size)
+        if size % 2:
+            told = f"<|tool|>{('x' * (size % 5))[:MOST_TOLD]}"
+            told += " [cut]" if size % 5 > MOST_TOLD else ""
+        elif len(sizes) > uid % 4:
+            break
+        else:
+            told = f"<|user|>{f'ok {size}'[:MOST_TOLD]} [cut]"
+        between = _tokens(f"{told}<|end|><|assistant|>")
+        if turn + 1 == MOST_TURNS or len(response) + len(between) >= MOST_TOKENS:
+            break
+        response += between
+        is_drawn += [False] * len(between)
+    return prompt, response, is_drawn, [size / 2 for size in sizes]
+
+
+def test_greedy_episodes_are_those_of_a_slow_loop(ranks: list[dict[str, Any]]) -> None:
+    model = hf_model("llama")
+    turns = []
+    for name in LAYOUTS:
+        found = ranks[0][f"{name}, greedy"]
+        for row, uid in enumerate(UIDS):
+            episode = found["episodes"][row]
+            if uid == 3:
+                continue
+            prompt, response, is_drawn, rewards = _play(model, uid)
+            assert found["prompts"][row] == prompt
+            assert found["responses"][row] == response
+            assert found["drawn"][row] == is_drawn
+            assert episode.turn_rewards == rewards
+            assert episode.score == 2 * sum(rewards) and episode.further == {"turns": len(rewards)}
+            assert episode.turns[-1] == len(response) or not is_drawn[-1]
+            turns.append(len(episode.turns))
+    assert max(turns) == MOST_TURNS and len({*turns}) > 1
+
+
+def test_log_probabilities_are_those_of_the_whole_episode(ranks: list[dict[str, Any]]) -> None:
+    model = hf_model("llama")
+    for kind in ("greedy", "sampled"):
+        found = ranks[0][f"tp 2, {kind}"]
+        for row, (prompt, response) in enumerate(
+            zip(found["prompts"], found["responses"], strict=True)
+        ):
+            drawn = torch.tensor(found["drawn"][row])
+            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+            wanted = logits.log_softmax(dim=-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+            got = found["logprobs"][row, : len(response)]
+            torch.testing.assert_close(got, torch.where(drawn, wanted, 0.0), rtol=2e-4, atol=2e-5)
+
+
+def test_layouts_draw_the_same_episodes(ranks: list[dict[str, Any]]) -> None:
+    for kind in ("greedy", "sampled"):
+        one, two = (ranks[0][f"{name}, {kind}"] for name in LAYOUTS)
+        for what in ("prompts", "responses", "drawn", "stopped"):
+            assert one[what] == two[what]
+        for mine, other in zip(one["episodes"], two["episodes"], strict=True):
+            assert mine.turn_rewards == other.turn_rewards and mine.score == other.score
+        assert one["responses"] == ranks[1][f"tp 2, {kind}"]["responses"]
+    sampled = ranks[0]["tp 2, sampled"]["responses"]
+    assert len({tuple(row) for row in sampled}) == len(sampled) - 1  # uid 3 has failed twice
+
+
+def test_a_failed_episode_does_not_train(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["two replicas, sampled"]
+    for row, episode in enumerate(found["episodes"]):
+        failed = UIDS[row // N] == 3
+        assert bool(episode.failure) == failed
+        if failed:
+            assert episode.failure == "reset raised ValueError: nothing to say"
+            assert found["responses"][row] == [0] and found["drawn"][row] == [False]
+            assert episode.score is None
+    assert found["versions"] == [NO_VERSION, 5]
+    assert found["metrics"]["episodes/failed"] == 0.25
+
+
+def test_rewards_of_turns_stand_at_their_ends(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["tp 2, sampled"]
+    for row, episode in enumerate(found["episodes"]):
+        for end, reward in zip(episode.turns, episode.turn_rewards, strict=False):
+            assert found["turn rewards"][row, end - 1] == reward
+    total = sum(sum(episode.turn_rewards) for episode in found["episodes"])
+    assert float(found["turn rewards"].sum()) == total > 0
+
+
+def test_a_conversation_is_not_computed_again(ranks: list[dict[str, Any]]) -> None:
+    metrics = ranks[0]["tp 2, greedy"]["metrics"]
+    assert metrics["episodes/turns/max"] == MOST_TURNS
+    assert metrics["rollout/prefix_hit_rate"] > 0.3  # each prompt is greedy and of one sample

@@ -1,0 +1,365 @@
+"""Environments and tools in their processes: schemas, answers, and every way to misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
+from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
+from mrlhf.errors import EnvironmentFault
+
+GAME = '''
+import os, random, sys, time
+
+class Guess:
+    def __init__(self):
+        self.turns = 0
+
+    def reset(self, row):
+        if row.get("raises"):
+            raise KeyError("no such row")
+        if row.get("odd"):
+            return 7
+        self.secret, self.done, self.drawn = row["secret"], False, random.random()
+        return f"Guess up to {row['most']}."
+
+    def guess(self, number: int, sure: bool = False) -> str:
+        """Guess the
+        number.
+
+        More words.
+
+        Args:
+            number: your guess,
+                a whole one
+        """
+        self.turns += 1
+        self.done = number == self.secret
+        print("asked for", number)
+        return "right" if self.done else ["wrong", number]
+
+    def luck(self) -> float:
+        return self.drawn
+
+    def leave(self):
+        os._exit(3)
+
+    def hang(self):
+        time.sleep(1000)
+
+    def stop(self):
+        sys.exit("enough")
+
+    def eat(self):
+        return len(bytearray(3 * 10**9))
+
+    def leave_a_child(self):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(1000)
+        return pid
+
+    def nothing(self) -> None:
+        pass
+
+    def reply(self, text):
+        return {"go on": "Go on.", "list": [{"role": "user", "content": "x"}]}.get(text)
+
+    def turn_reward(self):
+        return float("nan") if self.turns > 2 else self.turns / 2
+
+    def reward(self):
+        return {"score": 1.0 if self.done else "bad", "turns": self.turns}
+
+    def _private(self): ...
+
+def slow(seconds: float = 0.05):
+    time.sleep(seconds)
+    return {"slept": seconds}
+
+def dies(code: int):
+    os._exit(code)
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("environments") / "game.py"
+    path.write_text(GAME, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def host(file: Path) -> Iterator[EnvironmentHost]:
+    references = {
+        "game": EnvironmentReference(f"{file}:Guess", ("calculator",)),
+        "tools": EnvironmentReference(None, (f"{file}:slow", f"{file}:dies", "python")),
+    }
+    made = EnvironmentHost(references, ToolLimits(timeout_s=5.0, memory_mb=2000, workers=4))
+    yield made
+    made.close()
+
+
+def _wait(host: EnvironmentHost, count: int = 1) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    while len(outcomes) < count:
+        outcomes += host.poll(60.0)
+    return outcomes
+
+
+def _begun(host: EnvironmentHost, number: int, **row: Any) -> Outcome:
+    host.begin(number, "game", {"secret": 5, "most": 9} | row, seed=number)
+    return _wait(host)[0]
+
+
+def _turn(host: EnvironmentHost, number: int, *calls: tuple[str, dict[str, Any]]) -> Outcome:
+    host.turn(number, "", [ToolCall(*call) for call in calls])
+    return _wait(host)[0]
+
+
+def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
+    tools = {tool["function"]["name"]: tool for tool in host.programs["game"].tools}
+    assert list(tools) == [
+        *("guess", "luck", "leave", "hang", "stop", "eat", "leave_a_child", "nothing"),
+        "calculator",
+    ]
+    assert tools["guess"] == {
+        "type": "function",
+        "function": {
+            "name": "guess",
+            "description": "Guess the number.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "number": {"type": "integer", "description": "your guess, a whole one"},
+                    "sure": {"type": "boolean", "default": False},
+                },
+                "required": ["number"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    game, stateless = host.programs["game"], host.programs["tools"]
+    assert game.has_reward and not stateless.has_reward
+    assert stateless.is_stateless and not game.is_stateless
+
+
+def test_an_episode_from_reset_to_reward(host: EnvironmentHost) -> None:
+    assert _begun(host, 1).observation == "Guess up to 9."
+    wrong = _turn(host, 1, ("guess", {"number": "4"}), ("calculator", {"expression": "2*(3+4)/7"}))
+    assert [(r.name, r.content, r.is_error) for r in wrong.results] == [
+        ("guess", '["wrong", 4]', False),
+        ("calculator", "2", False),
+    ]
+    assert wrong.turn_reward == 0.5 and not wrong.ended
+    host.turn(1, "list", [])
+    assert _wait(host)[0].observation == [{"role": "user", "content": "x"}]
+    host.turn(1, "what else", [])
+    assert _wait(host)[0].ended  # reply gave None
+    right = _turn(host, 1, ("guess", {"number": 5, "sure": True}))
+    assert right.results[0].content == "right" and right.ended and right.turn_reward == 1.0
+    host.ask_reward(1)
+    assert _wait(host)[0].reward == {"score": 1.0, "turns": 2.0}
+    host.end(1)
+
+
+def test_random_numbers_begin_with_the_seed(host: EnvironmentHost) -> None:
+    drawn = []
+    for seed in (3, 4, 3):
+        host.begin(2, "game", {"secret": 5, "most": 9}, seed=seed)
+        _wait(host)
+        drawn.append(_turn(host, 2, ("luck", {})).results[0].content)
+        host.end(2)
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "content"),
+    [
+        ("guess", {}, "Error: ValueError: guess got wrong arguments: number: Field required"),
+        (
+            "guess",
+            {"number": "x", "far": 1},
+            "Error: ValueError: guess got wrong arguments: number: Input should be a valid "
+            "integer, unable to parse string as an integer; far: Extra inputs are not permitted",
+        ),
+        ("stop", {}, "Error: SystemExit: enough"),
+        ("nothing", {}, "None"),
+        (
+            "_private",
+            {},
+            "Error: there is no tool '_private'; there is guess, luck, leave, hang, "
+            "stop, eat, leave_a_child, nothing, calculator",
+        ),
+        (
+            "calculator",
+            {"expression": "__import__('os')"},
+            "Error: ValueError: only numbers, + - * / // % ** and parentheses are allowed",
+        ),
+        ("calculator", {"expression": "9**9**9"}, "Error: ValueError: an exponent is above 64"),
+        ("calculator", {"expression": "1/0"}, "Error: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_call_that_fails_tells_the_policy(
+    host: EnvironmentHost, name: str, arguments: dict[str, Any], content: str
+) -> None:
+    _begun(host, 3)
+    (result,) = _turn(host, 3, (name, arguments)).results
+    assert result.content == content and result.is_error == content.startswith("Error")
+    host.end(3)
+
+
+@pytest.mark.parametrize(
+    ("row", "calls", "failure"),
+    [
+        ({"raises": True}, [], "reset raised KeyError: 'no such row'"),
+        (
+            {"odd": True},
+            [],
+            'reset returned 7; return a text, a list of {"role", "content"} messages, or None',
+        ),
+        ({}, ["leave"], "leave ended its process (exit code 3)"),
+        ({}, ["hang"], "hang took more than 5 s and was stopped"),
+        ({}, ["guess"] * 3, "turn_reward returned nan; return a finite number"),
+    ],
+)
+def test_an_episode_that_cannot_go_on_says_why(
+    host: EnvironmentHost, row: dict[str, Any], calls: list[str], failure: str
+) -> None:
+    outcome = _begun(host, 4, **row)
+    if calls:
+        given = {"number": 1} if calls[0] == "guess" else {}
+        outcome = _turn(host, 4, *[(call, given) for call in calls])
+    assert outcome.failure == failure
+    host.end(4)
+
+
+def test_a_score_must_be_a_number(host: EnvironmentHost) -> None:
+    _begun(host, 5)
+    host.ask_reward(5)
+    assert _wait(host)[0].failure == "reward, as 'score', returned 'bad'; return a finite number"
+    host.end(5)
+
+
+def test_memory_is_limited(host: EnvironmentHost) -> None:
+    _begun(host, 6)
+    outcome = _turn(host, 6, ("eat", {}))
+    assert outcome.results[0].content == "Error: MemoryError:"
+    host.end(6)
+
+
+def test_functions_go_on_in_another_process(host: EnvironmentHost) -> None:
+    host.begin(7, "tools", {}, seed=0)
+    _wait(host)
+    program = "import sys; print(1 + 1); sys.exit('bad')"
+    outcome = _turn(
+        host, 7, ("dies", {"code": 4}), ("slow", {"seconds": 60}), ("python", {"code": program})
+    )
+    assert [(result.name, result.content) for result in outcome.results] == [
+        ("dies", "Error: dies ended its process (exit code 4)"),
+        ("slow", "Error: slow took more than 5 s and was stopped"),
+        ("python", "2\nbad"),
+    ]
+    host.end(7)
+
+
+def test_many_episodes_share_few_workers(host: EnvironmentHost) -> None:
+    numbers = range(100, 150)
+    for number in numbers:
+        host.begin(number, "tools", {}, seed=0)
+    _wait(host, len(numbers))
+    for number in numbers:
+        host.turn(number, "", [ToolCall("slow", {})])
+    outcomes = _wait(host, len(numbers))
+    assert sorted(outcome.episode for outcome in outcomes) == list(numbers)
+    assert {outcome.results[0].content for outcome in outcomes} == {'{"slept": 0.05}'}
+    for number in numbers:
+        host.end(number)
+
+
+def test_nothing_is_left_of_an_episode(host: EnvironmentHost) -> None:
+    _begun(host, 8)
+    pid = int(_turn(host, 8, ("leave_a_child", {})).results[0].content)
+    assert _is_alive(pid)
+    host.end(8)
+    _wait_until_gone([pid])
+
+
+def test_nothing_is_left_when_the_trainer_is_killed(file: Path) -> None:
+    program = f"""
+import time
+from mrlhf.environments.host import EnvironmentHost, ToolLimits
+from mrlhf.environments.interface import EnvironmentReference, ToolCall
+host = EnvironmentHost({{"": EnvironmentReference("{file}:Guess")}}, ToolLimits())
+host.begin(0, "", {{"secret": 1, "most": 2}}, seed=0)
+host.poll(60.0)
+host.turn(0, "", [ToolCall("leave_a_child", {{}}), ToolCall("hang", {{}})])
+while not host._episodes[0].results:
+    host.poll(1.0)
+nursery = host._nurseries[""].process._popen.pid
+print(nursery, host._episodes[0].pid, host._episodes[0].results[0].content, flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(pids) == 3 and all(map(_is_alive, pids))
+        trainer.send_signal(signal.SIGKILL)
+        _wait_until_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("code", "reference", "message"),
+    [
+        ("class A:\n def f(self, x): ...", "A", "tool f: argument x has no type; write x: str"),
+        ("class A:\n def f(self, *x): ...", "A", "tool f takes *x; name each argument"),
+        ("class A:\n def __init__(self, x): ...", "A", "A cannot be made without x"),
+        ("class B: ...", "A", "has no function 'A'"),
+        ("def A(): ...", "A", "A in {file} is no class"),
+        ("1 / 0", "A", "{file} cannot be imported: ZeroDivisionError: division by zero (line 1)"),
+        ("class A:\n def calculator(self): ...", "A", "two tools have the name calculator"),
+        ("class A:\n def f(self, x: 'Missing'): ...", "A", "tool f: its types cannot be read"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    tmp_path: Path, code: str, reference: str, message: str
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(code, encoding="utf-8")
+    with pytest.raises(EnvironmentFault) as error:
+        describe({"": EnvironmentReference(f"{file}:{reference}", ("calculator",))}, ToolLimits())
+    assert message.format(file=file) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(EnvironmentFault, match=r"there is no file nowhere\.py"):
+        describe({"": EnvironmentReference("nowhere.py:A")}, ToolLimits())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    """Wait for the kernel to end processes; the test's own time limit applies."""
+    until = time.monotonic() + 60
+    while any(map(_is_alive, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    alive = [pid for pid in pids if _is_alive(pid)]
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive
