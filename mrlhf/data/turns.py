@@ -89,9 +89,9 @@ class TurnRenderer:
         """
         thinks = "</think>" in self._tokenizer.chat_template
         turns = ["<think>\nb\n</think>\n\nc" if thinks else "b c", "d"]
-        answer = {"role": "tool", "name": _name(self._tools[0]), "content": "e"}
-        if not self._tools:
-            answer = {"role": "user", "content": "e"}
+        answer = {"role": "user", "content": "e"}
+        if self._tools:
+            answer = {"role": "tool", "name": _name(self._tools[0]), "content": "e"}
         told = [answer, {"role": "user", "content": "f"}]
 
         messages: list[Message] = [_USER]

@@ -79,9 +79,9 @@ EPISODES = Chapter(
            "that failed or could not be read", below=0.5),
     Metric("episodes/failed", "mean", "episodes", "share",
            "that could not go on, and do not train", below=0.1),
-    Metric("episodes/waited_s/mean", "mean", "episodes", "seconds",
+    Metric("perf/tool_wait_s/mean", "mean", "episodes", "seconds",
            "for tools and environment"),
-    Metric("episodes/waited_s/max", "max", "episodes", "seconds", "the same, at most"),
+    Metric("perf/tool_wait_s/max", "max", "episodes", "seconds", "the same, at most"),
 )
 
 SPEED = Chapter(

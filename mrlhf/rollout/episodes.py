@@ -23,7 +23,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     Returns:
         `episodes/turns/mean` and `max`; `episodes/tool_calls/mean`, the calls of one episode;
         `episodes/errors`, the share of the calls that failed or could not be read;
-        `episodes/failed`, the share of episodes that could not go on; `episodes/waited_s/mean` and
+        `episodes/failed`, the share of episodes that could not go on; `perf/tool_wait_s/mean` and
         `max`, the seconds for which one waited for tools and environment.
     """
     turns = [len(episode.turns) for episode in episodes]
@@ -36,8 +36,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "episodes/tool_calls/mean": fmean(calls),
         "episodes/errors": errors / max(1, sum(calls)),
         "episodes/failed": fmean(bool(episode.failure) for episode in episodes),
-        "episodes/waited_s/mean": fmean(waited),
-        "episodes/waited_s/max": max(waited),
+        "perf/tool_wait_s/mean": fmean(waited),
+        "perf/tool_wait_s/max": max(waited),
     }
 
 

@@ -18,6 +18,10 @@ STEPS = 4
 
 # It has no state, and the responses of a random policy differ in it.
 REWARD = """
+import random
+import time
+
+
 def digits(data_source, solution_str, ground_truth, extra_info):
     count = sum(character.isdigit() for character in solution_str)
     return {"score": count / 4, "acc": float(count > 2)}
@@ -38,7 +42,30 @@ def deeper(depth):
 def hangs(data_source, solution_str, ground_truth, extra_info):
     while True:
         pass
+
+
+class Asks:
+    # Asks for more, as often as a random number says.
+
+    def reset(self, row):
+        self.left = random.randint(0, 3)
+        self.seen = 0
+        return str(row["uid"])
+
+    def reply(self, text):
+        self.seen += len(text)
+        self.left -= 1
+        time.sleep(0.01)
+        return str(self.seen) if self.left >= 0 else None
+
+    def turn_reward(self):
+        return self.seen / 8
+
+    def reward(self):
+        return {"score": random.random(), "acc": float(self.seen > 3), "seen": self.seen}
 """
+# It has no special tokens, like the vocabulary of the task.
+TEMPLATE = "{% for message in messages %}{{ message.content }}+{% endfor %}"
 
 
 def write_inputs(rank: int, world_size: int, directory: str) -> None:
@@ -49,6 +76,7 @@ def write_inputs(rank: int, world_size: int, directory: str) -> None:
     write_tiny_task(root / "data")
     write_rows(root / "data" / "preferences.jsonl", _preferences(root / "data" / "sft.jsonl"))
     (root / "rewards.py").write_text(REWARD)
+    (root / "chat.jinja").write_text(TEMPLATE)
     for name, content in (
         ("ppo", _ppo(root)),
         ("sft", _sft(root)),
@@ -73,6 +101,21 @@ def offloaded(inputs: Path) -> Setting:
         "trainer.async_save=true",
     ]
     return Setting("offloaded", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
+
+
+def episodes(inputs: Path) -> Setting:
+    """Several turns, each of a few tokens, of which half end it."""
+    keys = [
+        f"rollout.environment={inputs / 'rewards.py'}:Asks",
+        "rollout.max_turns=3",
+        "rollout.tool_workers=2",
+        f"rollout.stop_token_ids={[*range(4, 16)]}",
+        'reward.terms=[{"name": "environment"}]',
+        f"data.chat_template={inputs / 'chat.jinja'}",
+        "data.max_prompt_length=12",
+        "data.max_response_length=24",
+    ]
+    return Setting("episodes", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
 
 
 def bypass(inputs: Path) -> Setting:

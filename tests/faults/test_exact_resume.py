@@ -109,6 +109,21 @@ def test_a_run_is_interrupted_in_each_phase(
 
 
 @pytest.mark.full
+def test_episodes_of_several_turns(inputs: Path, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    run = Sequel(settings.episodes(inputs), tmp_path / "run")
+    assert_killed(run.run(Fault(faults.GENERATION, 9, "SIGKILL", rank=1)), rank=1)
+    part = "step_000000_interrupted"
+    assert interrupt(run, faults.GENERATION, 14, "SIGUSR1", -1) == part
+    drawn = run.state(part)["drawn"]["train 1"]
+    assert 0 < len(drawn["episodes"]) == len(drawn["rows"]) < 16
+    assert interrupt(run, faults.ACTOR_LOSS, 2) == part
+    assert len(run.state(part)["progress"]["experience"]["rollout"]["episodes"]) == 16
+    run.finish()
+    assert max(row.get("episodes/turns/max", 0) for row in run.rows()) == 3
+    assert_same_run(run, undisturbed(run.setting))
+
+
+@pytest.mark.full
 def test_an_update_in_bypass_mode_is_interrupted(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

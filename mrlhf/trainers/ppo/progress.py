@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mrlhf.batch import Experience, Prompts
+from mrlhf.batch import Episode, Experience, Prompts
 from mrlhf.checkpoint.state_tree import object_from, state_of
 from mrlhf.config import PPOConfig
 from mrlhf.parallel.machine import Machine
@@ -90,6 +90,8 @@ class StepProgress:
         """
         rollout = state["experience"]["rollout"]
         prompts = prompts_of(rollout["prompts"])
+        if rollout["episodes"] is not None:
+            prompts = prompts.begun_as([Episode(**one) for one in rollout["episodes"]])
 
         def read() -> tuple[Collected, Experience]:
             whole = {**state["experience"], "rollout": {**rollout, "prompts": prompts}}
