@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
+Tool = Mapping[str, Any]  # a function's name, description and JSON schema, as templates take them
 
 _FAST_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -163,9 +164,12 @@ class Tokenizer:
         return token not in self._backend.added_tokens_decoder
 
     def apply_chat_template(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Tool] | None = None,
     ) -> str:
-        """The text that the chat template makes of `messages`.
+        """The text that the chat template makes of `messages`, and of `tools` if it writes them.
 
         With `add_generation_prompt` it ends with the header of the assistant's answer. DataError if
         there is no template, or it refuses the messages.
@@ -179,14 +183,19 @@ class Tokenizer:
 
         conversation = [dict(message) for message in messages]
         try:
-            return _render(self._backend, conversation, add_generation_prompt)
+            return _render(self._backend, conversation, add_generation_prompt, tools)
         except _TemplateLimitError as error:
             raise DataError(f"the chat template {error}; mend it") from None
         except Exception as error:  # a template is a program, and may fail in any way
             raise DataError(f"the chat template refuses the messages: {_brief(error)}") from error
 
-    def encode_prompt(self, prompt: Prompt) -> tuple[str, list[int]]:
-        """The text of a prompt as the model sees it, and its tokens."""
+    def encode_prompt(
+        self, prompt: Prompt, tools: Sequence[Tool] | None = None
+    ) -> tuple[str, list[int]]:
+        """The text of a prompt as the model sees it, and its tokens.
+
+        The chat template writes `tools` beside messages; a string has none.
+        """
         if isinstance(prompt, str):
             ids = self.encode(prompt, add_special_tokens=True)
             # Some tokenizers append eos, but the response must still follow.
@@ -194,7 +203,7 @@ class Tokenizer:
                 ids = ids[:-1]
             return prompt, ids
 
-        text = self.apply_chat_template(prompt)
+        text = self.apply_chat_template(prompt, tools=tools)
         return text, self.encode(text)
 
     def encode_response(self, text: str) -> list[int]:
@@ -273,6 +282,7 @@ def _render(
     backend: PreTrainedTokenizerBase,
     conversation: list[dict[str, Any]],
     add_generation_prompt: bool = False,
+    tools: Sequence[Tool] | None = None,
 ) -> str:
     """Apply the chat template to a conversation, within limits of time and length.
 
@@ -285,14 +295,18 @@ def _render(
         signal.setitimer(signal.ITIMER_VIRTUAL, _LONGEST_RENDER_S)
     try:
         text: str = backend.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+            conversation,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
     finally:
         if is_main_thread:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
             signal.signal(signal.SIGVTALRM, before)
 
-    if len(text) > _LONGEST_TEMPLATE + _MOST_COPIES * len(str(conversation)):
+    given = len(str(conversation)) + len(str(tools))
+    if len(text) > _LONGEST_TEMPLATE + _MOST_COPIES * given:
         raise _TemplateLimitError(f"makes {len(text)} characters of one conversation")
     return text
 
