@@ -292,9 +292,10 @@ def _place(
     for number, (tokens, messages) in enumerate(segments):
         end = start + len(tokens)
         if position < end:
-            # What follows a turn begins with the end of the turn.
-            if number and (not messages or position == start):
-                return max(first - 1, 0) if number % 2 == 0 else first, end
+            # Segments of drawn tokens are odd; what follows one begins with the end of the turn.
+            follows = number > 0 and number % 2 == 0
+            if follows and (not messages or position == start):
+                return first - 1, end
             text = text_of(tokens[: position - start])
             return first + _written(text, messages), end
         start = end

@@ -428,6 +428,21 @@ def test_what_the_template_adds_to_a_turn_is_told_of_the_turn():
     assert found.built.startswith("<|im_end|>") and found.rendered.startswith("!<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("message.content | replace('so', 'so!') ~", 2),  # the turn, which was cut
+        ("message.content ~ ('!' if loop.index == 5) ~", 4),  # the second that follows it
+    ],
+)
+def test_the_message_at_whose_end_they_part(change, message):
+    tokenizer = chat_tokenizer("chatml", replaced("chatml", "message.content ~", change))
+    turn = Turn(tokenizer.encode("so"), False, [QUESTION, OTHER_RESULT])
+    found = renderer_of(tokenizer, "chatml", ()).check(PROMPT, [turn])
+    assert found is not None and (found.message, found.kind) == (message, "changed")
+    assert found.built.startswith("<|im_end|>") and found.rendered.startswith("!<|im_end|>")
+
+
 def test_of_a_text_and_a_message_the_one_that_agrees_for_longer_is_told(tokenizers):
     tokenizer = tokenizers["qwen2.5"]
     turns = turns_of(tokenizer, "qwen2.5", [RESULT])
