@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
+Tool = Mapping[str, Any]  # a function's name, description and JSON schema, as templates take them
 
 _FAST_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -166,9 +167,9 @@ class Tokenizer:
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Tool] | None = None,
     ) -> str:
-        """The text that the chat template makes of `messages`.
+        """The text that the chat template makes of `messages`, and of `tools` if it writes them.
 
         `tools` are the JSON schemas of functions that the assistant may call. With
         `add_generation_prompt` the text ends with the header of the assistant's answer. A DataError
@@ -190,11 +191,11 @@ class Tokenizer:
             raise DataError(f"the chat template refuses the messages: {_brief(error)}") from error
 
     def encode_prompt(
-        self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()
+        self, prompt: Prompt, tools: Sequence[Tool] | None = None
     ) -> tuple[str, list[int]]:
         """The text of a prompt as the model sees it, and its tokens.
 
-        A prompt that is a string shows no tools.
+        The chat template writes `tools` beside messages; a string has none.
         """
         if isinstance(prompt, str):
             ids = self.encode(prompt, add_special_tokens=True)
@@ -282,7 +283,7 @@ def _render(
     backend: PreTrainedTokenizerBase,
     conversation: list[dict[str, Any]],
     add_generation_prompt: bool = False,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Tool] | None = None,
 ) -> str:
     """Apply the chat template to a conversation, within limits of time and length.
 
@@ -296,7 +297,7 @@ def _render(
     try:
         text: str = backend.apply_chat_template(
             conversation,
-            tools=[dict(tool) for tool in tools] or None,
+            tools=[dict(tool) for tool in tools] if tools else None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )

@@ -1,162 +1,356 @@
-"""The tokens between two turns of a conversation, found by rendering what follows alone.
+"""Writes the tokens that stand between two turns of the assistant, as the chat template has them.
 
-The assistant's tokens are as they were drawn. What a chat template writes after them, up to the
-next turn, does not depend on them; so it is rendered after a placeholder, and tokenised alone. This
-file does not know engines or environments.
+Tokens that were drawn stay as they are: only what follows them is rendered, behind a placeholder
+for the assistant's message, and tokenised alone. It knows of a template what it writes, and nothing
+of tools, episodes or engines. A template writes special tokens in a message as such, and so does
+this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
 
-from mrlhf.data.tokenizer import Message, Tokenizer
+from mrlhf.data.tokenizer import Message, Tokenizer, Tool
 from mrlhf.errors import DataError
 
-# Texts that occur nowhere else. Templates strip white space around contents, so they have none.
-_SAID = "QxSaidxQ"
-_TOLD = "QxToldxQ"
-_SHOWN = 60  # characters of a text in messages
-_USER: Message = {"role": "user", "content": "a"}
+# Texts of placeholders; they stand nowhere else, and no template strips, splits or escapes them.
+_QUESTION = "Qqz7question"
+_ANSWER = "Qqz7answer"
+_FOLLOWING = "Qqz7following{number}z"
+_REMEDY = "set data.chat_template to a jinja file that"
+_LONGEST_EXCERPT = 80  # characters
+_RESUMED = 20  # characters after which two texts are taken to agree again
+
+_Segment = tuple[list[int], Sequence[Message]]  # tokens of an episode, and their messages
+# How the assistant's placeholder is given to the template: as its content, or as the argument of a
+# call. Some templates write the results of tools only after calls.
+_Form = Literal["content", "call"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the assistant and the messages that follow it."""
+
+    drawn: Sequence[int]  # tokens of the engine
+    stopped: bool  # whether an end token or a stop string ended it
+    messages: Sequence[Message] = ()  # none after the last turn
+    # The turn as a message, with its calls as `tool_calls`, for templates that do not take its text
+    # as the content of a message.
+    assistant: Message | None = None
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Where a conversation rendered at once parts from its tokens as built turn by turn."""
+
+    message: int  # its index in the whole conversation, the assistant's messages included
+    # The template left out a part of the message, or tokens are cut in another way, though their
+    # text is the same; or anything else.
+    kind: Literal["dropped", "merged", "changed"]
+    built: str  # where they part, the text as built; of what is dropped, that alone
+    rendered: str  # and the template's
+
+    def __str__(self) -> str:
+        return (
+            f"message {self.message} is {self.kind}: the turns hold {self.built!r} where the "
+            f"template writes {self.rendered!r}"
+        )
 
 
 class TurnRenderer:
-    """Renders the prompt of a conversation, and what comes between its turns."""
+    """Renders the first prompt of an episode, and what follows each turn of the assistant."""
 
     def __init__(
-        self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], end_ids: Collection[int]
+        self, tokenizer: Tokenizer, tools: Sequence[Tool] = (), end_ids: Collection[int] = ()
     ) -> None:
         """Try the chat template.
 
         Args:
-            tools: JSON schemas of the functions that the assistant may call.
-            end_ids: the tokens that end a turn.
+            tokenizer: with a chat template.
+            tools: as the template takes them.
+            end_ids: the tokens that end a response of the engine; those of the tokenizer count too.
 
         Raises:
-            DataError: there is no chat template, or it shows no tools, or has no place for their
-                answers.
+            DataError: there is no chat template, or it ignores `tools` or the results of tools.
         """
+        if not tokenizer.has_chat_template:
+            raise DataError(f"turns need a chat template, and the tokenizer has none; {_REMEDY} is")
         self._tokenizer = tokenizer
         self._tools = tools
-        self._end_ids = frozenset(end_ids)
-        plain = tokenizer.apply_chat_template([_USER])
-        self._end = self._after([], with_calls=False, goes_on=False)
-        self._needs_calls = False
-        if not tools:
-            return
-        if tokenizer.apply_chat_template([_USER], tools=tools) == plain:
-            raise DataError(
-                "the chat template does not show tools, so the policy could not know of them; set "
-                "data.chat_template to one that does"
-            )
-        answer = [{"role": "tool", "name": _name(tools[0]), "content": _TOLD}]
-        for self._needs_calls in (False, True):
-            try:
-                if _TOLD in self._after(answer, self._needs_calls):
-                    return
-            except DataError:
-                continue
-        raise DataError(
-            "the chat template has no place for the answers of tools (messages of the role tool); "
-            "set data.chat_template to one that has"
-        )
+        self._end_ids = {tokenizer.eos_id, *tokenizer.end_ids, *end_ids}
+        self._forms: dict[tuple[str, ...], _Form] = {}
+
+        system: Message = {"role": "system", "content": "system"}
+        question: Message = {"role": "user", "content": _QUESTION}
+        prompt = self._render([question])
+        if tools and not any(map(self._shows_tools, ([question], [system, question]))):
+            raise DataError(f"the chat template ignores tools; {_REMEDY} writes them")
+        self._answered = [question, {"role": "assistant", "content": _ANSWER}]
+        self._prompt_end = _behind(prompt, _QUESTION)
+
+        # The end of the assistant's turn. A template may end the last message with another token
+        # than those before it; it ends the user's as those before.
+        self._last = tokenizer.encode(_behind(self._render(self._answered, False), _ANSWER))
+        of_question = tokenizer.encode(_behind(self._render([question], False), _QUESTION))[:1]
+        self._ends = self._end_ids | {n for n in of_question if not tokenizer.is_ordinary(n)}
+        self._end = next((n for n, token in enumerate(self._last) if token in self._ends), None)
+
+        if tools:
+            self._form(("tool",))
 
     def first(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a prompt, with the tools and the header of the first turn."""
-        return self._tokenizer.encode_prompt(messages, self._tools)[1]
+        """The tokens of the first prompt: tools, messages and the header of the answer.
 
-    def after(self, drawn: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """The tokens that follow the drawn tokens of a turn, up to the next turn.
+        DataError if the template refuses the messages, or does not write the tools beside them.
+        """
+        text = self._render(messages)
+        if self._tools and text == self._tokenizer.apply_chat_template(_numbered(messages)):
+            raise DataError(
+                "the chat template writes no tools beside the prompt's messages; begin them with a "
+                "system message, which some templates need"
+            )
+        return self._tokenizer.encode(text)
 
-        These are the rest of the turn's end (`drawn` may have its end token), the messages, which
-        are of tools or the user, and the header of the next turn.
+    def after(self, drawn: Sequence[int], stopped: bool, messages: Sequence[Message]) -> list[int]:
+        """The tokens that follow a turn: the rest of its end, `messages`, and the next header.
+
+        Without messages, the rest of its end alone. Of its end, nothing is repeated: an end token
+        that was drawn stands in the place of the template's, even if it is another one.
+
+        Args:
+            drawn: the turn's tokens.
+            stopped: whether an end token or a stop string ended it, and not a limit.
+            messages: {"role": "tool", "name", "content"} for each result, or the user's. A result
+                without a `tool_call_id` gets one of nine characters.
 
         Raises:
-            DataError: the chat template refuses the messages.
+            DataError: the template refuses the messages, or leaves out those of a role.
         """
-        told_by_tools = any(message["role"] == "tool" for message in messages)
-        text = self._after(messages, self._needs_calls and told_by_tools)
-        tokens = self._tokenizer.encode(text)
-        has_end = bool(drawn) and drawn[-1] in self._end_ids
-        return tokens[1:] if has_end and tokens and tokens[0] in self._end_ids else tokens
+        form: _Form = "content"
+        tail = self._last
+        if messages:
+            form = self._form(tuple(message["role"] for message in messages))
+            tail = self._tokenizer.encode(self._tail(form, messages))
+        end = self._end
+        if form != "content":  # what closes the placeholder's call is no part of the end
+            tail = tail[next(n for n, token in enumerate(tail) if token in self._ends) :]
+            end = None if end is None else 0
 
-    def rewritten(self) -> str | None:
-        """How the template would write an earlier turn otherwise than it was drawn; else None.
-
-        A short conversation is built turn by turn, and rendered as a whole. They differ if a
-        template drops thoughts of earlier turns, moves the tools, or lets tokens merge over the
-        boundary of a message.
-        """
-        thinks = "</think>" in self._tokenizer.chat_template
-        turns = ["<think>\nb\n</think>\n\nc" if thinks else "b c", "d"]
-        answer = {"role": "user", "content": "e"}
-        if self._tools:
-            answer = {"role": "tool", "name": _name(self._tools[0]), "content": "e"}
-        told = [answer, {"role": "user", "content": "f"}]
-
-        messages: list[Message] = [_USER]
-        tokens = self.first(messages)
-        for said, message in zip(turns, told, strict=True):
-            drawn = self._tokenizer.encode(said)
-            tokens += [*drawn, *self.after(drawn, [message])]
-            spoken = {"role": "assistant", "content": said}
-            messages += [_with_calls(spoken, [message], self._needs_calls), _with_id(message)]
-        built = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        whole = self._tokenizer.apply_chat_template(messages, tools=self._tools)
-        if self._tokenizer.encode(whole) == tokens:
-            return None
-        place = next(
-            (i for i, (a, b) in enumerate(zip(built, whole, strict=False)) if a != b),
-            min(len(built), len(whole)),
-        )
-        if built == whole:
-            return "tokens merge over the boundary of a message"
-        begin = max(0, place - _SHOWN // 2)
-        was, would = (text[begin : begin + _SHOWN] for text in (built, whole))
-        return f"what was {was!r} would be {would!r}"
-
-    def _after(self, messages: Sequence[Message], with_calls: bool, goes_on: bool = True) -> str:
-        """The text after an assistant's message, from its end to the header of the next one."""
-        spoken = _with_calls({"role": "assistant", "content": _SAID}, messages, with_calls)
-        conversation = [_USER, spoken, *map(_with_id, messages)]
-        tail = self._tail(conversation, goes_on)
-        if not with_calls:
+        if not self._has_end(drawn, stopped):
             return tail
-        calls = self._tail(conversation[:2], goes_on=False)
-        if not tail.startswith(calls):
-            raise DataError("the chat template writes a call otherwise once it is answered")
-        return self._end + tail[len(calls) :]
-
-    def _tail(self, conversation: Sequence[Message], goes_on: bool) -> str:
-        text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=goes_on)
-        _, found, tail = text.rpartition(_SAID)
-        if not found:
-            raise DataError("the chat template does not write what the assistant says")
+        if tail[:1] == [drawn[-1]]:
+            return tail[1:]
+        if end is not None and end < len(tail) and tail[end] in self._ends:
+            return tail[end + 1 :]
         return tail
 
+    def check(self, messages: Sequence[Message], turns: Sequence[Turn]) -> Mismatch | None:
+        """Compare an episode's tokens with those of the whole conversation, rendered at once.
 
-def _name(tool: Mapping[str, Any]) -> str:
-    name: str = tool["function"]["name"]
-    return name
+        For the template, a turn is the text of its tokens, or its `assistant`: one of the two must
+        agree. If neither does, the one that agrees for longer is described.
+
+        Args:
+            messages: of the first prompt.
+            turns: in order.
+        """
+        segments: list[_Segment] = [(self.first(messages), messages)]
+        for turn in turns:
+            has_end = self._has_end(turn.drawn, turn.stopped)
+            # The template's own end of the last turn is compared with itself.
+            drawn = list(turn.drawn[: len(turn.drawn) - (has_end and not turn.messages)])
+            follows = self.after(drawn, has_end and bool(turn.messages), turn.messages)
+            segments += [(drawn, [{"content": ""}]), (follows, turn.messages)]
+        built = list(chain.from_iterable(tokens for tokens, _ in segments))
+
+        texts = [*messages]
+        given = [*messages]
+        for turn in turns:
+            text: Message = {"role": "assistant", "content": self._content(turn)}
+            texts += [text, *turn.messages]
+            given += [turn.assistant or text, *turn.messages]
+
+        is_open = not turns or bool(turns[-1].messages)
+        nearest: list[int] | None = None
+        refusal = ""
+        for conversation in (texts, given):
+            try:
+                whole = self._tokenizer.encode(self._render(conversation, is_open))
+            except DataError as error:
+                refusal = str(error)
+                continue
+            if whole == built:
+                return None
+            if nearest is None or _shared(whole, built) > _shared(nearest, built):
+                nearest = whole
+        if nearest is None:
+            return Mismatch(len(messages), "changed", "", _excerpt(refusal))
+        return self._mismatch(segments, built, nearest)
+
+    def _render(self, messages: Sequence[Message], is_open: bool = True) -> str:
+        return self._tokenizer.apply_chat_template(_numbered(messages), is_open, self._tools)
+
+    def _shows_tools(self, messages: Sequence[Message]) -> bool:
+        """Whether the template writes the tools beside these messages."""
+        try:
+            return self._render(messages) != self._tokenizer.apply_chat_template(messages)
+        except DataError:  # a template may know no system message
+            return False
+
+    def _has_end(self, drawn: Sequence[int], stopped: bool) -> bool:
+        return stopped and len(drawn) > 0 and drawn[-1] in self._end_ids
+
+    def _tail(self, form: _Form, messages: Sequence[Message]) -> str:
+        """What the template writes behind the placeholder's text if `messages` follow it."""
+        question, answer = self._answered
+        if form != "content":
+            # One call stands for all: some templates write no further ones.
+            name = next(m.get("name", "") for m in messages if m["role"] == "tool")
+            function = {"name": name, "arguments": {"argument": _ANSWER}}
+            calls = [{"type": "function", "function": function}]
+            answer = {"role": "assistant", "content": None, "tool_calls": calls}
+        return _behind(self._render([question, answer, *messages]), _ANSWER)
+
+    def _form(self, roles: tuple[str, ...]) -> _Form:
+        """The first form of the placeholder after which messages of these roles are written."""
+        if roles in self._forms:
+            return self._forms[roles]
+
+        messages: list[Message] = [
+            {"role": role, "name": "name", "content": _FOLLOWING.format(number=number)}
+            for number, role in enumerate(roles)
+        ]
+        forms: tuple[_Form, ...] = ("content", "call") if "tool" in roles else ("content",)
+        reason = ""
+        for form in forms:
+            try:
+                tail = self._tail(form, messages)
+            except DataError as error:
+                reason = reason or str(error)
+                continue
+            reason = reason or "it leaves them out"
+            before = self._tokenizer.encode(tail.partition(messages[0]["content"])[0])
+            is_cut = form == "content" or any(token in self._ends for token in before)
+            if is_cut and all(message["content"] in tail for message in messages):
+                self._forms[roles] = form
+                return form
+
+        named = " and ".join(repr(role) for role in dict.fromkeys(roles))
+        raise DataError(
+            f"the chat template takes no messages of role {named} after the assistant's: {reason}; "
+            f"{_REMEDY} writes them"
+        )
+
+    def _content(self, turn: Turn) -> str:
+        """The text of a turn as the content of a message.
+
+        The header of an answer in a prompt may be longer or shorter than that of a message: it may
+        open a thought, or leave a line's end to the model.
+        """
+        has_end = self._has_end(turn.drawn, turn.stopped)
+        drawn = turn.drawn[: len(turn.drawn) - has_end]
+        text = self._tokenizer.decode(drawn, skip_special_tokens=False)
+        question, _ = self._answered
+        earlier = _behind(self._render([*self._answered, question]), _QUESTION)
+        header = earlier.partition(_ANSWER)[0]
+        asked = self._prompt_end + text
+        return asked.removeprefix(header) if asked.startswith(header) else text
+
+    def _mismatch(
+        self, segments: Sequence[_Segment], built: Sequence[int], rendered: Sequence[int]
+    ) -> Mismatch:
+        """Describe where two sequences part; each segment has its tokens and its messages."""
+
+        def text_of(tokens: Sequence[int]) -> str:
+            return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+        same = _shared(built, rendered)
+        message, segment_end = _place(segments, same, text_of)
+        begun = len(text_of(built[:same]))
+        ours = text_of(built)[begun:]
+        theirs = text_of(rendered)[begun:]
+
+        longest = max(len(text_of(side[: same + 1])) for side in (built, rendered)) - begun
+        if 0 < longest <= _shared(ours, theirs):
+            return Mismatch(message, "merged", _excerpt(ours), _excerpt(theirs))
+
+        rest = len(text_of(built[:segment_end])) - begun
+        resumed = ours.find(theirs[:_RESUMED], 1, rest + _RESUMED) if theirs else rest
+        if resumed > 0:
+            return Mismatch(message, "dropped", _excerpt(ours[:resumed]), _excerpt(theirs))
+        return Mismatch(message, "changed", _excerpt(ours), _excerpt(theirs))
 
 
-def _with_id(message: Message) -> Message:
-    """A message; with the number of its call, which some templates want, if a tool answers."""
-    return {**message, "tool_call_id": _CALL_ID} if message["role"] == "tool" else message
+def _place(
+    segments: Sequence[_Segment], position: int, text_of: Callable[[Sequence[int]], str]
+) -> tuple[int, int]:
+    """The message that holds the token at `position`, and where its segment ends."""
+    start = first = 0
+    for number, (tokens, messages) in enumerate(segments):
+        end = start + len(tokens)
+        if position < end:
+            # Segments of drawn tokens are odd; what follows one begins with the end of the turn.
+            follows = number > 0 and number % 2 == 0
+            if follows and (not messages or position == start):
+                return first - 1, end
+            text = text_of(tokens[: position - start])
+            return first + _written(text, messages), end
+        start = end
+        first += len(messages)
+    return first - 1, start
 
 
-def _with_calls(spoken: Message, answers: Sequence[Message], wanted: bool) -> Message:
-    """What the assistant says, with the calls that are answered, where templates want them."""
-    calls = [
-        {
-            "id": _CALL_ID,
-            "type": "function",
-            "function": {"name": answer["name"], "arguments": {}},
-        }
-        for answer in answers
-        if wanted and answer["role"] == "tool"
-    ]
-    return {**spoken, "tool_calls": calls} if calls else spoken
+def _numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages, with ids of calls and of their results where they have none.
+
+    Some templates insist on ids of nine characters.
+    """
+    numbered = []
+    results = 0
+    for message in map(dict, messages):
+        if message["role"] == "assistant":
+            results = 0
+            if message.get("tool_calls"):
+                message["tool_calls"] = [
+                    {"id": f"call{number:05}", **call}
+                    for number, call in enumerate(message["tool_calls"])
+                ]
+        elif message["role"] == "tool":
+            message.setdefault("tool_call_id", f"call{results:05}")
+            results += 1
+        numbered.append(message)
+    return numbered
 
 
-_CALL_ID = "call00000"  # nine characters, as Mistral's templates want
+def _behind(text: str, placeholder: str) -> str:
+    """The text behind the first placeholder; DataError if there is none."""
+    _, found, rest = text.partition(placeholder)
+    if not found:
+        raise DataError(f"the chat template leaves out messages; {_REMEDY} writes all")
+    return rest
+
+
+def _written(text: str, messages: Sequence[Message]) -> int:
+    """How many messages end in the text; at most all but one."""
+    cursor = 0
+    for number, message in enumerate(messages[:-1]):
+        content = str(message["content"]).strip()
+        found = text.find(content, cursor)
+        if found < 0:
+            return number
+        cursor = found + len(content)
+    return max(len(messages) - 1, 0)
+
+
+def _shared(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """The length of what both sequences begin with."""
+    pairs = zip(left, right, strict=False)
+    shortest = min(len(left), len(right))
+    return next((number for number, (a, b) in enumerate(pairs) if a != b), shortest)
+
+
+def _excerpt(text: str) -> str:
+    return text if len(text) <= _LONGEST_EXCERPT else f"{text[:_LONGEST_EXCERPT]} ..."
