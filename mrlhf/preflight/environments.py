@@ -13,7 +13,7 @@ from typing import Any
 from mrlhf.config.roots import PPOConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.data.tool_calls import ParsedTurn, parser_for
-from mrlhf.data.turns import TurnRenderer
+from mrlhf.data.turns import Mismatch, Turn, TurnRenderer
 from mrlhf.environments.host import ToolLimits, describe
 from mrlhf.environments.interface import EnvironmentReference, Program
 from mrlhf.errors import ConfigError, DataError
@@ -71,8 +71,9 @@ def read_environments(
     renderers = {
         name: TurnRenderer(tokenizer, program.tools, end_ids) for name, program in programs.items()
     }
-    for rewritten in filter(None, {renderer.rewritten() for renderer in renderers.values()}):
-        problem = f"the chat template would write earlier turns otherwise: {rewritten}"
+    found = (_rewritten(renderers[name], tokenizer, programs[name]) for name in programs)
+    for mismatch in sorted({str(mismatch) for mismatch in found if mismatch is not None}):
+        problem = f"the chat template writes a conversation otherwise than its turns: {mismatch}"
         if rollout.on_rewrite == "error":
             raise DataError(f"rollout.on_rewrite: {problem}")
         logger.warning("%s; the policy trains on its turns as it drew them", problem)
@@ -83,6 +84,27 @@ def read_environments(
         limits=limits,
         parse=parser_for(rollout.tool_parser, tokenizer.chat_template),
     )
+
+
+def _rewritten(renderer: TurnRenderer, tokenizer: Tokenizer, program: Program) -> Mismatch | None:
+    """Where the template writes a short conversation otherwise than its turns alone, if anywhere.
+
+    Templates do so that drop thoughts of earlier turns, or write tools beside the last message.
+    """
+    thinks = "</think>" in tokenizer.chat_template
+    said = ["<think>\nWell.\n</think>\n\nSo." if thinks else "So.", "And so."]
+    answer = {"role": "user", "content": "Then?"}
+    if program.tools:
+        answer = {"role": "tool", "name": program.tools[0]["function"]["name"], "content": "1"}
+    turns = [
+        Turn([*tokenizer.encode(text), tokenizer.eos_id], True, [message])
+        for text, message in zip(said, (answer, {"role": "user", "content": "More."}), strict=True)
+    ]
+    try:
+        return renderer.check([{"role": "user", "content": "What?"}], turns)
+    except DataError as error:  # the prompts of the data may be such that it takes them
+        logger.debug("the chat template refuses a conversation: %s", error)
+        return None
 
 
 def _check_reward(config: PPOConfig, programs: Collection[Program]) -> None:

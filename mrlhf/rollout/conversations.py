@@ -360,7 +360,9 @@ class _Run:
             return
         assert conversation.last is not None
         try:
-            tokens = conversation.dialogue.renderer.after(conversation.last.token_ids, messages)
+            tokens = conversation.dialogue.renderer.after(
+                conversation.last.token_ids, conversation.last.stopped, messages
+            )
         except DataError as error:
             self._fail(conversation, f"its answer cannot be written: {error}")
             return

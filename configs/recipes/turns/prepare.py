@@ -92,7 +92,10 @@ def _write_tokenizer(directory: Path, examples: list[dict[str, Any]]) -> None:
     tokenizer = Tokenizer(models.BPE())
     # Numbers are made of digits, so that a number that was never seen can be written.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
