@@ -91,6 +91,39 @@ CHATS = {
         *("<|return|>", None, ("<|endoftext|>", "<|call|>")),
     ),
 }
+DEEPSEEK_CALL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+# Family: how it draws a call and an answer, with the token that ends each.
+DRAWN = {
+    "qwen2.5": (f"{HERMES_CALL}<|im_end|>", "It is 3.<|im_end|>"),
+    "qwen3": (
+        f"<think>\nso\n</think>\n\n{HERMES_CALL}<|im_end|>",
+        "<think>\nwell\n</think>\n\nIt is 3.<|im_end|>",
+    ),
+    "llama3.1": ('{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "It is 3.<|eot_id|>"),
+    "mistral_v3": (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "call00000"}]</s>',
+        " It is 3.</s>",
+    ),
+    "mistral_nemo": ('[TOOL_CALLS]add[ARGS]{"a": 1}</s>', "It is 3.</s>"),
+    "deepseek_v3": (f"{DEEPSEEK_CALL}<｜end▁of▁sentence｜>", "It is 3.<｜end▁of▁sentence｜>"),
+    "glm4": ('add\n{"a": 1}<|observation|>', "\nIt is 3.<|user|>"),
+    "gemma": ("", "It is 3.<end_of_turn>"),
+    "phi4": ("", "It is 3.<|im_end|>"),
+    "phi4_mini": (
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|><|end|>',
+        "It is 3.<|end|>",
+    ),
+    "chatml": ("", "It is 3.<|im_end|>"),
+    "smollm3": (f"so\n</think>\n{HERMES_CALL}<|im_end|>", "well</think>It is 3.<|im_end|>"),
+    "harmony": (
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        "<|channel|>final<|message|>It is 3.<|return|>",
+    ),
+}
 
 
 def chat_tokenizer(name: str, template: str | None = None) -> Tokenizer:
