@@ -82,8 +82,20 @@ def read_environments(
         programs=programs,
         renderers=renderers,
         limits=limits,
-        parse=parser_for(rollout.tool_parser, tokenizer.chat_template),
+        parse=_parser(config, programs.values(), tokenizer),
     )
+
+
+def _parser(
+    config: PPOConfig, programs: Collection[Program], tokenizer: Tokenizer
+) -> Callable[[str], ParsedTurn]:
+    """What reads the calls out of a turn; without tools there are none."""
+    if not any(program.tools for program in programs):
+        return lambda text: ParsedTurn(text, (), None)
+    try:
+        return parser_for(config.rollout.tool_parser, tokenizer.chat_template)
+    except DataError as error:
+        raise DataError(f"rollout.tool_parser: {error}") from None
 
 
 def _rewritten(renderer: TurnRenderer, tokenizer: Tokenizer, program: Program) -> Mismatch | None:

@@ -121,8 +121,15 @@ class Conversations:
         return box[0]
 
     def cut(self, text: str) -> str:
-        """The text, without what is too long of it."""
+        """The text, without what is too long of it, and without special tokens.
+
+        A tool that wrote the end of its message and the header of another would speak for others.
+        """
         tokens = self.tokenizer.encode(text)
+        plain = self.tokenizer.decode(tokens)
+        if plain != self.tokenizer.decode(tokens, skip_special_tokens=False):
+            text = plain
+            tokens = self.tokenizer.encode(text)
         most = self.limits.max_told_tokens
         return text if len(tokens) <= most else self.tokenizer.decode(tokens[:most]) + _CUT
 
@@ -161,7 +168,8 @@ class _Run:
                 finished = self._engine.cancel()
                 return Drawn(self._done, stats + finished.stats)
             unit += 1
-            self._engine.step()
+            if self._engine.in_flight:
+                self._engine.step()
             finished = self._engine.collect()
             stats += finished.stats
             for sample in finished.samples:
