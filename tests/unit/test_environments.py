@@ -172,6 +172,20 @@ def test_an_episode_from_reset_to_reward(host: EnvironmentHost) -> None:
     host.end(1)
 
 
+def test_the_environment_of_the_page_can_be_played(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    file = tmp_path / "my_game.py"
+    file.write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    host = EnvironmentHost({"game": EnvironmentReference(f"{file}:GuessTheNumber")}, ToolLimits())
+    host.begin(0, "game", {"answer": "7"}, seed=0)
+    assert _wait(host)[0].failure is None
+    assert _turn(host, 0, ("guess", {"number": 9})).results[0].content == "lower"
+    assert _turn(host, 0, ("guess", {"number": 7})).ended
+    host.ask_reward(0)
+    assert _wait(host)[0].reward == 1.0
+    host.close()
+
+
 def test_random_numbers_begin_with_the_seed(host: EnvironmentHost) -> None:
     drawn = []
     for seed in (3, 4, 3):
