@@ -38,6 +38,8 @@ ToolParser = Literal["auto", "hermes", "llama3", "mistral", "deepseek", "json"]
 
 def _environments(value: object) -> object:
     """Several environments from one, or from a mapping that names one for each data source."""
+    if value is None:
+        return []
     if isinstance(value, str):
         return [{"name": value}]
     if isinstance(value, dict) and "name" not in value:

@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_policy_needs_fewer_guesses(runs: Path) -> None:
-    """Three seeds ended at 0.47 or more; the start has 0.35, a perfect player 0.62."""
+    """Three seeds ended at 0.45 or more; the start has 0.35, a perfect player 0.62."""
     summary = json.loads((runs / "ppo" / "summary.json").read_text(encoding="utf-8"))
     assert summary["start_reward"] < 0.4 and summary["final_reward"] > 0.43
     assert summary["final_sampled_accuracy"] > summary["start_sampled_accuracy"] + 0.08
