@@ -133,7 +133,7 @@ class RolloutSection(Section):
     """a chat template that would write earlier turns otherwise than they were drawn, as those do
     that drop thoughts: keep what was drawn, and say so; or refuse to start"""
     tool_timeout_s: Annotated[Seconds, _IF_TURNS] = 30.0
-    """longest time that tools and environment may take for one turn, seconds; then they are
+    """longest time of one call of a tool or of a method of the environment, seconds; then it is
     stopped"""
     tool_memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, _IF_TURNS] = 4096
     """most private memory of each process of an episode, MB; null: no limit"""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import selectors
 import socket
 import sys
@@ -45,7 +46,8 @@ _SHOWN_FAILURE = 500  # characters
 class ToolLimits:
     """The time and memory that environments and tools may use."""
 
-    timeout_s: float = 30.0  # longest time of one request, seconds
+    # longest time of one call of a tool, or of another method, seconds
+    timeout_s: float = 30.0
     memory_mb: int | None = None  # of each process of an episode, MB; None: no limit
     workers: int = 8  # most episodes that compute at the same time
     load_timeout_s: float = 120.0  # longest time to import a file
@@ -138,6 +140,7 @@ class EnvironmentHost:
         Raises:
             EnvironmentFault: one cannot be loaded.
         """
+        _allow_many_files()
         self._limits = limits
         self._nurseries: dict[str, _Nursery] = {}
         self._episodes: dict[int, _Episode] = {}
@@ -269,6 +272,7 @@ class EnvironmentHost:
             if kind == "result":
                 name = episode.calls[len(episode.results)][0]
                 episode.results.append(ToolResult(name, **value))
+                episode.deadline = time.monotonic() + self._limits.timeout_s
             elif kind == "done":
                 self._answered(episode, **value)
             else:
@@ -356,6 +360,13 @@ def describe(
         return host.programs
     finally:
         host.close()
+
+
+def _allow_many_files() -> None:
+    """Let this process open as many files as it may: each episode has a socket."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems name a limit that they do not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _located(reference: str) -> list[str]:

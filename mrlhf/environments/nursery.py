@@ -217,7 +217,7 @@ def _result(offer: Any, environment: Any, name: str, arguments: Any) -> dict[str
 
 def _summary(error: BaseException) -> str:
     """Type and message of an error, on one line."""
-    return str(user_code.summarise_error(error, Path()))
+    return str(programs.as_text(user_code.summarise_error(error, Path())))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import pydantic
 RESERVED = ("reset", "reply", "reward", "turn_reward", "state_dict", "load_state_dict", "done")
 """Members of an environment that are no tools."""
 
+_MOST_CHARACTERS = 200_000  # of what is said at once
+
 
 class ProgramError(Exception):
     """The environment or a tool cannot be used; the message says why, on one line."""
@@ -82,7 +84,7 @@ class Tool:
         answer = self.function(**given) if owner is None else self.function(owner, **given)
         if isinstance(answer, (dict, list)):
             return json.dumps(answer, default=str)
-        return str(answer)
+        return as_text(str(answer))
 
 
 class Offer:
@@ -133,10 +135,17 @@ def names_of_methods(environment: type | None) -> Iterator[str]:
             yield name
 
 
+def as_text(text: str) -> str:
+    """A text of bounded length that can be encoded."""
+    return text[:_MOST_CHARACTERS].encode("utf-8", "replace").decode()
+
+
 def said(value: Any, method: str) -> str | list[Any] | None:
     """What an environment said; ProgramError if it is neither text nor chat messages."""
-    if value is None or isinstance(value, str):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return as_text(value)
     fits = isinstance(value, Sequence) and all(
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)
@@ -148,7 +157,7 @@ def said(value: Any, method: str) -> str | list[Any] | None:
             f"{method} returned {repr(value)[:100]}; return a text, a list of "
             '{"role", "content"} messages, or None'
         )
-    return [dict(message) for message in value]
+    return [{**message, "content": as_text(message["content"])} for message in value]
 
 
 def number(value: Any, method: str) -> float:

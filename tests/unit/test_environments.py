@@ -71,6 +71,12 @@ class Guess:
     def nothing(self) -> None:
         pass
 
+    def much(self):
+        return "x" * 10**6
+
+    def odd(self):
+        return "a\\ud800b"
+
     def reply(self, text):
         return {"go on": "Go on.", "list": [{"role": "user", "content": "x"}]}.get(text)
 
@@ -129,7 +135,18 @@ def _turn(host: EnvironmentHost, number: int, *calls: tuple[str, dict[str, Any]]
 def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
     tools = {tool["function"]["name"]: tool for tool in host.programs["game"].tools}
     assert list(tools) == [
-        *("guess", "luck", "leave", "hang", "stop", "eat", "leave_a_child", "nothing"),
+        *(
+            "guess",
+            "luck",
+            "leave",
+            "hang",
+            "stop",
+            "eat",
+            "leave_a_child",
+            "nothing",
+            "much",
+            "odd",
+        ),
         "calculator",
     ]
     assert tools["guess"] == {
@@ -207,12 +224,14 @@ def test_random_numbers_begin_with_the_seed(host: EnvironmentHost) -> None:
             "integer, unable to parse string as an integer; far: Extra inputs are not permitted",
         ),
         ("stop", {}, "Error: SystemExit: enough"),
+        ("much", {}, "x" * 200_000),
+        ("odd", {}, "a?b"),
         ("nothing", {}, "None"),
         (
             "_private",
             {},
             "Error: there is no tool '_private'; there is guess, luck, leave, hang, "
-            "stop, eat, leave_a_child, nothing, calculator",
+            "stop, eat, leave_a_child, nothing, much, odd, calculator",
         ),
         (
             "calculator",
