@@ -76,7 +76,7 @@ def dry_run(
     check_memory(config, specs, world_size)
     if isinstance(config, PPOConfig):
         _check_user_methods(config, absent)
-    steps = check_inputs(config, absent)
+    steps, episode = check_inputs(config, absent)
 
     lines = [f"not found: {line}" for line in missing]
     lines += [f"not checked: the weights of {name}" for name in without_weights(config)]
@@ -92,6 +92,7 @@ def dry_run(
     if isinstance(config, PPOConfig):
         lines += describe_cache(config, specs["rollout"])
     lines += draw_schedules(config, world_size)
+    lines += episode
     lines.append(f"{fits} fits {count(world_size, 'rank')}")
     return DryRunResult(missing, "\n".join(lines))
 

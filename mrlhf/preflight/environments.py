@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mrlhf.batch import Prompts
 from mrlhf.config.roots import PPOConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.data.tool_calls import ParsedTurn, parser_for
@@ -84,6 +85,32 @@ def read_environments(
         limits=limits,
         parse=_parser(config, programs.values(), tokenizer),
     )
+
+
+def draw_episode(
+    environments: EnvironmentInputs, tokenizer: Tokenizer, prompt: Prompts
+) -> list[str]:
+    """The tokens of an episode of two turns as text, line by line, with those that train marked.
+
+    What the policy says is left open, and so is what it is told. A first observation is missing.
+    """
+    program = environments.programs[environments.program_of(prompt.data_source[0])]
+    answer = {"role": "user", "content": "..."}
+    if program.tools:
+        answer = {"role": "tool", "name": program.tools[0]["function"]["name"], "content": "..."}
+    renderer = environments.renderers[program.name]
+    said = [*tokenizer.encode("..."), tokenizer.eos_id]
+    parts = [
+        ("prompt", prompt.token_ids[0]),
+        ("trains", said),
+        ("told", renderer.after(said, True, [answer])),
+        ("trains", said),
+    ]
+    lines = ["  an episode, as tokens; what the policy says trains"]
+    for label, tokens in parts:
+        text = tokenizer.decode(tokens, skip_special_tokens=False)
+        lines.append(f"    {label:<7} {len(tokens):>4} {text!r}")
+    return lines
 
 
 def _parser(

@@ -27,7 +27,7 @@ from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
-from mrlhf.preflight.environments import EnvironmentInputs, read_environments
+from mrlhf.preflight.environments import EnvironmentInputs, draw_episode, read_environments
 from mrlhf.preflight.model_checks import head_of
 from mrlhf.preflight.paths import InputPath
 from mrlhf.preflight.vocabulary import (
@@ -120,25 +120,28 @@ def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
     return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
 
 
-def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> int | None:
+def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> tuple[int | None, list[str]]:
     """Check the inputs as a run would, except those that are `absent`.
 
     Returns:
-        The training steps of the run; None if an input is absent.
+        The training steps of the run, None if an input is absent; and lines that show an episode.
 
     Raises:
         ConfigError, DataError, RewardError: an input cannot be used; one line.
     """
     if absent:
         _check_present_inputs(config, {path.path for path in absent})
-        return None
+        return None, []
     if isinstance(config, PPOConfig):
         inputs = read_ppo_inputs(config)
         inputs.reward.close()
-        return inputs.steps
+        shown = []
+        if inputs.environments is not None:
+            shown = draw_episode(inputs.environments, inputs.tokenizer, inputs.prompts[0])
+        return inputs.steps, shown
     if isinstance(config, SFTConfig):
-        return read_sft_inputs(config).steps
-    return read_preference_inputs(config).steps
+        return read_sft_inputs(config).steps, []
+    return read_preference_inputs(config).steps, []
 
 
 def _check_present_inputs(config: AnyConfig, absent: Collection[str]) -> None:

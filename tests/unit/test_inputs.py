@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -55,6 +56,22 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 def old(response):
     return 1.0
+
+class Asks:
+    def reply(self, text):
+        return "1+1"
+
+class Adds(Asks):
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+class Pays(Asks):
+    def reward(self):
+        return 1.0
+
+class Untyped(Asks):
+    def add(self, a, b):
+        return a + b
 """
 
 
@@ -128,6 +145,28 @@ def refusal(config):
     assert str(dry.value) == str(real.value)
     assert "\n" not in str(dry.value)
     return str(dry.value)
+
+
+def test_episodes_are_shown_and_their_faults_refused():
+    Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
+    keys = {"data__chat_template": "chat.jinja", "data__max_prompt_length": 10}
+    shown = dry_run(ppo(**keys, **{"rollout__environment": "rewards.py:Asks"}), 1).text
+    assert "an episode, as tokens; what the policy says trains" in shown
+    assert re.search(r"prompt +\d+ '0\+1=='\n +trains +\d+ ", shown)
+    for name, keys_of_case, words in (
+        ("Adds", keys, "the chat template ignores tools"),
+        ("Asks", {}, "turns need a chat template"),
+        ("Asks", keys | {"reward__terms": [{"name": "environment"}]}, "has no method reward"),
+        ("Untyped", keys, "tool add: argument a has no type"),
+        ("Ask", keys, "did you mean 'Asks'?"),
+    ):
+        config = ppo(**keys_of_case, **{"rollout__environment": f"rewards.py:{name}"})
+        assert words in refusal(config)
+
+    pays = ppo(**keys, **{"rollout__environment": {"train": "rewards.py:Pays"}})
+    environments = read_ppo_inputs(pays).environments
+    assert environments.program_of("train") == "train" and environments.program_of("val") == ""
+    assert environments.programs["train"].has_reward and not environments.programs[""].has_reward
 
 
 def test_the_inputs_of_each_program():
