@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 
 from mrlhf.config import PPOConfig
+from mrlhf.config.sections import RoleSection
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
-from mrlhf.preflight.footprint import activation_bytes
+from mrlhf.preflight.activations import layer_bytes
 
 WEIGHT = 2
 GRADIENT = 4
@@ -38,6 +39,17 @@ def trained_bytes(spec: ModelSpec, layout: ParallelLayout) -> float:
     return of_experts + others * (WEIGHT + GRADIENT + MAIN_AND_MOMENTS / copies)
 
 
+def kept_by_layers(section: RoleSection, spec: ModelSpec, layout: ParallelLayout) -> float:
+    """What the layers of a rank keep of the micro-batches under way."""
+    stages = layout.pp * layout.vpp
+    kept = layout.pp if layout.vpp == 1 else layout.pp * (layout.vpp + 1) - 1
+    layers = math.ceil(spec.num_layers / stages)
+    tokens = section.micro_batch_tokens / layout.cp
+    whole, split = layer_bytes(spec, section.recompute)
+    each = split / layout.tp + whole / (layout.tp if section.sequence_parallel else 1)
+    return kept * layers * tokens * each
+
+
 def gigabytes(config: PPOConfig, specs: dict[str, ModelSpec], world_size: int) -> dict[str, float]:
     """What each owner of a rank's memory takes; `specs` are the models by role."""
     found: dict[str, float] = {}
@@ -46,7 +58,7 @@ def gigabytes(config: PPOConfig, specs: dict[str, ModelSpec], world_size: int) -
         section = config.actor if role == "actor" else config.critic
         layout = ParallelLayout.for_world(role, world_size, AxisSizes.of(section))
         found[role] = trained_bytes(spec, layout)
-        activations.append(activation_bytes(section, spec, layout, itemsize=2))
+        activations.append(kept_by_layers(section, spec, layout))
 
     actor = specs["actor"]
     layout = ParallelLayout.for_world("actor", world_size, AxisSizes.of(config.actor))

@@ -52,8 +52,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--reserve-gb",
         type=float,
         metavar="GB",
-        help="left free on each GPU, for the layer and the logits that are being computed and for "
-        "NCCL's buffers (default: an eighth of its memory, at most 10)",
+        help="left free on each GPU, for NCCL's buffers, CUDA itself and memory in pieces too "
+        "small to use (default: an eighth of its memory, at most 10)",
     )
     add("--out", type=Path, metavar="DIR", help="write 1.yaml to 5.yaml, to give after your own")
     add(
@@ -232,21 +232,21 @@ def layout_of(config: AnyConfig) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    for phase in plan.memory.phases:
-        owners = plan.memory.phases[phase].items()
-        more = "".join(f", {owner} {nbytes / 1e9:.1f}" for owner, nbytes in owners)
-        yield f"  {phase}: {plan.memory.total(phase) / 1e9:.1f}{more.replace(',', ', of it', 1)}"
+    rank = plan.memory.fullest
+    for phase, owners in rank.phases.items():
+        more = "".join(f", {owner} {nbytes / 1e9:.1f}" for owner, nbytes in owners.items())
+        yield f"  {phase}: {rank.total(phase) / 1e9:.1f}{more.replace(',', ', of it', 1)}"
         if phase == GENERATION:
             at_once = plan.time.decoded_at_once
             yield f"    room for {at_once} responses at once on each replica"
-    held = ", ".join(f"{owner} {size / 1e9:.1f}" for owner, size in plan.memory.held.items())
+    held = ", ".join(f"{owner} {size / 1e9:.1f}" for owner, size in rank.held.items())
     yield f"  held all the time: {held}"
 
 
 def _lacks(plan: Plan, room: float) -> str:
     peak = plan.memory.peak
     lacking = plan.memory.total(peak) / 1e9 - room
-    largest = list(plan.memory.owners(peak).items())[:2]
+    largest = list(plan.memory.fullest.owners(peak).items())[:2]
     owners = ", ".join(f"{owner} {nbytes / 1e9:.0f}" for owner, nbytes in largest)
     return f"{peak} lacks {lacking:.0f} GB ({owners})"
 

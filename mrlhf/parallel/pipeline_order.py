@@ -8,6 +8,7 @@ ints. It runs nothing, and knows no layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -74,6 +75,22 @@ def passes(
         in_turn = zip_longest(forward[ahead:], backward)
         ordered = [*forward[:ahead], *(each for pair in in_turn for each in pair)]
     return [each for each in ordered if each is not None and each.micro_batch < micro_batches]
+
+
+@lru_cache(maxsize=1024)
+def in_flight(rank: int, stages: int, chunks: int) -> frozenset[tuple[int, tuple[int, ...]]]:
+    """The micro-batches that a rank of a full pipeline has run forward and not yet backward.
+
+    Returns:
+        For each backward pass its chunk, and the micro-batches by chunk as it begins.
+    """
+    counts = [0] * chunks
+    found = set()
+    for each in passes(rank, stages, chunks, 2 * stages):
+        if each.is_backward:
+            found.add((each.chunk, tuple(counts)))
+        counts[each.chunk] += -1 if each.is_backward else 1
+    return frozenset(found)
 
 
 def received(

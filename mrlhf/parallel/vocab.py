@@ -35,6 +35,11 @@ _CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}
 _LEAST_CHUNK_TOKENS = 128
 
 
+def chunk_rows(row_bytes: int, device: str) -> int:
+    """The most tokens of a chunk whose logits take so many bytes each, on this type of device."""
+    return max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES[device] // row_bytes)
+
+
 class TokenRange(NamedTuple):
     """Consecutive tokens whose loss is evaluated at once."""
 
@@ -164,7 +169,7 @@ class _Projection:
 
         shard = len(layer.weight)
         row_bytes = shard * layer.weight.element_size()
-        most_rows = max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES[layer.weight.device.type] // row_bytes)
+        most_rows = chunk_rows(row_bytes, layer.weight.device.type)
         self.spans = _spans(tokens.lengths, tokens.most_lengths or tokens.lengths, most_rows)
 
         rows = max(chunk.stop - chunk.start for chunk in self.chunks)

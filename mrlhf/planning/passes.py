@@ -14,7 +14,7 @@ from mrlhf.models.flops import visible_pairs
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.planning.gpus import Gpu
-from mrlhf.preflight.footprint import layer_bytes
+from mrlhf.preflight.activations import layer_bytes
 
 # How often what a layer keeps for the backward pass goes through memory: it is written and read,
 # then read again, while its gradient is written and read.

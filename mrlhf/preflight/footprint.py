@@ -1,9 +1,8 @@
 """The bytes of a run on the rank that has most, by owner and by phase.
 
-Weights, gradients and optimizer states come from the shapes that a run is built of. Activations are
-those that layers keep, by a rule that tests/device/test_activations.py counts. What
-one layer or the output layer takes while it is computed, and the buffers of NCCL, are not known
-here: the caller leaves room for them.
+Weights, gradients and optimizer states come from the shapes that a run is built of, activations
+from `activations`. The buffers of NCCL and memory in pieces too small to use are not known here:
+the caller leaves room for them.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from mrlhf.models.parameters import engine_pieces, keeps_float32, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import MODEL_AXES, AxisSizes, ParallelLayout
+from mrlhf.preflight.activations import Activations
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
 from mrlhf.preflight.model_checks import cache_needs
@@ -36,13 +36,11 @@ OWNERS = ("params", "grads", "optimizer")  # of a model that is trained
 
 
 @dataclass(frozen=True)
-class Footprint:
+class RankBytes:
     """Bytes on one GPU, by owner, such as `actor/params` or `engine/cache`."""
 
-    sizes: dict[str, int]  # of all owners but those of one phase, wherever they are
     held: dict[str, int]  # those that never leave
     phases: dict[str, dict[str, int]]  # more of them while a phase lasts, by its name
-    sample_bytes: int = 0  # of a response of full length in the KV cache; 0 without an engine
 
     def total(self, phase: str) -> int:
         """The bytes while a phase lasts."""
@@ -54,15 +52,52 @@ class Footprint:
         kept = sum(size for owner, size in of_phase if owner.endswith("/activations"))
         return self.total(phase) - kept
 
+    def owners(self, phase: str) -> dict[str, int]:
+        """What a phase consists of, the largest first."""
+        every = self.held | self.phases[phase]
+        return dict(sorted(every.items(), key=lambda item: -item[1]))
+
+    @property
+    def most(self) -> int:
+        """The bytes in the phase that takes most."""
+        return max(map(self.total, self.phases))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The bytes of a run on those of its ranks that differ: of each combination of stages one."""
+
+    sizes: dict[str, int]  # by owner the most of any rank, wherever it is; not those of one phase
+    ranks: list[RankBytes]
+    sample_bytes: int = 0  # of a response of full length in the KV cache; 0 without an engine
+
+    def total(self, phase: str) -> int:
+        """The bytes while a phase lasts, on the rank that has most then."""
+        return max(rank.total(phase) for rank in self.ranks)
+
+    def owned(self, phase: str) -> int:
+        """The same without activations."""
+        return max(rank.owned(phase) for rank in self.ranks)
+
     @property
     def peak(self) -> str:
         """The phase that takes most."""
         return max(self.phases, key=self.total)
 
-    def owners(self, phase: str) -> dict[str, int]:
-        """What a phase consists of, the largest first."""
-        every = self.held | self.phases[phase]
-        return dict(sorted(every.items(), key=lambda item: -item[1]))
+    @property
+    def fullest(self) -> RankBytes:
+        """The rank that has most in any phase."""
+        return max(self.ranks, key=lambda rank: rank.most)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What never leaves the fullest rank."""
+        return self.fullest.held
+
+    @property
+    def phases(self) -> dict[str, dict[str, int]]:
+        """What the fullest rank has besides in each phase."""
+        return self.fullest.phases
 
 
 def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
@@ -70,6 +105,22 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
 
     In generation the KV cache counts with one response of full length; a run gives it what is left.
     """
+    sizes: dict[str, int] = {}
+    ranks = []
+    # Stages of a model are consecutive ranks, so the first rank of each part has other ones.
+    parts = math.lcm(*(role.value_of("pp") for role in config.roles().values()))
+    for part in range(parts):
+        own, rank = _of_rank(config, specs, world_size, part * world_size // parts)
+        sizes |= {owner: max(size, sizes.get(owner, 0)) for owner, size in own.items()}
+        ranks.append(rank)
+    sample = cache_needs(config, specs["actor"]).bytes if isinstance(config, PPOConfig) else 0
+    return Footprint(sizes, ranks, sample)
+
+
+def _of_rank(
+    config: AnyConfig, specs: Specs, world_size: int, rank: int
+) -> tuple[dict[str, int], RankBytes]:
+    """The bytes of all owners of a rank but those of one phase, and those on its GPU."""
     trained = trained_models(config)
     sizes: dict[str, int] = {}
     held: dict[str, int] = {}
@@ -80,23 +131,26 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
             continue  # DPO's reference has left before the policy is built, which takes more
         spec = specs[name]
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
+        stage = layout.coordinates(rank).pp
         itemsize = _itemsize(config, role)
         if name in trained:
             optim = trained[name][1]
             states_of = (optim.splits_states, optim.name == "muon")
-            bytes_of = _training_bytes(spec, layout, itemsize, *states_of)
+            bytes_of = _training_bytes(spec, layout, itemsize, *states_of, stage)
             own = dict(zip(OWNERS, vars(bytes_of).values(), strict=True))
             phase = update_of(name)
-            kept = {f"{name}/activations": activation_bytes(role, spec, layout, itemsize)}
+            device = device_kind(config.distributed.device)
+            most = Activations(role, spec, layout, stage, itemsize, device).most
+            kept = {f"{name}/activations": most}
             if optim.stream is not None:
                 states = own.pop("optimizer")
                 sizes[f"{name}/optimizer"] = states
-                kept[f"{name}/optimizer, in parts"] = _part_bytes(spec, layout, itemsize)
+                kept[f"{name}/optimizer, in parts"] = _part_bytes(spec, layout, stage, itemsize)
                 # Main weights are made on the GPU, once the gradients have left.
                 mains = states // 3 if itemsize < 4 else 0
                 phases[f"start of {name}"] = {f"{name}/main weights": mains}
         else:
-            own = {"params": _frozen_bytes(spec, layout, itemsize)}
+            own = {"params": sum(_held(spec, _smallest(layout), itemsize)[stage].values())}
             phase, kept = f"passes of {name}", {}
         sizes |= {f"{name}/{owner}": nbytes for owner, nbytes in own.items()}
         held |= {f"{name}/{owner}": own[owner] for owner in own if owner not in role.offload}
@@ -106,26 +160,27 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
             phases[f"start of {name}"][f"{name}/params"] = own["params"]
 
     if not isinstance(config, PPOConfig):
-        return Footprint(sizes, held, phases)
+        return sizes, RankBytes(held, phases)
     if config.full_kl_in_loss:  # the reference's output layer is part of the loss
         phases[update_of("actor")] |= leaving.get("reference", {})
     spec = specs["actor"]
     layout = ParallelLayout.for_world("actor", world_size, AxisSizes.of(config.actor))
+    stage = layout.coordinates(rank).pp
     rollout = config.rollout
     itemsize = _itemsize(config, config.actor)
-    engine = _engine_bytes(spec, layout, config, itemsize)
+    engine = _engine_bytes(spec, layout, stage, config, itemsize)
     generating = {
         owner: size for owner, size in leaving["actor"].items() if owner.endswith("/params")
     }
     if spec.lora is not None and rollout.lora == "merged":
-        held[MERGED] = merged_bytes(spec, layout, itemsize)
+        held[MERGED] = merged_bytes(spec, layout, itemsize, stage)
     if spec.lora is not None and rollout.lora != "merged":
         held[ENGINE] = engine  # the base comes once
     else:
         generating[ENGINE] = engine
     sample = cache_needs(config, spec).bytes
     phases[GENERATION] = generating | {"engine/cache, at least": sample}
-    return Footprint(sizes | {ENGINE: engine}, held, phases, sample)
+    return sizes | {ENGINE: engine}, RankBytes(held, phases)
 
 
 def update_of(name: str) -> str:
@@ -138,61 +193,23 @@ def _itemsize(config: AnyConfig, role: RoleSection) -> int:
     return dtype_on(role.dtype, device_kind(config.distributed.device)).itemsize
 
 
-def activation_bytes(
-    role: RoleSection, spec: ModelSpec, layout: ParallelLayout, itemsize: int
-) -> int:
-    """Activations that the first stage of a trained model keeps for the backward pass."""
-    stages = layout.pp * layout.vpp
-    kept = layout.pp if layout.vpp == 1 else layout.pp * (layout.vpp + 1) - 1
-    layers = math.ceil(spec.num_layers / stages)
-    tokens = role.micro_batch_tokens / layout.cp
-    whole, split = layer_bytes(spec, role.recompute)
-    each = split / layout.tp + whole / (layout.tp if role.sequence_parallel else 1)
-    return math.ceil(kept * layers * tokens * each * itemsize / 2)
-
-
-def layer_bytes(spec: ModelSpec, recompute: str) -> tuple[int, int]:
-    """Bytes that a layer keeps of a token in bfloat16.
-
-    Returns:
-        What tensor-parallel ranks each keep without sequence parallelism, and what they share out.
-        Of a mixture, the copies of a token for its experts are part of the second.
-    """
-    if recompute == "full":
-        return 2 * spec.hidden_size, 0
-    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    of_heads = (6 if spec.qk_norm == "none" else 8) * heads
-    experts = spec.experts
-    if experts is None:
-        return 8 * spec.hidden_size, of_heads + 6 * spec.ffn_size
-    width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
-    copies = 4 * experts.per_token * spec.hidden_size
-    router = 2 * spec.hidden_size + 5 * experts.count + 26 * experts.per_token
-    return 8 * spec.hidden_size + router, of_heads + 6 * width + copies
-
-
 @lru_cache(maxsize=4096)
 def _training_bytes(
-    spec: ModelSpec, layout: ParallelLayout, itemsize: int, splits: bool, is_muon: bool
+    spec: ModelSpec, layout: ParallelLayout, itemsize: int, splits: bool, is_muon: bool, stage: int
 ) -> ModelBytes:
-    return training_bytes(spec, layout, itemsize, splits, is_muon)
+    return training_bytes(spec, layout, itemsize, splits, is_muon, stage)
 
 
-def _frozen_bytes(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> int:
-    """The weights of a model that is not trained, on the rank that has most."""
-    stages = _held(spec, _smallest(layout), itemsize)
-    return max(sum(parameters.values()) for parameters in stages)
-
-
-def _part_bytes(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> int:
+def _part_bytes(spec: ModelSpec, layout: ParallelLayout, stage: int, itemsize: int) -> int:
     """The most of a weight's main weights and moments that pass through a GPU together."""
-    stages = _held(spec, _smallest(layout), itemsize)
-    weights = max(max(parameters.values()) for parameters in stages) // itemsize
+    weights = max(_held(spec, _smallest(layout), itemsize)[stage].values()) // itemsize
     return max(STREAMED_BYTES, 3 * 4 * weights)
 
 
-def _engine_bytes(spec: ModelSpec, layout: ParallelLayout, config: PPOConfig, itemsize: int) -> int:
-    """The engine's weights that are not the actor's own tensors, on the rank that has most.
+def _engine_bytes(
+    spec: ModelSpec, layout: ParallelLayout, stage: int, config: PPOConfig, itemsize: int
+) -> int:
+    """The engine's weights that are not the actor's own tensors, on a rank of a stage.
 
     A tensor with exactly the slices of one of the actor's shares its memory.
     """
@@ -200,13 +217,11 @@ def _engine_bytes(spec: ModelSpec, layout: ParallelLayout, config: PPOConfig, it
     native = config.rollout.engine == "native"
     choose = EngineLayout.closest if native else EngineLayout.consecutive
     engine = choose(layout, config.rollout.tp, config.rollout.ep or 1)
-    most = 0
-    for stage, held in enumerate(_held(spec, _smallest(layout), itemsize)):
-        place = engine.place_in_replica(layout.rank_at(pp=stage))
-        needed = _needed(spec, place.tp, place.ep, place.tp_rank, itemsize)
-        shared = needed.keys() & held.keys() if native else ()
-        most = max(most, sum(needed.values()) - sum(needed[keys] for keys in shared))
-    return most
+    held = _held(spec, _smallest(layout), itemsize)[stage]
+    place = engine.place_in_replica(layout.rank_at(pp=stage))
+    needed = _needed(spec, place.tp, place.ep, place.tp_rank, itemsize)
+    shared = needed.keys() & held.keys() if native else ()
+    return sum(needed.values()) - sum(needed[keys] for keys in shared)
 
 
 def _smallest(layout: ParallelLayout) -> ParallelLayout:

@@ -56,7 +56,9 @@ def check_memory(
     phase = max(sizes.phases, key=sizes.owned)
     if sizes.owned(phase) <= room:
         return
-    largest = [item for item in sizes.owners(phase).items() if not item[0].endswith("/activations")]
+    fullest = max(sizes.ranks, key=lambda rank: rank.owned(phase))
+    every = fullest.owners(phase).items()
+    largest = [item for item in every if not item[0].endswith("/activations")]
     owners = ", ".join(f"{owner} {nbytes / 2**20:.1f}" for owner, nbytes in largest)
     remedies = list(_remedies(config, known, world_size, room))
     choices = "; or ".join(remedies[:_REMEDIES]) or "more ranks or adapters, since no offload does"

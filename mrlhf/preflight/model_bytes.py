@@ -36,24 +36,28 @@ def training_bytes(
     itemsize: int,
     splits_optimizer: bool,
     is_muon: bool = False,
+    stage: int | None = None,
 ) -> ModelBytes:
-    """The bytes of a model that is trained, on the rank that has most.
+    """The bytes of a model that is trained, on a rank of a stage, or on the rank that has most.
 
     Args:
         itemsize: bytes of a weight.
         splits_optimizer: whether replicas share the optimizer's states.
         is_muon: whether matrices of hidden layers have one moment, and not AdamW's two.
     """
-    ranks = [layout.rank_at(pp=stage) for stage in range(layout.pp)]
+    stages = range(layout.pp) if stage is None else [stage]
+    ranks = [layout.rank_at(pp=number) for number in stages]
     every = [_on_rank(spec, layout, rank, itemsize, splits_optimizer, is_muon) for rank in ranks]
     return max(every, key=lambda sizes: sizes.total)
 
 
-def merged_bytes(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> int:
-    """The bytes of the weights with adapters, merged into copies, on the rank that has most."""
+def merged_bytes(
+    spec: ModelSpec, layout: ParallelLayout, itemsize: int, stage: int | None = None
+) -> int:
+    """The bytes of weights with adapters, merged into copies; `stage` as in `training_bytes`."""
     most = 0
-    for stage in range(layout.pp):
-        pieces = role_pieces(spec, layout, layout.rank_at(pp=stage))
+    for number in range(layout.pp) if stage is None else [stage]:
+        pieces = role_pieces(spec, layout, layout.rank_at(pp=number))
         factors = [piece.parameter for piece in pieces if is_adapter(piece.name)]
         # A parameter that holds several layers is merged whole.
         merged = {name.partition(f"{MODULE}.")[0] + "weight" for name in factors}

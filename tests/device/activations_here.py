@@ -14,7 +14,7 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
-from mrlhf.preflight.footprint import layer_bytes
+from mrlhf.preflight.activations import layer_bytes
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.training.engine import ModelEngine

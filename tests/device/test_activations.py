@@ -1,9 +1,11 @@
-"""A layer keeps the bytes of activations that docs/parallelism.md computes with."""
+"""Activations are those that plans count: of a layer, and of a whole update at its peak."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from tests.device.peaks_table import PAGE as MEMORY_PAGE
+from tests.device.peaks_table import lines, peaks
 from tests.simulated_device.client import Devices
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
@@ -18,3 +20,14 @@ def test_a_layer_keeps_what_the_rule_says(device: Devices) -> None:
     assert "8 h + 6 q + 6 k + 6 f bytes" in PAGE
     assert "2 q + 2 k more" in PAGE and "2 h + 5 e + 26 n" in PAGE
     assert "it keeps 2 h." in PAGE
+
+
+def test_an_update_takes_what_a_plan_says_at_its_peak(device: Devices) -> None:
+    """On every rank, and so in each stage."""
+    found = peaks(device)
+    assert len(found) == 4 + 2 * 7 + 4 * 2
+    for peak in found:
+        assert abs(peak.predicted - peak.counted) <= 0.05 * peak.counted, peak
+    page = MEMORY_PAGE.read_text(encoding="utf-8")
+    for predicted in lines(found):
+        assert predicted in page

@@ -150,7 +150,7 @@ def refusal(config):
 def test_episodes_are_shown_and_their_faults_refused():
     Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
     keys = {"data__chat_template": "chat.jinja", "data__max_prompt_length": 10}
-    shown = dry_run(ppo(**keys, **{"rollout__environment": "rewards.py:Asks"}), 1).text
+    shown = dry_run(ppo(**keys, rollout__environment="rewards.py:Asks"), 1).text
     assert "an episode, as tokens; what the policy says trains" in shown
     assert re.search(r"prompt +\d+ '0\+1=='\n +trains +\d+ ", shown)
     for name, keys_of_case, words in (
@@ -160,10 +160,10 @@ def test_episodes_are_shown_and_their_faults_refused():
         ("Untyped", keys, "tool add: argument a has no type"),
         ("Ask", keys, "did you mean 'Asks'?"),
     ):
-        config = ppo(**keys_of_case, **{"rollout__environment": f"rewards.py:{name}"})
+        config = ppo(**keys_of_case, rollout__environment=f"rewards.py:{name}")
         assert words in refusal(config)
 
-    pays = ppo(**keys, **{"rollout__environment": {"train": "rewards.py:Pays"}})
+    pays = ppo(**keys, rollout__environment={"train": "rewards.py:Pays"})
     environments = read_ppo_inputs(pays).environments
     assert environments.program_of("train") == "train" and environments.program_of("val") == ""
     assert environments.programs["train"].has_reward and not environments.programs[""].has_reward

@@ -13,6 +13,7 @@ from mrlhf.parallel.pipeline_order import (
     bubble,
     group_size,
     idle_share,
+    in_flight,
     passes,
     received,
     rounds,
@@ -46,6 +47,14 @@ def test_interleaved_passes_of_the_last_rank() -> None:
         *(forward(0), forward(1), forward(0, 1), backward(0, 1)),
         *(forward(1, 1), backward(1, 1), backward(0), backward(1)),
     ]
+
+
+def test_micro_batches_in_flight() -> None:
+    """As each backward pass begins: of 1F1B as many as stages follow, and this one."""
+    assert in_flight(0, 1, 1) == {(0, (1,))}
+    assert in_flight(0, 4, 1) == {(0, (count,)) for count in (4, 3, 2, 1)}
+    assert in_flight(3, 4, 1) == {(0, (1,))}
+    assert max(sum(counts) for _, counts in in_flight(0, 2, 2)) == 2 * (2 + 1) - 1
 
 
 def test_a_schedule_of_fewer_micro_batches_than_ranks_runs_empty_ones() -> None:

@@ -1,0 +1,162 @@
+"""The most activations that a rank holds at once in an update, from shapes alone.
+
+They are what layers keep of the micro-batches under way, and what is being computed: the loss, the
+gradients of a layer or that of the embedding. `tests/device/test_activations.py` counts them. All
+tokens of a full micro-batch count as those of responses. A few numbers a token and head, keys that
+context parallelism gathers, inner products of adapters and experts with more tokens than others
+are not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import mul
+
+from mrlhf.config.sections import RoleSection
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.pipeline_order import in_flight
+from mrlhf.parallel.vocab import chunk_rows
+
+
+def layer_bytes(spec: ModelSpec, recompute: str, is_mixture: bool | None = None) -> tuple[int, int]:
+    """Bytes that a layer keeps of a token in bfloat16.
+
+    Args:
+        is_mixture: whether it is a mixture; None: if the model has experts.
+
+    Returns:
+        What tensor-parallel ranks each keep without sequence parallelism, and what they share out.
+        Of a mixture, the copies of a token for its experts are part of the second.
+    """
+    if recompute == "full":
+        return 2 * spec.hidden_size, 0
+    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    of_heads = (6 if spec.qk_norm == "none" else 8) * heads
+    experts = spec.experts
+    if experts is None or is_mixture is False:
+        return 8 * spec.hidden_size, of_heads + 6 * spec.ffn_size
+    width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
+    copies = 4 * experts.per_token * spec.hidden_size
+    router = 2 * spec.hidden_size + 5 * experts.count + 26 * experts.per_token
+    return 8 * spec.hidden_size + router, of_heads + 6 * width + copies
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The activations of a trained model on a rank of one stage, in bytes."""
+
+    role: RoleSection
+    spec: ModelSpec
+    layout: ParallelLayout
+    stage: int  # the rank's place in the pipeline
+    itemsize: int  # bytes of a weight
+    device: str = "cuda"  # or cpu
+
+    @property
+    def most(self) -> int:
+        """The most bytes at once."""
+        return math.ceil(max(self._moments()))
+
+    def _moments(self) -> Iterator[float]:
+        """The bytes at each moment that may be the one with most."""
+        stages = self.layout.stages
+        numbers = stages.numbers_on(self.stage)
+        layers_of = [stages.layers(number, self.spec.num_layers) for number in numbers]
+        # Until its backward pass a chunk also keeps its output, and the angles of rotation.
+        beside = self._residual + 4 * self.spec.head_dim * self._tokens
+        kept = [sum(map(self._kept, layers)) + beside for layers in layers_of]
+        # From and to other stages: the input of the next pass, the gradient that was sent last.
+        exchanged = self._residual * (2 if self.layout.vpp > 1 else min(self.stage, 1))
+
+        for chunk, counts in in_flight(self.stage, self.layout.pp, self.layout.vpp):
+            held = exchanged + sum(map(mul, counts, kept))
+            if numbers[chunk] == stages.count - 1 and self.spec.head == "lm":
+                yield held + self._loss
+                # That of an output layer which is the embedding waits for the embedding's.
+                held += self._table * (self.spec.output_is_embedding and stages.count == 1)
+            yield held + self._backward(layers_of[chunk])
+            if numbers[chunk] == 0:
+                yield held - kept[chunk] + self._residual + self._table
+
+    @property
+    def _tokens(self) -> float:
+        return self.role.micro_batch_tokens / self.layout.cp
+
+    @property
+    def _splits(self) -> bool:
+        """Whether the ranks of `tp` share out the tokens between layers."""
+        return self.role.sequence_parallel and self.layout.tp > 1
+
+    @property
+    def _states(self) -> float:
+        """Hidden states of a micro-batch."""
+        return self.itemsize * self._tokens * self.spec.hidden_size
+
+    @property
+    def _residual(self) -> float:
+        """Those of them that a rank has between layers."""
+        return self._states / (self.layout.tp if self._splits else 1)
+
+    @property
+    def _weight(self) -> float:
+        """Elements of a rank's gradient of a row of weights; 0 where adapters alone have one."""
+        return self.itemsize / self.layout.tp * (self.spec.lora is None)
+
+    @property
+    def _table(self) -> float:
+        """The gradient of the embedding, or of the output layer, before it is added up."""
+        return self._weight * self.spec.vocab_size * self.spec.hidden_size
+
+    def _kept(self, layer: int, recompute: str | None = None) -> float:
+        is_mixture = self.spec.has_experts(layer)
+        whole, split = layer_bytes(self.spec, recompute or self.role.recompute, is_mixture)
+        each = whole / (self.layout.tp if self._splits else 1) + split / self.layout.tp
+        return self._tokens * each * self.itemsize / 2
+
+    @property
+    def _loss(self) -> float:
+        """Logits; hidden states, those selected, and their gradient; that of the weight."""
+        row = self.itemsize * self.spec.vocab_size / self.layout.tp
+        rows = min(self._tokens, chunk_rows(int(row), self.device))
+        # It is added up in float32, in bfloat16 from a product beside it.
+        of_weight = self._table * (4 / self.itemsize + (self.itemsize < 4))
+        return rows * row + 3 * self._states + of_weight
+
+    def _backward(self, layers: Sequence[int]) -> float:
+        """What the backward pass takes in the top layer, beside what layers keep."""
+        taken = self._residual  # the gradient of its output
+        if not layers:
+            return taken
+        top = layers[-1]
+        if self.role.recompute == "full":  # it is there whole, with its output
+            taken += self._kept(top, "none") - self._kept(top) + self._residual
+        if self._splits:
+            taken += self._states  # inputs are gathered in one buffer for all layers
+        return taken + (self._mixture if self.spec.has_experts(top) else self._mlp)
+
+    @property
+    def _mlp(self) -> float:
+        """The most that gradients in an MLP take, less what it has ceased to keep by then."""
+        inner = self.itemsize * self._tokens * self.spec.ffn_size / self.layout.tp
+        weight = self._weight * self.spec.hidden_size * self.spec.ffn_size
+        gathered = self._states * self._splits
+        # After the second product, the activation and the first product. Gradients of weights
+        # have been added up, but megatron-core makes tensors of their size.
+        return max(inner + gathered + weight, 2 * inner, self._states + 2 * weight - inner)
+
+    @property
+    def _mixture(self) -> float:
+        """The same of a mixture, where each token is copied for its experts."""
+        layout, experts = self.layout, self.spec.experts
+        assert experts is not None
+        tokens = self.itemsize * self._tokens / layout.tp
+        copies = tokens * experts.per_token * self.spec.hidden_size
+        inner = tokens * experts.per_token * experts.ffn_size
+        split = layout.ep * layout.etp / layout.tp
+        weight = self._weight * self.spec.hidden_size * experts.ffn_size * experts.count / split
+        shared = tokens * experts.shared_ffn_size
+        # Gradients of weights are there twice, since those of experts without tokens become zero.
+        return max(copies, inner + 2 * weight, 2 * inner - copies, 4 * weight - inner, 2 * shared)
