@@ -192,7 +192,7 @@ class Episode:
     prompt_ids: list[int] | None
     prompt_text: str
     turns: list[int]  # where each turn ends: the number of response tokens before its end
-    tools: dict[str, int]  # how often each tool was called
+    tools: dict[str, int]  # how often each tool was called; "error": calls that cannot be read
     errors: int  # calls that could not be read, and tools that failed
     failure: str  # why it could not go on; empty if it ended by itself. Then nothing of it trains.
     score: float | None  # what its environment says of it, None without a word

@@ -120,7 +120,6 @@ class _Episode:
     nursery: _Nursery
     pid: int
     connection: socket.socket
-    begin: list[Any]  # the request that begins it
     kind: Literal["reset", "turn", "reward"] = "reset"
     request: list[Any] | None = None
     calls: list[Any] = field(default_factory=list)  # of a turn, each a name and its arguments
@@ -163,11 +162,10 @@ class EnvironmentHost:
     def begin(self, number: int, program: str, row: Mapping[str, Any], seed: int) -> None:
         """Begin an episode with a row of the data; its random numbers begin with `seed`."""
         nursery = self._nurseries[program]
-        begin = ["reset", dict(row), seed]
-        episode = _Episode(number, nursery, *nursery.fork(), begin)
+        episode = _Episode(number, nursery, *nursery.fork())
         self._episodes[number] = episode
         self._selector.register(episode.connection, selectors.EVENT_READ, episode)
-        self._ask(episode, "reset", begin)
+        self._ask(episode, "reset", ["reset", dict(row), seed])
 
     def turn(self, number: int, text: str, calls: Sequence[ToolCall]) -> None:
         """Run the calls of a turn; without any, let the environment reply to its text."""
@@ -242,6 +240,10 @@ class EnvironmentHost:
             self._send(episode)
 
     def _send(self, episode: _Episode) -> None:
+        if episode.ended:  # since its last answer
+            what, episode.ended = episode.ended, ""
+            self._give_up(episode, what)
+            return
         episode.deadline = time.monotonic() + self._limits.timeout_s
         episode.connection.settimeout(self._limits.timeout_s)
         assert episode.request is not None
@@ -309,9 +311,13 @@ class EnvironmentHost:
         # A child that has closed its connection ends in a moment.
         status = self._drop_child(episode, wait_s=0.0 if what else _END_S)
         what = what or status
-        if episode.request is None:  # nobody asked it for anything; the next request finds out
+        if episode.request is None or episode in self._queue:  # the next request finds out
             episode.ended = what
-            return
+        else:
+            self._give_up(episode, what)
+
+    def _give_up(self, episode: _Episode, what: str) -> None:
+        """Answer a request whose child is gone, and why."""
         name = "reply" if episode.kind == "turn" else episode.kind
         if len(episode.results) < len(episode.calls):
             name = episode.calls[len(episode.results)][0]

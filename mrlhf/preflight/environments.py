@@ -95,15 +95,12 @@ def draw_episode(
     What the policy says is left open, and so is what it is told. A first observation is missing.
     """
     program = environments.programs[environments.program_of(prompt.data_source[0])]
-    answer = {"role": "user", "content": "..."}
-    if program.tools:
-        answer = {"role": "tool", "name": program.tools[0]["function"]["name"], "content": "..."}
     renderer = environments.renderers[program.name]
     said = [*tokenizer.encode("..."), tokenizer.eos_id]
     parts = [
         ("prompt", prompt.token_ids[0]),
         ("trains", said),
-        ("told", renderer.after(said, True, [answer])),
+        ("told", renderer.after(said, True, [_answer(program, "...")])),
         ("trains", said),
     ]
     lines = ["  an episode, as tokens; what the policy says trains"]
@@ -111,6 +108,13 @@ def draw_episode(
         text = tokenizer.decode(tokens, skip_special_tokens=False)
         lines.append(f"    {label:<7} {len(tokens):>4} {text!r}")
     return lines
+
+
+def _answer(program: Program, content: str) -> dict[str, str]:
+    """What may follow a turn: a tool's answer, or the user's if there are no tools."""
+    if not program.tools:
+        return {"role": "user", "content": content}
+    return {"role": "tool", "name": program.tools[0]["function"]["name"], "content": content}
 
 
 def _parser(
@@ -132,12 +136,10 @@ def _rewritten(renderer: TurnRenderer, tokenizer: Tokenizer, program: Program) -
     """
     thinks = "</think>" in tokenizer.chat_template
     said = ["<think>\nWell.\n</think>\n\nSo." if thinks else "So.", "And so."]
-    answer = {"role": "user", "content": "Then?"}
-    if program.tools:
-        answer = {"role": "tool", "name": program.tools[0]["function"]["name"], "content": "1"}
+    told = (_answer(program, "1"), {"role": "user", "content": "More."})
     turns = [
         Turn([*tokenizer.encode(text), tokenizer.eos_id], True, [message])
-        for text, message in zip(said, (answer, {"role": "user", "content": "More."}), strict=True)
+        for text, message in zip(said, told, strict=True)
     ]
     try:
         return renderer.check([{"role": "user", "content": "What?"}], turns)

@@ -24,7 +24,7 @@ from mrlhf.data.tokenizer import Message, Tokenizer
 from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import TurnRenderer
 from mrlhf.environments.host import EnvironmentHost
-from mrlhf.environments.interface import Outcome, Program, ToolCall, ToolResult
+from mrlhf.environments.interface import Outcome, Program, ToolCall
 from mrlhf.errors import DataError
 from mrlhf.inference.base import EngineStats, InferenceEngine, Request, Sample, SamplingParams
 from mrlhf.parallel.groups import EngineGroups
@@ -34,6 +34,7 @@ from mrlhf.rollout.trajectory import GrowingTrajectory, Trajectory
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.05  # for outcomes while the engine has nothing to draw
+_UNREADABLE = "error"  # stands for the name of the tool in a call that cannot be read
 _CUT = " [cut]"  # at the end of an answer that is too long
 
 OnError = Literal["tell", "end"]
@@ -188,7 +189,7 @@ class _Run:
             self._end_environment(row)
 
     def _begin(self) -> None:
-        """Begin all conversations; those whose environment has no first word draw at once."""
+        """Have the environments begin; a request draws once all of its samples have begun."""
         for request in self._requests:
             prompt = request.id // self._sampling.n
             program = self._owner.program_of(self._prompts.data_source[prompt])
@@ -320,10 +321,11 @@ class _Run:
         parsed = self._owner.parse(self._text(sample))
         if parsed.error is not None:
             conversation.errors += 1
+            conversation.tools[_UNREADABLE] += 1
             if self._limits.on_parse_error == "end":
                 self._ask_reward(conversation)
             else:
-                self._tell(conversation, [_told("error", f"Error: {parsed.error}")])
+                self._tell(conversation, [_told(_UNREADABLE, f"Error: {parsed.error}")])
             return
         self._waiting.add(row)
         if self._host is not None:
@@ -348,17 +350,12 @@ class _Run:
 
         has_error = any(result.is_error for result in outcome.results)
         ends = outcome.ended or (has_error and self._limits.on_tool_error == "end")
-        if ends or len(conversation.turns) >= self._limits.max_turns:
-            conversation.stopped = ends
+        if ends:
+            conversation.stopped = True
             self._ask_reward(conversation)
             return
-        messages = [self._result(result) for result in outcome.results]
-        for message in _messages(outcome.observation):
-            messages.append({**message, "content": self._owner.cut(str(message["content"]))})
-        self._tell(conversation, messages)
-
-    def _result(self, result: ToolResult) -> Message:
-        return _told(result.name, self._owner.cut(result.content))
+        results = [_told(result.name, result.content) for result in outcome.results]
+        self._tell(conversation, results + _messages(outcome.observation))
 
     def _tell(self, conversation: _Conversation, messages: Sequence[Message]) -> None:
         """Append messages, and draw the next turn; without room or turns, end the episode."""
@@ -368,8 +365,11 @@ class _Run:
             return
         assert conversation.last is not None
         try:
+            cut = [
+                {**message, "content": self._owner.cut(message["content"])} for message in messages
+            ]
             tokens = conversation.dialogue.renderer.after(
-                conversation.last.token_ids, conversation.last.stopped, messages
+                conversation.last.token_ids, conversation.last.stopped, cut
             )
         except DataError as error:
             self._fail(conversation, f"its answer cannot be written: {error}")

@@ -18,7 +18,7 @@ from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
 from mrlhf.errors import EnvironmentFault
 
 GAME = '''
-import os, random, sys, time
+import os, random, sys, threading, time
 
 class Guess:
     def __init__(self):
@@ -73,6 +73,9 @@ class Guess:
 
     def much(self):
         return "x" * 10**6
+
+    def leave_later(self):
+        threading.Timer(0.05, os._exit, [5]).start()
 
     def odd(self):
         return "a\\ud800b"
@@ -145,6 +148,7 @@ def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
             "leave_a_child",
             "nothing",
             "much",
+            "leave_later",
             "odd",
         ),
         "calculator",
@@ -231,7 +235,7 @@ def test_random_numbers_begin_with_the_seed(host: EnvironmentHost) -> None:
             "_private",
             {},
             "Error: there is no tool '_private'; there is guess, luck, leave, hang, "
-            "stop, eat, leave_a_child, nothing, much, odd, calculator",
+            "stop, eat, leave_a_child, nothing, much, leave_later, odd, calculator",
         ),
         (
             "calculator",
@@ -274,6 +278,16 @@ def test_an_episode_that_cannot_go_on_says_why(
         outcome = _turn(host, 4, *[(call, given) for call in calls])
     assert outcome.failure == failure
     host.end(4)
+
+
+def test_a_process_that_ends_between_two_requests_is_found(host: EnvironmentHost) -> None:
+    _begun(host, 9)
+    assert _turn(host, 9, ("leave_later", {})).results[0].content == "None"
+    while not host._episodes[9].ended:
+        assert host.poll(1.0) == []
+    outcome = _turn(host, 9, ("guess", {"number": 1}))
+    assert outcome.failure == "guess ended its process (exit code 5)"
+    host.end(9)
 
 
 def test_a_score_must_be_a_number(host: EnvironmentHost) -> None:
