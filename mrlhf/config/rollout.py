@@ -70,6 +70,37 @@ def _has_turns(place: Place) -> NotRead | None:
 _IF_TURNS = ReadIf(_has_turns)
 
 
+class PartialSection(Section):
+    """Rollouts that are not drawn to their end in one step.
+
+    More prompts are begun than a step needs. The step trains on those whose samples all end first;
+    the others keep what they have, and go on with the weights of the next step.
+    """
+
+    over: Annotated[float, Field(ge=1, le=64)] = 1.0
+    """prompts that are begun, over data.train_batch_size; 1: every sample is drawn to its end"""
+    max_versions: Annotated[
+        Annotated[int, Field(ge=2, le=64)],
+        read_if("over", lambda over: over > 1, "is 1", "raise that above 1"),
+    ] = 2
+    """most versions of the policy that draw the samples of one prompt: the last of the steps waits
+    for them; at least over"""
+
+    @model_validator(mode="after")
+    def _all_can_be_taken_in_time(self) -> PartialSection:
+        if self.over > self.max_versions:
+            raise ValueError(
+                f"over {self.over:g} is above max_versions {self.max_versions}, so some prompts "
+                "would be too old before a step takes them; lower over or raise max_versions"
+            )
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether samples may be drawn in several steps."""
+        return self.over > 1
+
+
 class RolloutSection(Section):
     """Generation."""
 
@@ -139,6 +170,8 @@ class RolloutSection(Section):
     """most private memory of each process of an episode, MB; null: no limit"""
     tool_workers: Annotated[Count, _IF_TURNS] = 8
     """most episodes of a replica whose tools run at the same time; others wait"""
+    partial: PartialSection
+    """begin more prompts than a step needs, and go on later with those that are not done"""
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     """tokens in one block of the KV cache; null: 16 on a CPU, what the kernels need on a GPU"""
     kv_cache_mb: Annotated[int, Field(ge=1, le=2**24)] | None = None

@@ -93,6 +93,9 @@ class Request:
         sampling: how to draw them. Only `requests_for` reads its `n`; an engine draws `samples`.
         goes_on: whether a later request begins with this prompt and a response to it, as in a
             conversation; an engine may keep what it has computed of both, while it has room.
+        drawn: how many tokens at the end of the prompt belong to the response already, so that the
+            request draws its rest: their places and text count for random numbers and stop strings.
+            vLLM gives the rest other numbers than a response drawn at once.
     """
 
     id: int
@@ -101,6 +104,7 @@ class Request:
     samples: range
     sampling: SamplingParams
     goes_on: bool = False
+    drawn: int = 0
 
 
 class _PackedList(Generic[N]):
@@ -332,6 +336,11 @@ class InferenceEngine(Protocol):
         It waits for no other rank.
         """
         ...
+
+
+def response_so_far(request: Request) -> Sequence[int]:
+    """Return the tokens at the end of the prompt that belong to the response."""
+    return request.prompt[len(request.prompt) - request.drawn :]
 
 
 def requests_for(

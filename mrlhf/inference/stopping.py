@@ -26,8 +26,11 @@ class StopSearch:
     confirmed in the whole text.
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
-        """Start with an empty response; no string in `stop` may be empty."""
+    def __init__(self, decode: Decode, stop: Sequence[str], before: Sequence[int] = ()) -> None:
+        """Start with the tokens `before`, none of which ends the response.
+
+        No string in `stop` may be empty.
+        """
         self._decode = decode
         self._stop = tuple(stop)
         self._needed = max(map(len, stop)) + _SLACK_CHARACTERS
@@ -39,6 +42,8 @@ class StopSearch:
         self._next_cut = 2 * _SHORTEST_TAIL_TOKENS
         self._text = ""
         self._broken = 0  # how often in a row the text changed and ended in a broken character
+        for token in before:
+            self.append(token)
 
     def append(self, token: int) -> bool:
         """Add one token; return whether the text of the response now contains a stop string."""

@@ -12,11 +12,11 @@ from functools import cache
 from mrlhf.metrics.learning import CRITIC, HELD_OUT, LENGTHS, PAIRS, POLICY, SCORES
 from mrlhf.metrics.metric import Metric
 from mrlhf.metrics.mismatch import CORRECTION, PROBABILITIES
-from mrlhf.metrics.work import EPISODES, OPTIMIZER, SAMPLING, SPEED
+from mrlhf.metrics.work import CARRIED, EPISODES, OPTIMIZER, SAMPLING, SPEED
 
 CHAPTERS = (
     *(SCORES, POLICY, CRITIC, PAIRS, LENGTHS, PROBABILITIES, CORRECTION),
-    *(OPTIMIZER, SAMPLING, EPISODES, SPEED, HELD_OUT),
+    *(OPTIMIZER, SAMPLING, CARRIED, EPISODES, SPEED, HELD_OUT),
 )
 TABLE = tuple(row for chapter in CHAPTERS for row in chapter.rows)
 

@@ -69,6 +69,20 @@ SAMPLING = Chapter(
            "`rollout.lora: merged`: what rounding loses of what adapters add", below=0.5),
 )
 
+CARRIED = Chapter(
+    "Partial rollouts",
+    "With `rollout.partial.over` above 1; see [generation.md](generation.md#partial-rollouts). The "
+    "age of a token is the number of updates of the policy since it was drawn.",
+    Metric("staleness/mean", "mean", "tokens that train", "versions", "age", label="staleness"),
+    Metric("staleness/max", "max", "tokens that train", "versions", "age"),
+    Metric("staleness/share/<age>", "mean", "tokens that train", "share", "of this age"),
+    Metric("staleness/mixed", "mean", "responses", "share", "drawn by several versions"),
+    Metric("partial/limit", "max", "samples", "tokens", "drawn in the step, at most"),
+    Metric("partial/open_groups", "whole", "", "prompts", "begun and left for later steps"),
+    Metric("partial/restarted_groups", "whole", "", "prompts",
+           "begun again: too old, or drawn with other settings"),
+)
+
 EPISODES = Chapter(
     "Episodes",
     "With `rollout.environment` or `rollout.tools`; see [environments.md](environments.md).",

@@ -178,11 +178,16 @@ def _replay_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _sampling_problems(config: PPOConfig) -> Iterator[str]:
-    """Too few generated prompts for a batch."""
+    """Two ways to choose prompts, and too few generated ones for a batch."""
     data = config.data
     filters = config.algorithm.filter_groups
     if not filters.enable:
         return
+    if config.rollout.partial.is_on:
+        yield (
+            "algorithm.filter_groups.enable and rollout.partial both choose the prompts of a "
+            "step; turn filter_groups off or set rollout.partial.over to 1"
+        )
 
     most = filters.max_num_gen_batches * data.gen_batch_size
     if most < data.train_batch_size:

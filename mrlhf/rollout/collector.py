@@ -1,7 +1,8 @@
 """Collects the batch of one training step: generates responses and scores them.
 
 Where the estimator asks for it, each prompt also gets a greedy response as its baseline. With
-dynamic sampling a `DynamicSampler` draws the responses. This file does not know models or losses.
+dynamic sampling or partial rollouts a `GroupSampler` draws the responses. This file does not know
+models or losses.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Protocol
 
 from torch import Tensor
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics.table import row_of
-from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.generator import SLOWEST, DrawnBatch, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer, Scores
@@ -38,6 +39,14 @@ class Collected:
     metrics: dict[str, float]  # metrics of generation and of dynamic sampling
 
 
+class GroupSampler(Protocol):
+    """Chooses the prompt groups of a training batch."""
+
+    def draw(self, step: int, sampling: SamplingParams) -> DrawnBatch:
+        """The responses of a training step; their scores if it needs them to choose."""
+        ...
+
+
 @dataclass(frozen=True)
 class Collector:
     """Fills the batches of training steps; every rank calls each method together."""
@@ -46,7 +55,7 @@ class Collector:
     scorer: Scorer
     shaper: RewardShaper  # adds penalties to the scores of greedy responses
     prompts: Iterator[Prompts]  # an endless supply of batches of prompts
-    dynamic_sampler: DynamicSampler | None  # if given, it draws the responses, from the same supply
+    sampler: GroupSampler | None  # if given, it draws the responses, from the same supply
     greedy_baseline: bool  # whether each prompt gets a greedy response too
 
     def generate(self, step: int, sampling: SamplingParams) -> tuple[DrawnBatch, DrawnBatch | None]:
@@ -58,11 +67,11 @@ class Collector:
             The responses, and one greedy response to each prompt or None without a greedy baseline.
         """
         enter = self.generator.phases.enter
-        if self.dynamic_sampler is None:
+        if self.sampler is None:
             with enter("gen"):
                 drawn = self.generator.generate(next(self.prompts), sampling, "train", step)
         else:
-            drawn = self.dynamic_sampler.draw(step, sampling)
+            drawn = self.sampler.draw(step, sampling)
 
         greedy = None
         if self.greedy_baseline:

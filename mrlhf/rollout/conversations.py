@@ -11,25 +11,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from mrlhf.batch import Episode, Prompts
+from mrlhf.batch import NO_VERSION, Episode
 from mrlhf.data.tokenizer import Message, Tokenizer
 from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import TurnRenderer
 from mrlhf.environments.host import EnvironmentHost
 from mrlhf.environments.interface import Outcome, Program, ToolCall
 from mrlhf.errors import DataError
-from mrlhf.inference.base import EngineStats, InferenceEngine, Request, Sample, SamplingParams
+from mrlhf.inference.base import InferenceEngine
 from mrlhf.parallel.groups import EngineGroups
-from mrlhf.rollout.drawing import Drawn, MayStep, mix_seed
-from mrlhf.rollout.trajectory import GrowingTrajectory, Trajectory
+from mrlhf.rollout.drawing import Drawing, Drawn, MayStep, OpenSample, Pace, Task, mix_seed
+from mrlhf.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +60,19 @@ class Dialogue:
 
 
 @dataclass
-class _Conversation:
-    """One sample on its way."""
+class _Conversation(OpenSample):
+    """One sample on its way; its prompt is what its environment has made of the data's."""
 
-    row: int
-    request: Request  # of the first turn
-    sample_index: int
-    dialogue: Dialogue
-    prompt_ids: Sequence[int]
+    dialogue: Dialogue = field(kw_only=True)
+    number: int = field(kw_only=True)  # of its episode at the host
     own_prompt: bool = False  # whether the environment has added to the prompt
-    said: GrowingTrajectory = field(default_factory=GrowingTrajectory)
     turns: list[int] = field(default_factory=list)
     tools: Counter[str] = field(default_factory=Counter)
     errors: int = 0
     turn_rewards: list[float] = field(default_factory=list)
     waited_s: float = 0.0
     stopped: bool = False  # whether it ended by itself
-    last: Sample | None = None  # what was drawn last
-    recorded: int = 0  # for how many tokens `last` says which experts they went to
+    replays: list[ParsedTurn] | None = None  # turns that its new environment must see before more
 
 
 @dataclass
@@ -92,25 +86,19 @@ class Conversations:
     parse: Callable[[str], ParsedTurn]
     tokenizer: Tokenizer
     limits: TurnLimits
+    # The episodes that wait for later weights, by seed, uid and sample index.
+    _waiting: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=count)
 
     def draw(
-        self,
-        engine: InferenceEngine,
-        prompts: Prompts,
-        sampling: SamplingParams,
-        requests: Sequence[Request],
-        may_step: MayStep,
+        self, engine: InferenceEngine, task: Task, pace: Pace | None, may_step: MayStep
     ) -> Drawn:
-        """Lead the samples of the requests to their end; arguments as for `draw_turn`.
+        """Lead the samples of the task to their end, as `Drawing` does with single turns.
 
         Raises:
             EngineError: the engine refuses a request, or fails.
         """
-        run = _Run(self, engine, prompts, sampling, requests)
-        try:
-            return run.until_done(may_step)
-        finally:
-            run.close()
+        return _Conversing(self, engine, task, pace).draw(may_step)
 
     def tell_ranks(self, outcomes: list[Outcome]) -> list[Outcome]:
         """The outcomes that the first rank of the replica has, on all of its ranks."""
@@ -120,6 +108,35 @@ class Conversations:
         first = dist.get_global_rank(self.groups.tp, 0)
         dist.broadcast_object_list(box, src=first, group=self.groups.tp)
         return box[0]
+
+    def keep(self, one: OpenSample, number: int) -> None:
+        """Let the episode of a sample wait for later weights."""
+        self._waiting[_key(one)] = number
+
+    def new_number(self) -> int:
+        """The number of an episode that begins."""
+        return next(self._numbers)
+
+    def take_waiting(self, one: OpenSample) -> int | None:
+        """The number of the episode of a sample, if it has waited for later weights here."""
+        return self._waiting.pop(_key(one), None)
+
+    def end_waiting(self) -> None:
+        """End the episodes that nobody goes on with."""
+        for number in self._waiting.values():
+            self.end(number)
+        self._waiting.clear()
+
+    def end(self, number: int) -> None:
+        """End an episode and all that it has started."""
+        if self.host is not None:
+            self.host.end(number)
+
+    def turn_of(self, tokens: Sequence[int], stop_token_ids: Sequence[int]) -> ParsedTurn:
+        """What the policy said in a turn, with special tokens but the one that ends it."""
+        if tokens[-1] in stop_token_ids:
+            tokens = tokens[:-1]
+        return self.parse(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
     def cut(self, text: str) -> str:
         """The text, without what is too long of it, and without special tokens.
@@ -135,74 +152,75 @@ class Conversations:
         return text if len(tokens) <= most else self.tokenizer.decode(tokens[:most]) + _CUT
 
 
-class _Run:
-    """One batch of conversations. Each rank of the replica has the same."""
+class _Conversing(Drawing[_Conversation]):
+    """One task whose samples are conversations."""
 
     def __init__(
-        self,
-        owner: Conversations,
-        engine: InferenceEngine,
-        prompts: Prompts,
-        sampling: SamplingParams,
-        requests: Sequence[Request],
+        self, owner: Conversations, engine: InferenceEngine, task: Task, pace: Pace | None
     ) -> None:
+        super().__init__(engine, task, pace)
         self._owner = owner
         self._limits = owner.limits
         self._host = owner.host
-        self._engine = engine
-        self._prompts = prompts
-        self._sampling = sampling
-        self._requests = requests
-        self._batch = len(prompts) * sampling.n
-        self._open: dict[int, _Conversation] = {}
-        self._waiting: set[int] = set()  # rows that wait for an outcome
+        self._waiting: dict[int, int] = {}  # the rows that wait for an outcome, by episode
         self._beginning: dict[int, set[int]] = {}  # rows of a request that have not begun
-        self._done: list[Trajectory] = []
 
-    def until_done(self, may_step: MayStep) -> Drawn:
-        """Lead all conversations, as far as `may_step` lets it."""
-        self._begin()
-        stats = EngineStats()
-        unit = 0
-        while self._open:
-            if not may_step(unit, len(self._open)):
-                finished = self._engine.cancel()
-                return Drawn(self._done, stats + finished.stats)
-            unit += 1
-            if self._engine.in_flight:
-                self._engine.step()
-            finished = self._engine.collect()
-            stats += finished.stats
-            for sample in finished.samples:
-                self._hear(sample)
-            if self._waiting:
-                self._learn_what_came()
-        return Drawn(self._done, stats)
-
-    def close(self) -> None:
-        """Drop what is left of the conversations."""
-        if not self._open:
-            return
-        with suppress(Exception):  # an error before is the one to report
-            self._engine.cancel()
-        for row in self._open:
-            self._end_environment(row)
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._waiting) or super()._is_busy
 
     def _begin(self) -> None:
         """Have the environments begin; a request draws once all of its samples have begun."""
-        for request in self._requests:
-            prompt = request.id // self._sampling.n
-            program = self._owner.program_of(self._prompts.data_source[prompt])
-            rows = [prompt * self._sampling.n + index for index in request.samples]
-            for row, index in zip(rows, request.samples, strict=True):
-                self._open[row] = _Conversation(
-                    row, request, index, self._owner.dialogues[program], request.prompt
-                )
-                if self._host is not None:
-                    seed = mix_seed(self._sampling.seed, f"{request.uid} {index}")
-                    self._host.begin(row, program, self._data_row(prompt), seed)
-            self._waiting.update(rows)
-            self._beginning[request.id] = set(rows)
+        resumed = []
+        for plain in self._new_samples():
+            program = self._owner.program_of(self._prompts.data_source[self._prompt_of(plain)])
+            begun = self._task.begun.get(plain.row)
+            waiting = None if begun is None else self._owner.take_waiting(plain)
+            number = self._owner.new_number() if waiting is None else waiting
+            one = _Conversation(
+                **vars(plain), dialogue=self._owner.dialogues[program], number=number
+            )
+            self._open[one.row] = one
+            if begun is None:
+                self._beginning.setdefault(one.request.id, set()).add(one.row)
+            else:
+                self._recall(one, begun)
+            one.turn_tokens = self._most_tokens(one)
+            if waiting is not None:
+                one.replays = None
+                resumed.append(one)
+                continue
+            self._waiting[number] = one.row
+            if self._host is not None:
+                seed = mix_seed(one.request.sampling.seed, f"{one.request.uid} {one.sample_index}")
+                self._host.begin(number, program, self._data_row(self._prompt_of(one)), seed)
+        if self._pace is not None:
+            self._owner.end_waiting()
+        self._engine.submit(self._next_requests(resumed))
+
+    def _recall(self, one: _Conversation, begun: Trajectory) -> None:
+        """Take up a conversation where it was left."""
+        episode = begun.episode
+        assert episode is not None
+        if episode.prompt_ids is not None:
+            one.prompt_ids = episode.prompt_ids
+            one.own_prompt = True
+        one.turns = list(episode.turns)
+        one.tools = Counter(episode.tools)
+        one.errors = episode.errors
+        one.turn_rewards = list(episode.turn_rewards)
+        one.waited_s = episode.waited_s
+
+        begins = [0]  # of each turn, where the environment has ended
+        place = 0
+        for run in one.said.runs:
+            place += run.length
+            if run.version == NO_VERSION:
+                begins.append(place)
+        one.turn_begins = begins[-1]
+        turns = zip(begins, one.turns, strict=False)
+        parsed = [self._parsed(one.said.token_ids[begin:end]) for begin, end in turns]
+        one.replays = [turn for turn in parsed if turn.error is None]
 
     def _data_row(self, prompt: int) -> dict[str, Any]:
         """The row of the data that an environment gets."""
@@ -214,51 +232,68 @@ class _Run:
             "uid": prompts.uid[prompt],
         }
 
-    def _learn_what_came(self) -> None:
+    def _look_around(self) -> None:
         """Go on with the conversations that need wait no longer."""
+        if not self._waiting:
+            return
         outcomes: list[Outcome] = []
         if self._host is not None:
             outcomes = self._host.poll(0.0 if self._engine.in_flight else _IDLE_WAIT_S)
         for outcome in self._owner.tell_ranks(outcomes):
-            self._waiting.remove(outcome.episode)
-            conversation = self._open[outcome.episode]
-            conversation.waited_s += outcome.seconds
+            one = self._open[self._waiting.pop(outcome.episode)]
+            one.waited_s += outcome.seconds
             if outcome.failure is not None:
-                self._fail(conversation, outcome.failure)
+                self._fail(one, outcome.failure)
+            elif one.replays is not None:
+                self._replay(one, one.replays)
             elif outcome.kind == "reset":
-                self._greet(conversation, outcome)
+                self._greet(one, outcome)
             elif outcome.kind == "turn":
-                self._answer(conversation, outcome)
+                self._answer(one, outcome)
             else:
-                self._finish(conversation, reward=outcome.reward)
+                self._finish(one, reward=outcome.reward)
 
-    def _greet(self, conversation: _Conversation, outcome: Outcome) -> None:
+    def _replay(self, one: _Conversation, turns: list[ParsedTurn]) -> None:
+        """Show a new environment the next of the turns that were before it; then draw."""
+        if turns:
+            self._show(one, turns.pop(0))
+        else:
+            one.replays = None
+            self._engine.submit(self._next_requests([one]))
+
+    def _show(self, one: _Conversation, turn: ParsedTurn) -> None:
+        """Let the environment answer a turn."""
+        self._waiting[one.number] = one.row
+        if self._host is not None:
+            calls = [ToolCall(name, arguments) for name, arguments in turn.calls]
+            self._host.turn(one.number, turn.content, calls)
+
+    def _greet(self, one: _Conversation, outcome: Outcome) -> None:
         """Add the environment's first word to the prompt, and draw if the others have theirs."""
-        row = conversation.row
         if outcome.observation is not None:
-            prompt = self._prompts.extra_info[row // self._sampling.n]["prompt"]
+            prompt = self._prompts.extra_info[self._prompt_of(one)]["prompt"]
             messages = _messages(prompt) + _messages(outcome.observation)
             try:
-                conversation.prompt_ids = conversation.dialogue.renderer.first(messages)
+                one.prompt_ids = one.dialogue.renderer.first(messages)
             except DataError as error:
-                self._fail(conversation, f"its first observation is no prompt: {error}")
+                self._fail(one, f"its first observation is no prompt: {error}")
                 return
-            conversation.own_prompt = True
-            if len(conversation.prompt_ids) > self._limits.max_prompt_tokens:
+            one.own_prompt = True
+            if len(one.prompt_ids) > self._limits.max_prompt_tokens:
                 self._fail(
-                    conversation,
-                    f"the prompt has {len(conversation.prompt_ids)} tokens with the first "
+                    one,
+                    f"the prompt has {len(one.prompt_ids)} tokens with the first "
                     f"observation, more than data.max_prompt_length "
                     f"{self._limits.max_prompt_tokens}",
                 )
                 return
-        self._has_begun(conversation)
+        self._has_begun(one)
 
-    def _has_begun(self, conversation: _Conversation) -> None:
+    def _has_begun(self, one: _Conversation) -> None:
         """Draw the first turn of all samples of a request once all have their prompt."""
-        request = conversation.request
+        request = one.request
         beginning = self._beginning[request.id]
-        beginning.discard(conversation.row)
+        beginning.discard(one.row)
         if beginning:
             return
         del self._beginning[request.id]
@@ -269,186 +304,156 @@ class _Run:
 
         # Samples with one prompt are one request, so that it is computed once.
         requests = []
-        for (prompt, _), some in groupby(
+        for _, some in groupby(
             enumerate(alive),
             lambda item: (tuple(item[1].prompt_ids), item[1].sample_index - item[0]),
         ):
             same = [one for _, one in some]
             first = same[0]
             indices = range(first.sample_index, first.sample_index + len(same))
-            requests.append(self._request(first, first.row, list(prompt), indices))
+            requests.append(self._request(first, indices))
         self._engine.submit(requests)
 
-    def _request(
-        self, conversation: _Conversation, number: int, prompt: Sequence[int], samples: range
-    ) -> Request:
-        """The request for the next turn of some samples."""
-        turn = len(conversation.turns)
-        room = self._sampling.max_tokens - len(conversation.said)
+    def _most_tokens(self, one: _Conversation) -> int:
+        """The most tokens of the turn that begins now."""
+        room = self._sampling.max_tokens - one.turn_begins
         most = self._limits.max_turn_tokens
-        seed = self._sampling.seed
-        sampling = replace(
-            self._sampling,
-            max_tokens=room if most is None else min(room, most),
-            seed=mix_seed(seed, f"turn {turn}") if turn else seed,
-        )
-        goes_on = turn + 1 < self._limits.max_turns
-        return Request(
-            id=number,
-            prompt=prompt,
-            uid=conversation.request.uid,
-            samples=samples,
-            sampling=sampling,
-            goes_on=goes_on,
-        )
+        return room if most is None else min(room, most)
 
-    def _hear(self, sample: Sample) -> None:
-        """Take what the engine has drawn, and have the environment answer it."""
-        later = sample.request_id >= self._batch
-        first = sample.request_id // self._sampling.n * self._sampling.n
-        row = sample.request_id - self._batch if later else first + sample.sample_index
-        conversation = self._open[row]
-        before = len(conversation.prompt_ids) + len(conversation.said)
-        conversation.said.add_drawn(sample)
-        conversation.turns.append(len(conversation.said))
-        conversation.last = sample
-        if self._sampling.record_experts:
-            conversation.recorded = before + len(sample.arrays[0]) - 1
+    def _goes_on(self, one: _Conversation) -> bool:
+        return super()._goes_on(one) or len(one.turns) + 1 < self._limits.max_turns
 
-        if not sample.stopped:
-            self._ask_reward(conversation)
+    def _seed(self, one: _Conversation, seed: int) -> int:
+        turn = len(one.turns)
+        return mix_seed(seed, f"turn {turn}") if turn else seed
+
+    def _parsed(self, tokens: Sequence[int]) -> ParsedTurn:
+        return self._owner.turn_of(tokens, self._sampling.stop_token_ids)
+
+    def _turn_ends(self, one: _Conversation, stopped: bool) -> None:
+        """Have the environment answer a turn."""
+        one.turns.append(len(one.said))
+        if not stopped:
+            self._ask_reward(one)
             return
-        parsed = self._owner.parse(self._text(sample))
-        if parsed.error is not None:
-            conversation.errors += 1
-            conversation.tools[_UNREADABLE] += 1
-            if self._limits.on_parse_error == "end":
-                self._ask_reward(conversation)
-            else:
-                self._tell(conversation, [_told(_UNREADABLE, f"Error: {parsed.error}")])
+        parsed = self._parsed(one.said.token_ids[one.turn_begins :])
+        if parsed.error is None:
+            self._show(one, parsed)
             return
-        self._waiting.add(row)
-        if self._host is not None:
-            calls = [ToolCall(name, arguments) for name, arguments in parsed.calls]
-            self._host.turn(row, parsed.content, calls)
+        one.errors += 1
+        one.tools[_UNREADABLE] += 1
+        if self._limits.on_parse_error == "end":
+            self._ask_reward(one)
+        else:
+            self._tell(one, [_told(_UNREADABLE, f"Error: {parsed.error}")])
 
-    def _text(self, sample: Sample) -> str:
-        """What was said, with special tokens but the one that ends it."""
-        tokens = sample.token_ids
-        if tokens[-1] in self._sampling.stop_token_ids:
-            del tokens[-1]
-        return self._owner.tokenizer.decode(tokens, skip_special_tokens=False)
-
-    def _answer(self, conversation: _Conversation, outcome: Outcome) -> None:
+    def _answer(self, one: _Conversation, outcome: Outcome) -> None:
         """Go on after a turn that the environment has seen."""
         for result in outcome.results:
-            conversation.tools[result.name] += 1
-            conversation.errors += result.is_error
+            one.tools[result.name] += 1
+            one.errors += result.is_error
         if outcome.turn_reward is not None:
-            without = len(conversation.turns) - 1 - len(conversation.turn_rewards)
-            conversation.turn_rewards += [0.0] * without + [outcome.turn_reward]
+            without = len(one.turns) - 1 - len(one.turn_rewards)
+            one.turn_rewards += [0.0] * without + [outcome.turn_reward]
 
         has_error = any(result.is_error for result in outcome.results)
         ends = outcome.ended or (has_error and self._limits.on_tool_error == "end")
         if ends:
-            conversation.stopped = True
-            self._ask_reward(conversation)
+            one.stopped = True
+            self._ask_reward(one)
             return
         results = [_told(result.name, result.content) for result in outcome.results]
-        self._tell(conversation, results + _messages(outcome.observation))
+        self._tell(one, results + _messages(outcome.observation))
 
-    def _tell(self, conversation: _Conversation, messages: Sequence[Message]) -> None:
+    def _tell(self, one: _Conversation, messages: Sequence[Message]) -> None:
         """Append messages, and draw the next turn; without room or turns, end the episode."""
-        said = conversation.said
-        if len(conversation.turns) >= self._limits.max_turns:
-            self._ask_reward(conversation)
+        said = one.said
+        if len(one.turns) >= self._limits.max_turns:
+            self._ask_reward(one)
             return
-        assert conversation.last is not None
         try:
             cut = [
                 {**message, "content": self._owner.cut(message["content"])} for message in messages
             ]
-            tokens = conversation.dialogue.renderer.after(
-                conversation.last.token_ids, conversation.last.stopped, cut
-            )
+            # A turn that is told something was ended by an end token or a stop string.
+            drawn = said.token_ids[one.turn_begins :].tolist()
+            tokens = one.dialogue.renderer.after(drawn, True, cut)
         except DataError as error:
-            self._fail(conversation, f"its answer cannot be written: {error}")
+            self._fail(one, f"its answer cannot be written: {error}")
             return
         if len(said) + len(tokens) >= self._sampling.max_tokens:
-            self._ask_reward(conversation)  # no room to say anything more
+            self._ask_reward(one)  # no room to say anything more
             return
         said.add_told(tokens)
-        prompt = [*conversation.prompt_ids, *said.token_ids]
-        index = conversation.sample_index
-        number = self._batch + conversation.row
-        self._engine.submit([self._request(conversation, number, prompt, range(index, index + 1))])
+        one.turn_begins = len(said)
+        one.turn_tokens = self._most_tokens(one)
+        self._engine.submit(self._next_requests([one]))
 
-    def _ask_reward(self, conversation: _Conversation) -> None:
+    def _ask_reward(self, one: _Conversation) -> None:
         """Ask what the episode is worth, if its environment says so; otherwise it is over."""
-        if not conversation.dialogue.program.has_reward:
-            self._finish(conversation)
+        if not one.dialogue.program.has_reward:
+            self._finish(one)
             return
-        self._waiting.add(conversation.row)
+        self._waiting[one.number] = one.row
         if self._host is not None:
-            self._host.ask_reward(conversation.row)
+            self._host.ask_reward(one.number)
 
-    def _fail(self, conversation: _Conversation, reason: str) -> None:
+    def _fail(self, one: _Conversation, reason: str) -> None:
         """End an episode that cannot go on; none of its tokens train."""
-        said = conversation.said
+        said = one.said
         if not len(said):
             said.add_told([self._owner.tokenizer.eos_id])
         said.untrained()
-        conversation.stopped = False
-        self._finish(conversation, failure=reason)
-        if conversation.request.id in self._beginning:
-            self._has_begun(conversation)
+        one.stopped = False
+        self._finish(one, failure=reason)
+        if one.request.id in self._beginning:
+            self._has_begun(one)
 
     def _finish(
         self,
-        conversation: _Conversation,
+        one: _Conversation,
         reward: float | Mapping[str, float] | None = None,
         failure: str = "",
     ) -> None:
-        row = conversation.row
-        del self._open[row]
-        self._waiting.discard(row)
-        self._end_environment(row)
+        self._owner.end(one.number)
+        self._waiting.pop(one.number, None)
+        episode = self._episode(one)
+        if isinstance(reward, Mapping):
+            further = {name: number for name, number in reward.items() if name != "score"}
+            episode = replace(episode, score=reward["score"], further=further)
+        else:
+            episode = replace(episode, score=reward)
+        self._end(one, one.stopped, replace(episode, failure=failure))
 
-        numbers = reward if isinstance(reward, Mapping) else {}
-        score = numbers["score"] if isinstance(reward, Mapping) else reward
-        said = conversation.said
-        last = conversation.last
-        ids = list(conversation.prompt_ids)
-        own = conversation.own_prompt
+    def _put_aside(self, one: _Conversation) -> Trajectory:
+        self._owner.keep(one, one.number)
+        return replace(super()._put_aside(one), episode=self._episode(one))
+
+    def _episode(self, one: _Conversation) -> Episode:
+        """What has happened so far."""
+        ids = list(one.prompt_ids)
+        own = one.own_prompt
         decode = self._owner.tokenizer.decode
-        episode = Episode(
+        return Episode(
             prompt_ids=ids if own else None,
             prompt_text=decode(ids, skip_special_tokens=False) if own else "",
-            turns=conversation.turns,
-            tools=dict(conversation.tools),
-            errors=conversation.errors,
-            failure=failure,
-            score=score,
-            further={name: number for name, number in numbers.items() if name != "score"},
-            turn_rewards=conversation.turn_rewards,
-            waited_s=conversation.waited_s,
-        )
-        self._done.append(
-            Trajectory(
-                row=row,
-                token_ids=said.token_ids,
-                logprobs=said.logprobs,
-                runs=tuple(said.runs),
-                stopped=conversation.stopped,
-                recorded=conversation.recorded,
-                experts=None if last is None else last.experts,
-                episode=episode,
-            )
+            turns=one.turns,
+            tools=dict(one.tools),
+            errors=one.errors,
+            failure="",
+            score=None,
+            further={},
+            turn_rewards=one.turn_rewards,
+            waited_s=one.waited_s,
         )
 
-    def _end_environment(self, row: int) -> None:
-        if self._host is not None:
-            self._host.end(row)
+    def _abandon(self) -> None:
+        for one in self._open.values():
+            self._owner.end(one.number)
+
+
+def _key(one: OpenSample) -> tuple[int, int, int]:
+    return one.request.sampling.seed, one.request.uid, one.sample_index
 
 
 def _told(name: str, content: str) -> Message:

@@ -5,8 +5,9 @@ It also says how a checkpoint keeps the samples. It knows neither prompts nor en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from mrlhf.models.spec import Experts
 from mrlhf.parallel.collectives import all_gather_objects, all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import OpenTable
-from mrlhf.rollout.trajectory import Trajectory
+from mrlhf.rollout.trajectory import Run, Trajectory
 
 _STATS = len(fields(EngineStats))
 _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
@@ -32,7 +33,9 @@ class SampleHeaders(NamedTuple):
 
     rows: Tensor  # the row of each sample in the batch
     lengths: Tensor  # its number of tokens
+    ended: Tensor  # 1 if nothing more is drawn of it
     stopped: Tensor  # 1 if a stop token or stop string ended it
+    replicas: Tensor  # which replica drew it
     recorded: Tensor  # for how many tokens of prompt and response the experts are recorded
 
     @property
@@ -45,12 +48,14 @@ class SampleHeaders(NamedTuple):
         return begins
 
     @staticmethod
-    def of(trajectories: Sequence[Trajectory]) -> SampleHeaders:
+    def of(trajectories: Sequence[Trajectory], replica: int = 0) -> SampleHeaders:
         """The headers of one replica's samples."""
         columns = (
             [one.row for one in trajectories],
             [len(one.token_ids) for one in trajectories],
+            [one.ended for one in trajectories],
             [one.stopped for one in trajectories],
+            [replica] * len(trajectories),
             [one.recorded for one in trajectories],
         )
         return SampleHeaders(*(torch.tensor(column, dtype=torch.int64) for column in columns))
@@ -68,6 +73,12 @@ class SampleRuns(NamedTuple):
         """The runs of one replica's samples."""
         every = [(one.row, *run) for one in trajectories for run in one.runs]
         return SampleRuns(*torch.tensor(every, dtype=torch.int64).view(-1, 3).unbind(dim=1))
+
+    def lengths_by(self, version: int, batch: int) -> Tensor:
+        """How many tokens a version drew in each row of the batch, int64 [batch]."""
+        mine = self.versions == version
+        lengths = torch.zeros(batch, dtype=torch.int64)
+        return lengths.index_add_(0, self.rows[mine], self.lengths[mine])
 
     def of_tokens(self) -> Tensor:
         """The version of each token, int64 [tokens], row after row."""
@@ -101,6 +112,61 @@ class DrawnSamples:
             torch.zeros(0, 1, dtype=torch.float32),
             _NO_RECORD,
             {},
+        )
+
+    def open_at(self, rows: Collection[int]) -> dict[int, Trajectory]:
+        """Those of `rows` that have begun and not ended, as their replicas handed them over."""
+        headers = self.headers
+        lengths = {
+            row: length
+            for row, length, ended in zip(
+                headers.rows.tolist(), headers.lengths.tolist(), headers.ended.tolist(), strict=True
+            )
+            if row in rows and not ended
+        }
+        runs: dict[int, list[Run]] = {row: [] for row in lengths}
+        for row, *run in zip(*(column.tolist() for column in self.runs), strict=True):
+            if row in runs:
+                runs[row].append(Run(*run))
+        return {
+            row: Trajectory(
+                row,
+                array("i", self.token_ids[row, :length].tolist()),
+                array("f", self.logprobs[row, :length].tolist()),
+                tuple(runs[row]),
+                episode=self.episodes.get(row),
+            )
+            for row, length in lengths.items()
+        }
+
+    def without(self, rows: Tensor) -> DrawnSamples:
+        """The other samples; none of `rows` has a record of experts."""
+        headers = _chosen(self.headers, ~torch.isin(self.headers.rows, rows))
+        runs = _chosen(self.runs, ~torch.isin(self.runs.rows, rows))
+        gone = set(rows.tolist())
+        episodes = {row: one for row, one in self.episodes.items() if row not in gone}
+        return replace(self, headers=headers, runs=runs, episodes=episodes)
+
+    def select(self, rows: Sequence[int]) -> DrawnSamples:
+        """The samples of `rows`, all of which are there, as rows from 0 on; without statistics."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        number = torch.full((len(self.token_ids),), -1)
+        number[index] = torch.arange(len(rows))
+
+        place = torch.empty_like(number)
+        place[self.headers.rows] = torch.arange(len(self.headers.rows))
+        headers = _chosen(self.headers, place[index])
+        record = Parts(self.headers.record_begins[place[index]], headers.recorded)
+        width = max([1, *headers.lengths.tolist()])
+        runs = _chosen(self.runs, number[self.runs.rows] >= 0)
+        return DrawnSamples(
+            [EngineStats()] * len(self.stats),
+            headers._replace(rows=torch.arange(len(rows))),
+            runs._replace(rows=number[runs.rows]),
+            self.token_ids[index, :width],
+            self.logprobs[index, :width],
+            record.of(self.experts),
+            {new: self.episodes[row] for new, row in enumerate(rows) if row in self.episodes},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,11 +222,13 @@ def exchange_samples(
 
     `batch` counts all rows, also those that have not been drawn. `drawn` are the samples of this
     rank's replica, the same on all of its ranks but for the recorded experts, and `stats` the work
-    of its engine; `earlier` are the samples drawn before an interruption, the same on every rank.
+    of its engine; `earlier` are the samples drawn before, the same on every rank. One that had not
+    ended may be in `drawn`, and further on.
     With `experts`, the mixtures of the model, the recorded experts are exchanged too.
     """
     counts = torch.tensor([*astuple(stats), len(drawn)], dtype=torch.int64)
-    mine = torch.cat([counts, *SampleHeaders.of(drawn), *SampleRuns.of(drawn)])
+    headers_here = SampleHeaders.of(drawn, groups.replica)
+    mine = torch.cat([counts, *headers_here, *SampleRuns.of(drawn)])
     every_stats = []
     parts = []
     parts_of_runs = []
@@ -177,6 +245,7 @@ def exchange_samples(
     if len(earlier.stats) == len(every_stats):
         pairs = zip(earlier.stats, every_stats, strict=True)
         every_stats = [before + now for before, now in pairs]
+    earlier = earlier.without(torch.cat([part.rows for part in parts]))
     headers = _joined([earlier.headers, *parts])
     runs = _joined([earlier.runs, *parts_of_runs])
     episodes = earlier.episodes
@@ -231,6 +300,11 @@ def _exchange_experts(
                 begin = begin_of[one.row]
                 numbers[begin : begin + one.recorded] = one.experts
     return table.complete()
+
+
+def _chosen(columns: _Columns, which: Tensor) -> _Columns:
+    """Some of the entries, by place or by mask."""
+    return type(columns)(*(column[which] for column in columns))
 
 
 def _joined(parts: Sequence[_Columns]) -> _Columns:

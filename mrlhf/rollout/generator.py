@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 from mrlhf.rollout.conversations import Conversations
-from mrlhf.rollout.drawing import Drawn, draw_turn, mix_seed
+from mrlhf.rollout.drawing import Drawn, Pace, SingleTurns, Task, mix_seed
 from mrlhf.rollout.episodes import check_episodes, episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 from mrlhf.rollout.hand_over import HandOver
@@ -141,14 +142,49 @@ class Generator:
         name = stream if step is None else f"{stream} {step}"
         if refill:
             name += f" refill {refill}"
-        sampling = replace(sampling, seed=mix_seed(self.seed, name))
+        sampling = replace(sampling, seed=self.seed_of(name))
         lengths = self.lengths.setdefault(stream, ResponseLengths())
+        shares = self.assign(prompts, sampling, lengths)[self.groups.replica]
+        seeds = [sampling.seed] * len(prompts)
+        keep = "" if step is None else name
+        drawn, metrics = self.serve(prompts, seeds, sampling, shares, None, None, keep)
+        rollout = self.gather(prompts, sampling.n, drawn)
 
-        shares = self._assign(prompts, sampling, lengths)[self.groups.replica]
-        earlier = self.drawn.get(name)
-        requests = _requests_without(prompts, sampling, shares, earlier)
+        lengths.update(rollout.prompts.uid, rollout.response_lengths)
+        tokens = int(rollout.loss_mask.sum())
+        if rollout.episodes is not None:
+            metrics |= episode_metrics(rollout.episodes)
+        return DrawnBatch(rollout, tokens, [metrics])
+
+    def seed_of(self, name: str) -> int:
+        """The seed of the samples of one use, such as "train 3"."""
+        return mix_seed(self.seed, name)
+
+    def serve(
+        self,
+        prompts: Prompts,
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        shares: Sequence[Share],
+        begun: DrawnSamples | None,
+        pace: Pace | None,
+        name: str,
+    ) -> tuple[DrawnSamples, dict[str, float]]:
+        """Draw samples with all replicas, to their end or as far as the pace lets them.
+
+        Args:
+            seeds: of each prompt's samples.
+            shares: what this replica draws.
+            begun: the samples that have begun, some of which may have ended.
+            name: if given, an interrupted step need not draw the finished samples again.
+
+        Returns:
+            The samples on every rank, with those of `begun`; and the engine's metrics.
+        """
+        begun = self.drawn.get(name, begun)
+        task = _task(prompts, seeds, sampling, shares, begun)
         began = time.perf_counter()
-        mine, interrupted = self._draw(prompts, sampling, requests)
+        mine, interrupted = self._draw(task, pace)
         seconds = time.perf_counter() - began
 
         drawn = exchange_samples(
@@ -156,21 +192,16 @@ class Generator:
             len(prompts) * sampling.n,
             mine.trajectories,
             mine.stats,
-            earlier,
+            begun,
             self.experts if sampling.record_experts else None,
             has_episodes=self.conversations is not None,
         )
-        if step is not None:
-            self.drawn[name] = drawn  # an interrupted step need not draw them again
+        if name:
+            self.drawn[name] = drawn
         if interrupted is not None:
             raise interrupted
-        rollout = self._gather(prompts, sampling.n, drawn)
-
-        lengths.update(rollout.prompts.uid, rollout.response_lengths)
         speeds = self._compare_speeds(seconds, mine.stats.steps)
-        tokens = int(rollout.loss_mask.sum())
-        metrics = {} if rollout.episodes is None else episode_metrics(rollout.episodes)
-        return DrawnBatch(rollout, tokens, [engine_metrics(drawn.stats) | speeds | metrics])
+        return drawn, engine_metrics(drawn.stats) | speeds
 
     def sleep(self) -> None:
         """Free the engine's memory while the models train."""
@@ -211,7 +242,7 @@ class Generator:
         memory.hold("engine/params", held.weights + self.hand_over.nbytes)
         memory.hold("engine/cache", held.cache)
 
-    def _assign(
+    def assign(
         self, prompts: Prompts, sampling: SamplingParams, lengths: ResponseLengths
     ) -> list[list[Share]]:
         """The samples that each replica draws."""
@@ -219,11 +250,9 @@ class Generator:
         prompt_lengths = [len(tokens) for tokens in prompts.token_ids]
         return assign(prompt_lengths, expected, sampling.n, self.groups.layout.num_replicas)
 
-    def _draw(
-        self, prompts: Prompts, sampling: SamplingParams, requests: Sequence[Request]
-    ) -> tuple[Drawn, Interrupted | None]:
-        """Have this rank's replica serve the requests; with the interruption, if the run stops."""
-        samples = sum(len(request.samples) for request in requests)
+    def _draw(self, task: Task, pace: Pace | None) -> tuple[Drawn, Interrupted | None]:
+        """Have this rank's replica do its task; with the interruption, if the run stops."""
+        samples = task.samples
         drawn = Drawn([], EngineStats())
         try:
             with self.phases.interruptible() as may_begin, _named_memory_error("generating"):
@@ -232,11 +261,14 @@ class Generator:
                     self.phases.advance(samples - open_samples, samples, "responses")
                     return may_begin(unit)
 
-                draw = draw_turn if self.conversations is None else self.conversations.draw
-                drawn = draw(self.engine, prompts, sampling, requests, may_step)
+                if self.conversations is None:
+                    drawn = SingleTurns(self.engine, task, pace).draw(may_step)
+                else:
+                    drawn = self.conversations.draw(self.engine, task, pace, may_step)
                 self._count_memory()
         except Interrupted as stop:
-            return drawn, stop
+            # Others begin again, as an interruption does not come at the same token everywhere.
+            return replace(drawn, trajectories=[t for t in drawn.trajectories if t.ended]), stop
         return drawn, None
 
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
@@ -252,7 +284,7 @@ class Generator:
             return {}
         return {SLOWEST: slowest.ratio, f"{SLOWEST}_rank": slowest.rank}
 
-    def _gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
+    def gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
         """The samples as one rollout, in the order of the prompts."""
         headers = drawn.headers
         batch = len(prompts) * n
@@ -300,28 +332,34 @@ def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:
     return ExpertRecord(experts, recorded.cumsum(0) - recorded, recorded)
 
 
-def _requests_without(
-    prompts: Prompts, sampling: SamplingParams, mine: Sequence[Share], drawn: DrawnSamples | None
-) -> list[Request]:
-    """Requests for the samples of the shares `mine` that have not been drawn already.
-
-    The id of a request is the row of its first sample.
-    """
-    rows = set() if drawn is None else set(drawn.headers.rows.tolist())
+def _task(
+    prompts: Prompts,
+    seeds: Sequence[int],
+    sampling: SamplingParams,
+    shares: Sequence[Share],
+    begun: DrawnSamples | None,
+) -> Task:
+    """The samples of a replica's shares that have not ended; arguments as for `serve`."""
+    rows = {share.prompt * sampling.n + sample for share in shares for sample in share.samples}
+    known = set() if begun is None else set(begun.headers.rows.tolist())
+    half = {} if begun is None else begun.open_at(rows)
     requests = []
-    for share in mine:
-        first_row = share.prompt * sampling.n
-        taken = {sample for sample in share.samples if first_row + sample in rows}
-        for samples in _gaps(share.samples, taken):
+    for share in shares:
+        prompt = share.prompt
+        first_row = prompt * sampling.n
+        taken = {sample for sample in share.samples if first_row + sample in known}
+        single = [range(sample, sample + 1) for sample in taken if first_row + sample in half]
+        of_prompt = replace(sampling, seed=seeds[prompt])
+        for samples in sorted(_gaps(share.samples, taken) + single, key=attrgetter("start")):
             request = Request(
                 id=first_row + samples.start,
-                prompt=prompts.token_ids[share.prompt],
-                uid=prompts.uid[share.prompt],
+                prompt=prompts.token_ids[prompt],
+                uid=prompts.uid[prompt],
                 samples=samples,
-                sampling=sampling,
+                sampling=of_prompt,
             )
             requests.append(request)
-    return requests
+    return Task(prompts, sampling, requests, half)
 
 
 def _check_finite(logprobs: Tensor, prompts: Prompts, n: int) -> None:

@@ -30,46 +30,54 @@ class Trajectory:
     token_ids: array[int]  # int32, all tokens after the prompt
     logprobs: array[float]  # float32, of each token; 0 where nobody drew it
     runs: tuple[Run, ...]  # their lengths add up to the number of tokens
-    stopped: bool  # whether it ended by itself; otherwise the length limit ended it
+    ended: bool = False  # otherwise it goes on with later weights
+    stopped: bool = False  # whether it ended by itself; otherwise the length limit ended it
     # The experts of the first `recorded` tokens of prompt and response; as in `Sample`.
     recorded: int = 0
     experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
     episode: Episode | None = None  # None without an environment
 
-    @staticmethod
-    def of(sample: Sample, row: int, recorded: int) -> Trajectory:
-        """The response of a single turn."""
-        tokens, logprobs = sample.arrays
-        runs = (Run(len(tokens), sample.version),)
-        return Trajectory(row, tokens, logprobs, runs, sample.stopped, recorded, sample.experts)
-
 
 @dataclass
 class GrowingTrajectory:
-    """The tokens of a response while turn follows turn."""
+    """The tokens of a response while it grows."""
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     runs: list[Run] = field(default_factory=list)
 
+    @staticmethod
+    def of(begun: Trajectory) -> GrowingTrajectory:
+        """The tokens of a response that has not ended."""
+        return GrowingTrajectory(begun.token_ids[:], begun.logprobs[:], list(begun.runs))
+
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def drawn_by(self, version: int) -> int:
+        """How many tokens this version of the policy has drawn."""
+        return sum(run.length for run in self.runs if run.version == version)
 
     def add_drawn(self, sample: Sample) -> None:
         """Append what the engine drew."""
         tokens, logprobs = sample.arrays
         self.token_ids += tokens
         self.logprobs += logprobs
-        self.runs.append(Run(len(tokens), sample.version))
+        self._add_run(len(tokens), sample.version)
 
     def add_told(self, tokens: list[int]) -> None:
         """Append what the model is told."""
         if tokens:
             self.token_ids.extend(tokens)
             self.logprobs.extend([0.0] * len(tokens))
-            self.runs.append(Run(len(tokens), NO_VERSION))
+            self._add_run(len(tokens), NO_VERSION)
 
     def untrained(self) -> None:
         """Let nobody have drawn any token, so that none of them trains."""
         self.logprobs = array("f", [0.0] * len(self))
         self.runs = [Run(len(self), NO_VERSION)] if len(self) else []
+
+    def _add_run(self, length: int, version: int) -> None:
+        if self.runs and self.runs[-1].version == version:
+            length += self.runs.pop().length
+        self.runs.append(Run(length, version))

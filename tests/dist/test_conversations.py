@@ -6,9 +6,12 @@ and writes what comes between two turns as literal text.
 
 from __future__ import annotations
 
+import itertools
 import string
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -16,6 +19,7 @@ from tokenizers import Tokenizer as Pipeline
 from transformers import PreTrainedTokenizerFast
 
 from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from mrlhf.config.rollout import PartialSection
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import TurnRenderer
@@ -29,6 +33,7 @@ from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
 from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.partial import PartialSampler
 from tests.fake_engine import FakeResharder
 from tests.models.engines import fill, hf_model, spec_of
 from tests.ranks import run_ranks
@@ -119,6 +124,7 @@ def _engine(model: Any, groups: Any, tokenizer: Tokenizer) -> NativeEngine:
 
 
 def _as_lists(rollout: Rollout) -> dict[str, Any]:
+    rewards = rollout.turn_rewards()
     return {
         "prompts": rollout.prompts.token_ids,
         "responses": [
@@ -129,11 +135,11 @@ def _as_lists(rollout: Rollout) -> dict[str, Any]:
             mask[there].tolist()
             for mask, there in zip(rollout.loss_mask, rollout.response_mask, strict=True)
         ],
-        "logprobs": rollout.rollout_logprobs,
+        "logprobs": rollout.rollout_logprobs.numpy().copy(),
         "versions": sorted({int(x) for x in rollout.versions.unique()}),
         "stopped": rollout.stopped.tolist(),
         "episodes": rollout.episodes,
-        "turn rewards": rollout.turn_rewards(),
+        "turn rewards": None if rewards is None else rewards.numpy(),
     }
 
 
@@ -147,7 +153,8 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
     prompts = _prompts(tokenizer, programs[""].tools)
     factory = GroupFactory(timeout_s=600.0)
     found: dict[str, Any] = {}
-    for name, tp in LAYOUTS.items():
+
+    def build(tp: int) -> tuple[Generator, EnvironmentHost | None]:
         groups = factory.engine_groups(EngineLayout.inside(ParallelLayout(tp=2, pp=1, dp=1), tp))
         host = None if groups.tp_rank else EnvironmentHost(references, limits)
         conversations = Conversations(
@@ -160,9 +167,11 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
             limits=TurnLimits(MOST_TURNS, None, MOST_TOLD, 32, "tell", "tell"),
         )
         resharder: Any = FakeResharder(None, ReshardStats(0, 0, 0, 0.0))  # type: ignore[arg-type]
-        generator = Generator(
-            _engine(model, groups, tokenizer), groups, resharder, 11, conversations=conversations
-        )
+        engine = _engine(model, groups, tokenizer)
+        return Generator(engine, groups, resharder, 11, conversations=conversations), host
+
+    for name, tp in LAYOUTS.items():
+        generator, host = build(tp)
         for kind, temperature, n in (("greedy", 0.0, 1), ("sampled", 1.0, N)):
             sampling = SamplingParams(
                 n=n, temperature=temperature, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
@@ -175,7 +184,68 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
         if host is not None:
             assert not host._episodes
             host.close()
+    found["partial"] = _partial_steps([build(tp) for tp in LAYOUTS.values()], prompts)
     return found
+
+
+def _partial_steps(
+    built: list[tuple[Generator, EnvironmentHost | None]], prompts: Prompts
+) -> list[dict[str, Any]]:
+    """The batches of steps, and the same episodes drawn at once; the layout changes on the way."""
+    one_fails = prompts.select(range(4))
+    supply = (one_fails.select([i % 4, (i + 1) % 4]) for i in itertools.count(0, 2))
+    section = PartialSection(over=2.0, max_versions=3)
+    samplers = [PartialSampler(generator, supply, 2, section) for generator, _ in built]
+    sampling = SamplingParams(
+        n=N, temperature=1.0, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
+    )
+    at_once: dict[int, Rollout] = {}  # by the version with which they begin
+    steps = []
+    for step in range(1, 8):
+        generator, host = built[step > 3]
+        generator.engine.commit(step - 1)  # the same weights, so that all can be drawn at once
+        if step == 4:
+            samplers[1].load_state_dict(
+                samplers[0].state_dict(),
+                lambda uids: prompts.select([UIDS.index(uid) for uid in uids]),
+            )
+            if built[0][1] is not None:
+                built[0][1].close()
+        sampler = samplers[step > 3]
+        since = {} if sampler._groups is None else _since(sampler)
+        drawn = sampler.draw(step, sampling)
+        generator.end_step()
+        left = len(sampler._groups.since) if sampler._groups else 0
+        open_episodes = host and len(host._episodes)
+        whole = []
+        for first in range(0, len(drawn.rollout), N):
+            uid = drawn.rollout.prompts.uid[first]
+            begun = since.get(uid, step - 1)
+            if begun not in at_once:
+                every = generator.generate(prompts, sampling, "train", step=begun + 1)
+                at_once[begun] = every.rollout
+                generator.end_step()
+            place = N * UIDS.index(uid)
+            whole.append(at_once[begun].select(range(place, place + N)))
+        steps.append(
+            {
+                "partial": _as_lists(drawn.rollout),
+                "whole": _as_lists(Rollout.join(whole)),
+                "mixed": drawn.metrics["staleness/mixed"],
+                "left": left,
+                "open episodes": open_episodes,
+            }
+        )
+    if built[1][1] is not None:
+        built[1][1].close()
+    return steps
+
+
+def _since(sampler: PartialSampler) -> dict[int, int]:
+    """The version with which each prompt began."""
+    groups = sampler._groups
+    assert groups is not None
+    return dict(zip(groups.prompts.uid[: groups.begun], groups.since, strict=False))
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +333,7 @@ def test_log_probabilities_are_those_of_the_whole_episode(ranks: list[dict[str, 
             drawn = torch.tensor(found["drawn"][row])
             logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
             wanted = logits.log_softmax(dim=-1).gather(1, torch.tensor(response)[:, None])[:, 0]
-            got = found["logprobs"][row, : len(response)]
+            got = torch.from_numpy(found["logprobs"][row, : len(response)])
             torch.testing.assert_close(got, torch.where(drawn, wanted, 0.0), rtol=2e-4, atol=2e-5)
 
 
@@ -310,3 +380,19 @@ def test_a_conversation_is_not_computed_again(ranks: list[dict[str, Any]]) -> No
     metrics = ranks[0]["tp 2, greedy"]["metrics"]
     assert metrics["episodes/turns/max"] == MOST_TURNS
     assert metrics["rollout/prefix_hit_rate"] > 0.3  # each prompt is greedy and of one sample
+
+
+def test_episodes_in_parts_are_those_drawn_at_once(ranks: list[dict[str, Any]]) -> None:
+    for step in ranks[0]["partial"]:
+        partly, at_once = step["partial"], step["whole"]
+        for what in ("prompts", "responses", "drawn", "stopped"):
+            assert partly[what] == at_once[what]
+        width = partly["logprobs"].shape[1]
+        wanted = at_once["logprobs"][:, :width]
+        np.testing.assert_allclose(partly["logprobs"], wanted, rtol=2e-4, atol=2e-5)
+        for mine, other in zip(partly["episodes"], at_once["episodes"], strict=True):
+            assert replace(mine, waited_s=0.0) == replace(other, waited_s=0.0)
+        assert step["left"] >= 2
+    assert max(step["mixed"] for step in ranks[0]["partial"]) > 0.4
+    # Only episodes that have begun and not ended have an environment.
+    assert 0 < max(step["open episodes"] for step in ranks[0]["partial"]) <= 2 * N

@@ -27,13 +27,14 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.machine import Machine
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
-from mrlhf.rollout.trajectory import Trajectory
+from mrlhf.rollout.trajectory import Run, Trajectory
 from tests.ranks import run_ranks
 
 WORLD_SIZE = 4
 DTYPES = (torch.float32, torch.int32, torch.bool, torch.uint8, torch.int16)
 SHAPE = (7, 5)
 BATCH = 12
+CHOSEN = [9, 2, 0, 7]  # rows that are selected
 # Two mixtures; numbers up to 299 take two bytes.
 EXPERTS = Experts(
     count=300,
@@ -183,18 +184,33 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
         rows += some_rows
         samples += some_samples
 
+    def whole_of(row: int, sample: Sample) -> Trajectory:
+        tokens, logprobs = sample.arrays
+        runs = (Run(len(tokens), sample.version),)
+        recorded = len(_recorded(row))
+        return Trajectory(
+            row, tokens, logprobs, runs, True, sample.stopped, recorded, sample.experts
+        )
+
+    def begun(one: Trajectory) -> Trajectory:
+        """Its first two tokens."""
+        length = min(2, len(one.token_ids))
+        runs = (Run(length, one.runs[0].version),)
+        return Trajectory(one.row, one.token_ids[:length], one.logprobs[:length], runs)
+
+    every = list(map(whole_of, rows, samples))
+
     def exchanged(
-        some: slice, stats: EngineStats, earlier: DrawnSamples | None = None
+        some: slice, stats: EngineStats, earlier: DrawnSamples | None = None, half: slice = slice(0)
     ) -> DrawnSamples:
-        mine = [
-            Trajectory.of(sample, row, len(_recorded(row)))
-            for row, sample in zip(rows[some], samples[some], strict=True)
-        ]
+        mine = every[some] + [begun(one) for one in every[half]]
         return exchange_samples(groups, BATCH, mine, stats, earlier, EXPERTS)
 
     stats = EngineStats(steps=1 + groups.replica)
     whole = exchanged(slice(None), stats)
-    first = exchanged(slice(1), stats)
+    first = exchanged(slice(1), stats, half=slice(2, None))
+    still_open = first.open_at(range(BATCH))
+    chosen = whole.select(CHOSEN)
     stored = DrawnSamples.from_state(first.state_dict())
     both = exchanged(slice(1, None), EngineStats(), stored)
     nothing = exchanged(slice(0), EngineStats())
@@ -213,6 +229,17 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
         "headers": sorted(zip(*(column.tolist() for column in both.headers), strict=True)),
         "versions": both.runs.of_tokens().tolist(),
         "steps": [one.steps for one in whole.stats],
+        "open": {
+            row: (list(one.token_ids), list(one.logprobs), one.runs)
+            for row, one in still_open.items()
+        },
+        "chosen": {
+            "tokens": chosen.token_ids.tolist(),
+            "logprobs": chosen.logprobs.tolist(),
+            "experts": chosen.experts.tolist(),
+            "headers": list(zip(*(column.tolist() for column in chosen.headers), strict=True)),
+            "versions": chosen.runs.of_tokens().tolist(),
+        },
     }
 
 
@@ -317,12 +344,15 @@ def test_every_rank_sees_the_samples_of_all_replicas(
     for row in range(BATCH):
         there = [row * 10 + place for place in range(row % 5)]
         tokens.append(there + [0] * (4 - len(there)))
-    headers = [(row, row % 5, int(row % 2 == 0), len(_recorded(row))) for row in range(BATCH)]
+    facts = [(row % 5, 1, int(row % 2 == 0)) for row in range(BATCH)]
+    counts = [len(_recorded(row)) for row in range(BATCH)]
     versions = [row for row in range(BATCH) for _ in range(row % 5)]
     experts = np.concatenate([_recorded(row) for row in range(BATCH)]).tolist()
 
     for rank in ranks:
         for exchanged, steps in zip(rank[name]["exchanged"], ([1, 2, 3, 4], [1, 2]), strict=True):
+            replicas = len(steps)
+            headers = [(row, *facts[row], row % replicas, counts[row]) for row in range(BATCH)]
             assert exchanged["rows"] == list(range(BATCH))
             assert exchanged["tokens"] == tokens
             assert exchanged["logprobs"] == [[-token / 8 for token in row] for row in tokens]
@@ -330,6 +360,19 @@ def test_every_rank_sees_the_samples_of_all_replicas(
             assert exchanged["versions"] == versions
             assert exchanged["experts"] == experts
             assert exchanged["steps"] == steps
+
+            rows_begun = (0, 1, 2, 3) if replicas == 4 else (0, 1, 2, 3, 6, 7, 10, 11)
+            begun = {row: min(2, row % 5) for row in rows_begun}
+            assert exchanged["open"] == {
+                row: (tokens[row][:n], [-t / 8 for t in tokens[row][:n]], ((n, row),))
+                for row, n in begun.items()
+            }
+            chosen = exchanged["chosen"]
+            assert chosen["tokens"] == [tokens[row] for row in CHOSEN]
+            assert chosen["logprobs"] == [[-t / 8 for t in tokens[row]] for row in CHOSEN]
+            assert chosen["experts"] == np.concatenate([_recorded(r) for r in CHOSEN]).tolist()
+            assert chosen["headers"] == [(new, *headers[row][1:]) for new, row in enumerate(CHOSEN)]
+            assert chosen["versions"] == [row for row in CHOSEN for _ in range(row % 5)]
 
 
 def test_shared_memory_has_no_name_that_could_be_left_behind(ranks: list[dict[str, Any]]) -> None:

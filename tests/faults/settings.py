@@ -118,6 +118,16 @@ def episodes(inputs: Path) -> Setting:
     return Setting("episodes", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
 
 
+def partial(inputs: Path) -> Setting:
+    """Those episodes, drawn in several steps."""
+    keys = [
+        "rollout.partial.over=1.75",
+        "rollout.partial.max_versions=3",
+        "algorithm.filter_groups.enable=false",
+    ]
+    return Setting("partial", "ppo", [*episodes(inputs).arguments, *keys])
+
+
 def bypass(inputs: Path) -> Setting:
     """Without a pass before the update, which may end early."""
     keys = [

@@ -124,6 +124,26 @@ def test_episodes_of_several_turns(inputs: Path, undisturbed: Undisturbed, tmp_p
 
 
 @pytest.mark.full
+def test_episodes_that_several_steps_draw(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Sequel(settings.partial(inputs), tmp_path / "run")
+    # In step 2: those that began in step 1 go on, with environments that are played again.
+    assert_killed(run.run(Fault(faults.HAND_OVER, 3, "SIGKILL", rank=0)), rank=0)
+    assert run.checkpoints == ["step_000001"]
+    begun = run.state("step_000001")["begun"]
+    assert begun["samples"]["ended"].tolist().count(0) > 2
+    part = "step_000001_interrupted"
+    assert interrupt(run, faults.EPISODE, 3, "SIGUSR1", -1) == part
+    drawn = run.state(part)["drawn"]["train 2"]
+    assert 0 < drawn["ended"].tolist().count(0) < len(drawn["rows"])
+    assert interrupt(run, faults.ACTOR_LOSS, 2) == part
+    run.finish()
+    assert max(row.get("staleness/max", 0) for row in run.rows()) == 2
+    assert_same_run(run, undisturbed(run.setting))
+
+
+@pytest.mark.full
 def test_an_update_in_bypass_mode_is_interrupted(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

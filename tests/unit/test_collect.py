@@ -138,7 +138,7 @@ def _collector(informative, train_batch_size=4, gen_batch_size=4, greedy=False, 
         scorer=scorer,
         shaper=shaper,
         prompts=prompts,
-        dynamic_sampler=sampler if section.enable else None,
+        sampler=sampler if section.enable else None,
         greedy_baseline=greedy,
     )
 

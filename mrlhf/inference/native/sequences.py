@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import Request, Sample, SamplingParams
+from mrlhf.inference.base import Request, Sample, SamplingParams, response_so_far
 from mrlhf.inference.native import sampler
 from mrlhf.inference.native.rows import RowNumbers, enlarged
 from mrlhf.inference.stopping import Decode, StopSearch
@@ -46,6 +46,7 @@ class Sequences:
         self._tokens = np.zeros((0, 0), dtype=np.int32)
         self._logprobs = np.zeros((0, 0), dtype=np.float32)
         self._prompt_lengths = np.zeros(0, dtype=np.int64)
+        self._drawn_before = np.zeros(0, dtype=np.int64)  # tokens of the response in the prompt
         self._max_tokens = np.zeros(0, dtype=np.int64)
         self._counts = np.zeros(0, dtype=np.int64)
         self._stopped = np.zeros(0, dtype=np.bool_)
@@ -68,6 +69,7 @@ class Sequences:
         for request, rows in zip(requests, rows_of, strict=True):
             self._tokens[rows, : len(request.prompt)] = request.prompt
             self._prompt_lengths[rows] = len(request.prompt)
+            self._drawn_before[rows] = request.drawn
             self._max_tokens[rows] = request.sampling.max_tokens
             if request.sampling.record_experts:
                 self._recorded.update(rows)
@@ -77,7 +79,8 @@ class Sequences:
                 self._owners[row] = (request.id, index)
                 if self._stop:
                     assert self._decode is not None
-                    self._searches[row] = StopSearch(self._decode, self._stop)
+                    before = response_so_far(request)
+                    self._searches[row] = StopSearch(self._decode, self._stop, before)
         return rows_of
 
     def tokens_at(self, rows: Ints, positions: Ints) -> Ints:
@@ -86,7 +89,8 @@ class Sequences:
 
     def uniforms(self, rows: Ints) -> Floats:
         """Return the number in [0, 1) that picks the next token of each of `rows`, [batch]."""
-        return sampler.uniforms(self._keys[rows], self._counts[rows])
+        places = self._drawn_before[rows] + self._counts[rows]
+        return sampler.uniforms(self._keys[rows], places)
 
     def record(self, rows: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> list[int]:
         """Append one token to each of `rows`, and return the rows that ended with it.
@@ -157,6 +161,7 @@ class Sequences:
         self._tokens = enlarged(self._tokens, rows, longest)
         self._logprobs = enlarged(self._logprobs, rows, max_tokens)
         self._prompt_lengths = enlarged(self._prompt_lengths, rows)
+        self._drawn_before = enlarged(self._drawn_before, rows)
         self._max_tokens = enlarged(self._max_tokens, rows)
         self._counts = enlarged(self._counts, rows)
         self._stopped = enlarged(self._stopped, rows)

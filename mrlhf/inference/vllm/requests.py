@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import EngineStats, Finished, Request, Sample, SamplingParams
+from mrlhf.inference.base import (
+    EngineStats,
+    Finished,
+    Request,
+    Sample,
+    SamplingParams,
+    response_so_far,
+)
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.stopping import Decode, StopSearch
 from mrlhf.inference.vllm import guards
@@ -158,14 +165,13 @@ class Requests:
     def _add_samples(self, request: Request, version: int) -> None:
         sampling = request.sampling
         for index in request.samples:
-            params = _request_params(
-                sampling, guards.request_seed(sampling.seed, request.uid, index)
-            )
+            seed = guards.request_seed(sampling.seed + request.drawn, request.uid, index)
+            params = _request_params(sampling, seed)
             name = str(next(self._names))
             search = None
             if sampling.stop:
                 assert self._decode is not None
-                search = StopSearch(self._decode, sampling.stop)
+                search = StopSearch(self._decode, sampling.stop, response_so_far(request))
             self._running[name] = _Running(request, index, version, search)
             self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
 

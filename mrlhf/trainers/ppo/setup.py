@@ -5,6 +5,7 @@ It knows which configuration key goes to which part. It runs nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,14 +29,17 @@ from mrlhf.roles.critic import Critic
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward_model import RewardModel
-from mrlhf.rollout.collector import Collector
+from mrlhf.rollout.collector import Collector, GroupSampler
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.generator_setup import build_generator, check_engine
 from mrlhf.training.engine import ModelEngine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Parts:
     scorer: Scorer
     shaper: RewardShaper  # makes the scores that train from the scores of a batch
     collector: Collector
+    partial: PartialSampler | None  # the collector's, if samples may be drawn in several steps
     kl_controller: KlController  # moves the coefficient of the KL in the reward
     samples_per_mini_batch: dict[str, int]  # samples (prompts x n) of one optimizer step, by role
 
@@ -74,6 +79,7 @@ class Parts:
             "kl_controller": self.kl_controller.state_dict(),
             "shaper": self.shaper.state_dict(),
             "response_lengths": self.generator.state_dict(),
+            "begun": {} if self.partial is None else self.partial.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,6 +92,14 @@ class Parts:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.shaper.load_state_dict(state["shaper"])
         self.generator.load_state_dict(state["response_lengths"])
+        begun = state.get("begun", {})
+        if self.partial is not None:
+            self.partial.load_state_dict(begun, self.prompts.with_uids)
+        elif begun:
+            logger.warning(
+                "rollout.partial.over is 1 now, so %d prompts that had begun are dropped",
+                len(begun["uids"]),
+            )
 
 
 def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = True) -> Parts:
@@ -119,7 +133,12 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
 
     shaper = RewardShaper(config.algorithm, config.data.max_response_length)
     control = config.algorithm.kl_ctrl
-    collector = _collector(config, generator, scorer, shaper, map(prompts.batch, sampler))
+    supply = map(prompts.batch, sampler)
+    partial_sampler = None
+    if config.rollout.partial.is_on:
+        size = config.data.train_batch_size
+        partial_sampler = PartialSampler(generator, supply, size, config.rollout.partial)
+    collector = _collector(config, generator, scorer, shaper, supply, partial_sampler)
     return Parts(
         tokenizer=tokenizer,
         sampling=_sampling(config, inputs.endings, actor),
@@ -135,6 +154,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         scorer=scorer,
         shaper=shaper,
         collector=collector,
+        partial=partial_sampler,
         kl_controller=KlController(
             control.type, control.kl_coef, control.target_kl, control.horizon
         ),
@@ -166,12 +186,12 @@ def _collector(
     scorer: Scorer,
     shaper: RewardShaper,
     prompts: Iterator[Prompts],
+    sampler: GroupSampler | None,
 ) -> Collector:
     """The collector, with dynamic sampling if that is on."""
     algorithm = config.algorithm
-    dynamic_sampler = None
     if algorithm.filter_groups.enable:
-        dynamic_sampler = DynamicSampler(
+        sampler = DynamicSampler(
             generator=generator,
             scorer=scorer,
             shaper=shaper,
@@ -185,7 +205,7 @@ def _collector(
         scorer=scorer,
         shaper=shaper,
         prompts=prompts,
-        dynamic_sampler=dynamic_sampler,
+        sampler=sampler,
         greedy_baseline=estimator_traits(algorithm.adv_estimator).needs_greedy_answer,
     )
 

@@ -1,0 +1,299 @@
+"""Partial rollouts: more prompt groups are begun than a step needs, and the rest goes on later.
+
+A step ends once enough groups are whole. What is left of the others keeps its tokens,
+log-probabilities and versions, and goes on with the weights of the next step. How far each sample
+is drawn in a step, and so which groups the step takes, is decided by numbers of tokens alone. So
+they are the same on every layout, and after a resume. This file does not know models or losses.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.batch import Prompts, Rollout
+from mrlhf.config.rollout import PartialSection
+from mrlhf.inference.base import SamplingParams
+from mrlhf.parallel.groups import Group
+from mrlhf.rollout.assignment import ResponseLengths, Share
+from mrlhf.rollout.dynamic_sampling import rows_of_prompt_groups
+from mrlhf.rollout.episodes import episode_metrics
+from mrlhf.rollout.exchange import DrawnSamples
+from mrlhf.rollout.generator import DrawnBatch, Generator
+
+logger = logging.getLogger(__name__)
+
+_WAITS = -1  # instead of a version: the group has not begun
+_ROUNDS = 16  # in which the longest response is drawn
+
+
+@dataclass(frozen=True)
+class BegunGroups:
+    """Prompt groups that no step has taken, the oldest first; those that wait come last."""
+
+    prompts: Prompts
+    since: list[int]  # the version of the weights with which each group began
+    samples: DrawnSamples  # of the groups that have begun, `n` rows for each
+
+    @property
+    def begun(self) -> int:
+        """How many have begun."""
+        return len(self.since) - self.since.count(_WAITS)
+
+
+class Rounds:
+    """Lets all samples draw equally many tokens, until enough groups are whole: a `Pace`."""
+
+    def __init__(
+        self,
+        replicas: Group,
+        begun: DrawnSamples,
+        version: int,
+        rows: int,
+        n: int,
+        limits: Iterator[int],
+        is_enough: Callable[[Sequence[int]], bool],
+    ) -> None:
+        """Begin with the first of the `limits`, each of which is larger than the one before.
+
+        `begun` are the samples that are there, of `rows` in all; `is_enough` says whether a step
+        may end with these whole groups.
+        """
+        self._replicas = replicas
+        self._n = n
+        self._rows = rows
+        self._limits = limits
+        self._is_enough = is_enough
+        # The rows that have ended, each with the tokens that this version drew of it. After an
+        # interruption some have ended that had not when the step began.
+        ended = begun.headers.rows[begun.headers.ended.bool()]
+        self._before = ended, begun.runs.lengths_by(version, rows)[ended]
+        self._ended = torch.zeros(rows, dtype=torch.int64)
+        self.limit = next(limits)
+
+    @property
+    def whole(self) -> list[int]:
+        """The groups all of whose samples have ended."""
+        ended = self._ended.clone()
+        rows, tokens = self._before
+        ended[rows[tokens <= self.limit]] = 1
+        is_whole = ended.view(-1, self._n).all(dim=1)
+        return is_whole.nonzero()[:, 0].tolist()
+
+    def goes_on(self, ended: Sequence[int], interrupted: bool) -> bool:
+        """See `Pace`."""
+        told = torch.zeros(self._rows + 1, dtype=torch.int64)
+        told[list(ended)] = 1
+        told[-1] = interrupted
+        dist.all_reduce(told, group=self._replicas)
+        self._ended += told[:-1]
+        if told[-1] or self._is_enough(self.whole):
+            return False
+        self.limit = next(self._limits)
+        return True
+
+
+@dataclass
+class PartialSampler:
+    """Draws training batches of the groups that are whole first; every rank calls it together."""
+
+    generator: Generator  # holds the current weights when `draw` is called
+    prompts: Iterator[Prompts]  # an endless supply of batches of prompts
+    train_batch_size: int  # prompts of a training batch
+    section: PartialSection  # how many groups are begun, and how old they may get
+    _groups: BegunGroups | None = field(default=None, init=False)
+    _last_limit: int = field(default=0, init=False)  # of the last step
+
+    def draw(self, step: int, sampling: SamplingParams) -> DrawnBatch:
+        """Go on with the groups that have begun, begin others, and take those that are whole."""
+        generator = self.generator
+        version = generator.version
+        groups, again = self._begin(version, sampling)
+        count = groups.begun
+        now = groups.prompts.select(range(count))
+        streams = [f"train {since + 1}" for since in groups.since[:count]]
+
+        rounds = self._rounds(groups, version, sampling)
+        shares, lengths = self._shares(groups, version, sampling)
+        with generator.phases.enter("gen"):
+            drawn, metrics = generator.serve(
+                now,
+                list(map(generator.seed_of, streams)),
+                sampling,
+                shares,
+                groups.samples,
+                rounds,
+                f"train {step}",
+            )
+            taken = self._choose(rounds.whole, groups.since[:count], version)
+            assert taken is not None
+            left = [number for number in range(len(groups.since)) if number not in set(taken)]
+            begun = [number for number in left if number < count]
+            of_left = rows_of_prompt_groups(begun, sampling.n)
+            of_taken = rows_of_prompt_groups(taken, sampling.n)
+            chosen, rest = generator.machine.compute_on_leader(
+                lambda: (drawn.select(of_taken), drawn.select(of_left))
+            )
+            rollout = generator.gather(groups.prompts.select(taken), sampling.n, chosen)
+
+        self._groups = BegunGroups(
+            groups.prompts.select(left), [groups.since[number] for number in left], rest
+        )
+        self._last_limit = rounds.limit
+        lengths.update(rollout.prompts.uid, rollout.response_lengths)
+        if rollout.episodes is not None:
+            metrics |= episode_metrics(rollout.episodes)
+        return DrawnBatch(
+            rollout,
+            sum(stats.generated_tokens for stats in drawn.stats),
+            [metrics],
+            metrics={
+                **staleness_metrics(rollout, version),
+                "partial/limit": float(rounds.limit),
+                "partial/open_groups": float(count - len(taken)),
+                "partial/restarted_groups": float(again),
+            },
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups that no step has taken."""
+        if self._groups is None:
+            return {}
+        return {
+            "uids": self._groups.prompts.uid,
+            "since": self._groups.since,
+            "samples": self._groups.samples.state_dict(),
+            "last_limit": self._last_limit,
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], prompts_of: Callable[[Sequence[int]], Prompts]
+    ) -> None:
+        """Go on from a state that `state_dict` gave; `prompts_of` gives prompts by their uids."""
+        if not state:
+            return
+        samples = self.generator.machine.compute_on_leader(
+            lambda: DrawnSamples.from_state(state["samples"])
+        )
+        self._groups = BegunGroups(prompts_of(state["uids"]), list(state["since"]), samples)
+        self._last_limit = state["last_limit"]
+
+    def _begin(self, version: int, sampling: SamplingParams) -> tuple[BegunGroups, int]:
+        """The groups of this step, new ones among them, and how many of them begin again."""
+        groups = self._groups
+        if groups is None:
+            prompts = next(self.prompts)
+            samples = DrawnSamples.none(self.generator.groups.layout.num_replicas)
+            groups = BegunGroups(prompts, [_WAITS] * len(prompts), samples)
+
+        prompts, samples = groups.prompts, groups.samples
+        oldest = version + 1 - self.section.max_versions
+        kept = [number for number in range(groups.begun) if groups.since[number] >= oldest]
+        if not _fits(samples, groups.begun, sampling):
+            kept = []
+        again = groups.begun - len(kept)
+        if again:
+            logger.warning("%d groups that had begun begin again (rollout.partial)", again)
+            rows = rows_of_prompt_groups(kept, sampling.n)
+            samples = self.generator.machine.compute_on_leader(lambda: samples.select(rows))
+            others = [number for number in range(len(prompts)) if number not in set(kept)]
+            prompts = prompts.select([*kept, *others])
+
+        most = max(len(kept), math.ceil(self.section.over * self.train_batch_size))
+        while len(prompts) < most:
+            prompts = Prompts.join([prompts, next(self.prompts)])
+        since = [groups.since[number] for number in kept] + [version] * (most - len(kept))
+        since += [_WAITS] * (len(prompts) - most)
+        return BegunGroups(prompts, since, samples), again
+
+    def _rounds(self, groups: BegunGroups, version: int, sampling: SamplingParams) -> Rounds:
+        """What keeps the samples of this step together."""
+        length = math.ceil(sampling.max_tokens / _ROUNDS)
+        # The step before shows how far most groups have to be drawn.
+        first = max(length, self._last_limit - length)
+        since = groups.since[: groups.begun]
+        earlier = self.generator.drawn.get(f"train {version + 1}", groups.samples)
+        return Rounds(
+            self.generator.groups.replicas,
+            earlier,
+            version,
+            groups.begun * sampling.n,
+            sampling.n,
+            iter(range(first, first + sampling.max_tokens + length, length)),
+            lambda whole: self._choose(whole, since, version) is not None,
+        )
+
+    def _choose(self, whole: Sequence[int], since: Sequence[int], version: int) -> list[int] | None:
+        """The groups that the step takes: the oldest whole ones.
+
+        None if these are too few, or if what is left could not be taken in time: a later step
+        takes `train_batch_size` groups, and no group may be drawn by more than `max_versions`
+        versions.
+        """
+        taken = list(whole[: self.train_batch_size])
+        if len(whole) == len(since):
+            return taken
+        if len(taken) < self.train_batch_size:
+            return None
+        left = [since[number] for number in range(len(since)) if number not in set(taken)]
+        for later in range(self.section.max_versions):
+            # The groups that have to be taken up to `later` steps after this one.
+            urgent = sum(began + self.section.max_versions - 1 <= version + later for began in left)
+            if urgent > later * self.train_batch_size:
+                return None
+        return taken
+
+    def _shares(
+        self, groups: BegunGroups, version: int, sampling: SamplingParams
+    ) -> tuple[list[Share], ResponseLengths]:
+        """What this replica draws: what it has begun, and its part of what is new."""
+        generator = self.generator
+        n = sampling.n
+        replicas = generator.groups.layout.num_replicas
+        mine = []
+        headers = groups.samples.headers
+        for row, replica in zip(headers.rows.tolist(), headers.replicas.tolist(), strict=True):
+            if replica % replicas == generator.groups.replica:
+                mine.append(Share(row // n, range(row % n, row % n + 1)))
+
+        known = set((headers.rows // n).tolist())
+        new = [number for number in range(groups.begun) if number not in known]
+        lengths = generator.lengths.setdefault("train", ResponseLengths())
+        shares = generator.assign(groups.prompts.select(new), sampling, lengths)
+        of_new = shares[generator.groups.replica]
+        return mine + [replace(share, prompt=new[share.prompt]) for share in of_new], lengths
+
+
+def _fits(samples: DrawnSamples, groups: int, sampling: SamplingParams) -> bool:
+    """Whether the samples of so many groups can go on with this sampling."""
+    headers = samples.headers
+    lengths = headers.lengths[~headers.ended.bool()]
+    short = not len(lengths) or int(lengths.max()) < sampling.max_tokens
+    return len(headers.rows) == groups * sampling.n and short
+
+
+def staleness_metrics(rollout: Rollout, version: int) -> dict[str, float]:
+    """How many versions older than `version` those are that drew the tokens that train.
+
+    Returns:
+        `staleness/mean` and `max` over the tokens; `staleness/share/<versions>`, the share of the
+        tokens with each number; `staleness/mixed`, the share of the responses that several versions
+        drew.
+    """
+    mask = rollout.loss_mask
+    ages = version - rollout.versions[mask]
+    shares = torch.bincount(ages).double() / max(1, len(ages))
+    newest = rollout.versions.amax(dim=1)
+    oldest = rollout.versions.masked_fill(~mask, version).amin(dim=1)
+    return {
+        "staleness/mean": float(ages.double().mean()),
+        "staleness/max": float(ages.max()),
+        "staleness/mixed": float((newest > oldest).double().mean()),
+        **{f"staleness/share/{age}": float(share) for age, share in enumerate(shares)},
+    }
