@@ -68,6 +68,7 @@ def _has_turns(place: Place) -> NotRead | None:
 
 
 _IF_TURNS = ReadIf(_has_turns)
+_IF_PARTIAL = read_if("over", lambda over: over > 1, "is 1", "raise that above 1")
 
 
 class PartialSection(Section):
@@ -79,12 +80,12 @@ class PartialSection(Section):
 
     over: Annotated[float, Field(ge=1, le=64)] = 1.0
     """prompts that are begun, over data.train_batch_size; 1: every sample is drawn to its end"""
-    max_versions: Annotated[
-        Annotated[int, Field(ge=2, le=64)],
-        read_if("over", lambda over: over > 1, "is 1", "raise that above 1"),
-    ] = 2
+    max_versions: Annotated[Annotated[int, Field(ge=2, le=64)], _IF_PARTIAL] = 2
     """most versions of the policy that draw the samples of one prompt: the last of the steps waits
     for them; at least over"""
+    turn_cost: Annotated[CountOrZero, _IF_PARTIAL] = 64
+    """in a step all samples draw equally many tokens, and the end of a turn counts for this many:
+    about as many as the engine draws of a sample while a tool works"""
 
     @model_validator(mode="after")
     def _all_can_be_taken_in_time(self) -> PartialSection:

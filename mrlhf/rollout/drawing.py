@@ -48,6 +48,11 @@ class Pace(Protocol):
         """The most tokens that the present weights may draw of a sample for now."""
         ...
 
+    @property
+    def turn_cost(self) -> int:
+        """For how many tokens a turn that has ended counts besides its own."""
+        ...
+
     def goes_on(self, ended: Sequence[int], interrupted: bool) -> bool:
         """Raise the limit, or say that enough has ended; all replicas call it together.
 
@@ -76,6 +81,7 @@ class OpenSample:
     said: GrowingTrajectory
     turn_begins: int = 0  # the number of tokens before the present turn
     turn_tokens: int = 0  # the most tokens of the present turn
+    turns_now: int = 0  # turns that the present weights have ended
     recorded: int = 0  # for how many tokens `experts` says which experts they went to
     experts: NDArray[Any] | None = None
 
@@ -203,7 +209,8 @@ class Drawing(Generic[S]):
         left = one.turn_tokens - one.drawn
         if self._pace is None:
             return left
-        return min(left, self._pace.limit - one.said.drawn_by(self._engine.version))
+        spent = one.said.drawn_by(self._engine.version) + self._pace.turn_cost * one.turns_now
+        return max(0, min(left, self._pace.limit - spent))
 
     def _request(self, one: S, samples: range, later: bool = False) -> Request:
         """The request for the next tokens of `one`, and of the other `samples` with its prompt.
@@ -241,6 +248,7 @@ class Drawing(Generic[S]):
         if self._sampling.record_experts:
             one.recorded = len(one.prompt_ids) + len(one.said) - 1
         if sample.stopped or one.drawn == one.turn_tokens:
+            one.turns_now += 1
             self._turn_ends(one, sample.stopped)
 
     def _end(self, one: S, stopped: bool, episode: Episode | None = None) -> None:

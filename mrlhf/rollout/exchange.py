@@ -139,6 +139,12 @@ class DrawnSamples:
             for row, length in lengths.items()
         }
 
+    def version_at(self, row: int, place: int) -> int:
+        """The version that drew a token, by its place in the response."""
+        mine = self.runs.rows == row
+        ends = self.runs.lengths[mine].cumsum(0)
+        return int(self.runs.versions[mine][torch.searchsorted(ends, place, right=True)])
+
     def without(self, rows: Tensor) -> DrawnSamples:
         """The other samples; none of `rows` has a record of experts."""
         headers = _chosen(self.headers, ~torch.isin(self.headers.rows, rows))

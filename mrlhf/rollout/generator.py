@@ -268,7 +268,8 @@ class Generator:
                 self._count_memory()
         except Interrupted as stop:
             # Others begin again, as an interruption does not come at the same token everywhere.
-            return replace(drawn, trajectories=[t for t in drawn.trajectories if t.ended]), stop
+            whole = [one for one in drawn.trajectories if one.ended and not one.has_failed]
+            return replace(drawn, trajectories=whole), stop
         return drawn, None
 
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:

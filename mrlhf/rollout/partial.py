@@ -58,6 +58,7 @@ class Rounds:
         rows: int,
         n: int,
         limits: Iterator[int],
+        turn_cost: int,
         is_enough: Callable[[Sequence[int]], bool],
     ) -> None:
         """Begin with the first of the `limits`, each of which is larger than the one before.
@@ -73,7 +74,12 @@ class Rounds:
         # The rows that have ended, each with the tokens that this version drew of it. After an
         # interruption some have ended that had not when the step began.
         ended = begun.headers.rows[begun.headers.ended.bool()]
-        self._before = ended, begun.runs.lengths_by(version, rows)[ended]
+        spent = begun.runs.lengths_by(version, rows)
+        for row, episode in begun.episodes.items():
+            turns = sum(begun.version_at(row, end - 1) == version for end in episode.turns)
+            spent[row] += turn_cost * max(0, turns - 1)  # the last one has ended the episode
+        self._before = ended, spent[ended]
+        self.turn_cost = turn_cost
         self._ended = torch.zeros(rows, dtype=torch.int64)
         self.limit = next(limits)
 
@@ -107,6 +113,7 @@ class PartialSampler:
     prompts: Iterator[Prompts]  # an endless supply of batches of prompts
     train_batch_size: int  # prompts of a training batch
     section: PartialSection  # how many groups are begun, and how old they may get
+    max_turns: int = 1  # of an episode
     _groups: BegunGroups | None = field(default=None, init=False)
     _last_limit: int = field(default=0, init=False)  # of the last step
 
@@ -131,7 +138,7 @@ class PartialSampler:
                 rounds,
                 f"train {step}",
             )
-            taken = self._choose(rounds.whole, groups.since[:count], version)
+            taken = self._choose(rounds.whole, groups, version)
             assert taken is not None
             left = [number for number in range(len(groups.since)) if number not in set(taken)]
             begun = [number for number in left if number < count]
@@ -214,10 +221,8 @@ class PartialSampler:
 
     def _rounds(self, groups: BegunGroups, version: int, sampling: SamplingParams) -> Rounds:
         """What keeps the samples of this step together."""
-        length = math.ceil(sampling.max_tokens / _ROUNDS)
-        # The step before shows how far most groups have to be drawn.
-        first = max(length, self._last_limit - length)
-        since = groups.since[: groups.begun]
+        turn_cost = self.section.turn_cost
+        most = sampling.max_tokens + turn_cost * (self.max_turns - 1)
         earlier = self.generator.drawn.get(f"train {version + 1}", groups.samples)
         return Rounds(
             self.generator.groups.replicas,
@@ -225,29 +230,14 @@ class PartialSampler:
             version,
             groups.begun * sampling.n,
             sampling.n,
-            iter(range(first, first + sampling.max_tokens + length, length)),
-            lambda whole: self._choose(whole, since, version) is not None,
+            round_limits(most, self._last_limit),
+            turn_cost,
+            lambda whole: self._choose(whole, groups, version) is not None,
         )
 
-    def _choose(self, whole: Sequence[int], since: Sequence[int], version: int) -> list[int] | None:
-        """The groups that the step takes: the oldest whole ones.
-
-        None if these are too few, or if what is left could not be taken in time: a later step
-        takes `train_batch_size` groups, and no group may be drawn by more than `max_versions`
-        versions.
-        """
-        taken = list(whole[: self.train_batch_size])
-        if len(whole) == len(since):
-            return taken
-        if len(taken) < self.train_batch_size:
-            return None
-        left = [since[number] for number in range(len(since)) if number not in set(taken)]
-        for later in range(self.section.max_versions):
-            # The groups that have to be taken up to `later` steps after this one.
-            urgent = sum(began + self.section.max_versions - 1 <= version + later for began in left)
-            if urgent > later * self.train_batch_size:
-                return None
-        return taken
+    def _choose(self, whole: Sequence[int], groups: BegunGroups, version: int) -> list[int] | None:
+        since = groups.since[: groups.begun]
+        return choose_whole(whole, since, version, self.train_batch_size, self.section.max_versions)
 
     def _shares(
         self, groups: BegunGroups, version: int, sampling: SamplingParams
@@ -268,6 +258,45 @@ class PartialSampler:
         shares = generator.assign(groups.prompts.select(new), sampling, lengths)
         of_new = shares[generator.groups.replica]
         return mine + [replace(share, prompt=new[share.prompt]) for share in of_new], lengths
+
+
+def round_limits(max_tokens: int, last: int) -> Iterator[int]:
+    """How many tokens of a sample a step draws at most, round after round.
+
+    Of `max_tokens`, those for which turns count are a part.
+    `last` is where the step before has ended, 0 if there is none. It shows how far most groups have
+    to be drawn.
+    """
+    length = math.ceil(max_tokens / _ROUNDS)
+    first = max(length, last - length)
+    return iter(range(first, first + max_tokens + length, length))
+
+
+def choose_whole(
+    whole: Sequence[int], since: Sequence[int], version: int, batch: int, max_versions: int
+) -> list[int] | None:
+    """The groups that a step takes: the `batch` oldest of those that are whole.
+
+    None if these are too few, or if what is left could not be taken in time: a later step takes
+    `batch` groups, and no group may be drawn by more than `max_versions` versions.
+
+    Args:
+        whole: the places of groups in `since`, ascending.
+        since: the version with which each group that has begun did so, the oldest first.
+        version: the present one.
+    """
+    taken = list(whole[:batch])
+    if len(whole) == len(since):
+        return taken
+    if len(taken) < batch:
+        return None
+    left = [since[number] for number in range(len(since)) if number not in set(taken)]
+    for later in range(max_versions):
+        # The groups that have to be taken up to `later` steps after this one.
+        urgent = sum(began + max_versions - 1 <= version + later for began in left)
+        if urgent > later * batch:
+            return None
+    return taken
 
 
 def _fits(samples: DrawnSamples, groups: int, sampling: SamplingParams) -> bool:

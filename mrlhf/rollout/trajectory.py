@@ -37,6 +37,11 @@ class Trajectory:
     experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
     episode: Episode | None = None  # None without an environment
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is an episode that could not go on."""
+        return self.episode is not None and bool(self.episode.failure)
+
 
 @dataclass
 class GrowingTrajectory:

@@ -136,8 +136,13 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     supply = map(prompts.batch, sampler)
     partial_sampler = None
     if config.rollout.partial.is_on:
-        size = config.data.train_batch_size
-        partial_sampler = PartialSampler(generator, supply, size, config.rollout.partial)
+        partial_sampler = PartialSampler(
+            generator,
+            supply,
+            config.data.train_batch_size,
+            config.rollout.partial,
+            config.rollout.max_turns if config.rollout.has_turns else 1,
+        )
     collector = _collector(config, generator, scorer, shaper, supply, partial_sampler)
     return Parts(
         tokenizer=tokenizer,
