@@ -8,6 +8,7 @@ they are the same on every layout, and after a resume. This file does not know m
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -269,7 +270,7 @@ def round_limits(max_tokens: int, last: int) -> Iterator[int]:
     """
     length = math.ceil(max_tokens / _ROUNDS)
     first = max(length, last - length)
-    return iter(range(first, first + max_tokens + length, length))
+    return itertools.count(first, length)
 
 
 def choose_whole(

@@ -194,8 +194,8 @@ def _partial_steps(
     """The batches of steps, and the same episodes drawn at once; the layout changes on the way."""
     one_fails = prompts.select(range(4))
     supply = (one_fails.select([i % 4, (i + 1) % 4]) for i in itertools.count(0, 2))
-    section = PartialSection(over=2.0, max_versions=3)
-    samplers = [PartialSampler(generator, supply, 2, section) for generator, _ in built]
+    section = PartialSection(over=2.0, max_versions=3, turn_cost=4)
+    samplers = [PartialSampler(generator, supply, 2, section, MOST_TURNS) for generator, _ in built]
     sampling = SamplingParams(
         n=N, temperature=1.0, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
     )

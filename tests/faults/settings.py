@@ -123,6 +123,7 @@ def partial(inputs: Path) -> Setting:
     keys = [
         "rollout.partial.over=1.75",
         "rollout.partial.max_versions=3",
+        "rollout.partial.turn_cost=2",
         "algorithm.filter_groups.enable=false",
     ]
     return Setting("partial", "ppo", [*episodes(inputs).arguments, *keys])
