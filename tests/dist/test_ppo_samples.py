@@ -10,18 +10,53 @@ import torch
 
 from tests.dist.ppo_runs import (
     DP4,
+    TP2_PP2,
     WORLD_SIZE,
     Runs,
     Scenario,
     assert_close,
     assert_engine_and_trainer_agree,
+    assert_same_on_every_layout,
 )
 
 LETTERS = ["reward.terms=[{name: CUSTOM:letters, weight: 2.0}]", "reward_model=null"]
 
 
+_PARTIAL = [
+    "rollout.partial={over: 1.75, max_versions: 3}",
+    "rollout.stop_token_ids=[4,5,6,7,8,9,10,11,12,13,14,15]",
+    "data.max_response_length=10",
+    "algorithm.rollout_correction.rollout_is=token",
+    "actor.optim.lr=0.003",
+]
+WIDE = Scenario("partial dp4", [*_PARTIAL, *DP4])
+DEEP = Scenario("partial tp2 pp2", [*_PARTIAL, *TP2_PP2, "rollout.tp=2"])
+MIXED = Scenario("partial tp2 dp2", [*_PARTIAL, "actor.tp=2"])
+LONG = Scenario("partial cp2 dp2", [*_PARTIAL, "actor.cp=2", "rollout.tp=2"])
+ONE = Scenario("partial tp4", [*_PARTIAL, "actor.tp=4", "rollout.tp=4"])
+PARTIAL = (WIDE, DEEP, MIXED, LONG, ONE)
+
+
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
-    assert_engine_and_trainer_agree(runs)
+    assert_engine_and_trainer_agree(runs, without=PARTIAL)
+
+
+def test_partial_rollouts_are_the_same_on_every_layout(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, *PARTIAL)
+
+
+def test_tokens_of_older_versions_are_weighted(runs: Runs) -> None:
+    first, second = runs.steps(WIDE)
+    assert first.metrics["partial/open_groups"] == 6 and first.metrics["staleness/max"] == 0
+    assert second.metrics["staleness/mixed"] > 0
+    experience = second.experience
+    rollout = experience.rollout
+    assert experience.weights is not None
+    ratio = (experience.old_logprobs - rollout.rollout_logprobs).exp()
+    assert_close(experience.weights, ratio.clamp(max=2.0) * rollout.loss_mask)
+    off = (ratio - 1).abs() * rollout.loss_mask
+    assert off[rollout.versions == 1].max() < 1e-4
+    assert off[rollout.versions == 0].max() > 1e-3
 
 
 DYNAMIC = Scenario(
