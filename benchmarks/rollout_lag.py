@@ -1,12 +1,13 @@
 """What partial rollouts gain, and how old tokens become: a model, and a run that checks it.
 
-    python benchmarks/rollout_lag.py [--spread 20] [--tool 0.2 2]
+    python benchmarks/rollout_lag.py [--spread 20] [--tool 0.2 2 | --one-turn]
     python benchmarks/rollout_lag.py --measure [--steps 8] [--repeats 1]
 
 The model goes from pass to pass of one engine: a pass takes `--pass-s` seconds and `--sample-s` for
 each sample, and draws a token of each sample that does not wait for its tool. An episode has from 1
 to `--spread` turns, evenly in the logarithm, and each turn ends with a tool. The table has tokens
-per second over those of the waiting form, and the age of the tokens that train, in versions.
+per second over those of the waiting form, and the age of the tokens that train, in versions. With
+`--one-turn` the spread is that of the lengths of single turns.
 
 With `--measure`, PPO runs with a tiny model whose turns end at random and whose environment sleeps;
 the two forms take turns. The seconds of a pass are those of a run whose environment does not sleep.
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class Load:
     pass_s: float
     sample_s: float
     turn_cost: int = 64  # as the key of the configuration
+    one_turn: bool = False
 
     @property
     def most(self) -> int:
@@ -105,6 +107,7 @@ def main() -> None:
     )
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--spread", type=int, default=20, help="most turns of an episode")
+    parser.add_argument("--one-turn", action="store_true")
     parser.add_argument("--tool", type=float, nargs=2, default=(0.2, 2.0), help="seconds")
     parser.add_argument("--pass-s", type=float, default=0.02)
     parser.add_argument("--sample-s", type=float, default=0.0)
@@ -116,6 +119,8 @@ def main() -> None:
         measure(arguments.spread, tool, arguments.steps, arguments.repeats)
         return
     load = Load(arguments.spread, tool, arguments.pass_s, arguments.sample_s)
+    if arguments.one_turn:
+        load = replace(load, tool_s=(0.0, 0.0), one_turn=True, turn_cost=0)
     print("over  max_versions  tokens/s over waiting  age")
     waiting = modelled(load, 1.0, 2, arguments.steps, arguments.repeats)
     for over, max_versions in FORMS:
@@ -163,6 +168,8 @@ def run_model(load: Load, over: float, max_versions: int, steps: int, rng: rando
 
 def _episode(load: Load, rng: random.Random) -> Sample:
     turns = round(load.spread ** rng.random())
+    if load.one_turn:
+        return Sample([turns * TURN_TOKENS], [0.0])
     lengths = [math.ceil(rng.expovariate(1 / TURN_TOKENS)) for _ in range(turns)]
     return Sample(lengths, [rng.uniform(*load.tool_s) for _ in lengths])
 

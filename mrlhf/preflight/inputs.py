@@ -84,6 +84,7 @@ class PreferenceInputs:
 
 def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
     """Read the inputs of a PPO run, whose paths exist; raises as `check_inputs`."""
+    _warn_of_uncorrected(config)
     tokenizer, endings = _tokenizer_and_endings(config)
     environments = read_environments(config, tokenizer, endings.token_ids)
     splits = _prompts_by_split(config, tokenizer, environments)
@@ -372,6 +373,18 @@ def _supervised_steps(config: SFTConfig | PreferenceConfig, rows: int, noun: str
             "more, or lower data.batch_size"
         )
     return config.trainer.steps(rows, batch)
+
+
+def _warn_of_uncorrected(config: PPOConfig) -> None:
+    """Warn if older versions draw tokens, and the loss takes them for the newest one's."""
+    correction = config.algorithm.rollout_correction
+    is_corrected = correction.bypass_mode or correction.rollout_is is not None
+    if config.rollout.partial.is_on and not is_corrected:
+        logger.warning(
+            "rollout.partial.over %g lets older versions of the policy draw tokens, and nothing "
+            "corrects for them; set algorithm.rollout_correction.rollout_is to token",
+            config.rollout.partial.over,
+        )
 
 
 def _warn_of_files_named_twice(key: str, files: Sequence[str]) -> None:
