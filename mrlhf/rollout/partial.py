@@ -40,6 +40,7 @@ class BegunGroups:
 
     prompts: Prompts
     since: list[int]  # the version of the weights with which each group began
+    streams: list[str]  # the name of the random numbers of each group; empty if it waits
     samples: DrawnSamples  # of the groups that have begun, `n` rows for each
 
     @property
@@ -76,8 +77,10 @@ class Rounds:
         # interruption some have ended that had not when the step began.
         ended = begun.headers.rows[begun.headers.ended.bool()]
         spent = begun.runs.lengths_by(version, rows)
-        for row, episode in begun.episodes.items():
-            turns = sum(begun.version_at(row, end - 1) == version for end in episode.turns)
+        for row in ended[spent[ended] > 0].tolist():
+            episode = begun.episodes.get(row)
+            ends = [] if episode is None else episode.turns
+            turns = sum(begun.version_at(row, end - 1) == version for end in ends)
             spent[row] += turn_cost * max(0, turns - 1)  # the last one has ended the episode
         self._before = ended, spent[ended]
         self.turn_cost = turn_cost
@@ -125,14 +128,12 @@ class PartialSampler:
         groups, again = self._begin(version, sampling)
         count = groups.begun
         now = groups.prompts.select(range(count))
-        streams = [f"train {since + 1}" for since in groups.since[:count]]
-
         rounds = self._rounds(groups, version, sampling)
         shares, lengths = self._shares(groups, version, sampling)
         with generator.phases.enter("gen"):
             drawn, metrics = generator.serve(
                 now,
-                list(map(generator.seed_of, streams)),
+                list(map(generator.seed_of, groups.streams[:count])),
                 sampling,
                 shares,
                 groups.samples,
@@ -151,7 +152,10 @@ class PartialSampler:
             rollout = generator.gather(groups.prompts.select(taken), sampling.n, chosen)
 
         self._groups = BegunGroups(
-            groups.prompts.select(left), [groups.since[number] for number in left], rest
+            groups.prompts.select(left),
+            [groups.since[number] for number in left],
+            [groups.streams[number] for number in left],
+            rest,
         )
         self._last_limit = rounds.limit
         lengths.update(rollout.prompts.uid, rollout.response_lengths)
@@ -176,6 +180,7 @@ class PartialSampler:
         return {
             "uids": self._groups.prompts.uid,
             "since": self._groups.since,
+            "streams": self._groups.streams,
             "samples": self._groups.samples.state_dict(),
             "last_limit": self._last_limit,
         }
@@ -189,7 +194,9 @@ class PartialSampler:
         samples = self.generator.machine.compute_on_leader(
             lambda: DrawnSamples.from_state(state["samples"])
         )
-        self._groups = BegunGroups(prompts_of(state["uids"]), list(state["since"]), samples)
+        self._groups = BegunGroups(
+            prompts_of(state["uids"]), list(state["since"]), list(state["streams"]), samples
+        )
         self._last_limit = state["last_limit"]
 
     def _begin(self, version: int, sampling: SamplingParams) -> tuple[BegunGroups, int]:
@@ -198,7 +205,7 @@ class PartialSampler:
         if groups is None:
             prompts = next(self.prompts)
             samples = DrawnSamples.none(self.generator.groups.layout.num_replicas)
-            groups = BegunGroups(prompts, [_WAITS] * len(prompts), samples)
+            groups = BegunGroups(prompts, [_WAITS] * len(prompts), [], samples)
 
         prompts, samples = groups.prompts, groups.samples
         oldest = version + 1 - self.section.max_versions
@@ -218,7 +225,14 @@ class PartialSampler:
             prompts = Prompts.join([prompts, next(self.prompts)])
         since = [groups.since[number] for number in kept] + [version] * (most - len(kept))
         since += [_WAITS] * (len(prompts) - most)
-        return BegunGroups(prompts, since, samples), again
+        streams = [groups.streams[number] for number in kept]
+        for uid in prompts.uid[len(kept) : most]:
+            stream = f"train {version + 1}"
+            while (uid, stream) in zip(prompts.uid, streams, strict=False):
+                stream += " again"  # a prompt that comes twice gets other samples
+            streams.append(stream)
+        streams += [""] * (len(prompts) - most)
+        return BegunGroups(prompts, since, streams, samples), again
 
     def _rounds(self, groups: BegunGroups, version: int, sampling: SamplingParams) -> Rounds:
         """What keeps the samples of this step together."""
