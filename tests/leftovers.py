@@ -6,7 +6,9 @@ Other tests may run beside it.
 from __future__ import annotations
 
 import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _MEMORY = Path("/dev/shm")
@@ -36,6 +38,26 @@ def assert_no_memory_is_left() -> None:
         time.sleep(0.02)
         left &= _memory_names()
     assert not left, f"names are left in shared memory: {left}"
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that its own parent has yet to collect does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def assert_all_end(*pids: int) -> None:
+    """All processes end by themselves; those that do not are killed."""
+    deadline = time.monotonic() + _LIMIT_S
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes are left: {left}"
 
 
 def _memory_names() -> set[str]:

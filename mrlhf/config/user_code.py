@@ -1,8 +1,8 @@
 """A user's own function, named "path/to/file.py:function": reads the name, imports the file, finds
 the function.
 
-This file uses the standard library alone. So the process of a reward function can load it by its
-path, without the package, which would import torch. It does not know the purpose of the function.
+This file uses the standard library alone. So the processes of users' code can import it without the
+package, which would import torch. It does not know the purpose of the function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the calls of tools out of the text of a turn, in the formats that models are trained on.
 
-A format is a generator that walks through the text once, from one call to the next, and stops at
-the first that cannot be read. It does not know which tools there are, or what they take.
+A format is a generator of calls. It goes through the text once and stops at the first call that
+cannot be read. It does not know which tools there are, or what they take.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from typing import Any, NoReturn
 from mrlhf.errors import DataError
 
 Call = tuple[str, dict[str, Any]]  # the tool's name, and its arguments
-# Part of the text, from its first character to behind its last, and the call that ends there.
-_Found = tuple[int, int, Call | None]
-_Scan = Callable[[str, int], Iterator[_Found]]
 
 _SPACE = re.compile(r"\s*")
 _LONGEST_NAME = 200  # characters
@@ -62,6 +59,77 @@ def parser_for(name: str, chat_template: str) -> Callable[[str], ParsedTurn]:
     )
 
 
+class _Reader:
+    """Goes through a text once. What stands from `start` to `at` belongs to the next call."""
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text = text
+        self.at = at
+        self.start = at
+
+    def skip_space(self) -> None:
+        self.at += len(self._space())
+
+    def sees(self, *signs: str) -> bool:
+        """Whether one of `signs` follows, behind spaces."""
+        return self.text.startswith(signs, self.at + len(self._space()))
+
+    def take(self, sign: str) -> bool:
+        """Go on behind `sign`, if it follows behind spaces."""
+        found = self.sees(sign)
+        if found:
+            self.at += len(self._space()) + len(sign)
+        return found
+
+    def expect(self, sign: str) -> None:
+        """Go on behind `sign`, which must follow."""
+        if not self.take(sign):
+            raise _UnreadableError(f"{sign} is missing")
+
+    def seek(self, tag: str) -> bool:
+        """Go on behind the next `tag`, with which a call begins; False if there is none."""
+        found = self.text.find(tag, self.at)
+        if found >= 0:
+            self.start = found
+            self.at = found + len(tag)
+        return found >= 0
+
+    def until(self, tag: str, problem: str) -> str:
+        """Go on behind the next `tag`; the text before it. Without one, `problem` is the error."""
+        begin = self.at
+        end = self.text.find(tag, begin)
+        if end < 0:
+            raise _UnreadableError(problem)
+        self.at = end + len(tag)
+        return self.text[begin:end]
+
+    def mentions_call(self, end: int) -> bool:
+        """Whether JSON without a tag is meant as a call, and not as an answer."""
+        return any(self.text.find(key, self.at, end) >= 0 for key in _CALL_KEYS)
+
+    def value(self) -> Any:
+        """The JSON value that follows."""
+        self.skip_space()
+        try:
+            value, self.at = _DECODER.raw_decode(self.text, self.at)
+        except json.JSONDecodeError as error:
+            reason = error.msg.removesuffix(" at")
+            raise _UnreadableError(
+                f"no valid JSON ({reason}, {error.pos - self.at} characters after its start)"
+            ) from None
+        except (ValueError, RecursionError):  # a number of too many digits, brackets too deep
+            problem = "no valid JSON (too long a number, or too many brackets)"
+            raise _UnreadableError(problem) from None
+        return value
+
+    def _space(self) -> str:
+        match = _SPACE.match(self.text, self.at)
+        return match[0] if match is not None else ""
+
+
+_Scan = Callable[[_Reader], Iterator[Call | None]]
+
+
 def _parse(text: str, scan: _Scan, expected: str) -> ParsedTurn:
     """Collect what `scan` finds behind the thoughts of a turn."""
     calls: list[Call] = []
@@ -69,13 +137,15 @@ def _parse(text: str, scan: _Scan, expected: str) -> ParsedTurn:
     read = 0
     error = None
     thought = text.find(_THOUGHT_END)  # a thought may mention a call
-    begin = thought + len(_THOUGHT_END) if thought >= 0 else 0
+    reader = _Reader(text, thought + len(_THOUGHT_END) if thought >= 0 else 0)
+    reader.skip_space()
+    reader.start = reader.at
     try:
-        for start, end, call in scan(text, begin):
+        for call in scan(reader):
             if call is not None:
                 calls.append(call)
-            beside.append(text[read:start])
-            read = end
+            beside.append(text[read : reader.start])
+            read = reader.start = reader.at
     except _UnreadableError as reason:
         error = f"call {len(calls) + 1} cannot be read: {reason}; expected {expected}"
 
@@ -83,164 +153,103 @@ def _parse(text: str, scan: _Scan, expected: str) -> ParsedTurn:
     return ParsedTurn("".join(beside).strip(), tuple(calls), error)
 
 
-def _hermes(text: str, begin: int) -> Iterator[_Found]:
-    opening = "<tool_call>"
-    start = text.find(opening, begin)
-    while start >= 0:
-        value, end = _value(text, start + len(opening))
-        call = _call(value)
-        end = _behind(text, end, "</tool_call>")
-        yield start, end, call
-        start = text.find(opening, end)
+def _hermes(reader: _Reader) -> Iterator[Call | None]:
+    while reader.seek("<tool_call>"):
+        call = _call(reader.value())
+        reader.expect("</tool_call>")
+        yield call
 
 
-def _llama3(text: str, begin: int) -> Iterator[_Found]:
+def _llama3(reader: _Reader) -> Iterator[Call | None]:
     """Objects that ";" separates, after the tag or as the whole text."""
-    tag = "<|python_tag|>"
-    start = text.find(tag, begin)
-    cursor = start + len(tag)
-    if start < 0:
-        start = cursor = _skip_space(text, begin)
-        if not text.startswith("{", start) or not _mentions_call(text, start, len(text)):
-            return
-
-    while True:
-        value, end = _value(text, cursor)
-        call = _call(value)
-        following = _skip_space(text, end)
-        is_last = not text.startswith(";", following)
-        cursor = end if is_last else _skip_space(text, following + 1)
-        yield start, cursor, call
-        if is_last or cursor == len(text):
-            return
-        start = cursor
-
-
-def _mistral(text: str, begin: int) -> Iterator[_Found]:
-    """A list of objects behind the tag, or a name and its arguments behind each tag."""
-    tag = "[TOOL_CALLS]"
-    start = text.find(tag, begin)
-    while start >= 0:
-        cursor = _skip_space(text, start + len(tag))
-        if text.startswith("[", cursor):
-            for found in _elements(text, start, cursor):
-                yield found
-                cursor = found[1]
-        else:
-            arguments = text.find("[ARGS]", cursor)
-            if arguments < 0:
-                raise _UnreadableError("neither a list nor [ARGS] follows [TOOL_CALLS]")
-            name = text[cursor:arguments].partition("[CALL_ID]")[0]
-            value, cursor = _value(text, arguments + len("[ARGS]"))
-            yield start, cursor, _named(name, value)
-        start = text.find(tag, cursor)
-
-
-def _deepseek(text: str, begin: int) -> Iterator[_Found]:
-    """Calls within a pair of tags: of V3 with a type and a fenced block, of V3.1 without them."""
-    calls_begin, call_begin, separator = (
-        f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep")
-    )
-    start = text.find(calls_begin, begin)
-    if start < 0:
+    is_tagged = reader.seek("<|python_tag|>")
+    if not is_tagged and not (reader.sees("{") and reader.mentions_call(len(reader.text))):
         return
-    cursor = start + len(calls_begin)
 
-    while True:
-        cursor = _behind(text, cursor, call_begin)
-        middle = text.find(separator, cursor)
-        if middle < 0:
-            raise _UnreadableError(f"{separator} is missing")
-        name = text[cursor:middle]
-        cursor = middle + len(separator)
+    goes_on = True
+    while goes_on:
+        call = _call(reader.value())
+        goes_on = reader.take(";")
+        if goes_on:
+            reader.skip_space()
+            goes_on = reader.at < len(reader.text)
+        yield call
 
+
+def _mistral(reader: _Reader) -> Iterator[Call | None]:
+    """A list of objects behind the tag, or a name and its arguments behind each tag."""
+    while reader.seek("[TOOL_CALLS]"):
+        if reader.take("["):
+            yield from _elements(reader)
+        else:
+            written = reader.until("[ARGS]", "neither a list nor [ARGS] follows [TOOL_CALLS]")
+            yield _named(written.partition("[CALL_ID]")[0], reader.value())
+
+
+def _deepseek(reader: _Reader) -> Iterator[Call | None]:
+    """Calls within a pair of tags: of V3 with a type and a fenced block, of V3.1 without them."""
+    call_begin = "<｜tool▁call▁begin｜>"
+    separator = "<｜tool▁sep｜>"
+    if not reader.seek("<｜tool▁calls▁begin｜>"):
+        return
+
+    reader.expect(call_begin)
+    goes_on = True
+    while goes_on:
+        name = reader.until(separator, f"{separator} is missing")
         is_fenced = name.strip() == "function"
         if is_fenced:
-            fence = text.find("```json", cursor)
-            if fence < 0:
-                raise _UnreadableError("the arguments stand in no ```json block")
-            name = text[cursor:fence]
-            cursor = fence + len("```json")
-        value, cursor = _value(text, cursor)
-        call = _named(name, value)
+            name = reader.until("```json", "the arguments stand in no ```json block")
+        call = _named(name, reader.value())
         if is_fenced:
-            cursor = _behind(text, cursor, "```")
-
-        cursor = _behind(text, cursor, "<｜tool▁call▁end｜>")
-        yield start, cursor, call
-        start = cursor
-        if not text.startswith(call_begin, _skip_space(text, cursor)):
-            yield start, _behind(text, cursor, "<｜tool▁calls▁end｜>"), None
-            return
+            reader.expect("```")
+        reader.expect("<｜tool▁call▁end｜>")
+        yield call
+        goes_on = reader.take(call_begin)
+    reader.expect("<｜tool▁calls▁end｜>")
+    yield None
 
 
-def _json(text: str, begin: int) -> Iterator[_Found]:
+def _json(reader: _Reader) -> Iterator[Call | None]:
     """An object or a list, as the whole text or in fenced blocks."""
-    body = _skip_space(text, begin)
-    if text.startswith(("{", "["), body):
-        if _mentions_call(text, body, len(text)):
-            yield from _object_or_list(text, body, body)
+    text = reader.text
+    if reader.sees("{", "["):
+        if reader.mentions_call(len(text)):
+            yield from _object_or_list(reader)
         return
 
     fence = "```"
-    start = text.find(fence, begin)
-    while start >= 0:
-        inside = start + len(fence)
-        closing = text.find(fence, inside)
+    while reader.seek(fence):
+        closing = text.find(fence, reader.at)
         end = closing if closing >= 0 else len(text)
-        line = text.find("\n", inside, end)
-        body = _skip_space(text, max(line, inside))
-        if text.startswith(("{", "["), body) and _mentions_call(text, body, end):
-            end = body
-            for found in _object_or_list(text, start, body):
-                yield found
-                end = found[1]
-            yield end, _behind(text, end, fence), None
-        start = text.find(fence, _skip_space(text, end) + len(fence))
+        reader.at = max(text.find("\n", reader.at, end), reader.at)
+        if reader.sees("{", "[") and reader.mentions_call(end):
+            yield from _object_or_list(reader)
+            reader.expect(fence)
+            yield None
+        else:
+            reader.at = end + len(fence)
 
 
-def _object_or_list(text: str, start: int, body: int) -> Iterator[_Found]:
-    if text.startswith("[", body):
-        yield from _elements(text, start, body)
+def _object_or_list(reader: _Reader) -> Iterator[Call]:
+    if reader.take("["):
+        yield from _elements(reader)
     else:
-        value, end = _value(text, body)
-        yield start, end, _call(value)
+        yield _call(reader.value())
 
 
-def _elements(text: str, start: int, bracket: int) -> Iterator[_Found]:
-    """The calls of the list that begins at `bracket`, one after the other, so that those before a
-    mistake are known. The first one takes the text from `start` on.
-    """
-    cursor = bracket + 1
-    closing = _skip_space(text, cursor)
-    if text.startswith("]", closing):
+def _elements(reader: _Reader) -> Iterator[Call]:
+    """The calls of a list, one after the other, so that those before a mistake are known."""
+    if reader.take("]"):
         raise _UnreadableError("the list is empty")
 
     is_last = False
     while not is_last:
-        value, end = _value(text, cursor)
-        call = _call(value)
-        end = _skip_space(text, end)
-        is_last = text.startswith("]", end)
-        if not is_last and not text.startswith(",", end):
+        call = _call(reader.value())
+        is_last = reader.take("]")
+        if not is_last and not reader.take(","):
             raise _UnreadableError("neither ',' nor ']' follows it")
-        cursor = end + 1
-        yield start, cursor, call
-        start = cursor
-
-
-def _value(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value at `start`, behind spaces, and where it ends."""
-    start = _skip_space(text, start)
-    try:
-        return _DECODER.raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        reason = error.msg.removesuffix(" at")
-        raise _UnreadableError(
-            f"no valid JSON ({reason}, {error.pos - start} characters after its start)"
-        ) from None
-    except (ValueError, RecursionError):  # a number of too many digits, brackets too deep
-        raise _UnreadableError("no valid JSON (too long a number, or too many brackets)") from None
+        yield call
 
 
 def _call(value: Any) -> Call:
@@ -261,32 +270,14 @@ def _named(name: Any, arguments: Any) -> Call:
         raise _UnreadableError(f"its name is no word of at most {_LONGEST_NAME} characters")
 
     if isinstance(arguments, str):
-        written = arguments
-        arguments, end = _value(written, 0)
-        if _skip_space(written, end) != len(written):
+        written = _Reader(arguments)
+        arguments = written.value()
+        written.skip_space()
+        if written.at != len(written.text):
             raise _UnreadableError("more than one JSON value stands in its arguments")
     if not isinstance(arguments, dict):
         raise _UnreadableError("its arguments are no JSON object")
     return words[0], arguments
-
-
-def _behind(text: str, start: int, tag: str) -> int:
-    """Where the text goes on behind `tag`, which stands at `start` behind spaces."""
-    start = _skip_space(text, start)
-    if not text.startswith(tag, start):
-        raise _UnreadableError(f"{tag} is missing")
-    return start + len(tag)
-
-
-def _mentions_call(text: str, start: int, end: int) -> bool:
-    """Whether JSON without a tag is meant as a call, and not as an answer."""
-    return any(text.find(key, start, end) >= 0 for key in _CALL_KEYS)
-
-
-def _skip_space(text: str, start: int) -> int:
-    match = _SPACE.match(text, start)
-    assert match is not None, "no space matches too"
-    return match.end()
 
 
 def _refuse_constant(name: str) -> NoReturn:

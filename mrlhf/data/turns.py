@@ -8,7 +8,7 @@ this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -37,16 +37,15 @@ class Turn:
     drawn: Sequence[int]  # tokens of the engine
     stopped: bool  # whether an end token or a stop string ended it
     messages: Sequence[Message] = ()  # none after the last turn
-    # The turn as a message, with its calls as `tool_calls`, for templates that do not take its text
-    # as the content of a message.
-    assistant: Message | None = None
 
 
 @dataclass(frozen=True)
 class Mismatch:
     """Where a conversation rendered at once parts from its tokens as built turn by turn."""
 
-    message: int  # its index in the whole conversation, the assistant's messages included
+    # Its index in the whole conversation, the assistant's messages included; of several messages
+    # that stand together, that of the first.
+    message: int
     # The template left out a part of the message, or tokens are cut in another way, though their
     # text is the same; or anything else.
     kind: Literal["dropped", "merged", "changed"]
@@ -150,12 +149,8 @@ class TurnRenderer:
     def check(self, messages: Sequence[Message], turns: Sequence[Turn]) -> Mismatch | None:
         """Compare an episode's tokens with those of the whole conversation, rendered at once.
 
-        For the template, a turn is the text of its tokens, or its `assistant`: one of the two must
-        agree. If neither does, the one that agrees for longer is described.
-
-        Args:
-            messages: of the first prompt.
-            turns: in order.
+        `messages` are those of the first prompt. The template is given a turn as the text of its
+        tokens.
         """
         segments: list[_Segment] = [(self.first(messages), messages)]
         for turn in turns:
@@ -166,29 +161,16 @@ class TurnRenderer:
             segments += [(drawn, [{"content": ""}]), (follows, turn.messages)]
         built = list(chain.from_iterable(tokens for tokens, _ in segments))
 
-        texts = [*messages]
-        given = [*messages]
+        conversation = [*messages]
         for turn in turns:
-            text: Message = {"role": "assistant", "content": self._content(turn)}
-            texts += [text, *turn.messages]
-            given += [turn.assistant or text, *turn.messages]
-
+            said: Message = {"role": "assistant", "content": self._content(turn)}
+            conversation += [said, *turn.messages]
         is_open = not turns or bool(turns[-1].messages)
-        nearest: list[int] | None = None
-        refusal = ""
-        for conversation in (texts, given):
-            try:
-                whole = self._tokenizer.encode(self._render(conversation, is_open))
-            except DataError as error:
-                refusal = str(error)
-                continue
-            if whole == built:
-                return None
-            if nearest is None or _shared(whole, built) > _shared(nearest, built):
-                nearest = whole
-        if nearest is None:
-            return Mismatch(len(messages), "changed", "", _excerpt(refusal))
-        return self._mismatch(segments, built, nearest)
+        try:
+            rendered = self._tokenizer.encode(self._render(conversation, is_open))
+        except DataError as error:
+            return Mismatch(len(messages), "changed", "", _excerpt(str(error)))
+        return None if rendered == built else self._mismatch(segments, built, rendered)
 
     def _render(self, messages: Sequence[Message], is_open: bool = True) -> str:
         return self._tokenizer.apply_chat_template(_numbered(messages), is_open, self._tools)
@@ -268,7 +250,7 @@ class TurnRenderer:
             return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
         same = _shared(built, rendered)
-        message, segment_end = _place(segments, same, text_of)
+        message, segment_end = _place(segments, same)
         begun = len(text_of(built[:same]))
         ours = text_of(built)[begun:]
         theirs = text_of(rendered)[begun:]
@@ -284,9 +266,7 @@ class TurnRenderer:
         return Mismatch(message, "changed", _excerpt(ours), _excerpt(theirs))
 
 
-def _place(
-    segments: Sequence[_Segment], position: int, text_of: Callable[[Sequence[int]], str]
-) -> tuple[int, int]:
+def _place(segments: Sequence[_Segment], position: int) -> tuple[int, int]:
     """The message that holds the token at `position`, and where its segment ends."""
     start = first = 0
     for number, (tokens, messages) in enumerate(segments):
@@ -294,10 +274,8 @@ def _place(
         if position < end:
             # Segments of drawn tokens are odd; what follows one begins with the end of the turn.
             follows = number > 0 and number % 2 == 0
-            if follows and (not messages or position == start):
-                return first - 1, end
-            text = text_of(tokens[: position - start])
-            return first + _written(text, messages), end
+            is_end = follows and (not messages or position == start)
+            return first - is_end, end
         start = end
         first += len(messages)
     return first - 1, start
@@ -331,18 +309,6 @@ def _behind(text: str, placeholder: str) -> str:
     if not found:
         raise DataError(f"the chat template leaves out messages; {_REMEDY} writes all")
     return rest
-
-
-def _written(text: str, messages: Sequence[Message]) -> int:
-    """How many messages end in the text; at most all but one."""
-    cursor = 0
-    for number, message in enumerate(messages[:-1]):
-        content = str(message["content"]).strip()
-        found = text.find(content, cursor)
-        if found < 0:
-            return number
-        cursor = found + len(content)
-    return max(len(messages) - 1, 0)
 
 
 def _shared(left: Sequence[Any], right: Sequence[Any]) -> int:

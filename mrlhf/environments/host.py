@@ -12,7 +12,6 @@ import logging
 import resource
 import selectors
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,12 +28,11 @@ from mrlhf.environments.interface import (
     ToolCall,
     ToolResult,
 )
-from mrlhf.errors import EnvironmentFault, UserTraceback
+from mrlhf.errors import EnvironmentFault
 from mrlhf.workers.process import Limits, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-_NURSERY = Path(__file__).with_name("nursery.py")
 _BUILT_IN = Path(__file__).with_name("built_in.py")
 _FORK_S = 60.0
 _END_S = 5.0
@@ -63,14 +61,19 @@ class _Nursery:
 
     def __init__(self, name: str, reference: EnvironmentReference, limits: ToolLimits) -> None:
         """Load the program; EnvironmentFault if it cannot be used."""
-        self._title = reference.environment or ", ".join(reference.tools) or "no tools"
-        environment = None
-        if reference.environment is not None:
-            environment = _located(reference.environment)
-        tools = [_located(tool) for tool in reference.tools]
-        self.process = WorkerProcess(_NURSERY, [], limits.of_process)
-        self.process.send_object({"path": sys.path, "environment": environment, "tools": tools})
-        offer = self._answer("ready", limits.load_timeout_s)
+        given = [
+            None if reference.environment is None else _located(reference.environment),
+            [_located(tool) for tool in reference.tools],
+        ]
+        title = reference.environment or ", ".join(reference.tools) or "no tools"
+        self.process = WorkerProcess(
+            "mrlhf.environments.nursery",
+            given,
+            limits.of_process,
+            title=f"the process of {title}",
+            error=EnvironmentFault,
+        )
+        offer = self.process.load(limits.load_timeout_s, "an environment")
         self.program = Program(
             name, tuple(offer["tools"]), offer["is_stateless"], offer["has_reward"]
         )
@@ -79,54 +82,33 @@ class _Nursery:
         """A new child and the socket on which it serves."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process.send_with(["fork"], theirs.fileno())
-            return self._answer("pid", _FORK_S), ours
+            self.process.send(["fork"], [theirs.fileno()])
+            _, pid = self.process.receive(_FORK_S)
+        return pid, ours
 
     def end(self, child: int, wait_s: float) -> str:
         """Kill a child that does not end by itself within `wait_s` seconds; how it ended."""
-        self.process.send_object(["end", child, wait_s])
-        status: str = self._answer("status", _FORK_S)
-        return status
-
-    def close(self) -> None:
-        """End the process; its children end too."""
-        with suppress(ValueError, OSError):  # it is closed already
-            self.process.stop()
-
-    def _answer(self, wanted: str, timeout_s: float) -> Any:
-        try:
-            kind, value = self.process.receive(timeout_s)
-        except TimeoutError:
-            what = f"took more than {timeout_s:g} s and was stopped"
-        except (EOFError, ConnectionResetError):
-            what = self.process.ending()
-        else:
-            if kind == wanted:
-                return value
-            self.close()
-            summary, trace = value
-            cause = UserTraceback(trace) if trace else None
-            raise EnvironmentFault(f"cannot load an environment: {summary}") from cause
-        printed = self.process.stop()
-        output = f"; it printed: {printed}" if printed else ""
-        raise EnvironmentFault(f"the process of {self._title} {what}{output}")
+        self.process.send(["end", child, wait_s])
+        _, status = self.process.receive(_FORK_S)
+        return str(status)
 
 
 @dataclass
 class _Episode:
-    """One episode: its child, and the request that is not answered yet."""
+    """One episode: its child, and what it is asked."""
 
     number: int
     nursery: _Nursery
     pid: int
     connection: socket.socket
     kind: Literal["reset", "turn", "reward"] = "reset"
-    request: list[Any] | None = None
-    calls: list[Any] = field(default_factory=list)  # of a turn, each a name and its arguments
+    # What is not answered yet, one after the other: a method of the child and its arguments.
+    requests: deque[list[Any]] = field(default_factory=deque)
     asked_at: float = 0.0
     deadline: float | None = None  # set while the child computes
     received: bytes = b""
     results: list[ToolResult] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # of the answers that are no results
     ended: str = ""  # how the child ended, if it has
 
 
@@ -144,7 +126,7 @@ class EnvironmentHost:
         self._nurseries: dict[str, _Nursery] = {}
         self._episodes: dict[int, _Episode] = {}
         self._queue: deque[_Episode] = deque()
-        self._computing: set[int] = set()
+        self._computing: dict[int, _Episode] = {}
         self._outcomes: list[Outcome] = []
         self._selector = selectors.DefaultSelector()
         try:
@@ -165,23 +147,24 @@ class EnvironmentHost:
         episode = _Episode(number, nursery, *nursery.fork())
         self._episodes[number] = episode
         self._selector.register(episode.connection, selectors.EVENT_READ, episode)
-        self._ask(episode, "reset", ["reset", dict(row), seed])
+        self._ask(episode, "reset", [["reset", dict(row), seed]])
 
     def turn(self, number: int, text: str, calls: Sequence[ToolCall]) -> None:
         """Run the calls of a turn; without any, let the environment reply to its text."""
-        wanted = [[call.name, dict(call.arguments)] for call in calls]
-        self._ask(self._episodes[number], "turn", ["turn", text], wanted)
+        requests = [["call", call.name, dict(call.arguments)] for call in calls]
+        requests = [*(requests or [["reply", text]]), ["turn_reward"]]
+        self._ask(self._episodes[number], "turn", requests)
 
     def ask_reward(self, number: int) -> None:
         """Ask what the episode is worth; its program must have a reward."""
-        self._ask(self._episodes[number], "reward", ["reward"])
+        self._ask(self._episodes[number], "reward", [["reward"]])
 
     def end(self, number: int) -> None:
         """End an episode and all that it has started."""
         episode = self._episodes.pop(number, None)
         if episode is None:
             return
-        self._computing.discard(number)
+        self._computing.pop(number, None)
         if episode in self._queue:
             self._queue.remove(episode)
         self._drop_child(episode)
@@ -191,7 +174,9 @@ class EnvironmentHost:
         until = time.monotonic() + timeout_s
         while True:
             self._start_next()
-            nearest = min((e.deadline for e in self._active() if e.deadline), default=until)
+            nearest = min(
+                (e.deadline for e in self._computing.values() if e.deadline), default=until
+            )
             wait = 0.0 if self._outcomes else max(0.0, min(until, nearest) - time.monotonic())
             for key, _ in self._selector.select(wait):
                 self._read(key.data)
@@ -207,51 +192,45 @@ class EnvironmentHost:
     def close(self) -> None:
         """End everything."""
         for nursery in self._nurseries.values():
-            nursery.close()
+            nursery.process.stop()
         for episode in self._episodes.values():
             episode.connection.close()
         self._episodes.clear()
         self._queue.clear()
         self._selector.close()
 
-    def _active(self) -> list[_Episode]:
-        return [self._episodes[number] for number in self._computing]
-
     def _ask(
         self,
         episode: _Episode,
         kind: Literal["reset", "turn", "reward"],
-        request: list[Any],
-        calls: Sequence[Any] = (),
+        requests: Sequence[list[Any]],
     ) -> None:
-        assert episode.request is None, f"episode {episode.number} has not answered yet"
+        assert not episode.requests, f"episode {episode.number} has not answered yet"
         episode.kind = kind
-        episode.request = request
-        episode.calls = list(calls)
+        episode.requests.extend(requests)
         episode.asked_at = time.monotonic()
         episode.results = []
+        episode.facts = {}
         self._queue.append(episode)
 
     def _start_next(self) -> None:
         """Send requests while fewer children compute than may."""
         while self._queue and len(self._computing) < self._limits.workers:
             episode = self._queue.popleft()
-            self._computing.add(episode.number)
-            self._send(episode)
+            self._computing[episode.number] = episode
+            if episode.ended:  # since its last answer
+                what, episode.ended = episode.ended, ""
+                self._give_up(episode, what)
+            else:
+                self._send(episode)
 
     def _send(self, episode: _Episode) -> None:
-        if episode.ended:  # since its last answer
-            what, episode.ended = episode.ended, ""
-            self._give_up(episode, what)
-            return
+        """Send all requests at once; each has its own time."""
         episode.deadline = time.monotonic() + self._limits.timeout_s
         episode.connection.settimeout(self._limits.timeout_s)
-        assert episode.request is not None
-        request = episode.request
-        if episode.kind == "turn":
-            request = [*request, episode.calls[len(episode.results) :]]
+        line = json.dumps(list(episode.requests), default=str).encode() + b"\n"
         with suppress(OSError):  # it has ended, which reading shows
-            episode.connection.sendall(json.dumps(request, default=str).encode() + b"\n")
+            episode.connection.sendall(line)
 
     def _read(self, episode: _Episode) -> None:
         """Take what a child has sent."""
@@ -269,24 +248,31 @@ class EnvironmentHost:
             except ValueError:
                 self._lost(episode, "wrote to its connection")
                 return
-            if episode.request is None:
+            if not episode.requests:
                 continue
-            if kind == "result":
-                name = episode.calls[len(episode.results)][0]
-                episode.results.append(ToolResult(name, **value))
-                episode.deadline = time.monotonic() + self._limits.timeout_s
-            elif kind == "done":
-                self._answered(episode, **value)
+            if kind == "done":
+                self._take(episode, value)
             else:
                 summary, trace = value
                 logger.debug("episode %d: %s", episode.number, trace)
-                self._answered(episode, failure=summary)
+                self._report(episode, summary)
 
-    def _answered(self, episode: _Episode, **facts: Any) -> None:
-        episode.request = None
+    def _take(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
+        """Keep the answer to the first request, and report what came of all after the last."""
+        method, *arguments = episode.requests.popleft()
+        if method == "call":
+            episode.results.append(ToolResult(arguments[0], **answer))
+        else:
+            episode.facts |= answer
+        episode.deadline = time.monotonic() + self._limits.timeout_s
+        if not episode.requests:
+            self._report(episode)
+
+    def _report(self, episode: _Episode, failure: str | None = None) -> None:
+        """Let `poll` tell what came of a request."""
+        episode.requests.clear()
         episode.deadline = None
-        self._computing.discard(episode.number)
-        failure = facts.pop("failure", None)
+        self._computing.pop(episode.number, None)
         self._outcomes.append(
             Outcome(
                 episode=episode.number,
@@ -294,14 +280,14 @@ class EnvironmentHost:
                 seconds=time.monotonic() - episode.asked_at,
                 failure=None if failure is None else " ".join(failure.split())[:_SHOWN_FAILURE],
                 results=tuple(episode.results),
-                **facts,
+                **(episode.facts if failure is None else {}),
             )
         )
 
     def _stop_late(self) -> None:
         """Stop the children that have computed for too long."""
         now = time.monotonic()
-        for episode in self._active():
+        for episode in list(self._computing.values()):
             if episode.deadline is not None and now >= episode.deadline:
                 what = f"took more than {self._limits.timeout_s:g} s and was stopped"
                 self._lost(episode, what)
@@ -311,30 +297,23 @@ class EnvironmentHost:
         # A child that has closed its connection ends in a moment.
         status = self._drop_child(episode, wait_s=0.0 if what else _END_S)
         what = what or status
-        if episode.request is None or episode in self._queue:  # the next request finds out
-            episode.ended = what
-        else:
+        if episode.number in self._computing:
             self._give_up(episode, what)
+        else:  # the next request finds out
+            episode.ended = what
 
     def _give_up(self, episode: _Episode, what: str) -> None:
-        """Answer a request whose child is gone, and why."""
-        name = "reply" if episode.kind == "turn" else episode.kind
-        if len(episode.results) < len(episode.calls):
-            name = episode.calls[len(episode.results)][0]
-            if episode.nursery.program.is_stateless:
-                self._go_on_anew(episode, ToolResult(name, f"Error: {name} {what}", is_error=True))
-                return
-        self._answered(episode, failure=f"{name} {what}")
-
-    def _go_on_anew(self, episode: _Episode, result: ToolResult) -> None:
-        """Run the calls that are left after a lost one in another child, which is as good."""
-        episode.results.append(result)
-        episode.pid, episode.connection = episode.nursery.fork()
-        self._selector.register(episode.connection, selectors.EVENT_READ, episode)
-        if len(episode.results) == len(episode.calls):
-            self._answered(episode)
+        """Go on after a request whose child is gone, if another child is as good."""
+        method, *arguments = episode.requests[0]
+        is_call = method == "call"
+        problem = f"{arguments[0] if is_call else method} {what}"
+        if is_call and episode.nursery.program.is_stateless:
+            episode.pid, episode.connection = episode.nursery.fork()
+            self._selector.register(episode.connection, selectors.EVENT_READ, episode)
+            self._take(episode, {"content": f"Error: {problem}", "is_error": True})
+            self._send(episode)  # what follows the call
         else:
-            self._send(episode)
+            self._report(episode, problem)
 
     def _drop_child(self, episode: _Episode, wait_s: float = 0.0) -> str:
         """Kill the child, unless it ends within `wait_s` seconds; how it ended, in words."""

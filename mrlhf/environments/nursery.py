@@ -1,20 +1,15 @@
-"""The process that imports a user's environment once, and forks a child for each episode.
+"""Forks a child for each episode, in the process that `workers/start.py` begins.
 
-It is started by its path as `nursery.py FD LIFELINE MEMORY_MB`, not imported. It answers each line
-of JSON on the socket FD by one:
+It answers ["fork"], which comes with a socket, by ["pid", number of the child that serves on this
+socket]; and ["end", pid, wait_s] by ["status", how it ended]: it kills the child with all that it
+has started, unless it ends by itself within so many seconds.
 
-1. {"path", "environment", "tools"}: loads the program; ["ready", what it offers] or
-   ["error", [summary, traceback]].
-2. ["fork"], with a socket: ["pid", number of the child that serves on this socket].
-3. ["end", pid, wait_s]: kills the child with all that it has started, unless it ends by itself
-   within so many seconds; ["status", how it ended].
-
-A child answers on its own socket, see `_serve`.
+A child gets lists of requests, each the name of a method of `_Episode` and its arguments. It
+answers each by ["done", {...}], or by ["failure", [summary, traceback]], and drops the rest then.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -22,86 +17,22 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-_HERE = Path(__file__).resolve().parent
+from mrlhf.config import user_code
+from mrlhf.environments import programs
+from mrlhf.workers import child
 
 
-def _loaded(file: Path) -> ModuleType:
-    """A file of the package, loaded by its path, since importing the package would import torch."""
-    spec = importlib.util.spec_from_file_location(f"mrlhf_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-child = _loaded(_HERE.parent / "workers" / "child.py")
-programs = _loaded(_HERE / "programs.py")
-user_code = child.user_code
-
-
-def main() -> None:
-    """Serve until the trainer closes its end."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    lifeline = int(sys.argv[2])
-    child.end_with_trainer(lifeline)
-    child.ignore_signals_of_the_job()
-    os.set_inheritable(control.fileno(), False)
-    child.limit_resources(int(sys.argv[3]))
-    with suppress(BrokenPipeError, ConnectionResetError):
-        _tend(control, lifeline)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _tend(control: socket.socket, lifeline: int) -> None:
-    """Load the program, then fork and end children."""
-    request, _ = _receive(control)
-    if request is None:
-        return
-    sys.path[:] = request["path"]
-    try:
-        offer = _load(request["environment"], request["tools"])
-    except (user_code.UserCodeError, programs.ProgramError) as error:
-        trace = "" if error.__cause__ is None else child.without_own_frames(error.__cause__)
-        child.send(control, "error", [str(error), trace])
-        return
-    child.send(control, "ready", offer.describe())
-
-    while True:
-        request, descriptors = _receive(control)
-        if request is None:
-            return
-        if request[0] == "fork":
-            pid = os.fork()
-            if pid == 0:
-                control.close()
-                _live(socket.socket(fileno=descriptors[0]), lifeline, offer)
-            os.close(descriptors[0])
-            child.send(control, "pid", pid)
-        else:
-            child.send(control, "status", _end(*request[1:]))
-
-
-def _receive(control: socket.socket) -> tuple[Any, list[int]]:
-    """The next request and the descriptors that came with it; None at the end."""
-    line = b""
-    descriptors: list[int] = []
-    while not line.endswith(b"\n"):
-        part, some, _, _ = socket.recv_fds(control, 65536, 1)
-        if not part:
-            return None, descriptors
-        line += part
-        descriptors += some
-    return json.loads(line), descriptors
-
-
-def _load(environment: list[str] | None, tools: list[list[str]]) -> Any:
-    """The program of these files and names."""
-    kind = None
+def load(
+    environment: list[str] | None, tools: list[list[str]]
+) -> tuple[dict[str, Any], Callable[..., None]]:
+    """Load the program of these files and names; UserCodeError if it cannot be used."""
+    kind: Any = None
     if environment is not None:
         file, name = environment
         kind = user_code.load_member(Path(file), name)
@@ -109,15 +40,33 @@ def _load(environment: list[str] | None, tools: list[list[str]]) -> Any:
             raise user_code.UserCodeError(
                 f"{name} in {file} is no class; name a class, or put a function into rollout.tools"
             )
-    functions = {}
+    functions = []
     for file, name in tools:
         function = user_code.load_member(Path(file), name)
-        if isinstance(function, type) or not callable(function):
+        if isinstance(function, type):
             raise user_code.UserCodeError(f"{name} in {file} is no function; name one")
-        if name in functions:
-            raise programs.ProgramError(f"two tools have the name {name}; rename one")
-        functions[name] = function
-    return programs.Offer(kind, functions)
+        functions.append((name, function))
+    offer = programs.Offer(kind, functions)
+    return offer.describe(), partial(_tend, offer)
+
+
+def _tend(
+    offer: programs.Offer,
+    messages: Iterator[child.Message],
+    control: socket.socket,
+    lifeline: int,
+) -> None:
+    """Fork and end children."""
+    for (kind, *arguments), descriptors in messages:
+        if kind == "end":
+            child.send(control, "status", _end(*arguments))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _live(socket.socket(fileno=descriptors[0]), lifeline, offer)
+        os.close(descriptors[0])
+        child.send(control, "pid", pid)
 
 
 def _end(pid: int, wait_s: float) -> str:
@@ -138,7 +87,7 @@ def _end(pid: int, wait_s: float) -> str:
     return f"ended its process (signal {signal.Signals(-code).name})"
 
 
-def _live(connection: socket.socket, lifeline: int, offer: Any) -> None:
+def _live(connection: socket.socket, lifeline: int, offer: programs.Offer) -> None:
     """The life of a child, which ends here."""
     code = 1
     try:
@@ -146,79 +95,78 @@ def _live(connection: socket.socket, lifeline: int, offer: Any) -> None:
         # Whom the kernel tells belongs to the open file, which the fork shares.
         child.end_with_trainer(os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK))
         with suppress(BrokenPipeError, ConnectionResetError):
-            _serve(connection, offer)
+            _serve(connection, _Episode(offer))
         code = 0
     finally:
         sys.stdout.flush()
         os._exit(code)
 
 
-def _serve(connection: socket.socket, offer: Any) -> None:
-    """Answer the requests for one episode.
-
-    ["reset", row, seed], ["turn", text, calls] and ["reward"] are answered by ["done", {...}] or
-    ["failure", [summary, traceback]]; before that, each call of a turn by ["result", {...}].
-    """
-    environment: Any = None
+def _serve(connection: socket.socket, episode: _Episode) -> None:
     for line in connection.makefile("rb"):
-        kind, *arguments = json.loads(line)
+        for method, *arguments in json.loads(line):
+            try:
+                child.send(connection, "done", getattr(episode, method)(*arguments))
+            except BaseException as error:  # also SystemExit
+                summary = str(error)
+                if not isinstance(error, programs.ProgramError):
+                    summary = f"{method} raised {_summary(error)}"
+                child.send(connection, "failure", [summary, child.without_own_frames(error)])
+                break
+
+
+class _Episode:
+    """What may be asked of an episode; each answer is a dictionary."""
+
+    def __init__(self, offer: programs.Offer) -> None:
+        self._offer = offer
+        self._environment: Any = None
+        self._is_over = False
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        self._environment = self._offer.environment() if self._offer.environment else None
+        return {"observation": programs.said(self._ask("reset", row), "reset")}
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What a tool says, or why it could not."""
+        tool = self._offer.tools.get(name)
+        if tool is None:
+            known = ", ".join(self._offer.tools) or "none"
+            problem = f"Error: there is no tool {name!r}; there is {known}"
+            return {"content": problem, "is_error": True}
         try:
-            if kind == "reset":
-                row, seed = arguments
-                random.seed(seed)
-                if "numpy" in sys.modules:
-                    sys.modules["numpy"].random.seed(seed % 2**32)
-                environment = offer.environment() if offer.environment else None
-                value = environment.reset(row) if "reset" in offer.methods else None
-                answer = {"observation": programs.said(value, "reset")}
-            elif kind == "turn":
-                answer = _turn(connection, offer, environment, *arguments)
-            else:
-                answer = {"reward": programs.reward(environment.reward())}
-            child.send(connection, "done", answer)
+            owner = self._environment if tool.is_method else None
+            return {"content": tool.call(owner, arguments), "is_error": False}
         except BaseException as error:  # also SystemExit
-            member = {"turn": "reply or turn_reward"}.get(kind, kind)
-            summary = str(error)
-            if not isinstance(error, programs.ProgramError):
-                summary = f"{member} raised {_summary(error)}"
-            child.send(connection, "failure", [summary, child.without_own_frames(error)])
+            return {"content": f"Error: {_summary(error)}", "is_error": True}
 
+    def reply(self, text: str) -> dict[str, Any]:
+        said = programs.said(self._ask("reply", text), "reply")
+        self._is_over = said is None
+        return {"observation": said}
 
-def _turn(
-    connection: socket.socket, offer: Any, environment: Any, text: str, calls: list[Any]
-) -> dict[str, Any]:
-    """Run the calls of a turn, or have the environment reply to its text."""
-    for name, arguments in calls:
-        child.send(connection, "result", _result(offer, environment, name, arguments))
-    answer: dict[str, Any] = {"ended": False}
-    if not calls:
-        said = None
-        if "reply" in offer.methods:
-            said = programs.said(environment.reply(text), "reply")
-        answer = {"observation": said, "ended": said is None}
-    if "turn_reward" in offer.methods:
-        answer["turn_reward"] = programs.number(environment.turn_reward(), "turn_reward")
-    answer["ended"] = answer["ended"] or getattr(environment, "done", False) is True
-    return answer
+    def turn_reward(self) -> dict[str, Any]:
+        """The reward of a turn, if there is one, and whether the episode is over after it."""
+        answer: dict[str, Any] = {}
+        if "turn_reward" in self._offer.methods:
+            value = self._environment.turn_reward()
+            answer["turn_reward"] = programs.number(value, "turn_reward")
+        answer["ended"] = self._is_over or getattr(self._environment, "done", False) is True
+        return answer
 
+    def reward(self) -> dict[str, Any]:
+        return {"reward": programs.reward(self._ask("reward"))}
 
-def _result(offer: Any, environment: Any, name: str, arguments: Any) -> dict[str, Any]:
-    """What a tool says, or why it could not."""
-    tool = offer.tools.get(name)
-    if tool is None:
-        known = ", ".join(offer.tools) or "none"
-        return {"content": f"Error: there is no tool {name!r}; there is {known}", "is_error": True}
-    try:
-        answer = tool.call(environment if tool.is_method else None, arguments)
-        return {"content": answer, "is_error": False}
-    except BaseException as error:  # also SystemExit
-        return {"content": f"Error: {_summary(error)}", "is_error": True}
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of the environment returns; None if it has no such method."""
+        if method not in self._offer.methods:
+            return None
+        return getattr(self._environment, method)(*arguments)
 
 
 def _summary(error: BaseException) -> str:
     """Type and message of an error, on one line."""
-    return str(programs.as_text(user_code.summarise_error(error, Path())))
-
-
-if __name__ == "__main__":
-    main()
+    return programs.as_text(user_code.summarise_error(error, Path()))

@@ -1,6 +1,6 @@
 """Finds what a user's environment and tools offer, and calls it.
 
-It is loaded by its path in the process of the environment, and does not know that process.
+It is imported in the process of the environment, and does not know that process.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any
 
 import pydantic
 
+from mrlhf.config.user_code import UserCodeError
+
 RESERVED = ("reset", "reply", "reward", "turn_reward", "state_dict", "load_state_dict", "done")
 """Members of an environment that are no tools."""
 
 _MOST_CHARACTERS = 200_000  # of what is said at once
 
 
-class ProgramError(Exception):
+class ProgramError(UserCodeError):
     """The environment or a tool cannot be used; the message says why, on one line."""
 
 
@@ -91,33 +93,24 @@ class Offer:
     """An environment class with its tools, and functions that are tools."""
 
     def __init__(
-        self, environment: type | None, functions: Mapping[str, Callable[..., Any]]
+        self, environment: type | None, functions: Sequence[tuple[str, Callable[..., Any]]]
     ) -> None:
         """Read what they offer; ProgramError if something cannot be used."""
         self.environment = environment
+        self.methods = {name for name in RESERVED if callable(getattr(environment, name, None))}
         self.tools: dict[str, Tool] = {}
-        methods = dict(_tools_of(environment)) if environment is not None else {}
-        for group, is_method in ((methods, True), (functions, False)):
-            for name, function in group.items():
-                if name in self.tools:
-                    raise ProgramError(
-                        f"two tools have the name {name}, one of them a method of "
-                        f"{environment.__name__ if environment else ''}; rename one"
-                    )
-                self.tools[name] = Tool(name, function, is_method)
-        if environment is not None and inspect.signature(environment).parameters:
-            wanted = [
-                parameter.name
-                for parameter in inspect.signature(environment).parameters.values()
-                if parameter.default is parameter.empty
-                and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            ]
-            if wanted:
-                raise ProgramError(
-                    f"{environment.__name__} cannot be made without {', '.join(wanted)}; give its "
-                    "__init__ no arguments, and take what it needs from the row in reset"
-                )
-        self.methods = frozenset(names_of_methods(environment))
+        if environment is not None:
+            _check_arguments(environment)
+            for name, function in _tools_of(environment):
+                self.tools[name] = Tool(name, function, is_method=True)
+
+        for name, function in functions:
+            if name in self.tools:
+                whose = ""
+                if environment is not None and self.tools[name].is_method:
+                    whose = f", one of them a method of {environment.__name__}"
+                raise ProgramError(f"two tools have the name {name}{whose}; rename one")
+            self.tools[name] = Tool(name, function, is_method=False)
 
     def describe(self) -> dict[str, Any]:
         """What the trainer needs to know."""
@@ -126,13 +119,6 @@ class Offer:
             "is_stateless": self.environment is None,
             "has_reward": "reward" in self.methods,
         }
-
-
-def names_of_methods(environment: type | None) -> Iterator[str]:
-    """The reserved methods that an environment has."""
-    for name in RESERVED:
-        if callable(getattr(environment, name, None)):
-            yield name
 
 
 def as_text(text: str) -> str:
@@ -180,6 +166,20 @@ def reward(value: Any) -> float | dict[str, float]:
             f'reward returned a dict without "score" (it has {sorted(map(str, value))}); add it'
         )
     return {str(key): number(item, f"reward, as {key!r},") for key, item in value.items()}
+
+
+def _check_arguments(environment: type) -> None:
+    wanted = [
+        parameter.name
+        for parameter in inspect.signature(environment).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if wanted:
+        raise ProgramError(
+            f"{environment.__name__} cannot be made without {', '.join(wanted)}; give its "
+            "__init__ no arguments, and take what it needs from the row in reset"
+        )
 
 
 def _tools_of(environment: type) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -44,7 +44,8 @@ from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.planning.gpus import LATENCY_S, Gpu
 from mrlhf.planning.kernels import Kernels, Product, ProductTable
 from mrlhf.roles.token_logprobs import TokenLogprobs
-from mrlhf.training.engine import ModelEngine, PackResult
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.results import PackResult
 
 
 @dataclass(frozen=True)

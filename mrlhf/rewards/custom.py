@@ -8,7 +8,6 @@ does not know weights, terms or tokens.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ from mrlhf.workers.process import Limits, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-# Words in the errors of Python if the memory limit refuses memory, a process or a thread.
-_NO_MEMORY = ("MemoryError", "Cannot allocate memory", "can't start new thread")
 _NO_LIMITS_BUT_TIME = Limits()
-_WORKER = Path(__file__).with_name("worker.py")
 
 
 class CustomReward:
@@ -70,11 +66,11 @@ class CustomReward:
 
         values = []
         for row in inputs:
-            kind, value = self._receive(process, self._limits.timeout_s, f"on {row.title}")
+            kind, value = process.receive(self._limits.timeout_s, f" on {row.title}")
             if kind == "error":
                 summary, trace = value
-                what = f"raised {self._with_limit(summary)} on {row.title}"
-                raise self._failure(what, process.drain()) from UserTraceback(trace)
+                what = f"raised {process.with_limit(summary)} on {row.title}"
+                raise process.failure(what, process.drain()) from UserTraceback(trace)
             values.append(value)
 
         printed = process.drain()
@@ -99,46 +95,16 @@ class CustomReward:
             raise RewardError(f"{error}; on {row.title}") from None
 
     def _started(self) -> WorkerProcess:
-        if self._process is None:
-            arguments = [str(self._file), self.name]
-            self._process = WorkerProcess(_WORKER, arguments, self._limits)
-            self._process.send(sys.path)
-            when = "while its file was imported"
-            kind, value = self._receive(self._process, self._load_timeout_s, when)
-            if kind == "error":
-                self.close()
-                summary, trace = value
-                cause = UserTraceback(trace) if trace else None
-                raise RewardError(
-                    f"cannot load a reward function: {self._with_limit(summary)}"
-                ) from cause
+        if self._process is None or self._process.has_ended:
+            self._process = WorkerProcess(
+                "mrlhf.rewards.worker",
+                [str(self._file), self.name],
+                self._limits,
+                title=f"reward function {self._title}",
+                error=RewardError,
+            )
+            self._process.load(self._load_timeout_s, "a reward function")
         return self._process
-
-    def _receive(self, process: WorkerProcess, timeout_s: float, when: str) -> tuple[str, Any]:
-        """The kind and the value of the next answer; if there is none, the process is ended."""
-        try:
-            kind, value = process.receive(timeout_s)
-            return kind, value
-        except TimeoutError:
-            printed = process.stop()
-            what = f"took more than {timeout_s:g} s and was stopped"
-        except (EOFError, ConnectionResetError):
-            what = process.ending()
-            printed = process.stop()
-
-        self._process = None
-        raise self._failure(f"{what} {when}", printed)
-
-    def _with_limit(self, summary: str) -> str:
-        """The summary of an error; if the memory limit is the cause, the limit is named too."""
-        is_limited = self._limits.memory_mb is not None
-        if is_limited and any(words in summary for words in _NO_MEMORY):
-            return f"{summary}; {self._limits.hint}"
-        return summary
-
-    def _failure(self, what: str, printed: str) -> RewardError:
-        output = f"; it printed: {printed}" if printed else ""
-        return RewardError(f"reward function {self._title} {what}{output}")
 
 
 def load_custom(reference: str, limits: Limits = _NO_LIMITS_BUT_TIME) -> CustomReward:

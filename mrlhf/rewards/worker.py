@@ -1,92 +1,68 @@
-"""The process that runs a user's reward function, so that a hang or a crash there does not stop the
-trainer.
+"""Runs a user's reward function in the process that `workers/start.py` begins.
 
-It is started by its path as `worker.py FD LIFELINE FILE NAME MEMORY_MB`, not imported, and
-uses the standard library and `child.py` alone. It does not know the trainer. It talks over the
-socket FD, in lines of JSON:
-
-1. It receives the import path and answers `["ready", null]`.
-2. It receives lists of lists of arguments, and answers each list of arguments with
-   `["score", value]`. If one fails, it answers `["error", [summary, traceback]]` and drops the
-   rest.
+It gets lists of lists of arguments, and answers each list of arguments with ["score", value]. If
+one fails, it answers ["error", [summary, traceback]] and drops the rest. It uses the standard
+library alone, and does not know the trainer.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-_CHILD = Path(__file__).resolve().parents[1] / "workers" / "child.py"
+from mrlhf.config import user_code
+from mrlhf.workers import child
+
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def _loaded(file: Path) -> ModuleType:
-    """A file of the package, loaded by its path, since importing the package would import torch."""
-    spec = importlib.util.spec_from_file_location(f"mrlhf_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load(file: str, name: str) -> tuple[None, Callable[..., None]]:
+    """Load the function; UserCodeError if it cannot be used."""
+    sys.path.insert(0, str(Path(file).parent))
+    function = user_code.load_function(Path(file), name, PARAMETERS, by_name=True)
+    return None, partial(_serve, function, Path(file))
 
 
-child = _loaded(_CHILD)
-user_code = child.user_code
-
-
-def answer(
-    connection: socket.socket, function: Callable[..., Any], file: Path, calls: list[Any]
+def _serve(
+    function: Callable[..., Any],
+    file: Path,
+    messages: Iterator[child.Message],
+    connection: socket.socket,
+    lifeline: int,
 ) -> None:
-    """Score `calls` one by one and stop at the first that fails."""
-    for arguments in calls:
-        try:
-            value = child.plain(function(**dict(zip(PARAMETERS, arguments, strict=True))))
-        except BaseException as error:  # also SystemExit: the process serves on
-            summary = user_code.summarise_error(error, file)
-            child.send(connection, "error", [summary, child.without_own_frames(error)])
-            return
-        child.send(connection, "score", value)
+    for calls, _ in messages:
+        for arguments in calls:
+            try:
+                value = _plain(function(**dict(zip(PARAMETERS, arguments, strict=True))))
+            except BaseException as error:  # also SystemExit: the process serves on
+                summary = user_code.summarise_error(error, file)
+                child.send(connection, "error", [summary, child.without_own_frames(error)])
+                break
+            child.send(connection, "score", value)
 
 
-def main() -> None:
-    """Serve until the trainer closes its end."""
-    descriptor = int(sys.argv[1])
-    child.end_with_trainer(int(sys.argv[2]))
-    file = Path(sys.argv[3])
-    name = sys.argv[4]
+def _plain(value: Any) -> Any:
+    """`value` in builtin types: a number of any library as a float, anything else as its repr.
 
-    child.ignore_signals_of_the_job()
-    os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    child.limit_resources(int(sys.argv[5]))
-    with suppress(BrokenPipeError, ConnectionResetError):
-        serve(connection, file, name)
-    os.killpg(0, signal.SIGKILL)  # and with this process all that the user's code has left
-
-
-def serve(connection: socket.socket, file: Path, name: str) -> None:
-    """Load the function and answer requests until the trainer closes its end."""
-    lines = connection.makefile("rb")
-    sys.path[:] = [str(file.parent), *json.loads(lines.readline() or "[]")]
+    In a dict, "pred" becomes text, and None stays.
+    """
+    if isinstance(value, Mapping):
+        return {
+            str(key): _text(item) if key == "pred" or item is None else _plain(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, (str, bytes)):
+        return repr(value)[:200]
     try:
-        function = user_code.load_function(file, name, PARAMETERS, by_name=True)
-    except user_code.UserCodeError as error:
-        trace = "" if error.__cause__ is None else child.without_own_frames(error.__cause__)
-        child.send(connection, "error", [str(error), trace])
-        return
-    child.send(connection, "ready", None)
-
-    for line in lines:
-        answer(connection, function, file, json.loads(line))
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return repr(value)[:200]
 
 
-if __name__ == "__main__":
-    main()
+def _text(value: Any) -> str | None:
+    """An answer as text, so that answers can be compared; None without one."""
+    return None if value is None else str(value)

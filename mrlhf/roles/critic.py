@@ -16,7 +16,8 @@ from mrlhf.parallel.packs import lay_flat
 from mrlhf.rl.losses import aggregation_count, token_weights, value_loss
 from mrlhf.rl.masking import masked_sum
 from mrlhf.roles.update_progress import UpdateProgress
-from mrlhf.training.engine import ModelEngine, PackResult
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.results import PackResult
 
 
 class Critic:

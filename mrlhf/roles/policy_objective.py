@@ -21,7 +21,7 @@ from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.masking import masked_sum
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
 from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
-from mrlhf.training.engine import PackResult
+from mrlhf.training.results import PackResult
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from mrlhf.metrics import Tally
-from mrlhf.training.engine import MiniBatchResult, ModelEngine
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.results import MiniBatchResult
 
 
 @dataclass

@@ -27,7 +27,8 @@ from mrlhf.roles.response_logprobs import ResponseLogprobs
 from mrlhf.run.startup import start
 from mrlhf.trainers.reference_logprobs import reference_logprobs
 from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
-from mrlhf.training.engine import Loss, ModelEngine, PackResult
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.results import Loss, PackResult
 
 
 def train_dpo(config: DPOConfig) -> None:

@@ -22,7 +22,8 @@ from mrlhf.preflight import read_preference_inputs
 from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
-from mrlhf.training.engine import Loss, ModelEngine, PackResult
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.results import Loss, PackResult
 
 
 def train_reward_model(config: RewardModelConfig) -> None:

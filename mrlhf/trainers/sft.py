@@ -22,7 +22,8 @@ from mrlhf.preflight import read_sft_inputs
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
-from mrlhf.training.engine import Loss, ModelEngine, PackResult
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.results import Loss, PackResult
 
 
 def train_sft(config: SFTConfig) -> None:

@@ -29,7 +29,8 @@ from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.reporter import Reporter, ResumePoint
 from mrlhf.run.startup import Run
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
-from mrlhf.training.engine import Loss, ModelEngine
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.results import Loss
 
 RowsT = TypeVar("RowsT", bound=Sized)
 

@@ -8,10 +8,9 @@ minimises.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from mrlhf.batch import Parts, Sequences
 from mrlhf.config.sections import AdaptedSection, OptimSection, RoleSection, RouterSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
-from mrlhf.metrics.table import names_of
 from mrlhf.models.adapter_files import read_adapter, write_adapter
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
@@ -33,7 +31,6 @@ from mrlhf.models.flops import sequence_flops
 from mrlhf.models.heads import GPTHiddenModel
 from mrlhf.models.lora import is_adapter, trained_shapes, without_adapters
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
 from mrlhf.parallel.pack_routing import PassRouting
@@ -43,38 +40,17 @@ from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.prefixes import prompt_groups
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.training.data_parallel import data_parallel
-from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
+from mrlhf.training.expert_routing import ExpertRouting
 from mrlhf.training.first_weights import read_for_all
 from mrlhf.training.held_adapters import HeldAdapters
-from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
+from mrlhf.training.optimizer import ShardedOptimizer
 from mrlhf.training.prompt_sharing import check_sharing, shared_prompts
 from mrlhf.training.residency import Owner, Residency, Stream
+from mrlhf.training.results import Loss, MiniBatchResult, PackResult, merge_results
 from mrlhf.training.update_clock import UpdateClock
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Shape, Slot
-
-
-@dataclass(frozen=True)
-class PackResult:
-    """The result of a loss besides its scalar."""
-
-    tally: Tally  # sums and counts over the pack
-    kept: Tensor | None = None  # a tensor that the caller wants back
-
-
-Loss = Callable[[Tensor, int], tuple[Tensor, PackResult]]
-
-
-@dataclass(frozen=True)
-class MiniBatchResult:
-    """The outcome of `ModelEngine.train_mini_batch`."""
-
-    role: str  # prefix of the names of the metrics
-    tally: Tally  # this rank's part of the metrics
-    kept: list[Tensor | None]  # `PackResult.kept` of each pack; empty before the last stage
-    step: OptimizerStep | None  # the outcome of the optimizer step; None if `stop` prevented it
-    load: ExpertLoad | None = None  # of the experts; None for a dense model
 
 
 class ModelEngine:
@@ -393,34 +369,7 @@ class ModelEngine:
             The same on every rank: the tallies of the losses, and the gradient norms, steps and
             loads of experts. The metrics of a skipped step that are not finite are left out.
         """
-        merged = total or Tally()
-        if not results:
-            return merged
-        role = results[0].role
-        names = names_of(role)
-        # They are added in the order of the ranks, however many mini-batches there are, so that an
-        # update that was interrupted gives the same numbers.
-        parts = all_gather_ragged(
-            torch.stack([result.tally.to_vector(names) for result in results]), self.groups.results
-        )
-        numbers = functools.reduce(torch.add, parts)
-
-        for result, vector in zip(results, numbers, strict=True):
-            tally = Tally.from_vector(names, vector)
-            taken = result.step is not None and result.step.taken
-            skipped = result.step is not None and not result.step.taken
-            if skipped:
-                tally = tally.finite()
-
-            norm = result.step.grad_norm if result.step is not None and taken else 0.0
-            tally.add(f"{role}/grad_norm", norm, taken)
-            tally.add(f"{role}/optimizer_steps", taken)
-            tally.add(f"{role}/skipped_steps", skipped)
-            if result.load is not None:
-                tally.add(f"{role}/expert_load_max", result.load.largest, 1)
-                tally.add(f"{role}/expert_load_entropy", result.load.entropy, 1)
-            merged.merge(tally)
-        return merged
+        return merge_results(results, total or Tally(), self.groups.results)
 
     def end_update(self, role: str, total: Tally) -> dict[str, float]:
         """Advance the learning-rate schedule by one update.

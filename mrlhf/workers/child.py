@@ -1,13 +1,12 @@
 """What the processes of users' code do alike: their limits, their end, and how they report errors.
 
-It is loaded by its path by the scripts of these processes, not imported, and uses the standard
-library and `user_code.py` alone. It does not know what a process is for.
+It is imported without the package and uses the standard library alone. It does not know what a
+process is for.
 """
 
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import resource
@@ -15,47 +14,15 @@ import select
 import signal
 import socket
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
-
-def load_by_path(file: Path) -> ModuleType:
-    """A file of the package, without the package, which would import torch."""
-    spec = importlib.util.spec_from_file_location(f"mrlhf_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 _PACKAGE = Path(__file__).resolve().parents[1]
-user_code = load_by_path(_PACKAGE / "config" / "user_code.py")
-
-
-def plain(value: Any) -> Any:
-    """`value` in builtin types: a number of any library as a float, anything else as its repr.
-
-    In a dict, "pred" becomes text, and None stays.
-    """
-    if isinstance(value, Mapping):
-        return {
-            str(key): text(item) if key == "pred" or item is None else plain(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, (str, bytes)):
-        return repr(value)[:200]
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return repr(value)[:200]
-
-
-def text(value: Any) -> str | None:
-    """An answer as text, so that answers can be compared; None without one."""
-    return None if value is None else str(value)
+_RECEIVED_BYTES = 1 << 20
+Message = tuple[Any, list[int]]  # what the trainer sent, and descriptors that came with it
 
 
 def without_own_frames(error: BaseException) -> str:
@@ -69,6 +36,23 @@ def without_own_frames(error: BaseException) -> str:
 def send(connection: socket.socket, kind: str, value: Any) -> None:
     """Send one message."""
     connection.sendall(json.dumps([kind, value]).encode() + b"\n")
+
+
+def messages(connection: socket.socket) -> Iterator[Message]:
+    """All messages until the trainer closes its end, with the descriptors that came with each."""
+    received = bytearray()
+    descriptors: list[int] = []
+    while True:
+        part, passed, _, _ = socket.recv_fds(connection, _RECEIVED_BYTES, 1)
+        if not part:
+            return
+        received += part
+        descriptors += passed
+        if b"\n" in part:
+            *lines, received = received.split(b"\n")
+            for line in lines:
+                yield json.loads(line), descriptors
+                descriptors = []
 
 
 def limit_resources(memory_mb: int) -> None:

@@ -13,14 +13,19 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from mrlhf.errors import MrlhfError, UserTraceback
+
+_START = Path(__file__).with_name("start.py")
 _OUTPUT_BYTES = 4000
 _END_S = 5.0  # for a process that has closed its connection
+# Words in the errors of Python if the memory limit refuses memory, a process or a thread.
+_NO_MEMORY = ("MemoryError", "Cannot allocate memory", "can't start new thread")
 # The signals by which libraries end a process that gets no memory.
 _OUT_OF_MEMORY = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP)
 
@@ -43,12 +48,25 @@ class Limits:
 class WorkerProcess:
     """A running worker."""
 
-    def __init__(self, script: Path, arguments: Sequence[str], limits: Limits) -> None:
-        """Start the process, which waits for its first message.
+    def __init__(
+        self,
+        service: str,
+        given: Sequence[Any],
+        limits: Limits,
+        title: str,
+        error: type[MrlhfError],
+    ) -> None:
+        """Start the process; `load` waits until it has loaded the user's code.
 
-        The script gets a socket and a lifeline, as numbers of descriptors, then `arguments` and the
-        most memory in MB, 0 if there is no limit.
+        Args:
+            service: a module of the package, see `start.py`.
+            given: to the service, to load.
+            limits: of time, for what is sent, and of memory.
+            title: with which errors begin.
+            error: the type of all errors that are raised.
         """
+        self._title = title
+        self._error = error
         self._limits = limits
         self._socket, theirs = socket.socketpair()
         self._lines = self._socket.makefile("rb")
@@ -58,11 +76,11 @@ class WorkerProcess:
         # Its other end closes when this process ends, however it ends; the kernel tells the worker.
         lifeline, held = os.pipe()
         passed = [theirs.fileno(), lifeline]
-        every = [*map(str, passed), *arguments, str(limits.memory_mb or 0)]
+        numbers = map(str, [*passed, limits.memory_mb or 0])
         with theirs:
             # Its own group, so that what the function starts can be killed with it.
             self._popen = subprocess.Popen(
-                [sys.executable, "-u", str(script), *every],
+                [sys.executable, "-u", str(_START), service, *numbers],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -71,40 +89,69 @@ class WorkerProcess:
             )
         os.close(lifeline)
         self._end = weakref.finalize(self, _end, self._popen, self._socket, held)
+        self.send({"path": sys.path, "given": list(given)})
 
-    def send(self, message: Iterable[Any]) -> None:
-        """Send a list; values that JSON does not have arrive as text.
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process was stopped, or had ended when an answer was due."""
+        return self._output.closed
 
-        If the worker is gone or does not read, `receive` reports that.
+    def load(self, timeout_s: float, what: str) -> Any:
+        """What the user's code offers; the error names it as `what` if it cannot be used."""
+        kind, value = self.receive(timeout_s, " while its file was imported")
+        if kind == "ready":
+            return value
+        self.stop()
+        summary, trace = value
+        cause = UserTraceback(trace) if trace else None
+        raise self._error(f"cannot load {what}: {self.with_limit(summary)}") from cause
+
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, and with a short one descriptors, which the process gets as its own.
+
+        Values that JSON does not have arrive as text. If the worker is gone or does not read,
+        `receive` reports that.
         """
-        self.send_object(list(message))
-
-    def send_object(self, message: Any) -> None:
-        """Send a list or a dictionary, as `send` does."""
+        line = json.dumps(message, default=str).encode() + b"\n"
         self._socket.settimeout(self._limits.timeout_s)
         with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
-            self._socket.sendall(json.dumps(message, default=str).encode() + b"\n")
+            if descriptors:
+                socket.send_fds(self._socket, [line], descriptors)
+            else:
+                self._socket.sendall(line)
 
-    def send_with(self, message: Iterable[Any], descriptor: int) -> None:
-        """Send a short list, and with it a descriptor, which the process gets as its own."""
-        self._socket.settimeout(self._limits.timeout_s)
-        with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
-            socket.send_fds(
-                self._socket, [json.dumps(list(message)).encode() + b"\n"], [descriptor]
-            )
+    def receive(self, timeout_s: float, when: str = "") -> tuple[str, Any]:
+        """The kind and the value of the next message.
 
-    def receive(self, timeout_s: float) -> Any:
-        """The next message.
-
-        Raises:
-            TimeoutError: it does not come in time; the caller must then stop the process.
-            EOFError, ConnectionResetError: the process has ended.
+        If it does not come in time, or the process has ended, the process is stopped, and the error
+        says so and `when`.
         """
         self._socket.settimeout(timeout_s)
-        line = self._lines.readline()
+        line = b""
+        problem = ""
+        try:
+            line = self._lines.readline()
+        except TimeoutError:
+            problem = f"took more than {timeout_s:g} s and was stopped"
+        except ConnectionResetError:
+            pass
         if not line.endswith(b"\n"):
-            raise EOFError
-        return json.loads(line)
+            problem = problem or self._ending()
+            raise self.failure(problem + when, self.stop()) from None
+        kind, value = json.loads(line)
+        return kind, value
+
+    def failure(self, what: str, printed: str) -> MrlhfError:
+        """The error that says what happened to the user's code, and what it printed."""
+        output = f"; it printed: {printed}" if printed else ""
+        return self._error(f"{self._title} {what}{output}")
+
+    def with_limit(self, summary: str) -> str:
+        """The summary of an error; if the memory limit is the cause, the limit is named too."""
+        is_limited = self._limits.memory_mb is not None
+        if is_limited and any(words in summary for words in _NO_MEMORY):
+            return f"{summary}; {self._limits.hint}"
+        return summary
 
     def drain(self) -> str:
         """The end of what was printed since the previous call, on one line."""
@@ -116,12 +163,14 @@ class WorkerProcess:
 
     def stop(self) -> str:
         """Kill the process and its group; returns what it printed last."""
+        if self.has_ended:
+            return ""
         self._end()
         printed = self.drain()
         self._output.close()
         return printed
 
-    def ending(self) -> str:
+    def _ending(self) -> str:
         """How the process ended by itself, and which limit may be why; call it before `stop`."""
         try:
             code = self._popen.wait(_END_S)

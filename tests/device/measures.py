@@ -204,9 +204,16 @@ def actor_of(
         loss_scale_factor=1.0,
         offload=list(offload),
     )
+    return build_actor(section, model_spec(layers, mixture), layout)
+
+
+def build_actor(
+    section: ActorSection, spec: ModelSpec, layout: ParallelLayout
+) -> tuple[ModelEngine, Actor]:
+    """A policy with random weights, without an optimizer."""
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     device = pick_device("auto", local_rank=dist.get_rank())
-    engine = ModelEngine(section, model_spec(layers, mixture), groups, device)
+    engine = ModelEngine(section, spec, groups, device)
     engine.initialise(seed=1)
     return engine, Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
 
@@ -229,26 +236,30 @@ def _passes(
     return Passes(forward, update)
 
 
-def example() -> Experience:
-    """Random sequences with random advantages."""
-    half = LENGTH // 2
+def example(
+    sequences: int = SEQUENCES,
+    length: int = LENGTH,
+    prompt: int = LENGTH // 2,
+    vocabulary: int = VOCABULARY,
+) -> Experience:
+    """Random sequences of full length with random advantages."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
+    ids = torch.randint(0, vocabulary, (sequences, length), generator=generator)
     prompts = Prompts(
-        token_ids=ids[:, :half].tolist(),
-        uid=list(range(SEQUENCES)),
-        text=[""] * SEQUENCES,
-        data_source=[""] * SEQUENCES,
-        ground_truth=[""] * SEQUENCES,
-        extra_info=[{} for _ in range(SEQUENCES)],
+        token_ids=ids[:, :prompt].tolist(),
+        uid=list(range(sequences)),
+        text=[""] * sequences,
+        data_source=[""] * sequences,
+        ground_truth=[""] * sequences,
+        extra_info=[{} for _ in range(sequences)],
     )
-    mask = torch.ones(SEQUENCES, half, dtype=torch.bool)
+    mask = torch.ones(sequences, length - prompt, dtype=torch.bool)
     logprobs = torch.full(mask.shape, -7.0)
     zeros = torch.zeros(mask.shape)
-    rollout = make_rollout(prompts, [0] * SEQUENCES, ids[:, half:], mask, logprobs, mask[:, 0])
+    rollout = make_rollout(prompts, [0] * sequences, ids[:, prompt:], mask, logprobs, mask[:, 0])
     return Experience(
         rollout=rollout,
-        scores=torch.zeros(SEQUENCES),
+        scores=torch.zeros(sequences),
         loss_mask=mask,
         old_logprobs=logprobs,
         ref_logprobs=None,

@@ -14,25 +14,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from mrlhf.batch import Experience, Prompts
 from mrlhf.config.sections import ActorOptimSection, ActorSection
-from mrlhf.device import pick_device
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import Lora, ModelSpec
-from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.preflight.activations import Activations
-from mrlhf.roles.actor import Actor
-from mrlhf.roles.policy_loss import PolicyLossSettings
-from mrlhf.training.engine import ModelEngine
-from tests.device.measures import join
-from tests.rollouts import make_rollout
+from tests.device.measures import build_actor, example, join
 from tests.simulated_device.state import DEVICE
 
 LENGTH = 512  # tokens of a sequence, prompt and response together
@@ -98,21 +90,20 @@ def _measure(case: Case) -> tuple[str, int, int, int]:
         optim=ActorOptimSection(lr=1e-6),
         **case.sizes,
     )
-    groups = GroupFactory(timeout_s=600.0).role_groups(layout)
-    engine = ModelEngine(section, spec, groups, pick_device("auto", local_rank=dist.get_rank()))
-    engine.initialise(seed=1)
+    engine, actor = build_actor(section, spec, layout)
     engine.attach_optimizer(section.optim, total_updates=100)
-    actor = Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
 
     micro_batches = 2 * layout.pp if layout.vpp > 1 else layout.pp + 1
-    experience = _example(micro_batches * case.sequences * layout.dp)
+    experience = example(
+        micro_batches * case.sequences * layout.dp, LENGTH, PROMPT, vocabulary=4000
+    )
     cut = engine.cut(experience.rollout.sequences(), "response")
     assert len(cut.packs) == micro_batches, (case, len(cut.packs))
     gc.collect()  # the model of the case before
     parallel_state._GLOBAL_MEMORY_BUFFER.buffer.clear()  # those of other cases
     with _counted() as taken:
         actor.update(experience, cut)
-    stage = groups.coordinates.pp
+    stage = engine.groups.coordinates.pp
     planned = Activations(section, spec, layout, stage, itemsize=2).most
     return case.name, stage, taken[0], planned
 
@@ -161,32 +152,3 @@ def _spec(case: Case) -> ModelSpec:
     )
     spec = FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
     return replace(spec, lora=Lora(case.lora, alpha=32.0)) if case.lora else spec
-
-
-def _example(sequences: int) -> Experience:
-    """Random sequences of full length with random advantages."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 4000, (sequences, LENGTH), generator=generator)
-    prompts = Prompts(
-        token_ids=ids[:, :PROMPT].tolist(),
-        uid=list(range(sequences)),
-        text=[""] * sequences,
-        data_source=[""] * sequences,
-        ground_truth=[""] * sequences,
-        extra_info=[{} for _ in range(sequences)],
-    )
-    mask = torch.ones(sequences, LENGTH - PROMPT, dtype=torch.bool)
-    logprobs = torch.full(mask.shape, -8.0)
-    zeros = torch.zeros(mask.shape)
-    rollout = make_rollout(prompts, [0] * sequences, ids[:, PROMPT:], mask, logprobs, mask[:, 0])
-    return Experience(
-        rollout=rollout,
-        scores=torch.zeros(sequences),
-        loss_mask=mask,
-        old_logprobs=logprobs,
-        ref_logprobs=None,
-        token_rewards=zeros,
-        values=None,
-        advantages=torch.randn(mask.shape, generator=generator),
-        returns=zeros,
-    )

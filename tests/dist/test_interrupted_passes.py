@@ -22,7 +22,8 @@ from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.phases import Phases
-from mrlhf.training.engine import ModelEngine, PackResult
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.results import PackResult
 from tests.oracle import plain_models
 from tests.ranks import run_ranks
 

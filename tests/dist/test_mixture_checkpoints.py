@@ -22,7 +22,8 @@ from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
-from mrlhf.training.engine import ModelEngine, PackResult
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.results import PackResult
 from tests.dist.saved_checkpoints import assert_equal_checkpoints
 from tests.models.mixtures import mixture_configs
 from tests.ranks import run_ranks

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
 from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
 from mrlhf.errors import EnvironmentFault
+from tests.leftovers import assert_all_end, is_alive
 
 GAME = '''
 import os, random, sys, threading, time
@@ -336,9 +335,9 @@ def test_many_episodes_share_few_workers(host: EnvironmentHost) -> None:
 def test_nothing_is_left_of_an_episode(host: EnvironmentHost) -> None:
     _begun(host, 8)
     pid = int(_turn(host, 8, ("leave_a_child", {})).results[0].content)
-    assert _is_alive(pid)
+    assert is_alive(pid)
     host.end(8)
-    _wait_until_gone([pid])
+    assert_all_end(pid)
 
 
 def test_nothing_is_left_when_the_trainer_is_killed(file: Path) -> None:
@@ -359,9 +358,9 @@ time.sleep(1000)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
-        assert len(pids) == 3 and all(map(_is_alive, pids))
+        assert len(pids) == 3 and all(map(is_alive, pids))
         trainer.send_signal(signal.SIGKILL)
-        _wait_until_gone(pids)
+        assert_all_end(*pids)
 
 
 @pytest.mark.parametrize(
@@ -391,22 +390,3 @@ def test_what_cannot_be_used_is_refused(
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(EnvironmentFault, match=r"there is no file nowhere\.py"):
         describe({"": EnvironmentReference("nowhere.py:A")}, ToolLimits())
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def _wait_until_gone(pids: list[int]) -> None:
-    """Wait for the kernel to end processes; the test's own time limit applies."""
-    until = time.monotonic() + 60
-    while any(map(_is_alive, pids)) and time.monotonic() < until:
-        time.sleep(0.02)
-    alive = [pid for pid in pids if _is_alive(pid)]
-    for pid in alive:
-        os.kill(pid, signal.SIGKILL)
-    assert not alive

@@ -344,18 +344,11 @@ def test_what_is_here_is_checked_though_other_things_are_absent():
         ({"rollout__stop_token_ids": [3, 99]}, "rollout.stop_token_ids holds 99"),
         ({"critic__path": "small", "algorithm__adv_estimator": "gae"}, "critic's vocab_size is 9"),
         (
-            {
-                "reward_model__path": "small",
-                "reward__terms": [{"name": "reward_model"}],
-            },
+            {"reward_model__path": "small", "reward__terms": [{"name": "reward_model"}]},
             "token ids go up to 16, and reward_model's vocab_size is 9; use the tokenizer that",
         ),
         (
-            {
-                "reference__path": "large",
-                "actor__use_kl_loss": True,
-                "actor__kl_loss_type": "full",
-            },
+            {"reference__path": "large", "actor__use_kl_loss": True, "actor__kl_loss_type": "full"},
             "vocab_size differs: actor's is 64 and reference's is 96",
         ),
         ({"reward__terms": [{"name": "broken.py:score"}]}, "nothing_of_this_name"),

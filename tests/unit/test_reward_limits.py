@@ -2,7 +2,6 @@
 
 import datetime
 import decimal
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from mrlhf.errors import RewardError
 from mrlhf.rewards.custom import Limits, load_custom
 from mrlhf.rewards.interface import RewardInput
+from tests.leftovers import assert_all_end, is_alive
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 
@@ -63,20 +63,6 @@ def score(reward, solution, **extra):
     return reward.score([RewardInput("sums", "3+4=", solution, "7", extra, 1)])[0]
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def has_ended(pid):
-    limit = time.monotonic() + 60
-    while alive(pid) and time.monotonic() < limit:
-        time.sleep(0.02)
-    return not alive(pid)
-
-
 def test_memory_beyond_the_limit_is_refused_and_the_key_is_named(load):
     reward = load("takes_memory", memory_mb=400)
     assert score(reward, "100").score == 1e8
@@ -99,16 +85,16 @@ def test_without_a_limit_memory_is_as_large_as_it_is(load):
 def test_what_a_function_leaves_behind_ends_with_the_reward(load):
     reward = load("leaves_some_behind")
     pid = int(score(reward, "1").score)
-    assert alive(pid)
+    assert is_alive(pid)
     reward.close()
-    assert has_ended(pid)
+    assert_all_end(pid)
 
 
 def test_a_child_that_stays_ends_with_a_function_that_crashes(load):
     reward = load("leaves_some_behind_and_crashes")
     with pytest.raises(RewardError, match=r"ended its process \(exit code 3\)") as e:
         score(reward, "1")
-    assert has_ended(int(str(e.value).rpartition("it printed: ")[2]))
+    assert_all_end(int(str(e.value).rpartition("it printed: ")[2]))
 
 
 def test_the_kernel_ends_the_function_before_the_trainer(load):
