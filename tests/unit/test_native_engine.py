@@ -10,6 +10,7 @@ import torch
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import (
     InferenceEngine,
+    Request,
     SamplingParams,
     generate,
     requests_for,
@@ -430,6 +431,28 @@ def test_chosen_samples_are_those_of_the_whole():
         (2, 2),
     ]
     assert_same(part, [whole[1], whole[2], whole[8]])
+
+
+def test_the_rest_of_a_response_is_that_of_the_whole():
+    engine = make_engine(hf_model("llama"), decode=lambda ids: "".join(f"<{i}>" for i in ids))
+    (free,) = answer(engine, PROMPTS[:1], UIDS[:1], dataclasses.replace(SAMPLED, n=1))
+    third, fourth = free.token_ids[2:4]
+    # The text ends a response whose first part has its beginning.
+    sampling = dataclasses.replace(SAMPLED, n=1, stop=(f"{third}><{fourth}",))
+    (whole,) = answer(engine, PROMPTS[:1], UIDS[:1], sampling)
+    assert whole.stopped and whole.token_ids == free.token_ids[:4]
+    for cut in (1, 3):
+        rest = Request(
+            id=7,
+            prompt=[*PROMPTS[0], *whole.token_ids[:cut]],
+            uid=UIDS[0],
+            samples=range(1),
+            sampling=sampling,
+            drawn=cut,
+        )
+        (sample,) = generate(engine, [rest]).samples
+        assert sample.token_ids == whole.token_ids[cut:] and sample.stopped
+        assert sample.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-5)
 
 
 def test_a_stop_string_ends_a_response_with_the_token_that_completes_it():

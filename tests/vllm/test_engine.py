@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import (
     EngineLimits,
+    Request,
     Sample,
     SamplingParams,
     generate,
@@ -160,6 +161,26 @@ def _stops(engine: VllmEngine) -> None:
         assert after.token_ids == before.token_ids and not after.stopped
 
     assert finished.stats.generated_tokens == sum(len(s.token_ids) for s in by_text)
+    _goes_on(engine)
+
+
+def _goes_on(engine: VllmEngine) -> None:
+    """The rest of a response is that of the whole; a stop string may begin before it."""
+    (free,) = answer(engine, PROMPTS[:1], UIDS[:1], GREEDY)
+    tokens = free.token_ids
+    stopping = dataclasses.replace(GREEDY, stop=(f"{tokens[2]}><{tokens[3]}",))
+    (whole,) = answer(engine, PROMPTS[:1], UIDS[:1], stopping)
+    assert whole.stopped
+    for sampling, wanted in ((GREEDY, free), (stopping, whole)):
+        cut = len(wanted.token_ids) - 1
+        prompt = [*PROMPTS[0], *wanted.token_ids[:cut]]
+        rest = dataclasses.replace(sampling, max_tokens=len(tokens) - cut)
+        request = Request(
+            id=0, prompt=prompt, uid=UIDS[0], samples=range(1), sampling=rest, drawn=cut
+        )
+        (sample,) = generate(engine, [request]).samples
+        assert sample.token_ids == wanted.token_ids[cut:]
+        assert sample.stopped == wanted.stopped
 
 
 def _steps(engine: VllmEngine) -> None:
