@@ -15,6 +15,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from mrlhf.batch import NO_VERSION
 from mrlhf.data.sample_table import SampleTable, write_samples
 
 PHASES = {"reshard": 0.2, "gen": 3.0, "reward": 0.3, "old_log_prob": 0.8, "update_actor": 2.5}
@@ -39,6 +40,7 @@ class RunSize:
     samples: int  # of each rollout, two of each prompt
     tokens: int  # of the longest response
     ranks: int  # of the job
+    has_episodes: bool = False  # whether each response has two turns
 
 
 def write_run(
@@ -180,7 +182,53 @@ def _samples(
         "prompt_ids": [[1, prompt] for prompt in prompts],
         "response_tokens": responses,
     }
-    return SampleTable(texts, _tokens(lengths, scores, noise))
+    tokens = _tokens(lengths, scores, noise)
+    if size.has_episodes:
+        texts |= _episodes(lengths)
+        texts["finish_reason"][-1] = "failure"
+        tokens |= _origins(step, lengths, tokens)
+    return SampleTable(texts, tokens)
+
+
+def _told(length: int) -> range:
+    """The tokens that a tool wrote, between the two turns of a response."""
+    return range(length // 3, length // 2)
+
+
+def _episodes(lengths: list[int]) -> dict[str, list[Any]]:
+    """What happened in each response; the last one failed within its second turn."""
+    last = len(lengths) - 1
+    turns = [[_told(length).start, length] for length in lengths]
+    turns[last].pop()
+    return {
+        "turn_begins": [[0, _told(length).stop] for length in lengths],
+        "turns": turns,
+        "turn_rewards": [[0.25] for _ in lengths],
+        "tools": [[("search", 2), ("error", 1)] for _ in lengths],
+        "errors": [2 * (i == last) for i in range(len(lengths))],
+        "failure": ["search ended its process" if i == last else "" for i in range(len(lengths))],
+        "waited_s": [0.5] * len(lengths),
+    }
+
+
+def _origins(
+    step: int, lengths: list[int], tokens: dict[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """The columns that say who wrote each token: the second turn has the newer version."""
+    versions = np.full(sum(lengths), NO_VERSION, np.int32)
+    begin = 0
+    for length in lengths[:-1]:  # nothing of the last response trains, since it failed
+        told = _told(length)
+        versions[begin : begin + told.start] = step - 1
+        versions[begin + told.stop : begin + length] = step
+        begin += length
+
+    drawn = versions != NO_VERSION
+    return {
+        "version": versions,
+        "loss_mask": drawn & tokens["loss_mask"],
+        "rollout_logprob": np.where(drawn, tokens["rollout_logprob"], np.float32(0)),
+    }
 
 
 def _tokens(

@@ -191,6 +191,9 @@ class Episode:
     # The prompt with which it began, if its environment added to that of the data.
     prompt_ids: list[int] | None
     prompt_text: str
+    # Where each turn begins: the number of response tokens before it. An episode that failed may
+    # have begun one turn more than it has ended.
+    turn_begins: list[int]
     turns: list[int]  # where each turn ends: the number of response tokens before its end
     tools: dict[str, int]  # how often each tool was called; "error": calls that cannot be read
     errors: int  # calls that could not be read, and tools that failed

@@ -33,9 +33,20 @@ TEXTS = {
     "prompt_ids": pyarrow.list_(pyarrow.int32()),
     "response_tokens": pyarrow.list_(pyarrow.string()),
 }
+# The columns that a file also has if its responses are episodes, named as in `Episode`.
+EPISODES = {
+    "turn_begins": pyarrow.list_(pyarrow.int32()),
+    "turns": pyarrow.list_(pyarrow.int32()),
+    "turn_rewards": pyarrow.list_(pyarrow.float32()),
+    "tools": pyarrow.map_(pyarrow.string(), pyarrow.int32()),
+    "errors": pyarrow.int32(),
+    "failure": pyarrow.string(),
+    "waited_s": pyarrow.float32(),
+}
 # The columns with a number for each token of the response. A file has those that were measured.
 TOKEN_TYPES = {
     "response_ids": pyarrow.int32(),
+    "version": pyarrow.int32(),
     "loss_mask": pyarrow.bool_(),
     "advantage": pyarrow.float32(),
     "return": pyarrow.float32(),
@@ -54,19 +65,26 @@ TOKEN_TYPES = {
 class SampleTable:
     """Samples of one step."""
 
-    texts: Mapping[str, Sequence[Any]]  # the columns of `TEXTS`, by name; one entry a sample
+    # The columns of `TEXTS`, and those of `EPISODES` or none of them, by name; one entry a sample.
+    texts: Mapping[str, Sequence[Any]]
     # The columns of `TOKEN_TYPES` that are there, by name; the tokens of all samples, one sample
     # after the other.
     tokens: Mapping[str, NDArray[Any]]
 
     def __post_init__(self) -> None:
-        assert self.texts.keys() == TEXTS.keys(), f"columns {sorted(self.texts)}"
+        known = (TEXTS.keys(), (TEXTS | EPISODES).keys())
+        assert self.texts.keys() in known, f"columns {sorted(self.texts)}"
         total = sum(self.texts["length"])
         for name, column in self.tokens.items():
             assert len(column) == total, f"{len(column)} numbers in {name} for {total} tokens"
 
     def __len__(self) -> int:
         return len(self.texts["length"])
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether the columns of episodes are there."""
+        return EPISODES.keys() <= self.texts.keys()
 
     @property
     def begins(self) -> list[int]:
@@ -77,7 +95,9 @@ class SampleTable:
 def write_samples(path: Path, table: SampleTable) -> None:
     """Write `table` as a parquet file."""
     columns = {
-        name: pyarrow.array(list(table.texts[name]), type=kind) for name, kind in TEXTS.items()
+        name: pyarrow.array(list(table.texts[name]), type=kind)
+        for name, kind in (TEXTS | EPISODES).items()
+        if name in table.texts
     }
     offsets = pyarrow.array(table.begins, type=pyarrow.int32())
     for name, numbers in table.tokens.items():
@@ -98,15 +118,17 @@ def read_samples(path: Path) -> SampleTable:
             f"{path}: not a readable parquet file: {' '.join(str(error).split())}; remove it"
         ) from error
 
-    missing = sorted(TEXTS.keys() - set(table.column_names))
+    names = set(table.column_names)
+    missing = sorted(TEXTS.keys() - names)
     if missing:
         raise DataError(
             f"{path} is no rollout of this program: it has no column {missing[0]!r}; remove it"
         )
-    texts = {name: table[name].to_pylist() for name in TEXTS}
+    kinds = TEXTS | EPISODES if EPISODES.keys() <= names else TEXTS
+    texts = {name: table[name].to_pylist() for name in kinds}
     tokens = {
         name: table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         for name in TOKEN_TYPES
-        if name in table.column_names
+        if name in names
     }
     return SampleTable(texts, tokens)

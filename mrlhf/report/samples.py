@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mrlhf.data.sample_table import SampleTable, read_samples
+from mrlhf.batch import NO_VERSION
+from mrlhf.data.sample_table import EPISODES, SampleTable, read_samples
 
 TEXTS_IN_BLOCK = 256
 _COLUMNS = ("step", "uid", "sample", "data_source", "score", "length", "finish_reason")
@@ -49,7 +50,8 @@ def pack_samples(dumps: Mapping[int, Path], most: int) -> PackedSamples:
     Raises:
         DataError: a file is damaged.
     """
-    packed = PackedSamples(columns={name: [] for name in (*_COLUMNS, "block", "begin", "end")})
+    names = (*_COLUMNS, "turns", "errors", "block", "begin", "end")
+    packed = PackedSamples(columns={name: [] for name in names})
     steps = _spread(sorted(dumps), most)
     each = most // len(steps) if steps else 0
     texts: list[list[str]] = []
@@ -60,6 +62,10 @@ def pack_samples(dumps: Mapping[int, Path], most: int) -> PackedSamples:
         packed.left_out += len(table) - count
         for name in _COLUMNS:
             packed.columns[name] += [_plain(value) for value in table.texts[name][:count]]
+        nothing = [None] * count
+        turns = map(len, table.texts["turns"][:count]) if table.has_episodes else nothing
+        packed.columns["turns"] += turns
+        packed.columns["errors"] += table.texts.get("errors", nothing)[:count]
         texts += [
             list(pair) for pair in zip(table.texts["prompt"], table.texts["response"], strict=True)
         ][:count]
@@ -108,7 +114,10 @@ def _quantities(tokens: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, Float
         yield "KL to reference", old - tokens["ref_logprob"]
     if "new_logprob" in tokens:
         yield "ratio after update", np.exp(tokens["new_logprob"] - old)
-    yield "trainer - engine", old - tokens["rollout_logprob"]
+    difference = old - tokens["rollout_logprob"]
+    if "version" in tokens:  # the engine has no log-probability of what the policy did not draw
+        difference = np.where(tokens["version"] == NO_VERSION, np.float32(np.nan), difference)
+    yield "trainer - engine", difference
     if "value" in tokens:
         yield "value", tokens["value"]
     if "entropy" in tokens:
@@ -143,6 +152,11 @@ def _sample(table: SampleTable, row: int, where: slice, numbers: Mapping[str, Fl
         "ids": table.tokens["response_ids"][where].tolist(),
         "units": units,
     }
+    if "version" in table.tokens:
+        head["versions"] = table.tokens["version"][where].tolist()
+    if table.has_episodes:
+        episode = {name: _plain(table.texts[name][row]) for name in EPISODES}
+        head["episode"] = episode | {"tools": dict(episode["tools"])}
     return _json(head) + b"\n" + b"".join(planes)
 
 
@@ -156,6 +170,8 @@ def _block(content: bytes) -> str:
 
 def _plain(value: Any) -> Any:
     """The value in a form that JSON can hold, numbers with six digits."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None

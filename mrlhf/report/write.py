@@ -28,6 +28,7 @@ _SCRIPTS = (
     "overview.js",
     "curves.js",
     "histograms.js",
+    "turns.js",
     "tokens.js",
     "inspector.js",
     "timeline.js",

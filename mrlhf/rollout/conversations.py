@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from mrlhf.batch import NO_VERSION, Episode
+from mrlhf.batch import Episode
 from mrlhf.data.tokenizer import Message, Tokenizer
 from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import TurnRenderer
@@ -66,6 +66,7 @@ class _Conversation(OpenSample):
     dialogue: Dialogue = field(kw_only=True)
     number: int = field(kw_only=True)  # of its episode at the host
     own_prompt: bool = False  # whether the environment has added to the prompt
+    begins: list[int] = field(default_factory=lambda: [0])  # of all turns, the present one too
     turns: list[int] = field(default_factory=list)
     tools: Counter[str] = field(default_factory=Counter)
     errors: int = 0
@@ -205,20 +206,15 @@ class _Conversing(Drawing[_Conversation]):
         if episode.prompt_ids is not None:
             one.prompt_ids = episode.prompt_ids
             one.own_prompt = True
+        one.begins = list(episode.turn_begins)
+        one.turn_begins = one.begins[-1]
         one.turns = list(episode.turns)
         one.tools = Counter(episode.tools)
         one.errors = episode.errors
         one.turn_rewards = list(episode.turn_rewards)
         one.waited_s = episode.waited_s
 
-        begins = [0]  # of each turn, where the environment has ended
-        place = 0
-        for run in one.said.runs:
-            place += run.length
-            if run.version == NO_VERSION:
-                begins.append(place)
-        one.turn_begins = begins[-1]
-        turns = zip(begins, one.turns, strict=False)
+        turns = zip(one.begins, one.turns, strict=False)
         parsed = [self._parsed(one.said.token_ids[begin:end]) for begin, end in turns]
         one.replays = [turn for turn in parsed if turn.error is None]
 
@@ -386,6 +382,7 @@ class _Conversing(Drawing[_Conversation]):
             return
         said.add_told(tokens)
         one.turn_begins = len(said)
+        one.begins.append(one.turn_begins)
         one.turn_tokens = self._most_tokens(one)
         self._engine.submit(self._next_requests([one]))
 
@@ -402,6 +399,7 @@ class _Conversing(Drawing[_Conversation]):
         """End an episode that cannot go on; none of its tokens train."""
         said = one.said
         if not len(said):
+            one.begins = []
             said.add_told([self._owner.tokenizer.eos_id])
         said.untrained()
         one.stopped = False
@@ -437,6 +435,7 @@ class _Conversing(Drawing[_Conversation]):
         return Episode(
             prompt_ids=ids if own else None,
             prompt_text=decode(ids, skip_special_tokens=False) if own else "",
+            turn_begins=one.begins,
             turns=one.turns,
             tools=dict(one.tools),
             errors=one.errors,

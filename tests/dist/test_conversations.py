@@ -319,6 +319,9 @@ def test_greedy_episodes_are_those_of_a_slow_loop(ranks: list[dict[str, Any]]) -
             assert episode.turn_rewards == rewards
             assert episode.score == 2 * sum(rewards) and episode.further == {"turns": len(rewards)}
             assert episode.turns[-1] == len(response) or not is_drawn[-1]
+            turns_of_row = zip(episode.turn_begins, episode.turns, strict=True)
+            in_turns = [token for begin, end in turns_of_row for token in range(begin, end)]
+            assert in_turns == [token for token, drawn in enumerate(is_drawn) if drawn]
             turns.append(len(episode.turns))
     assert max(turns) == MOST_TURNS and len({*turns}) > 1
 
@@ -359,9 +362,11 @@ def test_a_failed_episode_does_not_train(ranks: list[dict[str, Any]]) -> None:
         if uid == 3:
             assert episode.failure == "reset raised ValueError: nothing to say"
             assert found["responses"][row] == [0]
+            assert episode.turn_begins == episode.turns == []
         if uid == 5:
             assert episode.failure.startswith("its answer cannot be written: ")
             assert len(found["responses"][row]) > 1
+            assert episode.turn_begins[0] == 0 < episode.turns[0]  # who wrote what is still known
     assert found["versions"] == [NO_VERSION, 5]
     assert found["metrics"]["episodes/failed"] == 0.4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,15 +24,21 @@ BREAKS_OUT = "</script><script>document.title='broken'</script><img src=x onerro
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of two reports: of one run, and of two runs that differ in a key."""
+    """Addresses of reports: of one run, of two runs that differ in a key, of a run with episodes of
+    several turns, and of a run without beside it.
+    """
     root = tmp_path_factory.mktemp("reports")
     slow = root / "slow"
     fast = root / "fast"
     write_run(slow, SIZE, first_response=BREAKS_OUT)
     write_run(fast, SIZE, learning_rate=5e-5, seed=2)
+    write_run(root / "turns", replace(SIZE, steps=3, has_episodes=True))
+    write_report([root / "turns"], root / "turns.html", most_samples=1000)
+    write_report([slow, root / "turns"], root / "mixed.html", most_samples=1000)
     write_report([slow], root / "one.html", most_samples=1000)
     write_report([slow, fast], root / "two.html", most_samples=1000)
-    return {name: (root / f"{name}.html").as_uri() for name in ("one", "two")}
+    names = ("one", "two", "turns", "mixed")
+    return {name: (root / f"{name}.html").as_uri() for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +252,79 @@ def test_tokens_show_their_numbers_by_mouse_and_keyboard(
     page.get_by_label("Colour tokens by").select_option("entropy")
     assert page.evaluate("views[0].spans.map((s) => s.style.backgroundColor).join()") != colors
     assert "entropy" in page.locator(".sample .scale").inner_text()
+
+
+def test_turns_stand_apart_from_what_tools_wrote(page: Any, reports: dict[str, str]) -> None:
+    _open(page, reports["turns"], "Rollouts")
+    page.get_by_label("Order").select_option("step")
+    page.locator(".rows tbody tr button").first.click()
+    page.wait_for_selector(".sample .token")
+
+    length = page.evaluate("views[0].sample.tokens.length")
+    first, second = length // 3, length // 2
+    assert page.locator(".part-title").all_inner_texts() == [
+        f"Turn 1 · {first} tokens · policy version 0 · turn reward 0.25",
+        f"Tool or environment · {second - first} tokens",
+        f"Turn 2 · {length - second} tokens · policy version 1",
+    ]
+    assert page.locator(".episode").inner_text() == (
+        "2 turns · calls: search × 2, unreadable × 1 · 0 errors · "
+        "waited 0.5 s for tools and environment · turn rewards add up to 0.25"
+    )
+    assert "policy versions 0, 1" in page.locator(".sample > .faint").first.inner_text()
+
+    told = page.locator(".told .token")
+    assert told.count() == second - first
+    turn, between = (page.locator(f".part{name}").first for name in ("", ".told"))
+    back = "(node) => getComputedStyle(node).backgroundColor"
+    assert turn.evaluate(back) != between.evaluate(back)
+    styles = "(all) => all.map((node) => [node.className, node.style.backgroundColor].join())"
+    assert set(told.evaluate_all(styles)) == {"token,"}  # neither coloured nor struck through
+
+    facts = page.locator(".sample .facts")
+    told.first.hover()
+    assert "from a tool or the environment; does not train" in facts.inner_text()
+    assert "advantage" not in facts.inner_text() and "trainer - engine –" in facts.inner_text()
+    page.locator(".part").last.locator(".token").last.hover()
+    assert f"token {length} of {length}" in facts.inner_text()
+    assert "turn 2; policy version 1; " in facts.inner_text()
+    assert "advantage" in facts.inner_text()
+
+
+def test_failed_episodes_are_found_and_say_why(page: Any, reports: dict[str, str]) -> None:
+    _open(page, reports["turns"], "Rollouts")
+    page.get_by_label("Order").select_option("errors")
+    cells = page.locator(".rows tbody tr").first.locator("td").all_inner_texts()
+    assert cells[5:8] == ["1", "2", "failure"]
+    page.get_by_label("End").select_option("failure")
+    assert _count(page).startswith("3 of 24 samples")
+
+    page.locator(".rows tbody tr button").first.click()
+    page.wait_for_selector(".sample .token")
+    assert page.locator(".failure").inner_text() == (
+        "Failed, so nothing of it trains: search ended its process"
+    )
+    titles = page.locator(".part-title").all_inner_texts()
+    names = [title.split(" · ")[0] for title in titles]
+    assert names == ["Turn 1", "Tool or environment", "Turn 2"]
+    drawn = page.locator(".part:not(.told) .token")
+    assert drawn.count() == page.locator(".part:not(.told) .token.masked").count() > 0
+    assert page.locator(".told .token.masked").count() == 0
+
+
+def test_a_run_without_episodes_beside_one_with_them(page: Any, reports: dict[str, str]) -> None:
+    _open(page, reports["mixed"], "Rollouts")
+    titles = page.locator(".rows thead")
+    assert "turns" not in titles.inner_text()
+    page.locator(".rows tbody tr button").first.click()
+    page.wait_for_selector(".sample .token")
+    assert page.locator(".part-title").count() == page.locator(".episode").count() == 0
+
+    page.get_by_label("Run").first.select_option("1")
+    assert "turns" in titles.inner_text()
+    page.get_by_label("Order").select_option("turns")
+    page.get_by_label("Run").first.select_option("0")
+    assert page.get_by_label("Order").input_value() == "newest"
 
 
 def test_the_same_prompt_stands_side_by_side_across_steps(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mrlhf.batch import Experience, ExpertRecord, Prompts
+from mrlhf.batch import Episode, Experience, ExpertRecord, Prompts
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.data.sample_table import read_samples
 from mrlhf.data.tokenizer import Tokenizer
@@ -119,6 +119,70 @@ def test_a_parquet_file_has_a_row_for_each_sample_and_lists_of_its_tokens(tmp_pa
     assert table.tokens["advantage"].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0]
 
 
+def with_episodes(rollout):
+    """The same rollout as episodes: a token between two turns was told, and row 3 has failed."""
+    told = torch.tensor([[False, True, False]] * len(rollout))
+    told[3] = True
+    plain = Episode(
+        prompt_ids=None,
+        prompt_text="",
+        turn_begins=[0, 2],
+        turns=[1, 3],
+        tools={"search": 2, "error": 1},
+        errors=1,
+        failure="",
+        score=1.0,
+        further={"guesses": 2.0},
+        turn_rewards=[0.5],
+        waited_s=0.25,
+    )
+    failed = replace(plain, turns=[1], turn_begins=[0], tools={}, failure="reset raised: no")
+    drawn = with_holes(rollout, told)
+    versions = torch.where(drawn.loss_mask, torch.tensor([4, 0, 5]), drawn.versions)
+    return replace(drawn, versions=versions.int(), episodes=[plain, plain, plain, failed])
+
+
+def test_episodes_are_written_down_with_their_turns_tools_and_versions(tmp_path, tokenizer):
+    dump = dump_of(with_episodes(rollout_of([7, 9])))
+    write_dump(tmp_path, dump, RolloutSection(dump_freq=1), tokenizer)
+
+    file = tmp_path / "rollouts" / "step_000004.parquet"
+    rows = pyarrow.parquet.read_table(file).to_pylist()
+    names = ["turn_begins", "turns", "turn_rewards", "tools", "errors", "failure", "waited_s"]
+    assert {name: rows[2][name] for name in ("finish_reason", "version", "loss_mask", *names)} == {
+        "finish_reason": "stop",
+        "version": [4, -1, 5],
+        "loss_mask": [True, False, True],
+        "turn_begins": [0, 2],
+        "turns": [1, 3],
+        "turn_rewards": [0.5],
+        "tools": [("search", 2), ("error", 1)],
+        "errors": 1,
+        "failure": "",
+        "waited_s": 0.25,
+    }
+    assert rows[3]["finish_reason"] == "failure" and rows[3]["failure"] == "reset raised: no"
+    assert rows[3]["tools"] == [] and rows[3]["version"] == [-1]
+
+    table = read_samples(file)
+    assert table.has_episodes and table.texts["turns"] == [[1, 3]] * 3 + [[1]]
+
+    section = RolloutSection(dump_freq=1, dump_format="jsonl")
+    write_dump(tmp_path, dump, section, tokenizer)
+    line = (tmp_path / "rollouts" / "step_000004.jsonl").read_text().splitlines()[0]
+    assert json.loads(line)["tools"] == {"search": 2, "error": 1}
+
+
+def test_versions_are_written_down_where_they_differ(tmp_path, tokenizer):
+    rollout = rollout_of([7, 9])
+    versions = rollout.versions + (torch.arange(4)[:, None] == 2) * rollout.response_mask
+    dump = dump_of(replace(rollout, versions=versions.int()))
+    write_dump(tmp_path, dump, RolloutSection(dump_freq=1), tokenizer)
+    table = read_samples(tmp_path / "rollouts" / "step_000004.parquet")
+    assert table.tokens["version"].tolist() == [0, 0, 0, 1, 1, 1, 0]
+    assert not table.has_episodes
+
+
 def test_jsonl_has_texts_and_scores(tmp_path, tokenizer):
     section = RolloutSection(dump_freq=1, dump_format="jsonl", dump_samples=2)
     write_dump(tmp_path, dump_of(rollout_of([7, 9])), section, tokenizer)
@@ -177,3 +241,7 @@ def test_a_saved_batch_is_read_without_our_classes_and_has_both_records_of_exper
     save_batch(tmp_path / "dense.pt", experience)
     batch = torch.load(tmp_path / "dense.pt", weights_only=True)
     assert batch["engine_experts"] is None and batch["experts"] is None
+
+    save_batch(tmp_path / "turns.pt", dump_of(with_episodes(rollout_of([3, 4]))).experience)
+    batch = torch.load(tmp_path / "turns.pt", weights_only=True)
+    assert batch["episodes"][3]["failure"] == "reset raised: no"

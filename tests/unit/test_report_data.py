@@ -7,6 +7,7 @@ import json
 import math
 import re
 import zlib
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -103,6 +104,36 @@ def test_numbers_that_were_not_measured_and_numbers_that_are_not_finite(run, tmp
     advantage = opened(packed, 0)[1]["advantage"]
     assert math.isnan(advantage[0]) and advantage[1] == math.inf
     assert np.isfinite(advantage[2:]).all()
+
+
+def test_episodes_are_packed_with_their_turns_and_versions(run, tmp_path):
+    write_run(tmp_path / "run", replace(SIZE, has_episodes=True))
+    files = read_run(tmp_path / "run")
+    packed = pack_samples(files.dumps, most=1000)
+    assert packed.columns["turns"] == [2, 2, 2, 1] * 6
+    assert packed.columns["errors"] == [0, 0, 0, 2] * 6
+
+    sample, numbers = opened(packed, 5)
+    length = len(sample["tokens"])
+    first, second = length // 3, length // 2
+    assert sample["episode"] == {
+        "turn_begins": [0, second],
+        "turns": [first, length],
+        "turn_rewards": [0.25],
+        "tools": {"search": 2, "error": 1},
+        "errors": 0,
+        "failure": "",
+        "waited_s": 0.5,
+    }
+    assert sample["versions"] == [1] * first + [-1] * (second - first) + [2] * (length - second)
+    is_told = np.array(sample["versions"]) == -1
+    assert np.array_equal(np.isnan(numbers["trainer - engine"]), is_told)
+
+    # A dump of before there were episodes lacks all of it.
+    dumps = {1: read_run(run).dumps[1], 2: files.dumps[2]}
+    mixed = pack_samples(dumps, most=1000)
+    assert mixed.columns["turns"] == [None] * 4 + [2, 2, 2, 1]
+    assert opened(mixed, 0)[0].keys().isdisjoint({"episode", "versions"})
 
 
 def test_room_is_shared_equally_and_the_last_step_stays(run):

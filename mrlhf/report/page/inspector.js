@@ -11,8 +11,16 @@ const ORDERS = {
   best: ["highest reward", (s) => (a, b) => s.score[b] - s.score[a] || a - b],
   worst: ["lowest reward", (s) => (a, b) => s.score[a] - s.score[b] || a - b],
   longest: ["longest", (s) => (a, b) => s.length[b] - s.length[a] || a - b],
+  turns: ["most turns", (s) => (a, b) => s.turns[b] - s.turns[a] || a - b],
+  errors: ["most errors of tools", (s) => (a, b) => s.errors[b] - s.errors[a] || a - b],
   shortest: ["shortest", (s) => (a, b) => s.length[a] - s.length[b] || a - b],
 };
+
+const OF_TURNS = new Set(["turns", "errors"]);
+
+function hasTurns(run) {
+  return run.samples.turns.some((turns) => turns !== null);
+}
 
 function inspector() {
   const withSamples = report.runs.filter((run) => run.count);
@@ -85,9 +93,10 @@ function filterControls(run, withSamples, refill, opened) {
   controls.push(labelled("Step", stepChoice), arrows);
   controls.push(bound("minScore", "Reward from"), bound("maxScore", "to"));
   controls.push(bound("minLength", "Length from"), bound("maxLength", "to"));
-  controls.push(labelled("End", choice(["", "stop", "length"], inspecting.finish, set("finish"), ["any", "by itself", "cut off"])));
+  controls.push(labelled("End", choice(["", "stop", "length", "failure"], inspecting.finish, set("finish"), ["any", "by itself", "cut off", "failed"])));
   controls.push(labelled("Text of prompt or response", search));
-  const names = Object.keys(ORDERS);
+  const names = Object.keys(ORDERS).filter((name) => hasTurns(run) || !OF_TURNS.has(name));
+  if (!names.includes(inspecting.order)) inspecting.order = "newest";
   controls.push(labelled("Order", choice(names, inspecting.order, set("order"), names.map((name) => ORDERS[name][0]))));
   return element("div", { class: "controls", role: "search" }, ...controls);
 }
@@ -111,7 +120,7 @@ function matching(run) {
 function fillList(run, list, opened) {
   const found = matching(run);
   const rows = found.slice(0, MOST_ROWS).map((i) => listRow(run, i, opened));
-  const titles = ["step", "prompt", "sample", "reward", "length", "end", "response"];
+  const titles = ["step", "prompt", "sample", "reward", "length", ...(hasTurns(run) ? ["turns", "errors"] : []), "end", "response"];
   const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
   const body = element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
 
@@ -139,6 +148,7 @@ function listRow(run, i, opened) {
     }
   };
   row.append(...[prompt.slice(0, 80), s.sample[i], s.score[i], s.length[i]].map(dataCell));
+  if (hasTurns(run)) row.append(dataCell(s.turns[i]), dataCell(s.errors[i]));
   row.append(element("td", {}, s.finish_reason[i]), dataCell(response.slice(0, 160)));
   return row;
 }

@@ -25,8 +25,9 @@ class SampleView {
       onfocus: () => this.active < 0 && this.choose(0, false),
     });
     this.spans = sample.tokens.map((text, i) => this.token(text, i));
-    this.box.append(...this.spans);
-    this.node = element("article", { class: "card sample" }, heading, this.summary(), this.prompt(), this.scale, this.box, this.facts);
+    this.parts = partsOf(sample);
+    this.box.append(...this.parts.map((part) => partNode(sample, part, this.spans)));
+    this.node = element("article", { class: "card sample" }, heading, this.summary(), ...episodeSummary(sample), this.prompt(), this.scale, this.box, this.facts);
     this.paint();
     this.facts.textContent = "Point at a token, or focus the response and use the arrow keys.";
   }
@@ -41,7 +42,8 @@ class SampleView {
   summary() {
     const { samples } = this.run;
     const i = this.index;
-    const ends = { stop: "ended by itself", length: "cut off by the length limit" };
+    const limit = this.sample.episode ? "ended by a limit" : "cut off by the length limit";
+    const ends = { stop: "ended by itself", length: limit, failure: "failed" };
     const words = [
       `step ${samples.step[i]}`,
       `reward ${short(samples.score[i])}`,
@@ -51,6 +53,8 @@ class SampleView {
     ];
     const terms = Object.entries(this.sample.terms).map(([name, value]) => `${name} ${short(value)}`);
     if (terms.length > 1) words.push(terms.join(", "));
+    const versions = versionsOf(this.sample, { begin: 0, end: this.spans.length });
+    if (versions.length > 1) words.push(...versionWords(versions));
     if (this.sample.answer !== null) words.push(`reference answer: ${this.sample.answer}`);
     return element("p", { class: "faint" }, words.join(" · "));
   }
@@ -65,6 +69,15 @@ class SampleView {
     return !mask || mask[i] > 0.5;
   }
 
+  partOf(i) {
+    return this.parts.find((part) => i < part.end);
+  }
+
+  // Whether the quantity says something of the token.
+  means(name, i) {
+    return !this.partOf(i).told && (this.trains(i) || EVERYWHERE.has(name));
+  }
+
   // Colour all tokens by the chosen quantity.
   paint() {
     const name = coloring.quantity;
@@ -76,17 +89,24 @@ class SampleView {
     }
 
     const center = name === "ratio after update" || name === "correction weight" ? 1 : 0;
-    const sizes = [...numbers].map((value) => Math.abs(value - center)).filter(Number.isFinite);
+    const sizes = [...numbers.filter((_, i) => this.means(name, i))].map((value) => Math.abs(value - center)).filter(Number.isFinite);
     const most = quantile(sizes.sort((a, b) => a - b), 0.98) || sizes[sizes.length - 1] || 0;
     this.spans.forEach((span, i) => {
-      const meaningless = !this.trains(i) && !EVERYWHERE.has(name);
-      const value = meaningless ? 0 : numbers[i] - center;
+      const value = this.means(name, i) ? numbers[i] - center : 0;
       const strength = most > 0 ? Math.min(1, Math.abs(value) / most) * 0.75 : 0;
       const color = value < 0 ? "209 73 41" : "33 118 207";
       span.style.backgroundColor = strength > 0.005 ? `rgb(${color} / ${strength.toFixed(3)})` : "";
-      span.classList.toggle("masked", !this.trains(i));
+      span.classList.toggle("masked", !this.trains(i) && !this.partOf(i).told);
     });
     this.scale.replaceChildren(short(center - most), element("span", { class: "ramp" }), short(center + most), ` ${name}`);
+  }
+
+  // Who wrote a token, as far as the dump says so.
+  origin(i) {
+    const { told, turn } = this.partOf(i);
+    if (told) return ["from a tool or the environment; "];
+    const versions = versionWords(versionsOf(this.sample, { begin: i, end: i + 1 }));
+    return [...(turn ? [`turn ${turn}`] : []), ...versions].map((words) => `${words}; `);
   }
 
   hover(event) {
@@ -114,11 +134,13 @@ class SampleView {
     const facts = [
       element("strong", {}, JSON.stringify(tokens[i])),
       ` token ${i + 1} of ${tokens.length}, id ${ids[i]}; `,
+      ...this.origin(i),
       this.trains(i) ? "trains" : "does not train",
       element("br"),
     ];
+    const told = this.partOf(i).told;
     for (const [name, column] of Object.entries(numbers)) {
-      if (name !== "loss mask") facts.push(element("span", { "data-name": name }, `${name} ${short(Number(column[i].toPrecision(4)))}`));
+      if (name !== "loss mask" && !(told && !EVERYWHERE.has(name))) facts.push(element("span", { "data-name": name }, `${name} ${short(Number(column[i].toPrecision(4)))}`));
     }
     this.facts.replaceChildren(...facts);
   }

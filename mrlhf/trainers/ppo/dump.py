@@ -19,7 +19,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.data.rows import write_rows
-from mrlhf.data.sample_table import TEXTS, SampleTable, write_samples
+from mrlhf.data.sample_table import EPISODES, TEXTS, SampleTable, write_samples
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.rollout.scoring import Scores
 
@@ -86,7 +86,7 @@ def _sample(dump: Dump, row: int, tokenizer: Tokenizer) -> dict[str, Any]:
     prompts = rollout.prompts
     length = int(rollout.response_mask[row].sum())
     numbers = {name: column[row] for name, column in dump.scores.terms.items()}
-    return {
+    sample = {
         "uid": prompts.uid[row],
         "sample": rollout.sample_index[row],
         "data_source": prompts.data_source[row],
@@ -97,6 +97,10 @@ def _sample(dump: Dump, row: int, tokenizer: Tokenizer) -> dict[str, Any]:
         "score": float(dump.experience.scores[row]),
         "terms": {name: x for name, x in numbers.items() if not math.isnan(x)},
     }
+    if rollout.episodes is not None:
+        episode = vars(rollout.episodes[row])
+        sample |= {name: episode[name] for name in EPISODES}
+    return sample
 
 
 def _table(dump: Dump, rows: Sequence[int], tokenizer: Tokenizer) -> SampleTable:
@@ -107,13 +111,18 @@ def _table(dump: Dump, rows: Sequence[int], tokenizer: Tokenizer) -> SampleTable
     is_there = rollout.response_mask[index]
 
     responses = [rollout.response_ids[row][rollout.response_mask[row]].tolist() for row in rows]
-    texts: dict[str, list[Any]] = {name: [] for name in TEXTS}
+    columns = TEXTS if rollout.episodes is None else TEXTS | EPISODES
+    texts: dict[str, list[Any]] = {name: [] for name in columns}
     for row, ids, pieces in zip(rows, responses, tokenizer.pieces(responses), strict=True):
         sample = _sample(dump, row, tokenizer)
         stopped = sample.pop("stopped")
+        finish_reason = "stop" if stopped else "length"
+        if rollout.episodes is not None:
+            sample["tools"] = list(sample["tools"].items())
+            finish_reason = "failure" if sample["failure"] else finish_reason
         sample |= {
             "step": dump.step,
-            "finish_reason": "stop" if stopped else "length",
+            "finish_reason": finish_reason,
             "ground_truth": _as_text(sample["ground_truth"]),
             "length": len(ids),
             "terms": list(sample["terms"].items()),
@@ -125,6 +134,7 @@ def _table(dump: Dump, rows: Sequence[int], tokenizer: Tokenizer) -> SampleTable
 
     measured = {
         "response_ids": rollout.response_ids,
+        "version": rollout.versions if _tells_versions(rollout) else None,
         "loss_mask": experience.loss_mask,
         "advantage": experience.advantages,
         "return": experience.returns,
@@ -143,6 +153,12 @@ def _table(dump: Dump, rows: Sequence[int], tokenizer: Tokenizer) -> SampleTable
         if table is not None
     }
     return SampleTable(texts, tokens)
+
+
+def _tells_versions(rollout: Rollout) -> bool:
+    """Whether not all tokens have one origin, so that a reader needs to know each token's."""
+    drawn = rollout.versions[rollout.loss_mask]
+    return rollout.episodes is not None or bool((drawn != drawn[:1]).any())
 
 
 def _as_text(value: Any) -> str | None:
@@ -164,6 +180,7 @@ def save_batch(path: Path, experience: Experience) -> None:
     del tables["prompts"]
     del tables["rollout"]
     tables["prompts"] = rollout.prompts.token_ids
+    tables["episodes"] = rollout.episodes and [vars(episode) for episode in rollout.episodes]
     tables["uid"] = rollout.prompts.uid
     for name, record in (("engine_experts", rollout.experts), ("experts", experience.experts)):
         tables[name] = None if record is None else vars(record)
