@@ -180,8 +180,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         tokens = statistics.fmean(step["tokens"] for step in steps) / row["episodes"]
         calls = statistics.fmean(step["calls"] for step in steps) / row["episodes"]
         reward = statistics.fmean(step["reward"] for step in steps)
+        name = " ".join([row["contender"], *row["options"]])
         lines.append(
-            f"| {row['delay']:g} | {' '.join([row['contender'], *row['options']])} | {row['ranks']} x {CORES // row['ranks']}"
+            f"| {row['delay']:g} | {name} | {row['ranks']} x {CORES // row['ranks']}"
             f" | {seconds:.2f} | {generation:.2f} | {cpu:.2f}"
             f" | {statistics.median(_rates(row)):,.0f} | {tokens:.0f} | {calls:.2f}"
             f" | {reward:.2f} | {_ratio(row, rows)} |"
