@@ -67,11 +67,12 @@ class Contender:
 def main() -> None:
     """Measure and print the table."""
     arguments = _arguments()
-    write_case(arguments.work, arguments.sft_steps)
+    case = arguments.work / f"after-{arguments.sft_steps}-steps"
+    write_case(case, arguments.sft_steps)
     rows: list[dict[str, Any]] = []
     for seconds in arguments.delays:
         for ranks in arguments.ranks:
-            rows += _measure(seconds, ranks, arguments)
+            rows += _measure(case, seconds, ranks, arguments)
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
     for line in table(rows):
@@ -84,7 +85,11 @@ def _arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--json", metavar="FILE", help="write all figures there too")
-    add("--quick", action="store_true", help="a smoke run: ours alone, two steps, an idle policy")
+    add(
+        "--quick",
+        action="store_true",
+        help="a smoke run: ours alone, one step, an untrained policy",
+    )
     add("--delays", type=_list(float), default=[0.0, 0.2], help="seconds of a call of the tool")
     add("--ranks", type=_list(int), default=[1, 2], help="processes that share the two cores")
     add("--contenders", type=_list(str), default=["ours", "trl"])
@@ -93,7 +98,12 @@ def _arguments() -> argparse.Namespace:
     add("--sft-steps", type=int, default=600, help="of the start policy")
     add("--also", action="append", default=[], metavar="KEY=VALUE", help="ours again, with a key")
     add("--trl-option", action="append", default=[], help="a further argument of episodes_trl.py")
-    add("--work", type=Path, default=ROOT / "runs" / "episodes", help="the start policy's place")
+    add(
+        "--work",
+        type=Path,
+        default=ROOT / "runs" / "episodes",
+        help="where start policies are kept",
+    )
     add("--trl-venv", type=Path, default=ROOT / "runs" / "trl-1.16-venv", metavar="DIR")
     arguments = parser.parse_args()
 
@@ -114,9 +124,11 @@ def _list(kind: type) -> Any:
     return lambda text: [kind(part) for part in text.split(",")]
 
 
-def _measure(seconds: float, ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(
+    case: Path, seconds: float, ranks: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     """The rows of all contenders with so many ranks and such a tool."""
-    prompts = write_prompts(arguments.work, arguments.prompts, seconds)
+    prompts = write_prompts(case, arguments.prompts, seconds)
     contenders = []
     if "ours" in arguments.contenders:
         contenders.append(Contender("ours", ranks))
@@ -131,7 +143,7 @@ def _measure(seconds: float, ranks: int, arguments: argparse.Namespace) -> list[
     try:
         for contender in contenders:
             _say(f"{seconds:g} s a call: starting {contender.title}")
-            teams.append(Team(contender.start(arguments.work, prompts)))
+            teams.append(Team(contender.start(case, prompts)))
             teams[-1].wait_until_ready()
         for number in range(arguments.repeats + 1):
             _say(f"round {number} of {arguments.repeats}")
