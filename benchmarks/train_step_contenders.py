@@ -74,7 +74,7 @@ class Contender:
         return [*command, *(f"--set={setting}" for setting in self.settings)]
 
 
-def prepare_trl(directory: Path) -> str:
+def prepare_trl(directory: Path, version: str = TRL) -> str:
     """The interpreter of TRL's environment, which is made where it does not exist yet."""
     python = directory / "bin" / "python"
     ready = directory / "ready"
@@ -84,7 +84,7 @@ def prepare_trl(directory: Path) -> str:
     constraints = str(HERE.parent / "constraints-cpu.txt")
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True, stdout=sys.stderr)
     # torch comes first and alone: as a dependency, pip would pick its newest build for CUDA.
-    for packages in (["torch"], [TRL, "transformers", "peft"]):
+    for packages in (["torch"], [version, "transformers", "peft"]):
         command = [str(python), "-m", "pip", "install", "--quiet", "-c", constraints, *packages]
         subprocess.run(command, check=True, stdout=sys.stderr)
     ready.touch()

@@ -169,8 +169,9 @@ class RolloutSection(Section):
     stopped"""
     tool_memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, _IF_TURNS] = 4096
     """most private memory of each process of an episode, MB; null: no limit"""
-    tool_workers: Annotated[Count, _IF_TURNS] = 8
-    """most episodes of a replica whose tools run at the same time; others wait"""
+    tool_workers: Annotated[Count, _IF_TURNS] = 32
+    """most episodes of a replica whose tools run at the same time; others wait. Fewer where tools
+    compute, more where they wait"""
     partial: PartialSection
     """begin more prompts than a step needs, and go on later with those that are not done"""
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
