@@ -13,7 +13,8 @@ _ONE = f"{_RS}_<statistic>_k{{1,2,3}}"
 # A row a metric: name; how it is reduced, over what; unit; meaning.
 PROBABILITIES = Chapter(
     "Probabilities of the engine and of the trainer",
-    "Of the drawn tokens: old (in bypass mode current) probability against the engine's.",
+    "Of the tokens that the newest version drew: old (in bypass mode current) probability against "
+    "the engine's.",
     Metric("training/rollout_probs_diff_mean", "mean", "tokens", "probability",
            "size of the difference", below=0.02, verl=SAME),
     Metric("training/rollout_probs_diff_max", "max", "tokens", "probability",

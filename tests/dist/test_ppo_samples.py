@@ -39,6 +39,9 @@ PARTIAL = (WIDE, DEEP, MIXED, LONG, ONE)
 
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
     assert_engine_and_trainer_agree(runs, without=PARTIAL)
+    for scenario in PARTIAL:
+        for step in runs.steps(scenario):
+            assert step.metrics["training/rollout_probs_diff_max"] < 1e-5
 
 
 def test_partial_rollouts_are_the_same_on_every_layout(runs: Runs) -> None:

@@ -227,7 +227,9 @@ def test_metrics_are_of_drawn_tokens_and_lengths_of_all(correction):
 
     section = AlgorithmSection.model_validate(settings).rollout_correction
     mismatch, wanted_mismatch = (
-        correction_metrics(batch["policy"], batch["rollout"], batch["rollout"].loss_mask, section)
+        correction_metrics(
+            batch["policy"], batch["rollout"], batch["rollout"].loss_mask, section, newest=0
+        )
         for batch in (BATCH, COMPACT)
     )
     assert mismatch == pytest.approx(wanted_mismatch, rel=1e-5)

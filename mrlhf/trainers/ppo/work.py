@@ -117,11 +117,14 @@ class Work:
             )
 
         correction = self.config.algorithm.rollout_correction
+        newest = self.parts.generator.version
 
         def measure() -> dict[str, float]:
             mask = rollout.loss_mask
             metrics = {"actor/entropy": float(selected(evaluation.entropy, mask).mean())}
-            return metrics | correction_metrics(evaluation.logprobs, rollout, mask, correction)
+            return metrics | correction_metrics(
+                evaluation.logprobs, rollout, mask, correction, newest
+            )
 
         metrics = self.machine.compute_on_leader(measure)
         if evaluation.disagreement is not None:
@@ -205,25 +208,30 @@ class Work:
 
         with self.phases.enter("update_actor"):
             updated = self.parts.actor.update(experience, cuts.actor, ref_states, progress.actor)
+        newest = self.parts.generator.version
         logprobs = updated.logprobs
         evaluated = updated.evaluated
         if logprobs is None or evaluated is None:
             return updated.metrics
         return updated.metrics | self.machine.compute_on_leader(
-            lambda: correction_metrics(logprobs, experience.rollout, evaluated, correction)
+            lambda: correction_metrics(logprobs, experience.rollout, evaluated, correction, newest)
         )
 
 
 def correction_metrics(
-    logprobs: Tensor, rollout: Rollout, mask: Tensor, section: RolloutCorrectionSection
+    logprobs: Tensor,
+    rollout: Rollout,
+    mask: Tensor,
+    section: RolloutCorrectionSection,
+    newest: int,
 ) -> dict[str, float]:
     """Measure the distance from the engine's policy to the trainer's, and the effect of correction.
 
     `logprobs` are the trainer's, [batch, response_len]. `mask`, bool of the same shape, selects the
     tokens to measure: drawn by the policy, and with an entry in `logprobs`.
 
-    Returns `rollout_corr/*`, and `training/rollout_*`, which compare the probabilities of the drawn
-    tokens.
+    Returns `rollout_corr/*`, and `training/rollout_*`, which compare the probabilities of the
+    tokens that the version `newest` drew: these are equal but for rounding.
     """
     log_ratio = logprobs - rollout.rollout_logprobs
     correction = make_correction(section)
@@ -236,5 +244,6 @@ def correction_metrics(
         mismatch |= rejection_metrics(corrected, correction, log_ratio, mask)
     metrics = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
 
-    compared = probability_metrics(logprobs, rollout.rollout_logprobs, mask)
+    of_newest = mask & (rollout.versions == newest)
+    compared = probability_metrics(logprobs, rollout.rollout_logprobs, of_newest)
     return metrics | {f"training/{name}": value for name, value in compared.items()}
