@@ -310,6 +310,11 @@ class Rollout:
                 rewards[row, end - 1] = reward
         return rewards * self.loss_mask
 
+    def with_turn_rewards(self, scores: Tensor) -> Tensor:
+        """Scores plus the rewards of all turns of their rows, both float32 [batch]."""
+        of_turns = self.turn_rewards()
+        return scores if of_turns is None else scores + of_turns.sum(dim=1)
+
     @property
     def prompt_groups(self) -> Tensor:
         """The number of each row's prompt group, int64 [batch]; a group's rows are adjacent."""
@@ -390,7 +395,8 @@ class Experience:
     """
 
     rollout: Rollout
-    scores: Tensor  # [batch], the reward of each whole response before any shaping or KL
+    # [batch], the reward of each whole response, those of turns included, before any shaping or KL
+    scores: Tensor
     # bool, the tokens whose loss counts: the rollout's `loss_mask` without the tokens that rollout
     # correction rejected before the update. (In bypass mode correction is made on every mini-batch
     # of the update, and nothing is rejected here.)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, Episode, Prompts, Rollout
 
 
 def make_rollout(
@@ -47,3 +47,30 @@ def with_holes(rollout: Rollout, not_drawn: Tensor) -> Rollout:
         rollout_logprobs=rollout.rollout_logprobs.masked_fill(~loss_mask, 0.0),
         versions=rollout.versions.masked_fill(~loss_mask, NO_VERSION),
     )
+
+
+def as_episodes(rollout: Rollout, turn_rewards: list[list[float]]) -> Rollout:
+    """The same rollout as episodes, in which each token that was drawn is a turn.
+
+    Args:
+        rollout: a rollout.
+        turn_rewards: the rewards of each row's first turns.
+    """
+    episodes = []
+    for drawn, rewards in zip(rollout.loss_mask, turn_rewards, strict=True):
+        turns = (drawn.nonzero().flatten() + 1).tolist()
+        assert len(rewards) <= len(turns), f"{len(rewards)} rewards for {len(turns)} turns"
+        episode = Episode(
+            prompt_ids=None,
+            prompt_text="",
+            turns=turns,
+            tools={},
+            errors=0,
+            failure="",
+            score=None,
+            further={},
+            turn_rewards=rewards,
+            waited_s=0.0,
+        )
+        episodes.append(episode)
+    return replace(rollout, episodes=episodes)

@@ -121,7 +121,8 @@ class Collector:
 
     def _score_greedy(self, rollout: Rollout) -> Tensor:
         """Shaped score of each greedy response, float32 [prompts]."""
-        return self.shaper.shape_each(self.scorer.score(rollout).total, rollout)
+        shaped = self.shaper.shape_each(self.scorer.score(rollout).total, rollout)
+        return rollout.with_turn_rewards(shaped)
 
 
 def merge_engine_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -129,9 +129,9 @@ class DynamicSampler:
             return torch.tensor(scores.correct or unknown, dtype=torch.float32)
 
         if self.filters.metric == "seq_reward":
-            return self.shaper.shape_each(scores.total, rollout)
+            return rollout.with_turn_rewards(self.shaper.shape_each(scores.total, rollout))
 
-        return scores.total
+        return rollout.with_turn_rewards(scores.total)
 
 
 def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
-from tests.rollouts import make_rollout, with_holes
+from tests.rollouts import as_episodes, make_rollout, with_holes
 
 
 def _rollout(uids, lengths, n=2, version=3):
@@ -39,6 +39,24 @@ def _rollout(uids, lengths, n=2, version=3):
 def test_prompt_groups_are_the_samples_of_a_prompt_also_where_a_prompt_comes_twice():
     assert _rollout([7, 9, 7], [1, 2, 3, 1, 1, 2]).prompt_groups.tolist() == [0, 0, 1, 1, 2, 2]
     assert _rollout([7, 9], [1, 2], n=1).prompt_groups.tolist() == [0, 1]
+
+
+def test_rewards_of_turns_add_to_scores():
+    scores = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    rollout = _rollout([7, 9], [3, 2, 1, 2])
+    assert rollout.with_turn_rewards(scores).tolist() == [1.0, 0.0, -1.0, 2.0]
+
+    holes = torch.zeros(rollout.shape, dtype=torch.bool)
+    holes[0, 1] = True
+    rewards = [[0.5, 0.25], [0.0, 0.5], [], [-0.25]]
+    episodes = as_episodes(with_holes(rollout, holes), rewards)
+    assert episodes.turn_rewards().tolist() == [
+        [0.5, 0.0, 0.25],
+        [0.0, 0.5, 0.0],
+        [0.0, 0.0, 0.0],
+        [-0.25, 0.0, 0.0],
+    ]
+    assert episodes.with_turn_rewards(scores).tolist() == [1.75, 0.5, -1.0, 1.75]
 
 
 def test_select_takes_everything_of_a_row_along():

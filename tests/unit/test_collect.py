@@ -1,6 +1,7 @@
 """How a step's batch is collected, and how dynamic sampling fills it with further prompts."""
 
 import logging
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -20,7 +21,7 @@ from mrlhf.rollout.dynamic_sampling import (
 from mrlhf.rollout.generator import DrawnBatch
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
-from tests.rollouts import make_rollout
+from tests.rollouts import as_episodes, make_rollout
 
 N = 2
 
@@ -108,6 +109,15 @@ class _Generator:
         self.calls.append(f"weights {version}")
 
 
+class _TurnGenerator(_Generator):
+    """The one turn of an episode earns its token."""
+
+    def generate(self, prompts, sampling, stream, step, refill=0):
+        drawn = super().generate(prompts, sampling, stream, step, refill)
+        rewards = [[float(token)] for token in drawn.rollout.response_ids[:, 0]]
+        return replace(drawn, rollout=as_episodes(drawn.rollout, rewards))
+
+
 class _Scorer:
     """The score of a response is its token."""
 
@@ -117,6 +127,13 @@ class _Scorer:
     def score(self, rollout):
         total = rollout.response_ids[:, 0].float()
         return Scores(total, {name: total.tolist() for name in self.terms})
+
+
+class _EqualScorer(_Scorer):
+    """All responses have the score 1."""
+
+    def score(self, rollout):
+        return Scores(torch.ones(len(rollout)), {})
 
 
 def _prompts(size):
@@ -170,6 +187,26 @@ def test_equal_groups_are_replaced_by_those_of_further_prompts():
         "rollout/imbalance": 0.5,
     }
     assert collected.generated_tokens == 16
+
+
+@pytest.mark.parametrize("metric", ["score", "seq_reward"])
+def test_rewards_of_turns_tell_responses_apart_too(metric):
+    collector = _collector(informative=2, enable=True, max_num_gen_batches=5, metric=metric)
+    generator = _TurnGenerator(informative=2)
+    scorer = _EqualScorer()
+    sampler = replace(collector.dynamic_sampler, generator=generator, scorer=scorer)
+    collected = _collect(
+        replace(collector, generator=generator, scorer=scorer, dynamic_sampler=sampler)
+    )
+    assert collected.rollout.prompts.uid == [2, 2, 4, 4, 6, 6, 8, 8]
+    assert collected.scores.total.tolist() == [1.0] * 8
+
+
+def test_a_greedy_baseline_has_the_rewards_of_its_turns():
+    collector = _collector(informative=2, greedy=True)
+    generator = _TurnGenerator(informative=2)
+    collected = _collect(replace(collector, generator=generator, scorer=_EqualScorer()))
+    assert collected.greedy_scores.tolist() == [2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 5.0]
 
 
 def test_a_reward_model_finds_the_engine_asleep():

@@ -10,7 +10,7 @@ from mrlhf.batch import Prompts
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.ppo.report import describe_samples
-from tests.rollouts import make_rollout
+from tests.rollouts import as_episodes, make_rollout
 
 
 class Letters:
@@ -51,3 +51,7 @@ def test_the_first_sample_of_each_prompt_is_shown() -> None:
         "    response 'c'",
     ]
     assert describe_samples(rollout, scores, tokenizer, count=1).count("score") == 1
+
+    episodes = as_episodes(rollout, [[0.125, 0.125], [], [], []])
+    shown = describe_samples(episodes, scores, tokenizer, count=1)
+    assert shown.startswith("  sums, score 0.75\n")

@@ -25,7 +25,7 @@ from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.ppo.experience import ModelOutputs, make_experience
 from mrlhf.trainers.ppo.work import correction_metrics
 from tests.aggregation import aggregate
-from tests.rollouts import make_rollout, with_holes
+from tests.rollouts import as_episodes, make_rollout, with_holes
 
 N = 2
 # One letter a token: d was drawn by the policy, t is a tool's.
@@ -128,6 +128,15 @@ def _slow_gae(rewards, values, gamma, lam):
         later_value = value
         advantages.insert(0, later_advantage)
     return advantages
+
+
+def test_the_reported_score_has_the_rewards_of_turns():
+    of_turns = [[0.5, 0.25], [], [1.0], [0.0, -0.5], [0.0], [0.125] * 4]
+    episodes = as_episodes(BATCH["rollout"], of_turns)
+    experience, _ = _experience({**BATCH, "rollout": episodes})
+    expected = SCORES + torch.tensor([0.75, 0.0, 1.0, -0.5, 0.0, 0.5])
+    torch.testing.assert_close(experience.scores, expected)
+    torch.testing.assert_close(experience.token_rewards.sum(dim=1), expected)
 
 
 @pytest.mark.parametrize("placement", ["token", "terminal"])

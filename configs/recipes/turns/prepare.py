@@ -1,7 +1,7 @@
-"""Makes the data of the game, a tokenizer with a chat template, and examples of play.
+"""Makes the data of the three tasks, a tokenizer with a chat template, and examples of each task.
 
-The examples guess any number that the answers leave possible, so a policy that imitates them knows
-the rules and not how to play well.
+The examples are what a policy begins with, and leave something to learn: they guess any number that
+is still possible, call the calculator only sometimes, and do not always sort.
 
 Usage: python configs/recipes/turns/prepare.py --out runs/turns/data
 """
@@ -11,15 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from guess import MOST, TURNS, GuessTheNumber
+import alphabet
+import guess
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-EXAMPLES = 3000
-PROMPT = f"Guess my number from 1 to {MOST}."
+Row = dict[str, Any]
+Player = Callable[[random.Random], list[Row]]
+
+EXAMPLES = 3000  # episodes of each task
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>")
 TEMPLATE = (
     "{% if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}"
@@ -27,18 +31,18 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# What the run shows to the policy; see the method `guess`.
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "guess",
-            "description": "Guess the secret number.",
-            "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}},
-        },
-    }
-]
 VOCABULARY = 160
+
+GUESS_PROMPT = f"Guess my number from 1 to {guess.MOST}."
+CALLS = 0.3  # share of the sums for which the examples call the calculator
+SORTED = 0.5  # share of the lists that the examples sort
+NAMES = (
+    *("ada", "ben", "cy", "dan", "eve", "flo", "gus", "hal", "ida", "jo"),
+    *("kim", "lou", "max", "ned", "ola", "pam", "rex", "sue", "tom", "val"),
+)
+NAMES_A_TURN = 2
+TRAIN_ROWS = 2000
+VALIDATION_ROWS = 128
 
 
 def main() -> None:
@@ -46,54 +50,133 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/turns/data"))
     out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
 
-    rng = random.Random(1)
-    examples = [row for _ in range(EXAMPLES) for row in play(rng)]
-    _write(out / "sft.jsonl", examples)
-    secrets = list(range(1, MOST + 1))
-    rows = [{"prompt": [_user(PROMPT)], "answer": str(secret)} for secret in secrets]
-    _write(out / "train.jsonl", rows)
-    _write(out / "validation.jsonl", rows)
+    secrets = [guess_row(secret) for secret in range(1, guess.MOST + 1)]
+    examples = _write_task(out / "guess", play_guess, secrets, secrets)
+    examples += _write_task(out / "calculator", play_sum, *_drawn(sum_row))
+    examples += _write_task(out / "alphabet", play_names, *_drawn(names_row))
     _write_tokenizer(out / "tokenizer", examples)
 
 
-def play(rng: random.Random) -> list[dict[str, Any]]:
+def guess_row(secret: int) -> Row:
+    """A row of the game."""
+    return {"prompt": [_message("user", GUESS_PROMPT)], "answer": str(secret)}
+
+
+def play_guess(rng: random.Random) -> list[Row]:
     """One game by a player who guesses any number that is possible; a row for each turn."""
-    game = GuessTheNumber()
-    game.reset({"answer": rng.randint(1, MOST)})
-    low, high = 1, MOST
-    messages: list[dict[str, Any]] = [_user(PROMPT)]
+    game = guess.GuessTheNumber()
+    game.reset({"answer": rng.randint(1, guess.MOST)})
+    low, high = 1, guess.MOST
+    messages = [_message("user", GUESS_PROMPT)]
     rows = []
-    while not game.done and game.turns < TURNS:
+    while not game.done and game.turns < guess.TURNS:
         number = rng.randint(low, high)
-        call = json.dumps({"name": "guess", "arguments": {"number": number}})
-        rows.append({"prompt": list(messages), "tools": TOOLS, "response": call})
+        call = _call("guess", number=number)
+        rows.append({"prompt": list(messages), "tools": _tools("guess"), "response": call})
         answer = game.guess(number)
         low = number + 1 if answer == "higher" else low
         high = number - 1 if answer == "lower" else high
-        messages.append({"role": "assistant", "content": call})
-        messages.append({"role": "tool", "name": "guess", "content": answer})
+        messages += [_message("assistant", call), _message("tool", answer)]
     return rows
 
 
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def sum_row(rng: random.Random) -> Row:
+    """A sum of two numbers of four digits."""
+    left = rng.randint(1000, 9999)
+    right = rng.randint(1000, 9999)
+    return {"prompt": [_message("user", f"{left}+{right}")], "answer": str(left + right)}
 
 
-def _write(file: Path, rows: list[dict[str, Any]]) -> None:
+def play_sum(rng: random.Random) -> list[Row]:
+    """A sum that is answered at once, or with the calculator's help; a row for each turn."""
+    row = sum_row(rng)
+    messages = row["prompt"]
+    tools = _tools("calculator")
+    rows = []
+    if rng.random() < CALLS:
+        call = _call("calculator", expression=messages[0]["content"])
+        rows.append({"prompt": messages, "tools": tools, "response": call})
+        messages = [*messages, _message("assistant", call), _message("tool", row["answer"])]
+    rows.append({"prompt": messages, "tools": tools, "response": row["answer"]})
+    return rows
+
+
+def names_row(rng: random.Random) -> Row:
+    """Names for each turn, no name twice."""
+    names = rng.sample(NAMES, NAMES_A_TURN * alphabet.TURNS)
+    turns = [names[begin : begin + NAMES_A_TURN] for begin in range(0, len(names), NAMES_A_TURN)]
+    return {"prompt": [_message("user", alphabet.listed(turns[0]))], "names": turns}
+
+
+def play_names(rng: random.Random) -> list[Row]:
+    """Lists by a player who may add the new names at the end; a row for each turn."""
+    game = alphabet.AlphabetSort()
+    row = names_row(rng)
+    game.reset(row)
+    messages = row["prompt"]
+    answer: list[str] = []
+    rows = []
+    for names in row["names"]:
+        answer = sorted(game.given) if rng.random() < SORTED else answer + names
+        text = alphabet.listed(answer)
+        rows.append({"prompt": messages, "response": text})
+        more = game.reply(text)
+        if more is not None:
+            messages = [*messages, _message("assistant", text), _message("user", more)]
+    return rows
+
+
+def _message(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def _tools(name: str) -> list[Row]:
+    """The part of a tool's schema that the chat template shows."""
+    return [{"type": "function", "function": {"name": name}}]
+
+
+def _call(tool: str, **arguments: Any) -> str:
+    return json.dumps({"name": tool, "arguments": arguments})
+
+
+def _drawn(draw: Callable[[random.Random], Row]) -> tuple[list[Row], list[Row]]:
+    """Rows to train on, and rows of other prompts for the validation."""
+    rng = random.Random(2)
+    validation = [draw(rng) for _ in range(VALIDATION_ROWS)]
+    held_out = [row["prompt"] for row in validation]
+    train = [draw(rng) for _ in range(TRAIN_ROWS)]
+    return [row for row in train if row["prompt"] not in held_out], validation
+
+
+def _write_task(
+    directory: Path, play: Player, train: list[Row], validation: list[Row]
+) -> list[Row]:
+    """Write the files of a task; returns its examples."""
+    rng = random.Random(1)
+    examples = [row for _ in range(EXAMPLES) for row in play(rng)]
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory / "sft.jsonl", examples)
+    _write(directory / "train.jsonl", train)
+    _write(directory / "validation.jsonl", validation)
+    return examples
+
+
+def _write(file: Path, rows: list[Row]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _write_tokenizer(directory: Path, examples: list[dict[str, Any]]) -> None:
+def _write_tokenizer(directory: Path, examples: list[Row]) -> None:
     """Byte-pair encoding of what is said in the examples."""
     texts = [row["response"] for row in examples]
-    texts += [message["content"] for row in examples[:200] for message in row["prompt"]]
+    texts += [message["content"] for row in examples for message in row["prompt"]]
     tokenizer = Tokenizer(models.BPE())
-    # Numbers are made of digits, so that a number that was never seen can be written.
+    # Numbers are made of digits, so that a number that was never seen can be written; lists are
+    # made of names for the same reason.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Split("\n", "isolated"),
             pre_tokenizers.ByteLevel(False, use_regex=False),
         ]
     )

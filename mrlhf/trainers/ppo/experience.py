@@ -102,7 +102,7 @@ def make_experience(
     right = collected.scores.correct
     experience = Experience(
         rollout=rollout,
-        scores=collected.scores.total,
+        scores=rollout.with_turn_rewards(collected.scores.total),
         loss_mask=loss_mask,
         old_logprobs=old_logprobs,
         ref_logprobs=outputs.ref_logprobs,
@@ -121,7 +121,8 @@ def equal_score_metrics(scores: Tensor, prompt_groups: Tensor, estimator: str) -
     """Measure how often scores are equal to the scores that they are compared with.
 
     Args:
-        scores: [batch], after shaping, or [terms, batch] where terms are compared one by one.
+        scores: [batch], after shaping and with the rewards of turns, or [terms, batch] where terms
+            are compared one by one.
         prompt_groups: int64 [batch].
         estimator: the name of the advantage estimator.
 

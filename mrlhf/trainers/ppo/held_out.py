@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from mrlhf.batch import Rollout
 from mrlhf.config.trainer import PPOTrainerSection
 from mrlhf.inference.base import SamplingParams
 from mrlhf.parallel.phases import Phases
@@ -94,11 +95,12 @@ class HeldOut:
             if split == "val":
                 title = "held-out prompts, greedy"
                 self._samples.show("held-out", title, greedy[split], scores)
-            greedy_metrics = summarise(scores, sources, n=1)
+            greedy_metrics = summarise(_with_turn_rewards(scores, greedy[split]), sources, n=1)
             sampled_metrics: dict[str, float] = {}
             if split in sampled:
                 n = self._section.val_n
                 scores = score(sampled[split], with_answers=n > 1)
+                scores = _with_turn_rewards(scores, sampled[split])
                 sampled_metrics = summarise(scores, sources, n)
             metrics |= held_out_metrics(split, greedy_metrics, sampled_metrics)
         return metrics
@@ -163,6 +165,11 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
         if scores.answers is not None:
             metrics[f"{source}/maj@{n}"] = fmean(votes)
     return metrics
+
+
+def _with_turn_rewards(scores: Scores, rollout: Rollout) -> Scores:
+    """The same scores, with the rewards of turns in their totals."""
+    return replace(scores, total=rollout.with_turn_rewards(scores.total))
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> bool:

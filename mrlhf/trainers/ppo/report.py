@@ -63,7 +63,7 @@ class StepReport:
             with self._run.phases.enter("dump"):
                 self._dump(progress, collected, experience, cuts)
         self._run.board.distributions = {
-            "critic/score": collected.scores.total.tolist(),
+            "critic/score": experience.scores.tolist(),
             "response_length": collected.rollout.response_lengths,
         }
 
@@ -181,10 +181,11 @@ def describe_samples(rollout: Rollout, scores: Scores, tokenizer: Tokenizer, cou
     """
     prompts = rollout.prompts
     rows = [row for row, sample in enumerate(rollout.sample_index) if sample == 0]
+    rewards = rollout.with_turn_rewards(scores.total)
     lines = []
 
     for row in rows[:count]:
-        score = float(scores.total[row])
+        score = float(rewards[row])
         tokens = rollout.response_ids[row, : rollout.response_lengths[row]].tolist()
         ending = "" if bool(rollout.stopped[row]) else ", cut off at the longest length"
         lines += [

@@ -168,7 +168,9 @@ class Work:
                 components = reward_components(scores, rollout, algorithm, self.config.reward)
                 metrics = components.metrics()
             shaped = self.parts.shaper.shape(scores.total, rollout)
-            compared = shaped if components is None else components.scores
+            compared = rollout.with_turn_rewards(shaped)
+            if components is not None:
+                compared = components.scores
             metrics |= equal_score_metrics(compared, rollout.prompt_groups, algorithm.adv_estimator)
             experience, kl = self.machine.compute_on_leader(
                 lambda: make_experience(
