@@ -63,6 +63,7 @@ def as_episodes(rollout: Rollout, turn_rewards: list[list[float]]) -> Rollout:
         episode = Episode(
             prompt_ids=None,
             prompt_text="",
+            turn_begins=[0, *turns[:-1]],
             turns=turns,
             tools={},
             errors=0,
