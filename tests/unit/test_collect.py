@@ -194,10 +194,8 @@ def test_rewards_of_turns_tell_responses_apart_too(metric):
     collector = _collector(informative=2, enable=True, max_num_gen_batches=5, metric=metric)
     generator = _TurnGenerator(informative=2)
     scorer = _EqualScorer()
-    sampler = replace(collector.dynamic_sampler, generator=generator, scorer=scorer)
-    collected = _collect(
-        replace(collector, generator=generator, scorer=scorer, dynamic_sampler=sampler)
-    )
+    sampler = replace(collector.sampler, generator=generator, scorer=scorer)
+    collected = _collect(replace(collector, generator=generator, scorer=scorer, sampler=sampler))
     assert collected.rollout.prompts.uid == [2, 2, 4, 4, 6, 6, 8, 8]
     assert collected.scores.total.tolist() == [1.0] * 8
 
