@@ -41,7 +41,7 @@ def test_the_policy_needs_fewer_guesses(game: Path) -> None:
     They found 0.09 to 0.20 more of the numbers than at the start.
     """
     summary = json.loads((game / "guess" / "ppo" / "summary.json").read_text(encoding="utf-8"))
-    assert summary["start_reward"] < 0.5 and summary["final_reward"] > 0.39
+    assert summary["reward_start"] < 0.5 and summary["reward_final"] > 0.39
     assert summary["final_sampled_accuracy"] > summary["start_sampled_accuracy"] + 0.04
 
 
