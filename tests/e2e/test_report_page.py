@@ -193,6 +193,7 @@ def test_curves_read_zoom_and_smooth_by_mouse_and_keyboard(
     assert page.evaluate("drawing.zoom") is None
 
     page.get_by_label("Smoothing").fill("0.9")
+    page.evaluate("new Promise(requestAnimationFrame)")  # the charts are drawn in the next frame
     chart.focus()
     page.keyboard.press("End")
     assert "(smoothed 0." in chart.locator("output").inner_text()
