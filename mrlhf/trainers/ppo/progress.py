@@ -57,6 +57,11 @@ class StepProgress:
     # written down; it is lost if the step is interrupted.
     entropy: Tensor | None = None
 
+    @property
+    def version(self) -> int:
+        """The version of the policy that draws the samples of the step."""
+        return self.number - 1
+
     def end_update(self, role: str, metrics: Mapping[str, float]) -> None:
         """Take note that the update of `role` is complete."""
         self.metrics |= metrics

@@ -56,7 +56,7 @@ class PPOTrainer:
     def collect(self, progress: StepProgress) -> Collected:
         """Bring the weights into the engine, and generate and score responses."""
         parts = self.parts
-        progress.metrics |= self._work.reshard(version=progress.number - 1)
+        progress.metrics |= self._work.reshard(progress.version)
         responses = parts.collector.generate(progress.number, parts.sampling)
         collected = parts.collector.score(*responses)
 
@@ -79,7 +79,9 @@ class PPOTrainer:
 
         ref_logprobs, ref_states = work.reference(rollout, cuts)
         bypass = self._config.algorithm.rollout_correction.bypass_mode
-        policy, measured = (None, {}) if bypass else work.evaluate(rollout, cuts, ref_states)
+        policy, measured = (
+            (None, {}) if bypass else work.evaluate(rollout, cuts, progress.version, ref_states)
+        )
         if not self._config.full_kl_in_loss:
             ref_states = None  # they are large, so they go as soon as nobody needs them
         values = work.values(rollout, cuts)

@@ -102,11 +102,16 @@ class Work:
         return self.parts.reference.states(cuts.actor)
 
     def evaluate(
-        self, rollout: Rollout, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None = None
+        self,
+        rollout: Rollout,
+        cuts: Cuts,
+        newest: int,
+        ref_states: Sequence[ReferenceStates] | None = None,
     ) -> tuple[Evaluation, dict[str, float]]:
         """The policy's log-probabilities, and metrics: its entropy, its distance to the engine's.
 
-        `ref_states` are used for a KL in the reward over the whole vocabulary.
+        `newest` is its version. `ref_states` are used for a KL in the reward over the whole
+        vocabulary.
         """
         if not self.config.full_kl_in_reward:
             ref_states = None
@@ -117,7 +122,6 @@ class Work:
             )
 
         correction = self.config.algorithm.rollout_correction
-        newest = self.parts.generator.version
 
         def measure() -> dict[str, float]:
             mask = rollout.loss_mask
@@ -203,14 +207,14 @@ class Work:
         experience = progress.experience
         assert experience is not None
         correction = self.config.algorithm.rollout_correction
+        newest = progress.version
         if progress.number < self.config.trainer.critic_warmup:
             # In bypass mode the update measures the actor; without an update, a pass has to.
             bypass = correction.bypass_mode
-            return self.evaluate(experience.rollout, cuts)[1] if bypass else {}
+            return self.evaluate(experience.rollout, cuts, newest)[1] if bypass else {}
 
         with self.phases.enter("update_actor"):
             updated = self.parts.actor.update(experience, cuts.actor, ref_states, progress.actor)
-        newest = self.parts.generator.version
         logprobs = updated.logprobs
         evaluated = updated.evaluated
         if logprobs is None or evaluated is None:
