@@ -28,7 +28,7 @@ from mrlhf.errors import DataError
 from mrlhf.inference.base import InferenceEngine
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.rollout.drawing import Drawing, Drawn, MayStep, OpenSample, Pace, Task, mix_seed
-from mrlhf.rollout.trajectory import Trajectory
+from mrlhf.rollout.trajectory import Trajectory, turns_ended_by
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +209,8 @@ class _Conversing(Drawing[_Conversation]):
         one.begins = list(episode.turn_begins)
         one.turn_begins = one.begins[-1]
         one.turns = list(episode.turns)
+        # They are of the present version if an interruption came after the drawing.
+        one.turns_now = turns_ended_by(self._engine.version, one.said.runs, one.turns)
         one.tools = Counter(episode.tools)
         one.errors = episode.errors
         one.turn_rewards = list(episode.turn_rewards)

@@ -6,7 +6,7 @@ It also says how a checkpoint keeps the samples. It knows neither prompts nor en
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -124,10 +124,7 @@ class DrawnSamples:
             )
             if row in rows and not ended
         }
-        runs: dict[int, list[Run]] = {row: [] for row in lengths}
-        for row, *run in zip(*(column.tolist() for column in self.runs), strict=True):
-            if row in runs:
-                runs[row].append(Run(*run))
+        runs = self.runs_of(lengths)
         return {
             row: Trajectory(
                 row,
@@ -139,11 +136,13 @@ class DrawnSamples:
             for row, length in lengths.items()
         }
 
-    def version_at(self, row: int, place: int) -> int:
-        """The version that drew a token, by its place in the response."""
-        mine = self.runs.rows == row
-        ends = self.runs.lengths[mine].cumsum(0)
-        return int(self.runs.versions[mine][torch.searchsorted(ends, place, right=True)])
+    def runs_of(self, rows: Iterable[int]) -> dict[int, list[Run]]:
+        """The runs of each of `rows`."""
+        runs: dict[int, list[Run]] = {row: [] for row in rows}
+        for row, *run in zip(*(column.tolist() for column in self.runs), strict=True):
+            if row in runs:
+                runs[row].append(Run(*run))
+        return runs
 
     def without(self, rows: Tensor) -> DrawnSamples:
         """The other samples; none of `rows` has a record of experts."""

@@ -27,6 +27,7 @@ from mrlhf.rollout.dynamic_sampling import rows_of_prompt_groups
 from mrlhf.rollout.episodes import episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples
 from mrlhf.rollout.generator import DrawnBatch, Generator
+from mrlhf.rollout.trajectory import turns_ended_by
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,10 @@ class Rounds:
         # interruption some have ended that had not when the step began.
         ended = begun.headers.rows[begun.headers.ended.bool()]
         spent = begun.runs.lengths_by(version, rows)
-        for row in ended[spent[ended] > 0].tolist():
-            episode = begun.episodes.get(row)
-            ends = [] if episode is None else episode.turns
-            turns = sum(begun.version_at(row, end - 1) == version for end in ends)
-            spent[row] += turn_cost * max(0, turns - 1)  # the last one has ended the episode
+        if begun.episodes:
+            for row, runs in begun.runs_of(ended[spent[ended] > 0].tolist()).items():
+                turns = turns_ended_by(version, runs, begun.episodes[row].turns)
+                spent[row] += turn_cost * max(0, turns - 1)  # the last one has ended the episode
         self._before = ended, spent[ended]
         self.turn_cost = turn_cost
         self._ended = torch.zeros(rows, dtype=torch.int64)
@@ -142,7 +142,8 @@ class PartialSampler:
             )
             taken = self._choose(rounds.whole, groups, version)
             assert taken is not None
-            left = [number for number in range(len(groups.since)) if number not in set(taken)]
+            gone = set(taken)
+            left = [number for number in range(len(groups.since)) if number not in gone]
             begun = [number for number in left if number < count]
             of_left = rows_of_prompt_groups(begun, sampling.n)
             of_taken = rows_of_prompt_groups(taken, sampling.n)
@@ -150,6 +151,9 @@ class PartialSampler:
                 lambda: (drawn.select(of_taken), drawn.select(of_left))
             )
             rollout = generator.gather(groups.prompts.select(taken), sampling.n, chosen)
+            staleness = generator.machine.compute_on_leader(
+                lambda: staleness_metrics(rollout, version)
+            )
 
         self._groups = BegunGroups(
             groups.prompts.select(left),
@@ -166,7 +170,7 @@ class PartialSampler:
             sum(stats.generated_tokens for stats in drawn.stats),
             [metrics],
             metrics={
-                **staleness_metrics(rollout, version),
+                **staleness,
                 "partial/limit": float(rounds.limit),
                 "partial/open_groups": float(count - len(taken)),
                 "partial/restarted_groups": float(again),
@@ -210,14 +214,15 @@ class PartialSampler:
         prompts, samples = groups.prompts, groups.samples
         oldest = version + 1 - self.section.max_versions
         kept = [number for number in range(groups.begun) if groups.since[number] >= oldest]
-        if not _fits(samples, groups.begun, sampling):
+        if not self._fits(samples, groups.begun, sampling):
             kept = []
         again = groups.begun - len(kept)
         if again:
             logger.warning("%d groups that had begun begin again (rollout.partial)", again)
             rows = rows_of_prompt_groups(kept, sampling.n)
             samples = self.generator.machine.compute_on_leader(lambda: samples.select(rows))
-            others = [number for number in range(len(prompts)) if number not in set(kept)]
+            stays = set(kept)
+            others = [number for number in range(len(prompts)) if number not in stays]
             prompts = prompts.select([*kept, *others])
 
         most = max(len(kept), math.ceil(self.section.over * self.train_batch_size))
@@ -226,13 +231,26 @@ class PartialSampler:
         since = [groups.since[number] for number in kept] + [version] * (most - len(kept))
         since += [_WAITS] * (len(prompts) - most)
         streams = [groups.streams[number] for number in kept]
+        named = set(zip(prompts.uid, streams, strict=False))
         for uid in prompts.uid[len(kept) : most]:
             stream = f"train {version + 1}"
-            while (uid, stream) in zip(prompts.uid, streams, strict=False):
+            while (uid, stream) in named:
                 stream += " again"  # a prompt that comes twice gets other samples
+            named.add((uid, stream))
             streams.append(stream)
         streams += [""] * (len(prompts) - most)
         return BegunGroups(prompts, since, streams, samples), again
+
+    def _fits(self, samples: DrawnSamples, groups: int, sampling: SamplingParams) -> bool:
+        """Whether the samples of so many groups can go on as the run is configured now."""
+        headers = samples.headers
+        too_long = headers.lengths >= sampling.max_tokens + headers.ended
+        has_episodes = self.generator.conversations is not None
+        return (
+            len(headers.rows) == groups * sampling.n
+            and not too_long.any()
+            and len(samples.episodes) == has_episodes * len(headers.rows)
+        )
 
     def _rounds(self, groups: BegunGroups, version: int, sampling: SamplingParams) -> Rounds:
         """What keeps the samples of this step together."""
@@ -305,21 +323,14 @@ def choose_whole(
         return taken
     if len(taken) < batch:
         return None
-    left = [since[number] for number in range(len(since)) if number not in set(taken)]
+    gone = set(taken)
+    left = [began for number, began in enumerate(since) if number not in gone]
     for later in range(max_versions):
         # The groups that have to be taken up to `later` steps after this one.
         urgent = sum(began + max_versions - 1 <= version + later for began in left)
         if urgent > later * batch:
             return None
     return taken
-
-
-def _fits(samples: DrawnSamples, groups: int, sampling: SamplingParams) -> bool:
-    """Whether the samples of so many groups can go on with this sampling."""
-    headers = samples.headers
-    lengths = headers.lengths[~headers.ended.bool()]
-    short = not len(lengths) or int(lengths.max()) < sampling.max_tokens
-    return len(headers.rows) == groups * sampling.n and short
 
 
 def staleness_metrics(rollout: Rollout, version: int) -> dict[str, float]:

@@ -6,7 +6,10 @@ It knows neither prompts nor engines.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -20,6 +23,12 @@ class Run(NamedTuple):
 
     length: int
     version: int  # of the policy that drew them; `NO_VERSION` if an environment wrote them
+
+
+def turns_ended_by(version: int, runs: Sequence[Run], ends: Sequence[int]) -> int:
+    """How many of the turns, which end after so many tokens, have their last token of a version."""
+    places = list(accumulate(run.length for run in runs))
+    return sum(runs[bisect_left(places, end)].version == version for end in ends)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ and writes what comes between two turns as literal text.
 
 from __future__ import annotations
 
-import itertools
 import string
 from dataclasses import replace
 from typing import Any
@@ -193,7 +192,7 @@ def _partial_steps(
 ) -> list[dict[str, Any]]:
     """The batches of steps, and the same episodes drawn at once; the layout changes on the way."""
     one_fails = prompts.select(range(4))
-    supply = (one_fails.select([i % 4, (i + 1) % 4]) for i in itertools.count(0, 2))
+    supply = _Supply(one_fails)
     section = PartialSection(over=2.0, max_versions=3, turn_cost=4)
     samplers = [PartialSampler(generator, supply, 2, section, MOST_TURNS) for generator, _ in built]
     sampling = SamplingParams(
@@ -213,7 +212,23 @@ def _partial_steps(
                 built[0][1].close()
         sampler = samplers[step > 3]
         since = {} if sampler._groups is None else _since(sampler)
+        if step in (3, 6):  # interrupted after the drawing, which is done again without drawing
+            before, place = sampler.state_dict(), supply.place
+            sampler.draw(step, sampling)
+            wanted = sampler.state_dict()
+            kept = generator.drawn_state()
+            generator.end_step()
+            generator.load_drawn_state(kept)
+            sampler.load_state_dict(
+                before, lambda uids: prompts.select([UIDS.index(uid) for uid in uids])
+            )
+            supply.place = place
         drawn = sampler.draw(step, sampling)
+        if step in (3, 6):
+            again = sampler.state_dict()
+            for key in ("rows", "lengths", "ended", "tokens"):
+                assert torch.equal(again["samples"][key], wanted["samples"][key]), key
+            assert again["uids"] == wanted["uids"] and again["last_limit"] == wanted["last_limit"]
         generator.end_step()
         left = len(sampler._groups.since) if sampler._groups else 0
         open_episodes = host and len(host._episodes)
@@ -239,6 +254,22 @@ def _partial_steps(
     if built[1][1] is not None:
         built[1][1].close()
     return steps
+
+
+class _Supply:
+    """Two prompts at a time, from a place that can be set."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts = prompts
+        self.place = 0
+
+    def __iter__(self) -> _Supply:
+        return self
+
+    def __next__(self) -> Prompts:
+        size = len(self._prompts)
+        first, self.place = self.place, self.place + 2
+        return self._prompts.select([first % size, (first + 1) % size])
 
 
 def _since(sampler: PartialSampler) -> dict[int, int]:

@@ -35,6 +35,10 @@ _FIXED = (
     "rollout.top_p",
     "rollout.stop",
     "rollout.stop_token_ids",
+    "rollout.max_turns",
+    "rollout.partial.over",
+    "rollout.partial.max_versions",
+    "rollout.partial.turn_cost",
 )
 
 
