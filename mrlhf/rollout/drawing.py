@@ -247,7 +247,7 @@ class Drawing(Generic[S]):
         one.experts = sample.experts
         if self._sampling.record_experts:
             one.recorded = len(one.prompt_ids) + len(one.said) - 1
-        if sample.stopped or one.drawn == one.turn_tokens:
+        if self._pace is None or sample.stopped or one.drawn == one.turn_tokens:
             one.turns_now += 1
             self._turn_ends(one, sample.stopped)
 
