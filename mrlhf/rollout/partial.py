@@ -296,9 +296,8 @@ class PartialSampler:
 def round_limits(max_tokens: int, last: int) -> Iterator[int]:
     """How many tokens of a sample a step draws at most, round after round.
 
-    Of `max_tokens`, those for which turns count are a part.
-    `last` is where the step before has ended, 0 if there is none. It shows how far most groups have
-    to be drawn.
+    Of `max_tokens`, those for which turns count are a part. `last` is where the step before has
+    ended, 0 if there is none. It shows how far most groups have to be drawn.
     """
     length = math.ceil(max_tokens / _ROUNDS)
     first = max(length, last - length)
