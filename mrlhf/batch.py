@@ -9,7 +9,7 @@ file does not know models or ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,13 +23,18 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Sequences:
-    """Token sequences in one flat tensor; each is a prompt and a response."""
+    """Token sequences in one flat tensor; each is a prompt and a response.
+
+    A row of a batch is one sequence, or several one after the other.
+    """
 
     token_ids: Tensor  # int32 [tokens]
-    begins: Tensor  # int64 [rows], where each sequence begins
-    lengths: Tensor  # int64 [rows], tokens of each sequence, >= 1
-    prompt_lengths: Tensor  # int64 [rows], tokens of each sequence's prompt, >= 1
+    begins: Tensor  # int64 [sequences], where each sequence begins
+    lengths: Tensor  # int64 [sequences], tokens of each sequence, >= 1
+    prompt_lengths: Tensor  # int64 [sequences], tokens of each sequence's prompt, >= 1
     width: int  # columns of a table that holds a number for each response token
+    rows: Tensor  # int64 [sequences], the row of each sequence, ascending
+    columns: Tensor  # int64 [sequences], the column of the first number of each sequence
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -50,6 +55,21 @@ class Sequences:
             lengths=lengths,
             prompt_lengths=prompts,
             width=int((lengths - prompts).max()),
+            rows=torch.arange(len(rows)),
+            columns=torch.zeros_like(lengths),
+        )
+
+    def last_of_rows(self) -> Sequences:
+        """The last sequence of each row."""
+        is_last = torch.ones_like(self.rows, dtype=torch.bool)
+        is_last[:-1] = self.rows[1:] != self.rows[:-1]
+        return replace(
+            self,
+            begins=self.begins[is_last],
+            lengths=self.lengths[is_last],
+            prompt_lengths=self.prompt_lengths[is_last],
+            rows=self.rows[is_last],
+            columns=self.columns[is_last],
         )
 
 
@@ -185,7 +205,8 @@ class Episode:
     """What happened in a response of several turns beside its tokens.
 
     A turn is what the policy said at once. Between two turns stand the answers of tools and of the
-    environment.
+    environment. What the policy reads before a turn is its context. It may begin anew: then the
+    response goes on with the prompt of another context, and nothing before that is read.
     """
 
     # The prompt with which it began, if its environment added to that of the data.
@@ -203,6 +224,22 @@ class Episode:
     # of each turn, up to the last one that has any; empty if the environment gives none
     turn_rewards: list[float]
     waited_s: float  # seconds for which it waited for tools and environment
+    # Of each context after the first: the number of response tokens before it, and how many of its
+    # own are its prompt.
+    context_begins: list[int] = field(default_factory=list)
+    context_prompts: list[int] = field(default_factory=list)
+    # Who spoke in each context, the first one too, if each has a reward of its own: the reward of
+    # its last turn. Otherwise empty, and all contexts share the rewards.
+    context_roles: list[str] = field(default_factory=list)
+
+
+class Contexts(NamedTuple):
+    """What the policy read at once in the responses of a rollout; int64 [contexts]."""
+
+    rows: Tensor  # the row of each, ascending
+    begins: Tensor  # the number of response tokens before it; 0: it begins with the row's prompt
+    prompts: Tensor  # how many response tokens of it are its prompt; 0 where `begins` is
+    ends: Tensor  # the number of response tokens before its end
 
 
 @dataclass(frozen=True)
@@ -367,23 +404,42 @@ class Rollout:
             episodes=list(chain.from_iterable(episodes)) if episodes else None,
         )
 
-    def sequences(self) -> Sequences:
-        """Prompt and response of each row, joined, without padding."""
-        prompt_lengths = torch.tensor(self.prompt_lengths, dtype=torch.int64)
-        response_lengths = self.response_lengths
-        lengths = prompt_lengths + torch.tensor(response_lengths, dtype=torch.int64)
+    @property
+    def contexts(self) -> Contexts:
+        """What the policy read at once, row after row."""
+        contexts = []
+        for row, length in enumerate(self.response_lengths):
+            episode = None if self.episodes is None else self.episodes[row]
+            begins = [] if episode is None else episode.context_begins
+            prompts = [] if episode is None else episode.context_prompts
+            spans = zip([0, *begins], [0, *prompts], [*begins, length], strict=True)
+            contexts += [(row, *span) for span in spans]
+        columns = torch.tensor(contexts, dtype=torch.int64).view(-1, len(Contexts._fields))
+        return Contexts(*columns.unbind(dim=1))
 
-        prompts = np.split(flat_ids(self.prompts.token_ids).numpy(), prompt_lengths.cumsum(0)[:-1])
+    def sequences(self) -> Sequences:
+        """What the models read of each row, prompts and responses, without padding."""
+        contexts = self.contexts
+        is_first = contexts.begins == 0
+        own = torch.tensor(self.prompt_lengths, dtype=torch.int64)[contexts.rows] * is_first
+        prompt_lengths = own + contexts.prompts
+        lengths = own + contexts.ends - contexts.begins
+
+        prompts = np.split(flat_ids(self.prompts.token_ids).numpy(), np.cumsum(self.prompt_lengths))
         # NumPy makes slices several times as fast as torch does.
         table = self.response_ids.int().numpy()
-        responses = [row[:length] for row, length in zip(table, response_lengths, strict=True)]
-        in_turn = chain.from_iterable(zip(prompts, responses, strict=True))
+        parts = []
+        for row, begin, _, end in torch.stack(contexts, dim=1).tolist():
+            parts += [prompts[row]] if begin == 0 else []
+            parts.append(table[row, begin:end])
         return Sequences(
-            token_ids=torch.from_numpy(np.concatenate([*in_turn])),
+            token_ids=torch.from_numpy(np.concatenate(parts)),
             begins=lengths.cumsum(0) - lengths,
             lengths=lengths,
             prompt_lengths=prompt_lengths,
             width=self.shape[1],
+            rows=contexts.rows,
+            columns=contexts.begins + contexts.prompts,
         )
 
 

@@ -32,6 +32,7 @@ from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.experience import ModelOutputs, equal_score_metrics, make_experience
 from mrlhf.trainers.ppo.progress import StepProgress
+from mrlhf.trainers.ppo.rewarded import Rewarded
 from mrlhf.trainers.ppo.setup import Parts
 
 
@@ -172,10 +173,11 @@ class Work:
                 components = reward_components(scores, rollout, algorithm, self.config.reward)
                 metrics = components.metrics()
             shaped = self.parts.shaper.shape(scores.total, rollout)
-            compared = rollout.with_turn_rewards(shaped)
+            rewarded = Rewarded.of(rollout)
+            compared = rewarded.scores(shaped, rollout)
             if components is not None:
-                compared = components.scores
-            metrics |= equal_score_metrics(compared, rollout.prompt_groups, algorithm.adv_estimator)
+                compared = rewarded.spread(components.scores, dim=1)
+            metrics |= equal_score_metrics(compared, rewarded.groups, algorithm.adv_estimator)
             experience, kl = self.machine.compute_on_leader(
                 lambda: make_experience(
                     collected, shaped, outputs, algorithm, coefficient, components
