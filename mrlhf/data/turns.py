@@ -161,16 +161,33 @@ class TurnRenderer:
             segments += [(drawn, [{"content": ""}]), (follows, turn.messages)]
         built = list(chain.from_iterable(tokens for tokens, _ in segments))
 
+        try:
+            rendered = self._at_once(messages, turns)
+        except DataError as error:
+            return Mismatch(len(messages), "changed", "", _excerpt(str(error)))
+        return None if rendered == built else self._mismatch(segments, built, rendered)
+
+    def rewritten(
+        self, messages: Sequence[Message], turns: Sequence[Turn], built: Sequence[int]
+    ) -> list[int] | None:
+        """The tokens of a conversation rendered at once, if its text is another than of `built`.
+
+        DataError if the template refuses it.
+        """
+        rendered = self._at_once(messages, turns)
+        texts = [
+            self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (rendered, built)
+        ]
+        return None if texts[0] == texts[1] else rendered
+
+    def _at_once(self, messages: Sequence[Message], turns: Sequence[Turn]) -> list[int]:
+        """The tokens of a whole conversation; DataError if the template refuses it."""
         conversation = [*messages]
         for turn in turns:
             said: Message = {"role": "assistant", "content": self._content(turn)}
             conversation += [said, *turn.messages]
         is_open = not turns or bool(turns[-1].messages)
-        try:
-            rendered = self._tokenizer.encode(self._render(conversation, is_open))
-        except DataError as error:
-            return Mismatch(len(messages), "changed", "", _excerpt(str(error)))
-        return None if rendered == built else self._mismatch(segments, built, rendered)
+        return self._tokenizer.encode(self._render(conversation, is_open))
 
     def _render(self, messages: Sequence[Message], is_open: bool = True) -> str:
         return self._tokenizer.apply_chat_template(_numbered(messages), is_open, self._tools)

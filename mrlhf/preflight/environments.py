@@ -69,15 +69,20 @@ def read_environments(
     )
     programs = describe(references, limits)
     _check_reward(config, programs.values())
+    _check_contexts(config, programs.values())
     renderers = {
         name: TurnRenderer(tokenizer, program.tools, end_ids) for name, program in programs.items()
     }
-    found = (_rewritten(renderers[name], tokenizer, programs[name]) for name in programs)
+    led = [name for name, program in programs.items() if not program.is_function]
+    found = (_rewritten(renderers[name], tokenizer, programs[name]) for name in led)
     for mismatch in sorted({str(mismatch) for mismatch in found if mismatch is not None}):
         problem = f"the chat template writes a conversation otherwise than its turns: {mismatch}"
         if rollout.on_rewrite == "error":
             raise DataError(f"rollout.on_rewrite: {problem}")
-        logger.warning("%s; the policy trains on its turns as it drew them", problem)
+        if rollout.on_rewrite == "keep":
+            logger.warning("%s; the policy trains on its turns as it drew them", problem)
+        else:
+            logger.info("%s; there an episode goes on in another context", problem)
     return EnvironmentInputs(
         references=references,
         programs=programs,
@@ -95,6 +100,8 @@ def draw_episode(
     What the policy says is left open, and so is what it is told. A first observation is missing.
     """
     program = environments.programs[environments.program_of(prompt.data_source[0])]
+    if program.is_function:
+        return ["  a rollout function leads the episodes; what it has drawn trains"]
     renderer = environments.renderers[program.name]
     said = [*tokenizer.encode("..."), tokenizer.eos_id]
     parts = [
@@ -152,7 +159,7 @@ def _check_reward(config: PPOConfig, programs: Collection[Program]) -> None:
     """Compare the terms of the reward with what the environments say."""
     is_asked = any(term.name == "environment" for term in config.reward.terms)
     says = any(program.has_reward for program in programs)
-    if is_asked and not says:
+    if is_asked and not says and not any(program.is_function for program in programs):
         raise ConfigError(
             "reward.terms holds 'environment', but rollout.environment has no method reward(self); "
             "add one, or use another term"
@@ -162,3 +169,22 @@ def _check_reward(config: PPOConfig, programs: Collection[Program]) -> None:
             "rollout.environment has a method reward, which no term of the reward uses; add "
             "{name: environment} to reward.terms"
         )
+
+
+def _check_contexts(config: PPOConfig, programs: Collection[Program]) -> None:
+    """Refuse what needs that an episode has one context, if it may have several."""
+    has_function = any(program.is_function for program in programs)
+    rollout = config.rollout
+    if not has_function and rollout.on_rewrite != "split":
+        return
+    user = "a rollout function" if has_function else "rollout.on_rewrite: split"
+    for key, is_set, remedy in (
+        ("rollout.partial.over", rollout.partial.is_on, "1"),
+        ("actor.router_replay", config.actor.router_replay != "none", "none"),
+        ("algorithm.overlong_buffer.enable", config.algorithm.overlong_buffer.enable, "false"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{user} may give an episode several contexts, and {key} needs a single one; set "
+                f"it to {remedy}"
+            )

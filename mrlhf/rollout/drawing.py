@@ -220,7 +220,7 @@ class Drawing(Generic[S]):
         sampling = one.request.sampling
         return Request(
             id=one.row + self._batch * later,
-            prompt=[*one.prompt_ids, *one.said.token_ids],
+            prompt=self._context(one),
             uid=one.request.uid,
             samples=samples,
             sampling=replace(
@@ -229,6 +229,10 @@ class Drawing(Generic[S]):
             goes_on=self._goes_on(one),
             drawn=one.drawn,
         )
+
+    def _context(self, one: S) -> list[int]:
+        """The tokens that are read before the next one."""
+        return [*one.prompt_ids, *one.said.token_ids]
 
     def _goes_on(self, one: S) -> bool:
         """Whether the sample may draw more after its next request."""

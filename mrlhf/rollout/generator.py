@@ -31,6 +31,7 @@ from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 from mrlhf.rollout.conversations import Conversations
+from mrlhf.rollout.conversing import Conversing
 from mrlhf.rollout.drawing import Drawn, Pace, SingleTurns, Task, mix_seed
 from mrlhf.rollout.episodes import check_episodes, episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
@@ -264,7 +265,8 @@ class Generator:
                 if self.conversations is None:
                     drawn = SingleTurns(self.engine, task, pace).draw(may_step)
                 else:
-                    drawn = self.conversations.draw(self.engine, task, pace, may_step)
+                    leading = Conversing(self.conversations, self.engine, task, pace)
+                    drawn = leading.draw(may_step)
                 self._count_memory()
         except Interrupted as stop:
             # Others begin again, as an interruption does not come at the same token everywhere.
