@@ -88,6 +88,13 @@ EPISODES = Chapter(
     "With `rollout.environment` or `rollout.tools`; see [environments.md](environments.md).",
     Metric("episodes/turns/mean", "mean", "episodes", "turns", "of an episode", label="turns"),
     Metric("episodes/turns/max", "max", "episodes", "turns", "of the longest episode"),
+    Metric(
+        "episodes/contexts/mean",
+        "mean",
+        "episodes",
+        "contexts",
+        "of an episode: what the policy read at once",
+    ),
     Metric("episodes/tool_calls/mean", "mean", "episodes", "calls", "of tools in an episode"),
     Metric("episodes/errors", "mean", "calls", "share",
            "that failed or could not be read", below=0.5),

@@ -67,6 +67,33 @@ def breaks(data_source, solution_str, ground_truth, extra_info):
     raise ZeroDivisionError("no such number")
 """
 
+# A rollout function, in ROOT/episodes.py.
+ROLLOUT_FUNCTIONS = """
+import asyncio
+
+
+async def own(engine, row, sampling):
+    asked = await engine.prompt(row["prompt"])
+    first, second = await asyncio.gather(engine.generate(asked, 3), engine.generate(asked, 2))
+    again = await engine.generate(await engine.tell(first, "3+4="))
+    other = await engine.generate(await engine.encode("1+" + row["answer"]))
+    for one in (again, second, other):
+        one.reward = sum(one.token_ids) / 100
+        one.role = "asks" if one is other else "answers"
+    return [again, second, other]
+
+
+async def shared(engine, row, sampling):
+    first = await engine.generate(await engine.prompt(row["prompt"]), 3)
+    ends = [await engine.generate(await engine.tell(first, text), 3) for text in ("1+", "2+")]
+    ends[0].reward = {"score": len(ends[0].text + ends[1].text) / 10, "turns": 3}
+    return ends
+"""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -155,6 +182,8 @@ def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     plain_models.save_models(root)
     write_tiny_task(root / "data", train=20)
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
+    (root / "episodes.py").write_text(ROLLOUT_FUNCTIONS)
+    (root / "chat.jinja").write_text(CHAT_TEMPLATE)
     (root / "base.yaml").write_text(yaml.safe_dump(_base(root)))
 
     run_ranks(WORLD_SIZE, _in_ranks, str(root), scenarios)
