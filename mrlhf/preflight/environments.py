@@ -73,6 +73,12 @@ def read_environments(
     renderers = {
         name: TurnRenderer(tokenizer, program.tools, end_ids) for name, program in programs.items()
     }
+    if rollout.on_rewrite == "split" and any(one.needs_calls for one in renderers.values()):
+        raise ConfigError(
+            "rollout.on_rewrite: split renders conversations at once, and the chat template writes "
+            "what tools say only behind calls; set it to keep, or data.chat_template to a jinja "
+            "file that writes them behind any message"
+        )
     led = [name for name, program in programs.items() if not program.is_function]
     found = (_rewritten(renderers[name], tokenizer, programs[name]) for name in led)
     for mismatch in sorted({str(mismatch) for mismatch in found if mismatch is not None}):

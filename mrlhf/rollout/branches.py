@@ -112,13 +112,16 @@ class Branches:
             woven.reward = {**means, "score": 0.0}
         return woven
 
-    def _check(self, ids: Sequence[int], turns: Sequence[tuple[int, int]]) -> None:
+    def _check(self, ids: list[int], turns: Sequence[tuple[int, int]]) -> None:
         """Compare the tokens of a trajectory with what was drawn."""
         for draw, begin in turns:
-            sample = self.drawn.get(draw)
-            tokens = array("i") if sample is None else sample.arrays[0]
-            is_same = list(tokens) == list(ids[begin : begin + len(tokens)])
-            if sample is None or not is_same or _digest(ids[:begin]) != self._behind[draw]:
+            drawn = self.drawn[draw].token_ids if draw in self.drawn else None
+            if (
+                drawn is None
+                or drawn != ids[begin : begin + len(drawn)]
+                or not all(type(one) is int for one in ids[:begin])
+                or _digest(ids[:begin]) != self._behind[draw]
+            ):
                 raise BranchError(
                     "a trajectory has other tokens than those that were drawn or read; continue "
                     "those that generate returns"

@@ -18,7 +18,6 @@ from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import Turn, TurnRenderer
 from mrlhf.environments.host import EnvironmentHost
 from mrlhf.environments.interface import Outcome, Program
-from mrlhf.errors import DataError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.rollout.branches import Branches
@@ -78,6 +77,7 @@ class Conversation(OpenSample):
     # The conversation as messages, where the template may make a new context of it.
     messages: list[Message] = field(default_factory=list)
     history: list[Turn] = field(default_factory=list)
+    text: str = ""  # of all of it, up to the present turn, if that is not the first
     branches: Branches = field(default_factory=Branches)  # what a rollout function asks for
 
 
@@ -144,7 +144,7 @@ class Conversations:
             return False
         try:
             value = self._rendered(outcome.program, question)
-        except DataError as error:
+        except Exception as error:  # whatever is wrong with its arguments
             self.answer(outcome.episode, question["number"], str(error), "error")
         else:
             self.answer(outcome.episode, question["number"], value)

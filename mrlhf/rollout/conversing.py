@@ -323,10 +323,10 @@ class Conversing(Drawing[Conversation]):
         tokens = renderer.after(drawn, True, messages)
         if self._limits.on_rewrite != "split":
             return tokens, False
+        before = one.text or renderer.text(one.messages)
         one.history.append(Turn(drawn, True, messages))
-        built = self._context(one) + tokens
-        rewritten = renderer.rewritten(one.messages, one.history, built)
-        return (tokens, False) if rewritten is None else (rewritten, True)
+        one.text, new = renderer.goes_on(one.messages, one.history, before)
+        return (tokens, False) if new is None else (new, True)
 
     def _ask_reward(self, one: Conversation) -> None:
         """Ask what the episode is worth, if its environment says so; otherwise it is over."""

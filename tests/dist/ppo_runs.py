@@ -67,9 +67,21 @@ def breaks(data_source, solution_str, ground_truth, extra_info):
     raise ZeroDivisionError("no such number")
 """
 
-# A rollout function, in ROOT/episodes.py.
-ROLLOUT_FUNCTIONS = """
+# Rollout functions and an environment, in ROOT/episodes.py.
+EPISODES = """
 import asyncio
+
+
+class Asks:
+    def reset(self, row):
+        self.turns = 0
+
+    def reply(self, text):
+        self.turns += 1
+        return f"{self.turns}+" if self.turns < 3 else None
+
+    def reward(self):
+        return self.turns
 
 
 async def own(engine, row, sampling):
@@ -93,6 +105,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
+FORGETFUL_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.role == 'assistant' and not loop.last %}{{ message.content.split('-')[-1] }}"
+    "{% else %}{{ message.content }}{% endif %}",
+)
+"""Of all turns but the last it writes only what stands behind a -, as others do with thoughts."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +200,9 @@ def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     plain_models.save_models(root)
     write_tiny_task(root / "data", train=20)
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
-    (root / "episodes.py").write_text(ROLLOUT_FUNCTIONS)
+    (root / "episodes.py").write_text(EPISODES)
     (root / "chat.jinja").write_text(CHAT_TEMPLATE)
+    (root / "forgets.jinja").write_text(FORGETFUL_TEMPLATE)
     (root / "base.yaml").write_text(yaml.safe_dump(_base(root)))
 
     run_ranks(WORLD_SIZE, _in_ranks, str(root), scenarios)

@@ -11,8 +11,8 @@ from collections import defaultdict
 import pytest
 import torch
 
+from mrlhf.data.tokenizer import load_tokenizer
 from tests.dist.ppo_runs import (
-    DP4,
     TP2_PP2,
     Runs,
     Scenario,
@@ -30,6 +30,16 @@ _LEADS = [
     "reward_model=null",
     "algorithm.use_kl_in_reward=false",
 ]
+_STOP_IDS = (2, *range(4, 16))
+_SPLIT = [
+    *_LEADS,
+    "data.chat_template=ROOT/forgets.jinja",
+    "data.max_response_length=12",
+    "rollout.environment=ROOT/episodes.py:Asks",
+    "rollout.max_turn_tokens=4",
+    f"rollout.stop_token_ids={[*_STOP_IDS[1:]]}",
+    "rollout.on_rewrite=split",
+]
 _SHARED = [*_LEADS, "rollout.environment=ROOT/episodes.py:shared"]
 _OWN = [*_LEADS, "rollout.environment=ROOT/episodes.py:own"]
 _TP2_DP2 = ["actor.tp=2", "actor.micro_batch_tokens=24"]
@@ -44,6 +54,9 @@ OWN_WIDE = Scenario("own", [*_OWN, *GRPO])
 OWN_DEEP = Scenario("own tp2 pp2", [*_OWN, *GRPO, *TP2_PP2, "rollout.tp=4"])
 OWN_GAE = Scenario("own gae", [*_OWN, *_TP2_DP2])
 
+SPLIT = Scenario("split", _SPLIT)
+SPLIT_DEEP = Scenario("split tp2 pp2", [*_SPLIT, *TP2_PP2, "rollout.tp=2"])
+
 
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
     assert_engine_and_trainer_agree(runs)
@@ -52,14 +65,15 @@ def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
 def test_a_step_is_the_same_on_every_layout(runs: Runs) -> None:
     assert_same_on_every_layout(runs, WIDE, DEEP, MIXED, LONG)
     assert_same_on_every_layout(runs, OWN_WIDE, OWN_DEEP)
+    assert_same_on_every_layout(runs, SPLIT, SPLIT_DEEP)
 
 
 def test_the_experience_is_what_the_models_say_of_each_context(runs: Runs) -> None:
-    for scenario in (DEEP, OWN_GAE):
+    for scenario in (DEEP, OWN_GAE, SPLIT):
         experience = runs.steps(scenario)[0].experience
         rollout = experience.rollout
         assert rollout.episodes is not None
-        assert all(len(episode.context_begins) > 0 for episode in rollout.episodes)
+        assert any(len(episode.context_begins) > 0 for episode in rollout.episodes)
         logprobs, _ = plain_tables.evaluate(runs.load(), rollout)
         assert_close(experience.old_logprobs, logprobs)
         assert_close(rollout.rollout_logprobs, logprobs * rollout.loss_mask)
@@ -135,3 +149,32 @@ def test_own_rewards_do_not_reach_other_contexts(runs: Runs) -> None:
             ):
                 wanted[row, begin:end] = episode.turn_rewards[place + 1]  # gamma = lambda = 1
         assert_close(experience.returns, wanted * rollout.loss_mask)
+
+
+def test_a_template_that_forgets_begins_another_context(runs: Runs) -> None:
+    tokenizer = load_tokenizer(runs.root / "data" / "tokenizer")
+    end = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
+    contexts = []
+    for step in runs.steps(SPLIT):
+        rollout = step.experience.rollout
+        for row, episode in enumerate(rollout.episodes or ()):
+            ids = rollout.response_ids[row].tolist()
+            said = []
+            for begin, stop in zip(episode.turn_begins, episode.turns, strict=True):
+                has_end = ids[stop - 1] in _STOP_IDS
+                said.append(tokenizer.decode(ids[begin : stop - has_end], False))
+            asked = [rollout.prompts.text[row], *(f"{turn}+" for turn in range(1, len(said)))]
+            for begin, prompt in zip(episode.context_begins, episode.context_prompts, strict=True):
+                turn = episode.turn_begins.index(begin + prompt)  # its first
+                earlier = zip(
+                    asked, [text.split("-")[-1] + end for text in said[:turn]], strict=False
+                )
+                wanted = "".join(text for pair in earlier for text in pair) + asked[turn]
+                got = tokenizer.decode(ids[begin : begin + prompt], skip_special_tokens=False)
+                assert got == wanted
+            contexts.append(len(episode.context_begins))
+            # A turn without a - stays in its context.
+            for turn, text in enumerate(said[:-1]):
+                follows = episode.turns[turn] in episode.context_begins
+                assert follows == ("-" in text)
+    assert set(contexts) == {0, 1, 2}
