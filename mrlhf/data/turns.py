@@ -169,11 +169,6 @@ class TurnRenderer:
             return Mismatch(len(messages), "changed", "", _excerpt(str(error)))
         return None if rendered == built else self._mismatch(segments, built, rendered)
 
-    @property
-    def needs_calls(self) -> bool:
-        """Whether the template writes what tools say only behind calls that it is given."""
-        return "call" in self._forms.values()
-
     def text(self, messages: Sequence[Message]) -> str:
         """The text of the first prompt."""
         return self._render(messages)
@@ -184,8 +179,7 @@ class TurnRenderer:
         """The text of a conversation up to its next turn, rendered at once; its tokens if new.
 
         It is new if the template does not only add to `before`, the text up to the last of `turns`.
-        How a turn ended and how it is cut into tokens makes no difference. Not for templates that
-        need calls.
+        How a turn ended and how it is cut into tokens makes no difference.
 
         Raises:
             DataError: the template refuses the conversation.

@@ -53,6 +53,8 @@ class Sampling:
 class Engine:
     """Asks the trainer's engine. Its calls may be awaited together, as with asyncio.gather."""
 
+    NoRoom = NoRoom  # for a function that does not import this file, and so need not load torch
+
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._numbers = itertools.count()
@@ -161,8 +163,8 @@ def lead(
     fits = isinstance(every, (list, tuple)) and all(isinstance(one, Trajectory) for one in every)
     if not every or not fits:
         raise programs.ProgramError(
-            f"the rollout function returned {repr(returned)[:100]}; return a Trajectory or a list "
-            "of them"
+            f"the rollout function returned {repr(returned)[:100]}; return a trajectory of the "
+            "engine or a list of them"
         )
     return {"trajectories": [_as_dict(one) for one in every]}
 

@@ -73,14 +73,9 @@ def read_environments(
     renderers = {
         name: TurnRenderer(tokenizer, program.tools, end_ids) for name, program in programs.items()
     }
-    if rollout.on_rewrite == "split" and any(one.needs_calls for one in renderers.values()):
-        raise ConfigError(
-            "rollout.on_rewrite: split renders conversations at once, and the chat template writes "
-            "what tools say only behind calls; set it to keep, or data.chat_template to a jinja "
-            "file that writes them behind any message"
-        )
+    splits = rollout.on_rewrite == "split"
     led = [name for name, program in programs.items() if not program.is_function]
-    found = (_rewritten(renderers[name], tokenizer, programs[name]) for name in led)
+    found = (_rewritten(renderers[name], tokenizer, programs[name], splits) for name in led)
     for mismatch in sorted({str(mismatch) for mismatch in found if mismatch is not None}):
         problem = f"the chat template writes a conversation otherwise than its turns: {mismatch}"
         if rollout.on_rewrite == "error":
@@ -142,10 +137,13 @@ def _parser(
         raise DataError(f"rollout.tool_parser: {error}") from None
 
 
-def _rewritten(renderer: TurnRenderer, tokenizer: Tokenizer, program: Program) -> Mismatch | None:
+def _rewritten(
+    renderer: TurnRenderer, tokenizer: Tokenizer, program: Program, splits: bool
+) -> Mismatch | None:
     """Where the template writes a short conversation otherwise than its turns alone, if anywhere.
 
     Templates do so that drop thoughts of earlier turns, or write tools beside the last message.
+    DataError if it `splits` there, and the template does not take it at once.
     """
     thinks = "</think>" in tokenizer.chat_template
     said = ["<think>\nWell.\n</think>\n\nSo." if thinks else "So.", "And so."]
@@ -154,8 +152,17 @@ def _rewritten(renderer: TurnRenderer, tokenizer: Tokenizer, program: Program) -
         Turn([*tokenizer.encode(text), tokenizer.eos_id], True, [message])
         for text, message in zip(said, told, strict=True)
     ]
+    question = [{"role": "user", "content": "What?"}]
+    if splits:
+        try:
+            renderer.goes_on(question, turns, renderer.text(question))
+        except DataError as error:
+            raise DataError(
+                f"rollout.on_rewrite: split renders a conversation at once, as text: {error}; set "
+                "it to keep"
+            ) from None
     try:
-        return renderer.check([{"role": "user", "content": "What?"}], turns)
+        return renderer.check(question, turns)
     except DataError as error:  # the prompts of the data may be such that it takes them
         logger.debug("the chat template refuses a conversation: %s", error)
         return None

@@ -1,0 +1,227 @@
+"""Rollout functions in their processes: what they ask for, and every way to misbehave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mrlhf.environments.host import EnvironmentHost, ToolLimits
+from mrlhf.environments.interface import EnvironmentReference, Outcome
+
+FUNCTIONS = '''
+import asyncio, os, random, time
+
+
+async def talks(engine, row, sampling):
+    asked = await engine.prompt(row["prompt"])
+    one, two = await asyncio.gather(engine.generate(asked), engine.generate(asked, max_tokens=1))
+    told = await engine.tell(one, [{"role": "tool", "name": "x", "content": "more"}])
+    one = await engine.generate(told)
+    assert asked.turns == () and two.turns[0][1] == len(asked.token_ids)  # they stay as they were
+    one.reward, one.role = {"score": random.random(), "most": sampling.max_tokens}, "first"
+    text = await engine.decode(await engine.encode("words"))
+    two.role = f"{text} {one.text} {one.stopped}"
+    return [one, two]
+
+
+async def survives(engine, row, sampling):
+    """What is refused can be caught."""
+    problems = []
+    tell = engine.tell(await engine.prompt("a"), "b")
+    for begin in (engine.generate([1] * 99), engine.generate(["a"]), tell):
+        try:
+            await begin
+        except (engine.NoRoom, ValueError) as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    last = await engine.generate([1])
+    last.role = "; ".join(problems)
+    return last
+
+
+async def works(engine, row, sampling):
+    """It computes while it waits for the engine."""
+    slow = asyncio.ensure_future(engine.generate([5]))
+    await asyncio.sleep(0.3)
+    quick = await engine.generate([6])
+    return [quick, await slow]
+
+
+async def raises(engine, row, sampling):
+    await engine.generate([1])
+    raise KeyError("lost")
+
+
+async def hangs(engine, row, sampling):
+    await engine.generate([1])
+    while True:
+        time.sleep(1)
+
+
+async def sleeps(engine, row, sampling):
+    await asyncio.sleep(1000)
+
+
+async def leaves(engine, row, sampling):
+    await engine.generate([1])
+    os._exit(3)
+
+
+async def dies_while_asking(engine, row, sampling):
+    asyncio.get_running_loop().call_later(0.2, os._exit, 4)
+    await engine.generate([9])
+
+
+async def nothing(engine, row, sampling):
+    return []
+
+
+async def unread(engine, row, sampling):
+    return await engine.prompt("a")
+
+
+async def infinite(engine, row, sampling):
+    one = await engine.generate([1])
+    one.reward = float("inf")
+    return one
+
+
+async def forgets_to_await(engine, row, sampling):
+    return engine.generate([1])
+'''
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 50, "max_turns": 4}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentHost]:
+    file = tmp_path_factory.mktemp("functions") / "own.py"
+    file.write_text(FUNCTIONS, encoding="utf-8")
+    names = [line.split("(")[0][10:] for line in FUNCTIONS.split("\n") if line.startswith("async ")]
+    references = {name: EnvironmentReference(f"{file}:{name}") for name in names}
+    host = EnvironmentHost(references, ToolLimits(timeout_s=2.0, workers=1))
+    yield host
+    host.close()
+
+
+def _answer(host: EnvironmentHost, asked: Outcome, draws: list[list[int]]) -> None:
+    """What a trainer answers whose policy says 7, 8 and ends."""
+    question = asked.question
+    assert question is not None
+    number, what = question["number"], question["what"]
+    if what == "generate" and len(question["token_ids"]) > 50:
+        host.answer(asked.episode, number, "too long", "no room")
+    elif what == "generate" and "a" in question["token_ids"]:
+        host.answer(asked.episode, number, "no tokens", "error")
+    elif what == "generate":
+        draws.append(question["token_ids"])
+        turn = {"token_ids": [7, 8][: question["max_tokens"]], "text": "say", "stopped": True}
+        host.answer(asked.episode, number, turn | {"draw": len(draws) - 1})
+    else:
+        answers: dict[str, Any] = {
+            "prompt": [1, 2, 3],
+            "tell": [4],
+            "encode": [5],
+            "decode": "word",
+        }
+        host.answer(asked.episode, number, answers.get(what, "word"))
+
+
+def _run(host: EnvironmentHost, *names: str) -> tuple[list[Outcome], list[list[int]]]:
+    """What came of an episode of each function, and what each draw followed."""
+    ended: dict[int, Outcome] = {}
+    draws: list[list[int]] = []
+    for number, name in enumerate(names):
+        host.begin(number, name, {"prompt": "hello"}, 5, SAMPLING)
+    until = time.monotonic() + 60
+    while len(ended) < len(names) and time.monotonic() < until:
+        for outcome in host.poll(0.2):
+            if outcome.kind == "ask":
+                _answer(host, outcome, draws)
+            else:
+                ended[outcome.episode] = outcome
+    for number in range(len(names)):
+        host.end(number)
+    return [ended[number] for number in range(len(names))], draws
+
+
+def test_a_function_asks_and_returns_trajectories(host: EnvironmentHost) -> None:
+    assert all(program.is_function and not program.tools for program in host.programs.values())
+    [one, again], draws = _run(host, "talks", "talks")
+    assert draws[:3].count([1, 2, 3]) >= 2 and [1, 2, 3, 7, 8, 4] in draws
+    first, second = one.trajectories
+    assert first["token_ids"] == [1, 2, 3, 7, 8, 4, 7, 8]
+    assert [begin for _, begin in first["turns"]] == [3, 6]
+    assert second["token_ids"] == [1, 2, 3, 7] and second["role"] == "word say True"
+    assert first["role"] == "first" and first["reward"]["most"] == 50
+    assert first["reward"] == again.trajectories[0]["reward"]  # by the seed
+
+
+def test_what_is_refused_can_be_caught(host: EnvironmentHost) -> None:
+    [one], _ = _run(host, "survives")
+    [said] = one.trajectories
+    assert said["role"] == (
+        "NoRoom: too long; ValueError: no tokens; ValueError: tell needs a trajectory with a turn: "
+        "generate one first"
+    )
+
+
+def test_a_function_that_works_while_the_engine_draws(host: EnvironmentHost) -> None:
+    host.begin(0, "works", {}, 5, SAMPLING)
+    asked = []
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for outcome in host.poll(0.2):
+            if outcome.kind == "rollout":
+                assert [one["token_ids"] for one in outcome.trajectories] == [[6, 7, 8], [5, 7, 8]]
+                host.end(0)
+                return
+            asked.append(outcome)
+            if len(asked) == 2:  # the first is answered last, after more than its time
+                time.sleep(2.2)
+                for late in reversed(asked):
+                    _answer(host, late, [])
+    raise AssertionError("it did not end")
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("raises", "rollout raised KeyError: 'lost'"),
+        ("hangs", "rollout took more than 2 s and was stopped"),
+        ("sleeps", "rollout took more than 2 s and was stopped"),
+        ("leaves", "rollout ended its process (exit code 3)"),
+        (
+            "nothing",
+            "the rollout function returned []; return a trajectory of the engine or a list of them",
+        ),
+        ("unread", "returned a trajectory without a turn: generate one, or leave it out"),
+        ("infinite", "reward returned inf; return a finite number"),
+        ("forgets_to_await", "return a trajectory of the engine or a list of them"),
+    ],
+)
+def test_a_function_that_misbehaves_fails_alone(
+    host: EnvironmentHost, name: str, failure: str
+) -> None:
+    [failed, fine], _ = _run(host, name, "talks")
+    assert failed.failure is not None and failure in failed.failure
+    assert fine.failure is None and fine.trajectories
+    assert not host._episodes
+
+
+def test_a_process_that_ends_while_it_waits(host: EnvironmentHost) -> None:
+    host.begin(0, "dies_while_asking", {}, 5, SAMPLING)
+    asked = []
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for outcome in host.poll(0.3):
+            if outcome.kind == "ask":
+                asked.append(outcome)
+                continue
+            assert outcome.failure == "rollout ended its process (exit code 4)"
+            host.end(0)
+            return
+        if asked and host._episodes[0].ended:
+            _answer(host, asked[0], [])
+    raise AssertionError("nobody noticed")
