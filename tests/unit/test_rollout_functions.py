@@ -130,20 +130,25 @@ def _answer(host: EnvironmentHost, asked: Outcome, draws: list[list[int]]) -> No
 
 def _run(host: EnvironmentHost, *names: str) -> tuple[list[Outcome], list[list[int]]]:
     """What came of an episode of each function, and what each draw followed."""
-    ended: dict[int, Outcome] = {}
-    draws: list[list[int]] = []
     for number, name in enumerate(names):
         host.begin(number, name, {"prompt": "hello"}, 5, SAMPLING)
+    found = _until_ended(host, len(names))
+    for number in range(len(names)):
+        host.end(number)
+    return found
+
+
+def _until_ended(host: EnvironmentHost, episodes: int) -> tuple[list[Outcome], list[list[int]]]:
+    ended: dict[int, Outcome] = {}
+    draws: list[list[int]] = []
     until = time.monotonic() + 60
-    while len(ended) < len(names) and time.monotonic() < until:
+    while len(ended) < episodes and time.monotonic() < until:
         for outcome in host.poll(0.2):
             if outcome.kind == "ask":
                 _answer(host, outcome, draws)
             else:
                 ended[outcome.episode] = outcome
-    for number in range(len(names)):
-        host.end(number)
-    return [ended[number] for number in range(len(names))], draws
+    return [ended[number] for number in range(episodes)], draws
 
 
 def test_a_function_asks_and_returns_trajectories(host: EnvironmentHost) -> None:
@@ -156,6 +161,19 @@ def test_a_function_asks_and_returns_trajectories(host: EnvironmentHost) -> None
     assert second["token_ids"] == [1, 2, 3, 7] and second["role"] == "word say True"
     assert first["role"] == "first" and first["reward"]["most"] == 50
     assert first["reward"] == again.trajectories[0]["reward"]  # by the seed
+
+
+def test_the_function_of_the_page_leads_an_episode(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    [code] = [block for block in page.split("```python\n") if "async def" in block]
+    file = tmp_path / "my_agents.py"
+    file.write_text(code.split("```")[0], encoding="utf-8")
+    host = EnvironmentHost({"": EnvironmentReference(f"{file}:solve")}, ToolLimits(timeout_s=60.0))
+    host.begin(0, "", {"prompt": "What?", "answer": "say"}, 5, SAMPLING)
+    [ended], draws = _until_ended(host, 1)
+    assert len(ended.trajectories) == len(draws) == 4
+    assert [one["reward"] for one in ended.trajectories] == [None, None, None, 1.0]
+    host.close()
 
 
 def test_what_is_refused_can_be_caught(host: EnvironmentHost) -> None:
