@@ -102,9 +102,8 @@ class _Episode:
     kind: Literal["reset", "turn", "reward", "rollout"] = "reset"
     # What is not answered yet, one after the other: a method of the child and its arguments.
     requests: deque[list[Any]] = field(default_factory=deque)
-    # Answers to a rollout function that are not sent yet, and how many of its questions are open.
-    answers: list[list[Any]] = field(default_factory=list)
-    questions: int = 0
+    unsent: list[list[Any]] = field(default_factory=list)  # requests, or answers to its questions
+    questions: int = 0  # of a rollout function, that have no answer yet
     asked_at: float = 0.0
     deadline: float | None = None  # set while the child computes
     received: bytes = b""
@@ -172,12 +171,10 @@ class EnvironmentHost:
         if episode is None:
             return  # it has ended without waiting for this
         episode.questions -= 1
-        episode.answers.append(["answer", question, kind, value])
-        if not episode.questions:
+        episode.unsent.append(["answer", question, kind, value])
+        if episode not in self._queue:  # else the function went on, and has asked again
             episode.asked_at = time.monotonic()
             self._queue.append(episode)
-        elif not episode.ended:  # it waits for more
-            self._send(episode)
 
     def turn(self, number: int, text: str, calls: Sequence[ToolCall]) -> None:
         """Run the calls of a turn; without any, let the environment reply to its text."""
@@ -238,6 +235,7 @@ class EnvironmentHost:
         assert not episode.requests, f"episode {episode.number} has not answered yet"
         episode.kind = kind
         episode.requests.extend(requests)
+        episode.unsent.extend(requests)
         episode.asked_at = time.monotonic()
         episode.results = []
         episode.facts = {}
@@ -253,17 +251,16 @@ class EnvironmentHost:
                 self._give_up(episode, what)
             else:
                 self._send(episode)
-            if episode.questions:  # they came while its answers were in the queue
+            if episode.questions:  # it waits for more answers
                 self._computing.pop(episode.number, None)
 
     def _send(self, episode: _Episode) -> None:
-        """Send all requests at once, or the answers that it waits for; each has its own time."""
+        """Send all requests at once, each of which has its own time; or what it has asked for."""
         until = time.monotonic() + self._limits.timeout_s
         episode.deadline = None if episode.questions else until
         episode.connection.settimeout(self._limits.timeout_s)
-        content = episode.answers or list(episode.requests)
-        line = json.dumps(content, default=str).encode() + b"\n"
-        episode.answers = []
+        line = json.dumps(episode.unsent, default=str).encode() + b"\n"
+        episode.unsent = []
         with suppress(OSError):  # it has ended, which reading shows
             episode.connection.sendall(line)
 
@@ -364,7 +361,8 @@ class EnvironmentHost:
             episode.pid, episode.connection = episode.nursery.fork()
             self._selector.register(episode.connection, selectors.EVENT_READ, episode)
             self._take(episode, {"content": f"Error: {problem}", "is_error": True})
-            self._send(episode)  # what follows the call
+            episode.unsent = list(episode.requests)  # what follows the call
+            self._send(episode)
         else:
             self._report(episode, problem)
 
