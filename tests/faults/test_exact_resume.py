@@ -120,6 +120,7 @@ def test_episodes_of_several_turns(inputs: Path, undisturbed: Undisturbed, tmp_p
     assert len(run.state(part)["progress"]["experience"]["rollout"]["episodes"]) == 16
     run.finish()
     assert max(row.get("episodes/turns/max", 0) for row in run.rows()) == 3
+    assert max(row.get("episodes/contexts/mean", 0) for row in run.rows()) > 1
     assert_same_run(run, undisturbed(run.setting))
 
 
