@@ -100,6 +100,10 @@ class TurnRenderer:
         if tools:
             self._form(("tool",))
 
+    def with_tools(self, tools: Sequence[Tool]) -> TurnRenderer:
+        """The same with other tools; DataError if the template ignores them."""
+        return TurnRenderer(self._tokenizer, tools, self._end_ids)
+
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of the first prompt: tools, messages and the header of the answer.
 

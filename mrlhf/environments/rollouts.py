@@ -31,12 +31,18 @@ class Trajectory:
     """
 
     token_ids: list[int]
-    text: str = ""  # of the last turn
+    text: str = ""  # of the last turn, without the token that ended it
     stopped: bool = False  # whether the last turn ended by itself, and not at a limit
+    # With tools: the calls of the last turn, each as {"name", "arguments"}, the text beside them,
+    # and one line that says why a call cannot be read, or nothing.
+    calls: tuple[Mapping[str, Any], ...] = ()
+    content: str = ""
+    problem: str = ""
     reward: float | dict[str, float] | None = None
     role: str = ""  # one with a reward of its own is compared with others of its role
     # Which draw gave each turn, and where its tokens begin.
     turns: tuple[tuple[int, int], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # that its prompt shows
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,23 @@ class Engine:
         self._numbers = itertools.count()
         self._open: dict[int, asyncio.Future[Any]] = {}
 
-    async def prompt(self, messages: str | Sequence[Mapping[str, str]]) -> Trajectory:
+    async def prompt(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Trajectory:
         """A trajectory that begins with these chat messages; a text is the user's.
 
-        ValueError if the chat template refuses them.
+        Args:
+            messages: each with `role` and `content`.
+            tools: that the prompt shows, as chat templates take them: each as {"type": "function",
+                "function": {"name", "description", "parameters"}}.
+
+        Raises:
+            ValueError: the chat template refuses the messages or ignores the tools.
         """
-        return Trajectory(await self._ask("prompt", {"messages": _messages(messages)}))
+        asked = {"messages": _messages(messages), "tools": list(tools)}
+        return Trajectory(await self._ask("prompt", asked), tools=tuple(tools))
 
     async def generate(
         self, context: Trajectory | Sequence[int], max_tokens: int | None = None
@@ -77,14 +94,11 @@ class Engine:
         """
         begun = context if isinstance(context, Trajectory) else Trajectory(list(context))
         ids = list(begun.token_ids)
-        answer = await self._ask("generate", {"token_ids": ids, "max_tokens": max_tokens})
-        return replace(
-            begun,
-            token_ids=ids + answer["token_ids"],
-            text=answer["text"],
-            stopped=answer["stopped"],
-            turns=(*begun.turns, (answer["draw"], len(ids))),
-        )
+        asked = {"token_ids": ids, "max_tokens": max_tokens, "reads_calls": bool(begun.tools)}
+        answer = await self._ask("generate", asked)
+        drawn = answer.pop("token_ids")
+        turns = (*begun.turns, (answer.pop("draw"), len(ids)))
+        return replace(begun, token_ids=ids + drawn, turns=turns, **answer)
 
     async def tell(
         self, trajectory: Trajectory, messages: str | Sequence[Mapping[str, str]]
@@ -101,6 +115,7 @@ class Engine:
             "drawn": ids[begin:],
             "stopped": trajectory.stopped,
             "messages": _messages(messages),
+            "tools": list(trajectory.tools),
         }
         return replace(trajectory, token_ids=ids + await self._ask("tell", told))
 

@@ -128,13 +128,20 @@ def _answer(program: Program, content: str) -> dict[str, str]:
 def _parser(
     config: PPOConfig, programs: Collection[Program], tokenizer: Tokenizer
 ) -> Callable[[str], ParsedTurn]:
-    """What reads the calls out of a turn; without tools there are none."""
-    if not any(program.tools for program in programs):
+    """What reads the calls out of a turn; without tools there are none.
+
+    A rollout function may show tools, and is told if their calls cannot be read.
+    """
+    has_tools = any(program.tools for program in programs)
+    if not has_tools and not any(program.is_function for program in programs):
         return lambda text: ParsedTurn(text, (), None)
     try:
         return parser_for(config.rollout.tool_parser, tokenizer.chat_template)
     except DataError as error:
-        raise DataError(f"rollout.tool_parser: {error}") from None
+        problem = f"rollout.tool_parser: {error}"
+        if has_tools:
+            raise DataError(problem) from None
+        return lambda text: ParsedTurn(text, (), problem)
 
 
 def _rewritten(

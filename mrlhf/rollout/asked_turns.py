@@ -27,8 +27,8 @@ class AskedTurns:
         limits = owner.limits
         max_length = limits.max_length(sampling)
         self._limits = BranchLimits(limits.max_turns, limits.max_turn_tokens, max_length)
-        # By the id of the request: the row, the number of the question, and that of the turn.
-        self._waiting: dict[int, tuple[int, int, int]] = {}
+        # By the id of the request: the row, the question, and the number of the turn.
+        self._waiting: dict[int, tuple[int, Mapping[str, Any], int]] = {}
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class AskedTurns:
             sampling=replace(sampling, max_tokens=most, seed=mix_seed(sampling.seed, name)),
             goes_on=True,
         )
-        self._waiting[request.id] = (one.row, question["number"], turn)
+        self._waiting[request.id] = (one.row, question, turn)
         return [request]
 
     def take(self, sample: Sample, open_samples: Mapping[int, Conversation]) -> bool:
@@ -71,11 +71,16 @@ class AskedTurns:
         one = open_samples.get(row)
         if one is not None:  # else the function has ended without waiting for it
             one.branches.drawn[turn] = sample
+            text = self._owner.text_of(sample.token_ids, self._sampling.stop_token_ids)
             value = {
                 "token_ids": sample.token_ids,
-                "text": self._owner.text_of(sample.token_ids, self._sampling.stop_token_ids),
+                "text": text,
                 "stopped": sample.stopped,
                 "draw": turn,
             }
-            self._owner.answer(one.number, question, value)
+            if question["reads_calls"]:
+                parsed = self._owner.parse(text)
+                calls = [{"name": name, "arguments": given} for name, given in parsed.calls]
+                value |= {"calls": calls, "content": parsed.content, "problem": parsed.error or ""}
+            self._owner.answer(one.number, question["number"], value)
         return True

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,7 @@ class Conversations:
     # The episodes that wait for later weights, by seed, uid and sample index.
     _waiting: dict[tuple[int, int, int], int] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=count)
+    _renderers: dict[str, TurnRenderer] = field(default_factory=dict)  # by tools, of functions
 
     def tell_ranks(self, outcomes: list[Outcome]) -> list[Outcome]:
         """The outcomes that the first rank of the replica has, on all of its ranks."""
@@ -156,8 +158,8 @@ class Conversations:
             self.host.answer(number, question, value, kind)
 
     def _rendered(self, program: str, question: Mapping[str, Any]) -> list[int] | str:
-        renderer = self.dialogues[program].renderer
         what = question["what"]
+        renderer = self._renderer(program, question.get("tools"))
         if what == "prompt":
             return renderer.first(question["messages"])
         if what == "tell":
@@ -167,6 +169,16 @@ class Conversations:
         if what == "encode":
             return self.tokenizer.encode(question["text"])
         return self.tokenizer.decode(question["token_ids"], skip_special_tokens=False)
+
+    def _renderer(self, program: str, tools: Any) -> TurnRenderer:
+        """What renders for a rollout function, with the tools that it names."""
+        plain = self.dialogues[program].renderer
+        if not tools:
+            return plain
+        key = json.dumps(tools)
+        if key not in self._renderers:
+            self._renderers[key] = plain.with_tools(tools)
+        return self._renderers[key]
 
     def cut_all(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with their contents cut."""

@@ -28,6 +28,19 @@ async def talks(engine, row, sampling):
     return [one, two]
 
 
+async def calls(engine, row, sampling):
+    """The same loop as with an environment, by hand."""
+    schema = {"type": "object", "properties": {"query": {"type": "string"}}}
+    tool = {"name": "search", "description": "Searches.", "parameters": schema}
+    one = await engine.prompt(row["prompt"], tools=[{"type": "function", "function": tool}])
+    one = await engine.generate(one)
+    while one.calls:
+        found = [{"role": "tool", "name": c["name"], "content": str(c)} for c in one.calls]
+        one = await engine.generate(await engine.tell(one, found))
+    one.role = one.content + one.problem
+    return one
+
+
 async def survives(engine, row, sampling):
     """What is refused can be caught."""
     problems = []
@@ -124,6 +137,13 @@ def _answer(host: EnvironmentHost, asked: Outcome, draws: list[list[int]]) -> No
     elif what == "generate":
         draws.append(question["token_ids"])
         turn = {"token_ids": [7, 8][: question["max_tokens"]], "text": "say", "stopped": True}
+        if question["reads_calls"]:
+            call = {"name": "search", "arguments": {"query": "x"}}
+            turn |= {
+                "calls": [call][: len(question["token_ids"]) < 6],
+                "content": "c",
+                "problem": "p",
+            }
         host.answer(asked.episode, number, turn | {"draw": len(draws) - 1})
     else:
         answers: dict[str, Any] = {
@@ -181,6 +201,12 @@ def test_the_function_of_the_page_leads_an_episode(tmp_path: Path) -> None:
     assert len(ended.trajectories) == len(draws) == 4
     assert [one["reward"] for one in ended.trajectories] == [None, None, None, 1.0]
     host.close()
+
+
+def test_a_function_shows_tools_and_is_told_the_calls(host: EnvironmentHost) -> None:
+    [one], draws = _run(host, "calls")
+    assert draws == [[1, 2, 3], [1, 2, 3, 7, 8, 4]]
+    assert one.trajectories[0]["role"] == "cp"
 
 
 def test_what_is_refused_can_be_caught(host: EnvironmentHost) -> None:
