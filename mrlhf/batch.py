@@ -233,15 +233,6 @@ class Episode:
     context_roles: list[str] = field(default_factory=list)
 
 
-class Contexts(NamedTuple):
-    """What the policy read at once in the responses of a rollout; int64 [contexts]."""
-
-    rows: Tensor  # the row of each, ascending
-    begins: Tensor  # the number of response tokens before it; 0: it begins with the row's prompt
-    prompts: Tensor  # how many response tokens of it are its prompt; 0 where `begins` is
-    ends: Tensor  # the number of response tokens before its end
-
-
 @dataclass(frozen=True)
 class Rollout:
     """Trajectories: row i of every tensor continues row i of `prompts`, repeated n times.
@@ -404,42 +395,35 @@ class Rollout:
             episodes=list(chain.from_iterable(episodes)) if episodes else None,
         )
 
-    @property
-    def contexts(self) -> Contexts:
-        """What the policy read at once, row after row."""
-        contexts = []
-        for row, length in enumerate(self.response_lengths):
-            episode = None if self.episodes is None else self.episodes[row]
-            begins = [] if episode is None else episode.context_begins
-            prompts = [] if episode is None else episode.context_prompts
-            spans = zip([0, *begins], [0, *prompts], [*begins, length], strict=True)
-            contexts += [(row, *span) for span in spans]
-        columns = torch.tensor(contexts, dtype=torch.int64).view(-1, len(Contexts._fields))
-        return Contexts(*columns.unbind(dim=1))
-
     def sequences(self) -> Sequences:
-        """What the models read of each row, prompts and responses, without padding."""
-        contexts = self.contexts
-        is_first = contexts.begins == 0
-        own = torch.tensor(self.prompt_lengths, dtype=torch.int64)[contexts.rows] * is_first
-        prompt_lengths = own + contexts.prompts
-        lengths = own + contexts.ends - contexts.begins
-
+        """What the models read, without padding: a sequence for each context, row after row."""
         prompts = np.split(flat_ids(self.prompts.token_ids).numpy(), np.cumsum(self.prompt_lengths))
         # NumPy makes slices several times as fast as torch does.
         table = self.response_ids.int().numpy()
         parts = []
-        for row, begin, _, end in torch.stack(contexts, dim=1).tolist():
-            parts += [prompts[row]] if begin == 0 else []
-            parts.append(table[row, begin:end])
+        found = []  # of each sequence its row, its first column, and the tokens of both parts
+        for row, length in enumerate(self.response_lengths):
+            episode = None if self.episodes is None else self.episodes[row]
+            begins = [] if episode is None else episode.context_begins
+            end = begins[0] if begins else length
+            parts += [prompts[row], table[row, :end]]
+            found.append((row, 0, len(prompts[row]), end))
+            for number, begin in enumerate(begins):
+                assert episode is not None
+                prompt = episode.context_prompts[number]
+                end = begins[number + 1] if number + 1 < len(begins) else length
+                parts.append(table[row, begin:end])
+                found.append((row, begin + prompt, prompt, end - begin - prompt))
+        rows, columns, of_prompts, of_responses = torch.tensor(found).view(-1, 4).unbind(dim=1)
+        lengths = of_prompts + of_responses
         return Sequences(
             token_ids=torch.from_numpy(np.concatenate(parts)),
             begins=lengths.cumsum(0) - lengths,
             lengths=lengths,
-            prompt_lengths=prompt_lengths,
+            prompt_lengths=of_prompts,
             width=self.shape[1],
-            rows=contexts.rows,
-            columns=contexts.begins + contexts.prompts,
+            rows=rows,
+            columns=columns,
         )
 
 

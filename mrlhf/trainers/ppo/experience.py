@@ -18,6 +18,7 @@ from mrlhf.batch import Experience, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.methods import find_method
+from mrlhf.errors import RewardError
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
@@ -38,8 +39,8 @@ from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import RewardComponents
+from mrlhf.rollout.rewarded import Rewarded
 from mrlhf.rollout.score_checks import check_advantages
-from mrlhf.trainers.ppo.rewarded import Rewarded
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def make_experience(
             tokens, or None if it is not in use.
 
     Raises:
-        RewardError: the scores are so large that an advantage is not finite.
+        RewardError: the scores are so large that an advantage is not finite, or contexts have
+            rewards of their own where a greedy response is compared.
     """
     rollout = collected.rollout
     drawn = rollout.loss_mask
@@ -201,6 +203,12 @@ def _advantage_inputs(
     weights: Tensor | None,
     components: RewardComponents | None,
 ) -> AdvantageInputs:
+    if rewarded.rows is not None and collected.greedy_scores is not None:
+        raise RewardError(
+            "trajectories have rewards of their own, and algorithm.adv_estimator remax compares "
+            "whole responses with a greedy one; use another, such as rloo"
+        )
+
     def spread(table: Tensor | None) -> Tensor | None:
         return None if table is None else rewarded.spread(table)
 

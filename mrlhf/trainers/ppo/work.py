@@ -28,11 +28,11 @@ from mrlhf.roles.policy_loss import make_correction
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
+from mrlhf.rollout.rewarded import Rewarded
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.experience import ModelOutputs, equal_score_metrics, make_experience
 from mrlhf.trainers.ppo.progress import StepProgress
-from mrlhf.trainers.ppo.rewarded import Rewarded
 from mrlhf.trainers.ppo.setup import Parts
 
 

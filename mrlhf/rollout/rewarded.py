@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Rollout
+from mrlhf.rl.prompt_groups import PromptGroups
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,17 @@ class Rewarded:
         if of_turns is None:
             return of_units
         return of_units + (self.spread(of_turns) * self.mask).sum(dim=1)
+
+    def differ(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        """Whether a unit of a response has another score than one it is compared with.
+
+        `scores` [batch] are without those of turns; the result is bool [batch].
+        """
+        compared = self.scores(scores, rollout)
+        groups = PromptGroups(self.groups)
+        differs = groups.highest(compared) > groups.lowest(compared)
+        if self.rows is None:
+            return differs
+        return torch.zeros(len(rollout), dtype=torch.bool).index_put(
+            (self.rows,), differs, accumulate=True
+        )
