@@ -3,10 +3,10 @@
     python benchmarks/scoring_overlap.py [--quick] [--function-s 0.3] [--steps 3] [--repeats 3]
 
 Two ranks on the host, each an engine of its own, draw 32 responses a step with a random model of
-3M parameters, whose lengths spread from a few tokens to the longest. Runs with and without the key take turns, and
-their scores must be equal. Figures are medians over the steps of all turns, without the first step
-of a run: seconds of generation and of scoring, and the share of responses whose scoring began while
-the engine drew.
+3M parameters, whose lengths spread from a few tokens to the longest. Runs with and without the key
+take turns, and their scores must be equal. Figures are medians over the steps of all turns, without
+the first step of a run: seconds of generation and of scoring, and the share of responses whose
+scoring began while the engine drew.
 """
 
 from __future__ import annotations
