@@ -232,6 +232,13 @@ class Episode:
     # its last turn. Otherwise empty, and all contexts share the rewards.
     context_roles: list[str] = field(default_factory=list)
 
+    @property
+    def last_turn(self) -> range:
+        """The places of the tokens that the policy drew last; none if it failed."""
+        if self.failure or not self.turns:
+            return range(0)
+        return range(self.turn_begins[len(self.turns) - 1], self.turns[-1])
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -314,16 +321,6 @@ class Rollout:
         """Tokens of each row's response, whether they train or not."""
         lengths: list[int] = np.count_nonzero(self.response_mask.numpy(), axis=1).tolist()
         return lengths
-
-    def last_turn(self, row: int) -> range:
-        """The places of the tokens that the policy drew last in an episode."""
-        assert self.episodes is not None
-        turns = self.episodes[row].turns
-        end = turns[-1] if turns else 0
-        begin = end
-        while begin and self.loss_mask[row, begin - 1]:
-            begin -= 1
-        return range(begin, end)
 
     def turn_rewards(self) -> Tensor | None:
         """The rewards of turns, each at the turn's last token; None if there are none.

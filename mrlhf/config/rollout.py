@@ -19,6 +19,7 @@ from mrlhf.config.fields import (
     known_or_own,
 )
 from mrlhf.config.reads import NotRead, Place, ReadIf, read_if
+from mrlhf.config.user_code import is_reference
 
 _IF_DUMPED = read_if(
     "dump_freq", bool, "is 0", "set that to the steps between two rollouts that are written down"
@@ -27,6 +28,12 @@ _IF_PARQUET = read_if(
     "dump_format", lambda name: name != "jsonl", "is jsonl", "set that to parquet"
 )
 _IF_ADAPTED = read_if("actor.lora", lambda lora: lora.is_on, "has rank 0", "set actor.lora.rank")
+_IF_OWN_FUNCTION = read_if(
+    "reward.terms",
+    lambda terms: any(is_reference(term.name) for term in terms),
+    "holds no function of your own",
+    "name one there",
+)
 _UNLESS_SIZED = read_if(
     "kv_cache_mb", lambda size: size is None, "sizes the KV cache", "set that to null"
 )
@@ -176,6 +183,9 @@ class RolloutSection(Section):
     tool_workers: Annotated[Count, _IF_TURNS] = 32
     """most episodes of a replica whose tools run at the same time; others wait. Fewer where tools
     compute, more where they wait"""
+    overlap: Annotated[bool, _IF_OWN_FUNCTION] = False
+    """call functions of your own that are terms of the reward while the engine draws other
+    responses; the scores are the same"""
     partial: PartialSection
     """begin more prompts than a step needs, and go on later with those that are not done"""
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None

@@ -56,6 +56,8 @@ SAMPLING = Chapter(
            "response tokens of a pass: how full batches are"),
     Metric("rollout/imbalance", "mean", "generations", "ratio",
            "most passes of a replica over the mean; 1 is even"),
+    Metric("rollout/scored_early", "mean", "responses", "share",
+           "with `rollout.overlap`: scoring began while the engine still drew"),
     Metric("perf/slowest_replica", "max", "replicas", "ratio",
            "seconds of a pass, over the median of the others", below=1.6),
     Metric("perf/slowest_replica_rank", "whole", "", "rank", "first of the slowest replica"),

@@ -59,6 +59,14 @@ DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=4"]
 # In an override, "ROOT" becomes the folder of the models, and "CUSTOM" the path of the file of a
 # user's reward functions.
 REWARD_FUNCTIONS = """
+import time
+
+
+def slow_letters(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.02)
+    return letters(data_source, solution_str, ground_truth, extra_info)
+
+
 def letters(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) / 10, "digits": sum(c.isdigit() for c in solution_str)}
 

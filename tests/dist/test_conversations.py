@@ -33,6 +33,8 @@ from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.partial import PartialSampler
+from mrlhf.rollout.response import Response
+from mrlhf.rollout.trajectory import Trajectory
 from tests.fake_engine import FakeResharder
 from tests.models.engines import fill, hf_model, spec_of
 from tests.ranks import run_ranks
@@ -201,11 +203,20 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
             sampling = SamplingParams(
                 n=n, temperature=temperature, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
             )
+            heard: list[Trajectory] = []
+            generator.ended = lambda sample, *_, heard=heard: heard.append(sample)
             drawn = generator.generate(prompts, sampling, "train", step=2)
+            generator.ended = None
             generator.end_step()
             found[f"{name}, {kind}"] = _as_lists(drawn.rollout) | {
-                "metrics": drawn.engine_metrics[0]
+                "metrics": drawn.engine_metrics[0],
+                "heard": [sample.row for sample in heard],
             }
+            for sample in heard:
+                if not sample.has_failed:
+                    length = drawn.rollout.response_lengths[sample.row]
+                    response = Response.of_trajectory(sample, prompts, sample.row // n)
+                    assert response == Response.of_row(drawn.rollout, sample.row, length)
         if host is not None:
             assert not host._episodes
             host.close()
@@ -446,6 +457,13 @@ def test_layouts_draw_the_same_episodes(ranks: list[dict[str, Any]]) -> None:
         assert one["responses"] == ranks[1][f"tp 2, {kind}"]["responses"]
     sampled = ranks[0]["tp 2, sampled"]["responses"]
     assert len({tuple(row) for row in sampled}) == len(sampled) - 1  # uid 3 has failed twice
+
+
+def test_one_rank_hears_of_each_episode_that_has_ended(ranks: list[dict[str, Any]]) -> None:
+    for name in LAYOUTS:
+        shares = [found[f"{name}, sampled"]["heard"] for found in ranks]
+        assert sorted(shares[0] + shares[1]) == list(range(N * len(UIDS)))
+        assert abs(len(shares[0]) - len(shares[1])) <= N
 
 
 def test_a_failed_episode_does_not_train(ranks: list[dict[str, Any]]) -> None:

@@ -27,6 +27,11 @@ def digits(data_source, solution_str, ground_truth, extra_info):
     return {"score": count / 4, "acc": float(count > 2)}
 
 
+def waits(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.05)
+    return len(solution_str) / 8
+
+
 def fails(data_source, solution_str, ground_truth, extra_info):
     return deeper(0)
 
@@ -124,9 +129,11 @@ def episodes(inputs: Path) -> Setting:
 
 
 def partial(inputs: Path) -> Setting:
-    """Those episodes, drawn in several steps."""
+    """Those episodes, drawn in several steps, with a slow function beside their own reward."""
+    terms = [{"name": "environment"}, {"name": f"{inputs / 'rewards.py'}:waits", "weight": 0.5}]
     keys = [
         "rollout.on_rewrite=keep",
+        f"reward.terms={json.dumps(terms)}",
         "rollout.partial.over=1.75",
         "rollout.partial.max_versions=3",
         "rollout.partial.turn_cost=2",
