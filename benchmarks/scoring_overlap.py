@@ -71,7 +71,7 @@ def main() -> None:
         gen = [row["timing_s/gen"] for row in found]
         reward = [row["timing_s/reward"] for row in found]
         both = [one + other for one, other in zip(gen, reward, strict=True)]
-        early = [row.get("rollout/scored_early", 0.0) for row in found]
+        early = [row.get("perf/scored_early", 0.0) for row in found]
         cells = [f"{statistics.median(column):.2f}" for column in (gen, reward, both, early)]
         print(f"| {str(overlaps).lower()} | {' | '.join(cells)} |")
 

@@ -56,7 +56,7 @@ SAMPLING = Chapter(
            "response tokens of a pass: how full batches are"),
     Metric("rollout/imbalance", "mean", "generations", "ratio",
            "most passes of a replica over the mean; 1 is even"),
-    Metric("rollout/scored_early", "mean", "responses", "share",
+    Metric("perf/scored_early", "mean", "responses", "share",
            "with `rollout.overlap`: scoring began while the engine still drew"),
     Metric("perf/slowest_replica", "max", "replicas", "ratio",
            "seconds of a pass, over the median of the others", below=1.6),

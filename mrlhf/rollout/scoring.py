@@ -85,7 +85,7 @@ class Scores:
         """Mean of each term over the responses that have it; the share of early scores."""
         means = {}
         if self.early is not None:
-            means["rollout/scored_early"] = fmean(self.early)
+            means["perf/scored_early"] = fmean(self.early)
         for name, column in self.terms.items():
             numbers = [x for x in column if not math.isnan(x)]
             means[f"reward/{name}"] = math.fsum(numbers) / len(numbers) if numbers else math.nan

@@ -174,9 +174,9 @@ def test_scores_are_the_same_if_the_engine_draws_meanwhile(
             assert one.comparable_metrics == other.comparable_metrics
             for name in ("scores", "token_rewards", "advantages"):
                 assert torch.equal(getattr(one.experience, name), getattr(other.experience, name))
-            share = one.metrics["rollout/scored_early"]
+            share = one.metrics["perf/scored_early"]
             assert share == 1.0 if early.fault else 0.0 <= share <= 1.0
-            assert "rollout/scored_early" not in other.metrics
+            assert "perf/scored_early" not in other.metrics
 
 
 RAISING = Scenario("raising", ["reward.terms=[{name: CUSTOM:breaks}]", "reward_model=null"])

@@ -123,7 +123,7 @@ def score(rank: int, world_size: int) -> dict[str, Any]:
             early.terms == with_answers.terms,
             early.answers == with_answers.answers,
         ),
-        "share": early.metrics()["rollout/scored_early"],
+        "share": early.metrics()["perf/scored_early"],
         "unlike": str((unlike.total.tolist(), unlike.terms)),
         "metrics": summarise(with_answers, ["gsm8k"] * 3, 2),
     }

@@ -142,7 +142,7 @@ def test_episodes_that_several_steps_draw(
     assert interrupt(run, faults.ACTOR_LOSS, 2) == part
     run.finish()
     assert max(row.get("staleness/max", 0) for row in run.rows()) >= 1
-    assert max(row.get("rollout/scored_early", 0) for row in run.rows(free=["timing"])) > 0
+    assert max(row.get("perf/scored_early", 0) for row in run.rows(free=["timing"])) > 0
     assert_same_run(run, undisturbed(run.setting))
 
 
