@@ -222,7 +222,7 @@ class Generator:
 
     def drawn_state(self) -> dict[str, Any]:
         """The finished samples of this step; an interrupted step need not draw them again."""
-        return {name: drawn.state_dict() for name, drawn in self.drawn.items()}
+        return {name: drawn.state_dict for name, drawn in self.drawn.items()}
 
     def load_drawn_state(self, state: Mapping[str, Any]) -> None:
         """Take over samples that `drawn_state` returned, so that they are not drawn again."""

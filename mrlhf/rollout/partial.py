@@ -178,14 +178,14 @@ class PartialSampler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that no step has taken."""
+        """The groups that no step has taken; their samples become a tree once it is written."""
         if self._groups is None:
             return {}
         return {
             "uids": self._groups.prompts.uid,
             "since": self._groups.since,
             "streams": self._groups.streams,
-            "samples": self._groups.samples.state_dict(),
+            "samples": self._groups.samples.state_dict,
             "last_limit": self._last_limit,
         }
 

@@ -36,6 +36,7 @@ from mrlhf.rollout.partial import PartialSampler
 from tests.fake_engine import FakeResharder
 from tests.models.engines import fill, hf_model, spec_of
 from tests.ranks import run_ranks
+from tests.saved_state import saved
 
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>")
 TEMPLATE = (
@@ -205,7 +206,7 @@ def _partial_steps(
         generator.engine.commit(step - 1)  # the same weights, so that all can be drawn at once
         if step == 4:
             samplers[1].load_state_dict(
-                samplers[0].state_dict(),
+                saved(samplers[0].state_dict()),
                 lambda uids: prompts.select([UIDS.index(uid) for uid in uids]),
             )
             if built[0][1] is not None:
@@ -215,17 +216,17 @@ def _partial_steps(
         if step in (3, 6):  # interrupted after the drawing, which is done again without drawing
             before, place = sampler.state_dict(), supply.place
             sampler.draw(step, sampling)
-            wanted = sampler.state_dict()
-            kept = generator.drawn_state()
+            wanted = saved(sampler.state_dict())
+            kept = saved(generator.drawn_state())
             generator.end_step()
             generator.load_drawn_state(kept)
             sampler.load_state_dict(
-                before, lambda uids: prompts.select([UIDS.index(uid) for uid in uids])
+                saved(before), lambda uids: prompts.select([UIDS.index(uid) for uid in uids])
             )
             supply.place = place
         drawn = sampler.draw(step, sampling)
         if step in (3, 6):
-            again = sampler.state_dict()
+            again = saved(sampler.state_dict())
             for key in ("rows", "lengths", "ended", "tokens"):
                 assert torch.equal(again["samples"][key], wanted["samples"][key]), key
             assert again["uids"] == wanted["uids"] and again["last_limit"] == wanted["last_limit"]
