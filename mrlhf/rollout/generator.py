@@ -148,13 +148,9 @@ class Generator:
         seeds = [sampling.seed] * len(prompts)
         keep = "" if step is None else name
         drawn, metrics = self.serve(prompts, seeds, sampling, shares, None, None, keep)
-        rollout = self.gather(prompts, sampling.n, drawn)
-
-        lengths.update(rollout.prompts.uid, rollout.response_lengths)
+        rollout, of_episodes = self.gather(prompts, sampling.n, drawn, lengths)
         tokens = int(rollout.loss_mask.sum())
-        if rollout.episodes is not None:
-            metrics |= episode_metrics(rollout.episodes)
-        return DrawnBatch(rollout, tokens, [metrics])
+        return DrawnBatch(rollout, tokens, [metrics | of_episodes])
 
     def seed_of(self, name: str) -> int:
         """The seed of the samples of one use, such as "train 3"."""
@@ -285,8 +281,13 @@ class Generator:
             return {}
         return {SLOWEST: slowest.ratio, f"{SLOWEST}_rank": slowest.rank}
 
-    def gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
-        """The samples as one rollout, in the order of the prompts."""
+    def gather(
+        self, prompts: Prompts, n: int, drawn: DrawnSamples, lengths: ResponseLengths
+    ) -> tuple[Rollout, dict[str, float]]:
+        """The samples as one rollout, in the order of the prompts, and metrics of the episodes.
+
+        `lengths` remembers how long the responses are.
+        """
         headers = drawn.headers
         batch = len(prompts) * n
         rows = torch.sort(headers.rows).values
@@ -294,25 +295,28 @@ class Generator:
             "the replicas drew other samples than they had to"
         )
         order = headers.rows.argsort()
-        lengths = headers.lengths[order]
+        tokens = headers.lengths[order]
 
         one_turn = self.conversations is None
 
         def spread() -> tuple[Tensor, Tensor, Tensor | None]:
             _check_finite(drawn.logprobs, prompts, n)
-            is_there = torch.arange(drawn.token_ids.shape[1]) < lengths[:, None]
+            is_there = torch.arange(drawn.token_ids.shape[1]) < tokens[:, None]
             versions = torch.full(is_there.shape, NO_VERSION, dtype=torch.int32)
             versions[is_there] = drawn.runs.of_tokens().int()
             return is_there, versions, None if one_turn else versions != NO_VERSION
 
         mask, versions, loss_mask = self.machine.compute_on_leader(spread)
         repeated = prompts.repeat(n)
+        lengths.update(repeated.uid, tokens.tolist())
         episodes = None
+        metrics = {}
         if self.conversations is not None:
             episodes = [drawn.episodes[row] for row in range(batch)]
             check_episodes(episodes)
+            metrics = episode_metrics(episodes)
             repeated = repeated.begun_as(episodes)
-        return Rollout(
+        rollout = Rollout(
             prompts=repeated,
             sample_index=[row % n for row in range(batch)],
             response_ids=drawn.token_ids,
@@ -324,6 +328,7 @@ class Generator:
             experts=_record(drawn.experts, headers.recorded[order]),
             episodes=episodes,
         )
+        return rollout, metrics
 
 
 def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:

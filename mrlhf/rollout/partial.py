@@ -24,7 +24,6 @@ from mrlhf.inference.base import SamplingParams
 from mrlhf.parallel.groups import Group
 from mrlhf.rollout.assignment import ResponseLengths, Share
 from mrlhf.rollout.dynamic_sampling import rows_of_prompt_groups
-from mrlhf.rollout.episodes import episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples
 from mrlhf.rollout.generator import DrawnBatch, Generator
 from mrlhf.rollout.trajectory import turns_ended_by
@@ -150,7 +149,9 @@ class PartialSampler:
             chosen, rest = generator.machine.compute_on_leader(
                 lambda: (drawn.select(of_taken), drawn.select(of_left))
             )
-            rollout = generator.gather(groups.prompts.select(taken), sampling.n, chosen)
+            rollout, of_episodes = generator.gather(
+                groups.prompts.select(taken), sampling.n, chosen, lengths
+            )
             staleness = generator.machine.compute_on_leader(
                 lambda: staleness_metrics(rollout, version)
             )
@@ -162,13 +163,10 @@ class PartialSampler:
             rest,
         )
         self._last_limit = rounds.limit
-        lengths.update(rollout.prompts.uid, rollout.response_lengths)
-        if rollout.episodes is not None:
-            metrics |= episode_metrics(rollout.episodes)
         return DrawnBatch(
             rollout,
             sum(stats.generated_tokens for stats in drawn.stats),
-            [metrics],
+            [metrics | of_episodes],
             metrics={
                 **staleness,
                 "partial/limit": float(rounds.limit),
