@@ -53,11 +53,11 @@ class Pace(Protocol):
         """For how many tokens a turn that has ended counts besides its own."""
         ...
 
-    def goes_on(self, ended: Sequence[int], interrupted: bool) -> bool:
+    def goes_on(self, ended: Sequence[Trajectory], interrupted: bool) -> bool:
         """Raise the limit, or say that enough has ended; all replicas call it together.
 
         It is called when each sample of this replica has ended or is at the limit, or when the run
-        is interrupted. `ended` are the rows that have ended since the last call.
+        is interrupted. `ended` are the samples that have ended since the last call.
         """
         ...
 
@@ -153,7 +153,7 @@ class Drawing(Generic[S]):
                     self._look_around()
                 stats += finished.stats
 
-            ended = [one.row for one in self._ended[told:]]
+            ended = self._ended[told:]
             told = len(self._ended)
             if self._pace is None or not self._pace.goes_on(ended, interrupted):
                 break

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, Episode, ExpertRecord, Prompts, Rollout
 from mrlhf.errors import EngineError, Interrupted
 from mrlhf.inference.base import EngineStats, InferenceEngine, Request, SamplingParams
 from mrlhf.models.spec import Experts
@@ -282,11 +282,21 @@ class Generator:
         return {SLOWEST: slowest.ratio, f"{SLOWEST}_rank": slowest.rank}
 
     def gather(
-        self, prompts: Prompts, n: int, drawn: DrawnSamples, lengths: ResponseLengths
+        self,
+        prompts: Prompts,
+        n: int,
+        drawn: DrawnSamples,
+        lengths: ResponseLengths,
+        others: Sequence[Episode] = (),
     ) -> tuple[Rollout, dict[str, float]]:
         """The samples as one rollout, in the order of the prompts, and metrics of the episodes.
 
-        `lengths` remembers how long the responses are.
+        `lengths` remembers how long the responses are. `others` are episodes that have ended and
+        are not in the rollout; they count in the metrics.
+
+        Raises:
+            EngineError: a log-probability is not finite.
+            EnvironmentFault: every episode failed.
         """
         headers = drawn.headers
         batch = len(prompts) * n
@@ -313,8 +323,8 @@ class Generator:
         metrics = {}
         if self.conversations is not None:
             episodes = [drawn.episodes[row] for row in range(batch)]
-            check_episodes(episodes)
-            metrics = episode_metrics(episodes)
+            check_episodes([*episodes, *others])
+            metrics = episode_metrics([*episodes, *others])
             repeated = repeated.begun_as(episodes)
         rollout = Rollout(
             prompts=repeated,
