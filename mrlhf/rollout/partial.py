@@ -356,6 +356,15 @@ def choose_groups(
     return taken
 
 
+def warn_of_dropped(state: Mapping[str, Any]) -> None:
+    """Warn of groups that had begun, if partial rollouts are off now; see `state_dict`."""
+    begun = sum(map(bool, state.get("streams", ())))
+    if begun:
+        logger.warning(
+            "rollout.partial.over is 1 now, so %d prompts that had begun are dropped", begun
+        )
+
+
 def staleness_metrics(rollout: Rollout, version: int) -> dict[str, float]:
     """How many versions older than `version` those are that drew the tokens that train.
 

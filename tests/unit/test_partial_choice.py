@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mrlhf.rollout.partial import State, choose_groups
+import pytest
+
+from mrlhf.rollout.partial import State, choose_groups, warn_of_dropped
 
 P = State.OPEN  # a part is drawn
 E = State.ENDED
@@ -35,3 +37,13 @@ def test_failed_groups_are_taken_only_if_no_others_can_be() -> None:
 
 def test_a_failed_group_is_never_too_old() -> None:
     assert choose_groups([F, E, E, P], [4, 5, 5, 5], 5, 2, 2) == [1, 2]
+
+
+def test_groups_that_are_dropped_are_counted_without_those_that_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_of_dropped({})
+    warn_of_dropped({"uids": [5], "streams": [""]})
+    assert not caplog.messages
+    warn_of_dropped({"uids": [5, 6, 7], "streams": ["train 1", "train 2", ""]})
+    assert "2 prompts" in caplog.text
