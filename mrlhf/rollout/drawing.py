@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -94,7 +95,7 @@ class OpenSample:
 S = TypeVar("S", bound=OpenSample)
 
 
-class Drawing(Generic[S]):
+class Drawing(ABC, Generic[S]):
     """Draws a task's samples on one replica, all of whose ranks do the same.
 
     A subclass says what begins a sample, and what follows a turn.
@@ -169,16 +170,16 @@ class Drawing(Generic[S]):
         """Whether a sample is drawn or waits for something else than the other replicas."""
         return self._engine.in_flight > 0
 
+    @abstractmethod
     def _begin(self) -> None:
         """Submit what is drawn first."""
-        raise NotImplementedError
 
     def _look_around(self) -> None:
         """Do what else there is to do between two steps of the engine."""
 
+    @abstractmethod
     def _turn_ends(self, one: S, stopped: bool) -> None:
         """Go on after a turn, which has `stopped` by itself or is as long as it may be."""
-        raise NotImplementedError
 
     def _abandon(self) -> None:
         """Give up what is open."""
