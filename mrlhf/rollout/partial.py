@@ -249,7 +249,7 @@ class PartialSampler:
             groups = groups.select([*kept, *others], samples)
 
         prompts = groups.prompts
-        most = max(len(kept), math.ceil(self.section.over * self.train_batch_size))
+        most = max(len(kept), self.section.begun_of(self.train_batch_size))
         while len(prompts) < most:
             prompts = Prompts.join([prompts, next(self.prompts)])
         since = groups.since[: len(kept)] + [version] * (most - len(kept))

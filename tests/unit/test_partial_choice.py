@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mrlhf.config.rollout import PartialSection
 from mrlhf.rollout.partial import State, choose_groups, warn_of_dropped
 
 P = State.OPEN  # a part is drawn
@@ -37,6 +38,13 @@ def test_failed_groups_are_taken_only_if_no_others_can_be() -> None:
 
 def test_a_failed_group_is_never_too_old() -> None:
     assert choose_groups([F, E, E, P], [4, 5, 5, 5], 5, 2, 2) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("over", "batch", "begun"), [(1.1, 10, 11), (1.75, 3, 6), (2.0, 8, 16), (1.15, 100, 115)]
+)
+def test_a_part_of_a_prompt_is_rounded_up(over: float, batch: int, begun: int) -> None:
+    assert PartialSection(over=over, max_versions=3).begun_of(batch) == begun
 
 
 def test_groups_that_are_dropped_are_counted_without_those_that_wait(
