@@ -6,28 +6,16 @@ It calls whole steps of the trainer, and nothing below them.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import yaml
 from episodes_case import LEARNING_RATE, MAX_RESPONSE, SAMPLES
 from episodes_game import TURNS
+from own_trainer import leave, make_trainer, phases_of
 from train_step_turns import Stopwatch, Turns
 
-from mrlhf.config import PPOConfig, load_config
-from mrlhf.device import pick_device
-from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.job import init_distributed
-from mrlhf.preflight import read_ppo_inputs
-from mrlhf.run.startup import Run
-from mrlhf.trainers.ppo.setup import assemble
-from mrlhf.trainers.ppo.step import PPOTrainer
-
 GAME = Path(__file__).with_name("episodes_game.py")
-TIMING = "timing_s/"
 
 
 def main() -> None:
@@ -39,10 +27,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     turns = Turns()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    rank = int(os.environ["RANK"])
-    init_distributed(pick_device("cpu", rank), 600.0)
-    trainer = _trainer(arguments, rank)
+    keys = _keys(arguments.case, arguments.prompts)
+    trainer = make_trainer(keys, arguments.set, arguments.case)
     episodes = SAMPLES * len(arguments.prompts.read_text().splitlines())
     turns.answer({})
 
@@ -51,35 +37,20 @@ def main() -> None:
         watch = Stopwatch()
         metrics = trainer.step(trainer.begin_step(number))
         turns.answer({"seconds": watch.read(), **_facts(metrics, episodes)})
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def _facts(metrics: dict[str, float], episodes: int) -> dict[str, Any]:
     """What a step did, of all ranks."""
-    phases = {
-        name.removeprefix(TIMING): value
-        for name, value in metrics.items()
-        if name.startswith(TIMING)
-    }
     return {
         "reward": metrics["critic/score/mean"],
         "calls": metrics["episodes/tool_calls/mean"] * episodes,
         "tokens": metrics["response_length/mean"] * episodes,
-        "phases": phases,
+        "phases": phases_of(metrics),
     }
 
 
-def _trainer(arguments: argparse.Namespace, rank: int) -> PPOTrainer:
-    file = arguments.case / f"ours-{os.environ['MASTER_PORT']}-{rank}.yaml"
-    file.write_text(yaml.safe_dump(_config(arguments.case, arguments.prompts)))
-    config = load_config(PPOConfig, file, arguments.set)
-    device = pick_device("cpu", rank)
-    run = Run(device, rank, dist.get_world_size(), GroupFactory(600.0), arguments.case)
-    return PPOTrainer(config, run, assemble(config, read_ppo_inputs(config), run))
-
-
-def _config(case: Path, prompts: Path) -> dict[str, Any]:
+def _keys(case: Path, prompts: Path) -> dict[str, Any]:
     """GRPO with one optimizer step a batch, as `episodes_trl.py` has it."""
     count = len(prompts.read_text().splitlines())
     return {

@@ -16,8 +16,9 @@ import torch
 from datasets import Dataset
 from episodes_game import TURNS, TrlGame
 from train_step_turns import Stopwatch, Turns
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl_words import QUIET, STEPS, WordClock, train
 
 # As TRL has it for Qwen3; the template of the case writes calls in this form.
 RESPONSE_TEMPLATE = {
@@ -50,16 +51,7 @@ def main() -> None:
     turns = Turns()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     trainer = _trainer(arguments)
-    trainer.add_callback(_Clock(turns, trainer))
-    turns.answer({})
-    try:
-        trainer.train()
-    except _NoMoreWords:
-        return
-
-
-class _NoMoreWords(Exception):
-    """Ends the trainer's loop."""
+    train(trainer, _Clock(turns, trainer))
 
 
 class _Counting(GRPOTrainer):  # type: ignore[misc]
@@ -77,23 +69,17 @@ class _Counting(GRPOTrainer):  # type: ignore[misc]
         return generated
 
 
-class _Clock(TrainerCallback):  # type: ignore[misc]
-    """Waits for a word before each step, and answers after it."""
+class _Clock(WordClock):
+    """Answers with the facts of a step."""
 
     def __init__(self, turns: Turns, trainer: _Counting) -> None:
-        self._turns = turns
-        self._words = iter(turns)
+        super().__init__(turns)
         self._trainer = trainer
-        self._step = Stopwatch()
         self._seconds: dict[str, float] = {}
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Before the first step."""
-        self._wait()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """After each step."""
-        self._seconds = self._step.read()
+        self._seconds = self.step.read()
 
     def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
         """After each step, with its metrics."""
@@ -106,13 +92,8 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
             "tokens": trainer.tokens,
             "phases": {"gen": trainer.generation_s},
         }
-        self._turns.answer(answer)
-        self._wait()
-
-    def _wait(self) -> None:
-        if next(self._words, None) is None:
-            raise _NoMoreWords
-        self._step = Stopwatch()
+        self.turns.answer(answer)
+        self.wait()
 
 
 def _trainer(arguments: argparse.Namespace) -> _Counting:
@@ -120,17 +101,12 @@ def _trainer(arguments: argparse.Namespace) -> _Counting:
     rows = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
     ranks = int(os.environ["WORLD_SIZE"])
     settings = GRPOConfig(
+        **QUIET,
         output_dir=str(arguments.case / "trl"),
-        use_cpu=True,
         ddp_backend="gloo" if ranks > 1 else None,
         ddp_find_unused_parameters=False if ranks > 1 else None,
         bf16=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        gradient_checkpointing=False,
-        max_steps=100_000,
+        max_steps=STEPS,
         # The whole batch is one micro-batch and one optimizer step.
         per_device_train_batch_size=len(rows) * arguments.samples // ranks,
         gradient_accumulation_steps=1,

@@ -6,16 +6,14 @@ It calls whole steps of the trainer, and whole updates of actor and critic, and 
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import yaml
+from own_trainer import leave, make_trainer, phases_of
 from train_step_case import (
     EPOCHS,
     KL_COEF,
@@ -27,15 +25,7 @@ from train_step_case import (
 from train_step_profile import ranges, seconds_by_category
 from train_step_turns import Stopwatch, Turns, peak_bytes
 
-from mrlhf.config import PPOConfig, load_config
-from mrlhf.device import pick_device
 from mrlhf.inference.base import Request
-from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.job import init_distributed
-from mrlhf.preflight import read_ppo_inputs
-from mrlhf.run.startup import Run
-from mrlhf.trainers.ppo.setup import assemble
-from mrlhf.trainers.ppo.step import PPOTrainer
 
 ROLES = ("actor", "critic", "reference", "reward_model")
 
@@ -51,7 +41,6 @@ def main() -> None:
     arguments = parser.parse_args()
 
     turns = Turns()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     case = read_case(arguments.case)
     ours = _Ours(case, arguments)
     turns.answer({})
@@ -59,26 +48,17 @@ def main() -> None:
     others = {"profile": ours.profile, "bytes": ours.nbytes}
     for word in turns:
         turns.answer(others[word]() if word in others else ours.seconds(word))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 class _Ours:
     """The trainer, and the experience of its last step."""
 
     def __init__(self, case: Case, arguments: argparse.Namespace) -> None:
-        rank = int(os.environ["RANK"])
-        device = pick_device("cpu", rank)
-        init_distributed(device, 600.0)
-
-        file = arguments.case / f"ours-{os.environ['MASTER_PORT']}-{rank}.yaml"
-        file.write_text(yaml.safe_dump(_config(case, arguments)))
-        config = load_config(PPOConfig, file, arguments.set)
-        run = Run(device, rank, dist.get_world_size(), GroupFactory(600.0), arguments.case)
-        parts = assemble(config, read_ppo_inputs(config), run)
+        self._trainer = make_trainer(_keys(case, arguments), arguments.set, arguments.case)
+        parts = self._trainer.parts
 
         self._vocab = parts.actor.engine.spec.padded_vocab(arguments.tp) // arguments.tp
-        self._trainer = PPOTrainer(config, run, parts)
         self._number = 0
         self._metrics: dict[str, float] = {}  # of the last step
         _force_lengths(parts.generator.engine, case.response_lengths)
@@ -116,12 +96,7 @@ class _Ours:
         self._number += 1
         metrics = self._trainer.step(self._trainer.begin_step(self._number))
         self._metrics = metrics
-        prefix = "timing_s/"
-        return {
-            name.removeprefix(prefix): value
-            for name, value in metrics.items()
-            if name.startswith(prefix)
-        }
+        return phases_of(metrics)
 
     def _update(self) -> dict[str, float]:
         """The updates of the last step once more."""
@@ -162,8 +137,8 @@ def _force_lengths(engine: Any, lengths: Sequence[int]) -> None:
     engine.submit = submit_with_lengths
 
 
-def _config(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The configuration of the case."""
+def _keys(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keys of the configuration."""
     directory = arguments.case
     layout = {
         "tp": arguments.tp,

@@ -34,11 +34,9 @@ from transformers import (
     AutoTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
-    TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
-
-_STEPS = 100_000  # more than anyone asks for
+from trl_words import QUIET, STEPS, WordClock, train
 
 
 def main() -> None:
@@ -52,49 +50,27 @@ def main() -> None:
             os.environ.pop(name)
     trainer = _trainer(read_case(directory), directory, lora_rank)
     clock = _Clock(turns)
-    trainer.add_callback(clock)
     trainer.model.register_forward_pre_hook(clock.at_update)
-    turns.answer({})
-    try:
-        trainer.train()
-    except _NoMoreWords:
-        return
+    train(trainer, clock)
 
 
-class _NoMoreWords(Exception):
-    """Ends the trainer's loop."""
+class _Clock(WordClock):
+    """Measures a step and its update."""
 
-
-class _Clock(TrainerCallback):  # type: ignore[misc]
-    """Waits for a word before each step, and answers after it."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._words = iter(turns)
-        self._step = Stopwatch()
-        self._update: Stopwatch | None = None
+    _update: Stopwatch | None = None
 
     def at_update(self, *_: Any) -> None:
         """Policy and critic are called together, which only the update does."""
         if self._update is None:
             self._update = Stopwatch()
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Before the first step."""
-        self._wait()
-
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """After each step."""
         assert self._update is not None
-        seconds = {"step": self._step.read(), "update": self._update.read()}
-        self._turns.answer({"seconds": seconds, "peak_bytes": peak_bytes()})
-        self._wait()
-
-    def _wait(self) -> None:
-        if next(self._words, None) is None:
-            raise _NoMoreWords
+        seconds = {"step": self.step.read(), "update": self._update.read()}
+        self.turns.answer({"seconds": seconds, "peak_bytes": peak_bytes()})
         self._update = None
-        self._step = Stopwatch()
+        self.wait()
 
 
 class _ForcedEnds(LogitsProcessor):  # type: ignore[misc]
@@ -127,15 +103,10 @@ def _trainer(case: Case, directory: Path, lora_rank: int) -> PPOTrainer:
     """The trainer, set as fast as it goes for this work; rank 0 trains the policy whole."""
     batch = len(case.prompts)
     settings = PPOConfig(
+        **QUIET,
         output_dir=str(directory / "trl"),
-        use_cpu=True,
         bf16=case.dtype == "bfloat16",  # float32 weights, products in bfloat16; TRL's default
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
         num_sample_generations=0,
-        gradient_checkpointing=False,
         # With gradient_accumulation_steps 1, each mini-batch is one micro-batch and one optimizer
         # step. With more, TRL would take an optimizer step only at the end of the batch.
         per_device_train_batch_size=batch,
@@ -143,7 +114,7 @@ def _trainer(case: Case, directory: Path, lora_rank: int) -> PPOTrainer:
         local_rollout_forward_batch_size=batch,
         num_mini_batches=MINI_BATCHES,
         num_ppo_epochs=EPOCHS,
-        total_episodes=batch * _STEPS,
+        total_episodes=batch * STEPS,
         response_length=max(case.response_lengths),
         stop_token="eos",
         temperature=1.0,

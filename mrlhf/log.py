@@ -45,8 +45,8 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
     """Send log lines to standard error with the rank in front; a second call replaces the first.
 
     mrlhf's own lines are shown from INFO on rank 0, unless the console is quiet, and from WARNING
-    on other ranks; lines of other packages from WARNING. Warnings about data and models are shown
-    on rank 0 alone, since every rank reads the same files.
+    on other ranks; lines of other packages from WARNING. Warnings about data, models and rollouts
+    are shown on rank 0 alone, since every rank has the same.
     """
     handler = _StderrHandler()
     handler.setFormatter(
@@ -65,8 +65,8 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
 
     speaks = rank == 0 and console != "quiet"
     logging.getLogger("mrlhf").setLevel(logging.INFO if speaks else logging.WARNING)
-    for about_files in ("mrlhf.data", "mrlhf.preflight"):
-        logging.getLogger(about_files).setLevel(logging.ERROR if rank else logging.NOTSET)
+    for same_everywhere in ("mrlhf.data", "mrlhf.preflight", "mrlhf.rollout"):
+        logging.getLogger(same_everywhere).setLevel(logging.ERROR if rank else logging.NOTSET)
 
 
 def quiet_transformers() -> None:

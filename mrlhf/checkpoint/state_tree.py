@@ -1,7 +1,8 @@
 """Writes a tree of plain values and tensors as JSON and safetensors, and reads it back.
 
-The parts of a run give their state by `state_dict`: numbers, texts, lists, dictionaries and
-tensors. Nothing is pickled. This file does not know whose state it is.
+The parts of a run give their state by `state_dict`: numbers, texts, lists, dictionaries, tensors,
+and functions without arguments, which give a part of the tree once it is written. Nothing is
+pickled. This file does not know whose state it is.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ def _dataclass_in(hint: Any) -> type[Any] | None:
 
 def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` with each tensor moved to `tensors`, under the path at which it stood."""
+    if callable(value):
+        value = value()
     if isinstance(value, Tensor):
         tensors[path] = value
         return {_TENSOR: path}

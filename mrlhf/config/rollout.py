@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -108,6 +110,11 @@ class PartialSection(Section):
     def is_on(self) -> bool:
         """Whether samples may be drawn in several steps."""
         return self.over > 1
+
+    def begun_of(self, batch: int) -> int:
+        """How many prompts are begun where a step takes `batch`; a part counts as one."""
+        # As it is written: the float 1.1 is a little more than 1.1, so 10 times as much is not 11.
+        return math.ceil(Fraction(str(self.over)) * batch)
 
 
 class RolloutSection(Section):

@@ -2,9 +2,9 @@
 sampling.
 
 Each complaint is one line with the numbers and the remedy. Only keys that destroy or contradict the
-method are refused here; `config.unread` deals with keys that have no effect. A user's function
-tells its names only when it is called, so with one among the terms of the reward names are checked
-on the first step. This file knows no rank.
+method are refused here; `config.unread` deals with keys that have no effect. A user's function or
+environment tells its names only when it is called, so with one of them names are checked on the
+first step. This file knows no rank.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _component_problems(config: PPOConfig) -> Iterator[str]:
     keys = keys or []
     for name in sorted({name for name in keys if keys.count(name) > 1}):
         yield f"{key} names {name} {keys.count(name)} times; name it once and add the weights"
-    if any(":" in term for term in terms):
+    if config.rollout.environment or any(":" in term for term in terms):
         return
     for name in keys:
         if name not in terms:

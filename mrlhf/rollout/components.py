@@ -20,6 +20,7 @@ from mrlhf.rewards.term_names import term_names
 from mrlhf.rollout.scoring import Scores
 
 KEY = "algorithm.gdpo_reward_keys"
+TURN_REWARDS = "turn_rewards"  # the name of the sum of the rewards of an episode's turns
 
 
 @dataclass(frozen=True)
@@ -52,30 +53,38 @@ def reward_components(
 
     `algorithm.gdpo_reward_keys` names them as `Scores.terms` does; a number that a user's function
     reports may be named without the function. Without keys they are the terms of the reward whose
-    weight is not 0.
+    weight is not 0. In episodes the sum of a response's turn rewards is a score too, compared with
+    the weight 1 if there are no keys.
 
     Raises:
         RewardError: no score or more than one has such a name, or a response has no finite score.
     """
     keys = algorithm.gdpo_reward_keys
+    terms = dict(scores.terms)
+    if rollout.episodes is not None:
+        terms[TURN_REWARDS] = rollout.with_turn_rewards(torch.zeros(len(rollout))).tolist()
+
     if keys is None:
         every = term_names([term.name for term in reward.terms])
         weight_of = dict(zip(every, (term.weight for term in reward.terms), strict=True))
         names = [name for name, weight in weight_of.items() if weight]
         weights = [weight_of[name] for name in names]
+        if any(terms.get(TURN_REWARDS, ())):
+            names.append(TURN_REWARDS)
+            weights.append(1.0)
     else:
-        names = [_full_name(key, scores.terms) for key in keys]
+        names = [_full_name(key, terms) for key in keys]
         weights = algorithm.gdpo_reward_weights or [1.0] * len(names)
 
     for name in names:
-        for row, number in enumerate(scores.terms[name]):
+        for row, number in enumerate(terms[name]):
             if not math.isfinite(number):
                 raise RewardError(
                     f"{KEY}: {name} is {number} for a response to prompt "
                     f"{rollout.prompts.uid[row]}; gdpo compares this score, so every response "
                     "must have one"
                 )
-    table = torch.tensor([scores.terms[name] for name in names], dtype=torch.float64)
+    table = torch.tensor([terms[name] for name in names], dtype=torch.float64)
     return RewardComponents(tuple(names), tuple(weights), table)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -58,11 +59,11 @@ class Pace(Protocol):
         """For how many tokens a turn that has ended counts besides its own."""
         ...
 
-    def goes_on(self, ended: Sequence[int], interrupted: bool) -> bool:
+    def goes_on(self, ended: Sequence[Trajectory], interrupted: bool) -> bool:
         """Raise the limit, or say that enough has ended; all replicas call it together.
 
         It is called when each sample of this replica has ended or is at the limit, or when the run
-        is interrupted. `ended` are the rows that have ended since the last call.
+        is interrupted. `ended` are the samples that have ended since the last call.
         """
         ...
 
@@ -99,7 +100,7 @@ class OpenSample:
 S = TypeVar("S", bound=OpenSample)
 
 
-class Drawing(Generic[S]):
+class Drawing(ABC, Generic[S]):
     """Draws a task's samples on one replica, all of whose ranks do the same.
 
     A subclass says what begins a sample, and what follows a turn.
@@ -158,7 +159,7 @@ class Drawing(Generic[S]):
                     self._look_around()
                 stats += finished.stats
 
-            ended = [one.row for one in self._ended[told:]]
+            ended = self._ended[told:]
             told = len(self._ended)
             if self._pace is None or not self._pace.goes_on(ended, interrupted):
                 break
@@ -174,16 +175,16 @@ class Drawing(Generic[S]):
         """Whether a sample is drawn or waits for something else than the other replicas."""
         return self._engine.in_flight > 0
 
+    @abstractmethod
     def _begin(self) -> None:
         """Submit what is drawn first."""
-        raise NotImplementedError
 
     def _look_around(self) -> None:
         """Do what else there is to do between two steps of the engine."""
 
+    @abstractmethod
     def _turn_ends(self, one: S, stopped: bool) -> None:
         """Go on after a turn, which has `stopped` by itself or is as long as it may be."""
-        raise NotImplementedError
 
     def _abandon(self) -> None:
         """Give up what is open."""

@@ -152,12 +152,8 @@ def choose_prompt_groups(differs: Sequence[bool], count: int) -> list[int]:
 
     The first groups that differ are chosen and, if those are too few, the first of the others.
     """
-    differing = [index for index, does in enumerate(differs) if does]
-    others = [index for index, does in enumerate(differs) if not does]
-
-    chosen = differing[:count]
-    chosen += others[: count - len(chosen)]
-    return sorted(chosen)
+    others_last = sorted(range(len(differs)), key=lambda index: not differs[index])
+    return sorted(others_last[:count])
 
 
 def rows_of_prompt_groups(prompt_groups: Sequence[int], n: int) -> list[int]:

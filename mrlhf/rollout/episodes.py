@@ -44,14 +44,12 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def check_episodes(episodes: Sequence[Episode]) -> None:
-    """Warn of episodes that could not go on; EnvironmentFault if none of them could."""
+    """Warn of episodes of a step that could not go on; EnvironmentFault if none could."""
     failures = [episode.failure for episode in episodes if episode.failure]
     if not failures:
         return
     if len(failures) == len(episodes):
-        raise EnvironmentFault(
-            f"every episode of the batch failed, the first one so: {failures[0]}"
-        )
+        raise EnvironmentFault(f"every episode of the step failed, the first one so: {failures[0]}")
     for reason in list(dict.fromkeys(failures))[:_SHOWN_FAILURES]:
         logger.warning(
             "%d of %d episodes failed and do not train; one of them so: %s",

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, Episode, ExpertRecord, Prompts, Rollout
 from mrlhf.errors import EngineError, Interrupted
 from mrlhf.inference.base import EngineStats, InferenceEngine, Request, SamplingParams
 from mrlhf.models.spec import Experts
@@ -154,13 +154,9 @@ class Generator:
         seeds = [sampling.seed] * len(prompts)
         keep = "" if step is None else name
         drawn, metrics = self.serve(prompts, seeds, sampling, shares, None, None, keep)
-        rollout = self.gather(prompts, sampling.n, drawn)
-
-        lengths.update(rollout.prompts.uid, rollout.response_lengths)
+        rollout, of_episodes = self.gather(prompts, sampling.n, drawn, lengths)
         tokens = int(rollout.loss_mask.sum())
-        if rollout.episodes is not None:
-            metrics |= episode_metrics(rollout.episodes)
-        return DrawnBatch(rollout, tokens, [metrics])
+        return DrawnBatch(rollout, tokens, [metrics | of_episodes])
 
     def seed_of(self, name: str) -> int:
         """The seed of the samples of one use, such as "train 3"."""
@@ -231,7 +227,7 @@ class Generator:
 
     def drawn_state(self) -> dict[str, Any]:
         """The finished samples of this step; an interrupted step need not draw them again."""
-        return {name: drawn.state_dict() for name, drawn in self.drawn.items()}
+        return {name: drawn.state_dict for name, drawn in self.drawn.items()}
 
     def load_drawn_state(self, state: Mapping[str, Any]) -> None:
         """Take over samples that `drawn_state` returned, so that they are not drawn again."""
@@ -300,8 +296,23 @@ class Generator:
             return {}
         return {SLOWEST: slowest.ratio, f"{SLOWEST}_rank": slowest.rank}
 
-    def gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
-        """The samples as one rollout, in the order of the prompts."""
+    def gather(
+        self,
+        prompts: Prompts,
+        n: int,
+        drawn: DrawnSamples,
+        lengths: ResponseLengths,
+        others: Sequence[Episode] = (),
+    ) -> tuple[Rollout, dict[str, float]]:
+        """The samples as one rollout, in the order of the prompts, and metrics of the episodes.
+
+        `lengths` remembers how long the responses are. `others` are episodes that have ended and
+        are not in the rollout; they count in the metrics.
+
+        Raises:
+            EngineError: a log-probability is not finite.
+            EnvironmentFault: every episode failed.
+        """
         headers = drawn.headers
         batch = len(prompts) * n
         rows = torch.sort(headers.rows).values
@@ -309,25 +320,28 @@ class Generator:
             "the replicas drew other samples than they had to"
         )
         order = headers.rows.argsort()
-        lengths = headers.lengths[order]
+        tokens = headers.lengths[order]
 
         one_turn = self.conversations is None
 
         def spread() -> tuple[Tensor, Tensor, Tensor | None]:
             _check_finite(drawn.logprobs, prompts, n)
-            is_there = torch.arange(drawn.token_ids.shape[1]) < lengths[:, None]
+            is_there = torch.arange(drawn.token_ids.shape[1]) < tokens[:, None]
             versions = torch.full(is_there.shape, NO_VERSION, dtype=torch.int32)
             versions[is_there] = drawn.runs.of_tokens().int()
             return is_there, versions, None if one_turn else versions != NO_VERSION
 
         mask, versions, loss_mask = self.machine.compute_on_leader(spread)
         repeated = prompts.repeat(n)
+        lengths.update(repeated.uid, tokens.tolist())
         episodes = None
+        metrics = {}
         if self.conversations is not None:
             episodes = [drawn.episodes[row] for row in range(batch)]
-            check_episodes(episodes)
+            check_episodes([*episodes, *others])
+            metrics = episode_metrics([*episodes, *others])
             repeated = repeated.begun_as(episodes)
-        return Rollout(
+        rollout = Rollout(
             prompts=repeated,
             sample_index=[row % n for row in range(batch)],
             response_ids=drawn.token_ids,
@@ -339,6 +353,7 @@ class Generator:
             experts=_record(drawn.experts, headers.recorded[order]),
             episodes=episodes,
         )
+        return rollout, metrics
 
 
 def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:

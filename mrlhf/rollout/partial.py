@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -23,16 +24,23 @@ from mrlhf.config.rollout import PartialSection
 from mrlhf.inference.base import SamplingParams
 from mrlhf.parallel.groups import Group
 from mrlhf.rollout.assignment import ResponseLengths, Share
-from mrlhf.rollout.dynamic_sampling import rows_of_prompt_groups
-from mrlhf.rollout.episodes import episode_metrics
+from mrlhf.rollout.dynamic_sampling import choose_prompt_groups, rows_of_prompt_groups
 from mrlhf.rollout.exchange import DrawnSamples
 from mrlhf.rollout.generator import DrawnBatch, Generator
-from mrlhf.rollout.trajectory import turns_ended_by
+from mrlhf.rollout.trajectory import Trajectory, turns_ended_by
 
 logger = logging.getLogger(__name__)
 
 _WAITS = -1  # instead of a version: the group has not begun
 _ROUNDS = 16  # in which the longest response is drawn
+
+
+class State(IntEnum):
+    """How far a sample is; a prompt group is as far as the least of its samples."""
+
+    OPEN = 0
+    ENDED = 1
+    FAILED = 2  # an episode that could not go on, so nothing of it trains
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,18 @@ class BegunGroups:
         """How many have begun."""
         return len(self.since) - self.since.count(_WAITS)
 
+    def select(self, numbers: Sequence[int], samples: DrawnSamples) -> BegunGroups:
+        """Some of the groups; `samples` are theirs."""
+        return BegunGroups(
+            self.prompts.select(numbers),
+            [self.since[number] for number in numbers],
+            [self.streams[number] for number in numbers],
+            samples,
+        )
+
 
 class Rounds:
-    """Lets all samples draw equally many tokens, until enough groups are whole: a `Pace`."""
+    """Lets all samples draw equally many tokens, until enough groups have ended: a `Pace`."""
 
     def __init__(
         self,
@@ -62,18 +79,18 @@ class Rounds:
         n: int,
         limits: Iterator[int],
         turn_cost: int,
-        is_enough: Callable[[Sequence[int]], bool],
+        choose: Callable[[Sequence[int]], list[int] | None],
     ) -> None:
         """Begin with the first of the `limits`, each of which is larger than the one before.
 
-        `begun` are the samples that are there, of `rows` in all; `is_enough` says whether a step
-        may end with these whole groups.
+        `begun` are the samples that are there, of `rows` in all. `choose` says which groups the
+        step takes, given the state of each, or None if it has to go on.
         """
         self._replicas = replicas
         self._n = n
         self._rows = rows
         self._limits = limits
-        self._is_enough = is_enough
+        self._choose = choose
         # The rows that have ended, each with the tokens that this version drew of it. After an
         # interruption some have ended that had not when the step began.
         ended = begun.headers.rows[begun.headers.ended.bool()]
@@ -82,28 +99,33 @@ class Rounds:
             for row, runs in begun.runs_of(ended[spent[ended] > 0].tolist()).items():
                 turns = turns_ended_by(version, runs, begun.episodes[row].turns)
                 spent[row] += turn_cost * max(0, turns - 1)  # the last one has ended the episode
-        self._before = ended, spent[ended]
+        failed = [bool(begun.episodes and begun.episodes[row].failure) for row in ended.tolist()]
+        self._before = ended, spent[ended], State.ENDED + torch.tensor(failed, dtype=torch.int64)
         self.turn_cost = turn_cost
-        self._ended = torch.zeros(rows, dtype=torch.int64)
+        self._now = torch.full((rows,), State.OPEN, dtype=torch.int64)
         self.limit = next(limits)
+        self.taken: list[int] | None = None  # the groups that the step takes, once it has ended
 
     @property
-    def whole(self) -> list[int]:
-        """The groups all of whose samples have ended."""
-        ended = self._ended.clone()
-        rows, tokens = self._before
-        ended[rows[tokens <= self.limit]] = 1
-        is_whole = ended.view(-1, self._n).all(dim=1)
-        return is_whole.nonzero()[:, 0].tolist()
+    def states(self) -> list[int]:
+        """The state of each group."""
+        rows, tokens, states = self._before
+        is_near = tokens <= self.limit
+        now = self._now.index_put((rows[is_near],), states[is_near])
+        return now.view(-1, self._n).amin(dim=1).tolist()
 
-    def goes_on(self, ended: Sequence[int], interrupted: bool) -> bool:
+    def goes_on(self, ended: Sequence[Trajectory], interrupted: bool) -> bool:
         """See `Pace`."""
         told = torch.zeros(self._rows + 1, dtype=torch.int64)
-        told[list(ended)] = 1
+        for one in ended:
+            told[one.row] = State.FAILED if one.has_failed else State.ENDED
         told[-1] = interrupted
         dist.all_reduce(told, group=self._replicas)
-        self._ended += told[:-1]
-        if told[-1] or self._is_enough(self.whole):
+        self._now += told[:-1]
+        if told[-1]:
+            return False
+        self.taken = self._choose(self.states)
+        if self.taken is not None:
             return False
         self.limit = next(self._limits)
         return True
@@ -140,52 +162,53 @@ class PartialSampler:
                 rounds,
                 f"train {step}",
             )
-            taken = self._choose(rounds.whole, groups, version)
+            taken = rounds.taken
             assert taken is not None
-            gone = set(taken)
+            failed = [n for n, state in enumerate(rounds.states) if state == State.FAILED]
+            dropped = sorted(set(failed).difference(taken))
+            gone = {*taken, *dropped}
             left = [number for number in range(len(groups.since)) if number not in gone]
             begun = [number for number in left if number < count]
-            of_left = rows_of_prompt_groups(begun, sampling.n)
-            of_taken = rows_of_prompt_groups(taken, sampling.n)
+            of_taken, of_dropped, of_left = (
+                rows_of_prompt_groups(some, sampling.n) for some in (taken, dropped, begun)
+            )
             chosen, rest = generator.machine.compute_on_leader(
                 lambda: (drawn.select(of_taken), drawn.select(of_left))
             )
-            rollout = generator.gather(groups.prompts.select(taken), sampling.n, chosen)
+            rollout, of_episodes = generator.gather(
+                groups.prompts.select(taken),
+                sampling.n,
+                chosen,
+                lengths,
+                [drawn.episodes[row] for row in of_dropped],
+            )
             staleness = generator.machine.compute_on_leader(
                 lambda: staleness_metrics(rollout, version)
             )
 
-        self._groups = BegunGroups(
-            groups.prompts.select(left),
-            [groups.since[number] for number in left],
-            [groups.streams[number] for number in left],
-            rest,
-        )
+        self._groups = groups.select(left, rest)
         self._last_limit = rounds.limit
-        lengths.update(rollout.prompts.uid, rollout.response_lengths)
-        if rollout.episodes is not None:
-            metrics |= episode_metrics(rollout.episodes)
         return DrawnBatch(
             rollout,
             sum(stats.generated_tokens for stats in drawn.stats),
-            [metrics],
+            [metrics | of_episodes],
             metrics={
                 **staleness,
                 "partial/limit": float(rounds.limit),
-                "partial/open_groups": float(count - len(taken)),
+                "partial/open_groups": float(len(begun)),
                 "partial/restarted_groups": float(again),
             },
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that no step has taken."""
+        """The groups that no step has taken; their samples become a tree once it is written."""
         if self._groups is None:
             return {}
         return {
             "uids": self._groups.prompts.uid,
             "since": self._groups.since,
             "streams": self._groups.streams,
-            "samples": self._groups.samples.state_dict(),
+            "samples": self._groups.samples.state_dict,
             "last_limit": self._last_limit,
         }
 
@@ -211,26 +234,27 @@ class PartialSampler:
             samples = DrawnSamples.none(self.generator.groups.layout.num_replicas)
             groups = BegunGroups(prompts, [_WAITS] * len(prompts), [], samples)
 
-        prompts, samples = groups.prompts, groups.samples
         oldest = version + 1 - self.section.max_versions
         kept = [number for number in range(groups.begun) if groups.since[number] >= oldest]
-        if not self._fits(samples, groups.begun, sampling):
+        if not self._fits(groups.samples, groups.begun, sampling):
             kept = []
         again = groups.begun - len(kept)
         if again:
             logger.warning("%d groups that had begun begin again (rollout.partial)", again)
             rows = rows_of_prompt_groups(kept, sampling.n)
-            samples = self.generator.machine.compute_on_leader(lambda: samples.select(rows))
+            begun = groups.samples
+            samples = self.generator.machine.compute_on_leader(lambda: begun.select(rows))
             stays = set(kept)
-            others = [number for number in range(len(prompts)) if number not in stays]
-            prompts = prompts.select([*kept, *others])
+            others = [number for number in range(len(groups.since)) if number not in stays]
+            groups = groups.select([*kept, *others], samples)
 
-        most = max(len(kept), math.ceil(self.section.over * self.train_batch_size))
+        prompts = groups.prompts
+        most = max(len(kept), self.section.begun_of(self.train_batch_size))
         while len(prompts) < most:
             prompts = Prompts.join([prompts, next(self.prompts)])
-        since = [groups.since[number] for number in kept] + [version] * (most - len(kept))
+        since = groups.since[: len(kept)] + [version] * (most - len(kept))
         since += [_WAITS] * (len(prompts) - most)
-        streams = [groups.streams[number] for number in kept]
+        streams = groups.streams[: len(kept)]
         named = set(zip(prompts.uid, streams, strict=False))
         for uid in prompts.uid[len(kept) : most]:
             stream = f"train {version + 1}"
@@ -239,7 +263,7 @@ class PartialSampler:
             named.add((uid, stream))
             streams.append(stream)
         streams += [""] * (len(prompts) - most)
-        return BegunGroups(prompts, since, streams, samples), again
+        return BegunGroups(prompts, since, streams, groups.samples), again
 
     def _fits(self, samples: DrawnSamples, groups: int, sampling: SamplingParams) -> bool:
         """Whether the samples of so many groups can go on as the run is configured now."""
@@ -265,12 +289,10 @@ class PartialSampler:
             sampling.n,
             round_limits(most, self._last_limit),
             turn_cost,
-            lambda whole: self._choose(whole, groups, version) is not None,
+            lambda states: choose_groups(
+                states, groups.since, version, self.train_batch_size, self.section.max_versions
+            ),
         )
-
-    def _choose(self, whole: Sequence[int], groups: BegunGroups, version: int) -> list[int] | None:
-        since = groups.since[: groups.begun]
-        return choose_whole(whole, since, version, self.train_batch_size, self.section.max_versions)
 
     def _shares(
         self, groups: BegunGroups, version: int, sampling: SamplingParams
@@ -304,32 +326,43 @@ def round_limits(max_tokens: int, last: int) -> Iterator[int]:
     return itertools.count(first, length)
 
 
-def choose_whole(
-    whole: Sequence[int], since: Sequence[int], version: int, batch: int, max_versions: int
+def choose_groups(
+    states: Sequence[int], since: Sequence[int], version: int, batch: int, max_versions: int
 ) -> list[int] | None:
-    """The groups that a step takes: the `batch` oldest of those that are whole.
+    """The groups that a step takes: the `batch` oldest of those that have ended.
 
     None if these are too few, or if what is left could not be taken in time: a later step takes
-    `batch` groups, and no group may be drawn by more than `max_versions` versions.
+    `batch` groups, and no group may be drawn by more than `max_versions` versions. Groups that
+    failed end early, so they are taken only if no others can be.
 
     Args:
-        whole: the places of groups in `since`, ascending.
-        since: the version with which each group that has begun did so, the oldest first.
+        states: the state of each group that has begun, the oldest first.
+        since: the version with which each of them began.
         version: the present one.
     """
-    taken = list(whole[:batch])
-    if len(whole) == len(since):
+    has_ended = [state == State.ENDED for state in states]
+    taken = choose_prompt_groups(has_ended, batch)
+    if State.OPEN not in states:
         return taken
-    if len(taken) < batch:
+    if sum(has_ended) < batch:
         return None
-    gone = set(taken)
-    left = [began for number, began in enumerate(since) if number not in gone]
+    gone = {number for number, state in enumerate(states) if state == State.FAILED}.union(taken)
+    left = [since[number] for number in range(len(states)) if number not in gone]
     for later in range(max_versions):
         # The groups that have to be taken up to `later` steps after this one.
         urgent = sum(began + max_versions - 1 <= version + later for began in left)
         if urgent > later * batch:
             return None
     return taken
+
+
+def warn_of_dropped(state: Mapping[str, Any]) -> None:
+    """Warn of groups that had begun, if partial rollouts are off now; see `state_dict`."""
+    begun = sum(map(bool, state.get("streams", ())))
+    if begun:
+        logger.warning(
+            "rollout.partial.over is 1 now, so %d prompts that had begun are dropped", begun
+        )
 
 
 def staleness_metrics(rollout: Rollout, version: int) -> dict[str, float]:

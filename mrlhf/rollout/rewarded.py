@@ -50,9 +50,9 @@ class Rewarded:
             index,
         )
 
-    def spread(self, table: Tensor, dim: int = 0) -> Tensor:
-        """What a table has of each response, for each of its units; `dim` counts the responses."""
-        return table if self.rows is None else table.index_select(dim, self.rows)
+    def spread(self, table: Tensor) -> Tensor:
+        """What a table has of each response, for each of its units."""
+        return table if self.rows is None else table[self.rows]
 
     def fold(self, table: Tensor, responses: int) -> Tensor:
         """The numbers [units, response_len] of drawn tokens as [responses, response_len]."""

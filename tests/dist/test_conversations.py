@@ -6,6 +6,7 @@ and writes what comes between two turns as literal text.
 
 from __future__ import annotations
 
+import itertools
 import string
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import TurnRenderer
 from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
 from mrlhf.environments.interface import EnvironmentReference
+from mrlhf.errors import EnvironmentFault
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.parallel.engine_layout import EngineLayout
@@ -38,6 +40,7 @@ from mrlhf.rollout.trajectory import Trajectory
 from tests.fake_engine import FakeResharder
 from tests.models.engines import fill, hf_model, spec_of
 from tests.ranks import run_ranks
+from tests.saved_state import saved
 
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>")
 TEMPLATE = (
@@ -267,7 +270,7 @@ def _partial_steps(
         generator.engine.commit(step - 1)  # the same weights, so that all can be drawn at once
         if step == 4:
             samplers[1].load_state_dict(
-                samplers[0].state_dict(),
+                saved(samplers[0].state_dict()),
                 lambda uids: prompts.select([UIDS.index(uid) for uid in uids]),
             )
             if built[0][1] is not None:
@@ -277,22 +280,21 @@ def _partial_steps(
         if step in (3, 6):  # interrupted after the drawing, which is done again without drawing
             before, place = sampler.state_dict(), supply.place
             sampler.draw(step, sampling)
-            wanted = sampler.state_dict()
-            kept = generator.drawn_state()
+            wanted = saved(sampler.state_dict())
+            kept = saved(generator.drawn_state())
             generator.end_step()
             generator.load_drawn_state(kept)
             sampler.load_state_dict(
-                before, lambda uids: prompts.select([UIDS.index(uid) for uid in uids])
+                saved(before), lambda uids: prompts.select([UIDS.index(uid) for uid in uids])
             )
             supply.place = place
         drawn = sampler.draw(step, sampling)
         if step in (3, 6):
-            again = sampler.state_dict()
+            again = saved(sampler.state_dict())
             for key in ("rows", "lengths", "ended", "tokens"):
                 assert torch.equal(again["samples"][key], wanted["samples"][key]), key
             assert again["uids"] == wanted["uids"] and again["last_limit"] == wanted["last_limit"]
         generator.end_step()
-        left = len(sampler._groups.since) if sampler._groups else 0
         open_episodes = host and len(host._episodes)
         whole = []
         for first in range(0, len(drawn.rollout), N):
@@ -309,10 +311,16 @@ def _partial_steps(
                 "partial": _as_lists(drawn.rollout),
                 "whole": _as_lists(Rollout.join(whole)),
                 "mixed": drawn.metrics["staleness/mixed"],
-                "left": left,
+                "failed": drawn.engine_metrics[0]["episodes/failed"],
+                "left": drawn.metrics["partial/open_groups"],  # of four, of which two are taken
                 "open episodes": open_episodes,
             }
         )
+    failing = itertools.repeat(prompts.select([UIDS.index(3)] * 2))
+    sampler = PartialSampler(built[1][0], failing, 2, section, MOST_TURNS)
+    with pytest.raises(EnvironmentFault, match=r"every episode of the step failed.*nothing to say"):
+        sampler.draw(8, sampling)
+    built[1][0].end_step()
     if built[1][1] is not None:
         built[1][1].close()
     return steps
@@ -511,7 +519,11 @@ def test_episodes_in_parts_are_those_drawn_at_once(ranks: list[dict[str, Any]]) 
         np.testing.assert_allclose(partly["logprobs"], wanted, rtol=2e-4, atol=2e-5)
         for mine, other in zip(partly["episodes"], at_once["episodes"], strict=True):
             assert replace(mine, waited_s=0.0) == replace(other, waited_s=0.0)
-        assert step["left"] >= 2
+        # Those of uid 3 fail, so others are taken, and they are dropped.
+        assert len(partly["episodes"]) == 2 * N
+        assert not any(episode.failure for episode in partly["episodes"])
+        assert step["failed"] == pytest.approx((2 - step["left"]) / (4 - step["left"]))
+    assert {step["left"] for step in ranks[0]["partial"]} == {1, 2}
     assert max(step["mixed"] for step in ranks[0]["partial"]) > 0.4
     # Only episodes that have begun and not ended have an environment.
     assert 0 < max(step["open episodes"] for step in ranks[0]["partial"]) <= 2 * N

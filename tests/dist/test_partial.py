@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.rollout import PartialSection
@@ -31,6 +32,7 @@ from mrlhf.rollout.partial import PartialSampler
 from tests.fake_engine import FakeResharder
 from tests.models.engines import fill, hf_model, spec_of
 from tests.ranks import run_ranks
+from tests.saved_state import saved
 
 SEED = 12
 N = 2
@@ -101,14 +103,39 @@ def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
         for step in range(1, STEPS + 1):
             _take(generator, step - 1)
             if step == 4:  # as after a resume
-                state = sampler.state_dict()
+                state = saved(sampler.state_dict())
                 sampler = PartialSampler(generator, supply, BATCH, PARTIAL)
                 sampler.load_state_dict(state, _prompts_of)
+            with _TorchOperators() as operators:
+                before = sampler.state_dict()
+            held = saved(before)
             drawn = sampler.draw(step, SAMPLING)
             generator.end_step()
-            steps.append(_as_lists(drawn.rollout) | {"metrics": drawn.metrics})
+            steps.append(
+                _as_lists(drawn.rollout)
+                | {
+                    "metrics": drawn.metrics,
+                    "operators": operators.count,
+                    "held": str(held),
+                    "held later": str(saved(before)),
+                }
+            )
         found[name] = steps
     return found
+
+
+class _TorchOperators(TorchDispatchMode):
+    """Counts the operators of torch that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
 
 
 def _prompts_of(uids: Any) -> Prompts:
@@ -241,6 +268,14 @@ def test_no_group_is_too_old(slow: list[dict[str, Any]]) -> None:
     assert max(ages) == PARTIAL.max_versions - 1 and min(ages) == 0
     mixed = [len(set(row)) for facts in slow for group in facts["taken"] for row in group.versions]
     assert max(mixed) == PARTIAL.max_versions
+
+
+def test_the_state_before_a_step_is_kept_without_a_copy(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for found in rank["tp 2"] + rank["two replicas"]:
+            assert found["operators"] == 0
+            assert found["held later"] == found["held"]
+    assert "tokens" in ranks[0]["tp 2"][-1]["held"]
 
 
 def test_staleness_counts_the_tokens_of_each_age(ranks: list[dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from mrlhf.log import (
 def clean_logging():
     root = logging.getLogger()
     handlers = root.handlers[:]
-    names = (None, "mrlhf", "mrlhf.data", "mrlhf.preflight")
+    names = (None, "mrlhf", "mrlhf.data", "mrlhf.preflight", "mrlhf.rollout")
     levels = {name: logging.getLogger(name).level for name in names}
     yield
     root.handlers[:] = handlers
@@ -44,9 +44,9 @@ def test_rank_zero_informs_and_every_rank_warns(rank, informs, clean_logging, ca
     assert len(lines) == 1 + informs
     assert lines[-1].endswith(f"[rank {rank}] WARNING mrlhf.trainers.ppo.step: slow disk")
 
-    for about_files in ("mrlhf.data.rows", "mrlhf.preflight.inputs"):
-        logging.getLogger(about_files).warning("the same on every rank")
-    assert len(capsys.readouterr().err.splitlines()) == (2 if rank == 0 else 0)
+    for about in ("mrlhf.data.rows", "mrlhf.preflight.inputs", "mrlhf.rollout.partial"):
+        logging.getLogger(about).warning("the same on every rank")
+    assert len(capsys.readouterr().err.splitlines()) == (3 if rank == 0 else 0)
 
 
 def test_a_quiet_console_shows_warnings_alone(clean_logging, capsys):

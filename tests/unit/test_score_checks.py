@@ -15,7 +15,7 @@ from mrlhf.rollout.components import RewardComponents, reward_components
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.ppo.experience import ModelOutputs, make_experience
-from tests.rollouts import make_rollout
+from tests.rollouts import as_episodes, make_rollout
 
 HUGE = 3e38
 MASK = torch.tensor([[True, True], [True, False]])
@@ -126,6 +126,37 @@ def test_terms_are_found_by_name(algorithm, names, weights):
     found = reward_components(Scores(torch.zeros(2), TERMS), _rollout(), section, REWARD)
     assert (found.names, found.weights) == (names, weights)
     assert found.scores.tolist() == [TERMS[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "names", "weights"),
+    [
+        ({}, ("format", "judge", "turn_rewards"), (0.5, 1.0, 1.0)),
+        ({"gdpo_reward_keys": ["judge"]}, ("judge",), (1.0,)),
+        (
+            {"gdpo_reward_keys": ["turn_rewards", "judge"], "gdpo_reward_weights": [3, 1]},
+            ("turn_rewards", "judge"),
+            (3.0, 1.0),
+        ),
+    ],
+)
+def test_the_rewards_of_turns_are_compared_as_one_term(algorithm, names, weights):
+    section = AlgorithmSection.model_validate(algorithm)
+    rollout = as_episodes(_rollout(), [[0.25, 0.5], [2.0]])
+    found = reward_components(Scores(torch.zeros(2), TERMS), rollout, section, REWARD)
+    assert (found.names, found.weights) == (names, weights)
+    columns = {**TERMS, "turn_rewards": [0.75, 2.0]}
+    assert found.scores.tolist() == [columns[name] for name in names]
+
+
+def test_episodes_whose_turns_have_no_rewards():
+    rollout = as_episodes(_rollout(), [[], []])
+    scores = Scores(torch.zeros(2), TERMS)
+    found = reward_components(scores, rollout, AlgorithmSection(), REWARD)
+    assert found.names == ("format", "judge")
+    section = AlgorithmSection.model_validate({"gdpo_reward_keys": ["turn_rewards"]})
+    found = reward_components(scores, rollout, section, REWARD)
+    assert found.scores.tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize(

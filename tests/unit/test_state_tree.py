@@ -22,6 +22,7 @@ def test_a_state_comes_back(tmp_path: Path) -> None:
         "nested": {"tensors": [torch.arange(6).view(2, 3), torch.zeros(0, dtype=torch.bool)]},
         "pair": (3, 4),
         "mixed": [1, {"tensor": torch.tensor(2.5, dtype=torch.bfloat16)}],
+        "later": lambda: {"tensor": torch.ones(2)},
     }
     files = StateCopy.of(state).write(tmp_path)
     back = read_state(tmp_path)
@@ -32,6 +33,7 @@ def test_a_state_comes_back(tmp_path: Path) -> None:
     first, second = back["nested"]["tensors"]
     assert torch.equal(first, torch.arange(6).view(2, 3)) and second.dtype == torch.bool
     assert back["mixed"][1]["tensor"].dtype == torch.bfloat16
+    assert back["later"]["tensor"].tolist() == [1.0, 1.0]
 
 
 def test_a_copy_does_not_see_later_changes(tmp_path: Path) -> None:

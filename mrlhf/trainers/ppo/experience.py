@@ -18,7 +18,6 @@ from mrlhf.batch import Experience, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.methods import find_method
-from mrlhf.errors import RewardError
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
@@ -86,8 +85,7 @@ def make_experience(
             tokens, or None if it is not in use.
 
     Raises:
-        RewardError: the scores are so large that an advantage is not finite, or contexts have
-            rewards of their own where a greedy response is compared.
+        RewardError: the scores are so large that an advantage is not finite.
     """
     rollout = collected.rollout
     drawn = rollout.loss_mask
@@ -203,12 +201,6 @@ def _advantage_inputs(
     weights: Tensor | None,
     components: RewardComponents | None,
 ) -> AdvantageInputs:
-    if rewarded.rows is not None and collected.greedy_scores is not None:
-        raise RewardError(
-            "trajectories have rewards of their own, and algorithm.adv_estimator remax compares "
-            "whole responses with a greedy one; use another, such as rloo"
-        )
-
     def spread(table: Tensor | None) -> Tensor | None:
         return None if table is None else rewarded.spread(table)
 
@@ -219,7 +211,7 @@ def _advantage_inputs(
         values=spread(outputs.values),
         greedy_scores=spread(collected.greedy_scores),
         probabilities=_probabilities(outputs.policy, weights, spread),
-        components=None if components is None else rewarded.spread(components.scores, dim=1),
+        components=None if components is None else components.scores,
     )
 
 

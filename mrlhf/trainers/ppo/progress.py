@@ -47,7 +47,8 @@ class StepProgress:
     """The results of a training step so far; the same on every rank."""
 
     number: int  # of the step, from 1
-    before: Mapping[str, Any]  # the trainer's state when the step began
+    # The trainer's state when the step began; what is large in it is not copied.
+    before: Mapping[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
     collected: Collected | None = None
     # Made of `collected`. Once it is set, the models may change.

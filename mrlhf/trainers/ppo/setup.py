@@ -5,7 +5,6 @@ It knows which configuration key goes to which part. It runs nothing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +32,12 @@ from mrlhf.rollout.collector import Collector, GroupSampler
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.early_scores import EarlyScores
 from mrlhf.rollout.generator import Generator
-from mrlhf.rollout.partial import PartialSampler
+from mrlhf.rollout.partial import PartialSampler, warn_of_dropped
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.generator_setup import build_generator, check_engine
 from mrlhf.training.engine import ModelEngine
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,11 +93,8 @@ class Parts:
         begun = state.get("begun", {})
         if self.partial is not None:
             self.partial.load_state_dict(begun, self.prompts.with_uids)
-        elif begun:
-            logger.warning(
-                "rollout.partial.over is 1 now, so %d prompts that had begun are dropped",
-                len(begun["uids"]),
-            )
+        else:
+            warn_of_dropped(begun)
 
 
 def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = True) -> Parts:

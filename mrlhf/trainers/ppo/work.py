@@ -13,6 +13,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout, Sequences
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
+from mrlhf.errors import RewardError
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.correction import correct
 from mrlhf.rl.masking import selected
@@ -153,7 +154,8 @@ class Work:
             terms that are compared one by one, if they are in use.
 
         Raises:
-            RewardError: the scores are too large, or one that is compared is missing.
+            RewardError: the scores are too large, one that is compared is missing, or contexts have
+                rewards of their own where whole responses are compared.
             ConfigError: no reward term says which responses are right, although the loss needs it.
         """
         rollout = collected.rollout
@@ -174,9 +176,15 @@ class Work:
                 metrics = components.metrics()
             shaped = self.parts.shaper.shape(scores.total, rollout)
             rewarded = Rewarded.of(rollout)
+            compares_whole = components is not None or collected.greedy_scores is not None
+            if rewarded.rows is not None and compares_whole:
+                raise RewardError(
+                    "trajectories have rewards of their own, and remax and gdpo compare whole "
+                    "responses; set algorithm.adv_estimator to another, such as rloo"
+                )
             compared = rewarded.scores(shaped, rollout)
             if components is not None:
-                compared = rewarded.spread(components.scores, dim=1)
+                compared = components.scores
             metrics |= equal_score_metrics(compared, rewarded.groups, algorithm.adv_estimator)
             experience, kl = self.machine.compute_on_leader(
                 lambda: make_experience(
