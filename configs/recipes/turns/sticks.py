@@ -6,7 +6,7 @@ import itertools
 import random
 from typing import Any
 
-MOST = 16
+MOST = 12
 AT_ONCE = 3
 ROLES = ("first", "second")
 
