@@ -75,7 +75,8 @@ class Branches:
     def weave(self, trajectories: Sequence[Mapping[str, Any]]) -> Woven:
         """What the function returned as one response.
 
-        If one of several has a reward, all share it; if each has one, they are of their own.
+        If one of several has a reward, all share it; if each has one, they are of their own. A lone
+        trajectory has one of its own if it has a role, which episodes with others compare it by.
 
         Raises:
             BranchError: a trajectory has tokens that were not drawn for it, or nothing that trains,
@@ -88,6 +89,7 @@ class Branches:
                 f"{len(given)} of {len(rewards)} trajectories have a reward; give one to one of "
                 "them, which all share, or to each"
             )
+        is_own = len(given) == len(rewards) and (len(given) > 1 or bool(trajectories[0]["role"]))
         woven = Woven()
         of_role: dict[str, list[float]] = {}
         taken: set[int] = set()
@@ -99,17 +101,17 @@ class Branches:
             taken |= {draw for draw, _ in turns}
             woven.add(one["token_ids"], [(begin, self.drawn[draw]) for draw, begin in turns])
 
-            if len(given) > 1:
+            if is_own:
                 own = one["reward"]
                 score = own["score"] if isinstance(own, Mapping) else own
                 woven.turn_rewards += [0.0] * (len(turns) - 1) + [score]
                 woven.context_roles.append(one["role"])
                 of_role.setdefault(one["role"], []).append(score)
-        if len(given) == 1:
-            woven.reward = given[0]
-        elif given:
+        if is_own:
             means = {role: fmean(scores) for role, scores in of_role.items() if role}
             woven.reward = {**means, "score": 0.0}
+        elif given:
+            woven.reward = given[0]
         return woven
 
     def _check(self, ids: list[int], turns: Sequence[tuple[int, int]]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mrlhf.config.user_code import load_member
+from mrlhf.environments.rollouts import Trajectory
 from tests.e2e.programs import ROOT, read_lines, run_commands, succeed
 from tests.pages import commands_of
 
@@ -17,6 +20,7 @@ GUESS = commands_of("configs/recipes/turns/README.md", "turns/(sft|ppo).yaml$|re
 WITHOUT_CRITIC = commands_of("configs/recipes/turns/README.md", "guess_otb.yaml$")
 CALCULATOR = commands_of("configs/recipes/turns/README.md", "calculator")
 ALPHABET = commands_of("configs/recipes/turns/README.md", "alphabet")
+STICKS = commands_of("configs/recipes/turns/README.md", "sticks")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +99,73 @@ def test_a_list_is_right_if_it_has_all_names_so_far_in_order() -> None:
     assert game.reply("ada\nben\ncy\neve\nflo\ngus") is None
     assert game.turn_reward() == pytest.approx(1 / 3)
     assert game.reward() == {"score": 0.0, "acc": 0.0, "right_turns": 2.0}
+
+
+def test_each_player_of_a_game_has_a_reward_of_its_own(directory: Path) -> None:
+    """One of two players wins; alone is who wins, or breaks the rules, before the other's turn."""
+    steps = _run_shortly(STICKS, directory, "sticks/grpo", imitated=150)
+    _check_episodes(steps)
+    assert all(row["reward/environment"] == 0 for row in steps)
+    assert all(0 < row["reward/environment/first"] < 1 for row in steps)
+    assert all(0 < row["reward/environment/second"] < 1 for row in steps)
+    assert all(1 < row["episodes/contexts/mean"] < 2 for row in steps)
+
+
+@pytest.mark.parametrize(
+    ("sticks", "moves", "rewards"),
+    [
+        (5, ["1", "2", "2"], {"first": 1.0, "second": 0.0}),
+        (4, ["1", "3"], {"first": 0.0, "second": 1.0}),
+        (3, ["3"], {"first": 1.0}),
+        (2, ["3"], {"first": 0.0}),  # more than are left
+        (4, ["1", "no"], {"first": 1.0, "second": 0.0}),
+    ],
+)
+def test_who_takes_the_last_stick_wins(
+    sticks: int, moves: list[str], rewards: dict[str, float]
+) -> None:
+    lead = load_member(ROOT / "configs/recipes/turns/sticks.py", "sticks")
+    players = asyncio.run(lead(_Moves(moves), {"sticks": sticks}, None))
+    assert {player.role: player.reward for player in players} == rewards
+
+
+@pytest.mark.parametrize(
+    ("sticks", "moves", "told", "won"),
+    [
+        (6, ["1", "1"], ["6", "4"], 0.0),
+        (5, ["3"], ["5"], 0.0),
+        (2, ["3"], ["2"], 0.0),  # more than are left
+        (3, ["3"], ["3"], 1.0),
+    ],
+)
+def test_the_best_player_wins_what_it_can(
+    sticks: int, moves: list[str], told: list[str], won: float
+) -> None:
+    engine = _Moves(moves)
+    row = {"sticks": sticks, "opponent": "best"}
+    lead = load_member(ROOT / "configs/recipes/turns/sticks.py", "sticks")
+    player = asyncio.run(lead(engine, row, None))
+    assert engine.told == told
+    assert player.reward == {"score": won, "acc": won}
+
+
+class _Moves:
+    """The engine of a policy whose moves are known."""
+
+    def __init__(self, moves: list[str]) -> None:
+        self.left = list(moves)
+        self.told: list[str] = []
+
+    async def prompt(self, text: str) -> Trajectory:
+        self.told.append(text)
+        return Trajectory([])
+
+    async def tell(self, player: Trajectory, text: str) -> Trajectory:
+        self.told.append(text)
+        return player
+
+    async def generate(self, player: Trajectory) -> Trajectory:
+        return replace(player, text=self.left.pop(0))
 
 
 def _run_shortly(

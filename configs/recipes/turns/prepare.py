@@ -1,7 +1,8 @@
-"""Makes the data of the three tasks, a tokenizer with a chat template, and examples of each task.
+"""Makes the data of the four tasks, a tokenizer with a chat template, and examples of each task.
 
 The examples are what a policy begins with, and leave something to learn: they guess any number that
-is still possible, call the calculator only sometimes, and do not always sort.
+is still possible, call the calculator only sometimes, do not always sort, and take any number of
+sticks.
 
 Usage: python configs/recipes/turns/prepare.py --out runs/turns/data
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import alphabet
 import guess
+import sticks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -55,6 +57,7 @@ def main() -> None:
     examples = _write_task(out / "guess", play_guess, secrets, secrets)
     examples += _write_task(out / "calculator", play_sum, *_drawn(sum_row))
     examples += _write_task(out / "alphabet", play_names, *_drawn(names_row))
+    examples += _write_task(out / "sticks", play_sticks, *sticks_rows())
     _write_tokenizer(out / "tokenizer", examples)
 
 
@@ -124,6 +127,34 @@ def play_names(rng: random.Random) -> list[Row]:
         more = game.reply(text)
         if more is not None:
             messages = [*messages, _message("assistant", text), _message("user", more)]
+    return rows
+
+
+def sticks_rows() -> tuple[list[Row], list[Row]]:
+    """Games of the policy with itself, and those with the best player that it can win.
+
+    With three sticks or fewer, one move wins, so the validation has none of these.
+    """
+    games = [
+        {"prompt": [_message("user", str(number))], "sticks": number}
+        for number in range(1, sticks.MOST + 1)
+    ]
+    beatable = [game for game in games[sticks.AT_ONCE :] if game["sticks"] % (sticks.AT_ONCE + 1)]
+    return games, [game | {"opponent": "best"} for game in beatable]
+
+
+def play_sticks(rng: random.Random) -> list[Row]:
+    """One game of two players who take any number that the rules allow; a row for each turn."""
+    left = rng.randint(1, sticks.MOST)
+    seen: tuple[list[Row], list[Row]] = ([], [])  # what the player whose turn it is has seen, first
+    rows = []
+    while left:
+        mine, others = seen
+        move = str(rng.randint(1, min(sticks.AT_ONCE, left)))
+        asked = [*mine, _message("user", str(left))]
+        rows.append({"prompt": asked, "response": move})
+        left -= int(move)
+        seen = (others, [*asked, _message("assistant", move)])
     return rows
 
 
