@@ -139,7 +139,7 @@ class MetricsWriter:
 def metrics_line(step: int, metrics: Mapping[str, float]) -> str:
     """The line of a step in `metrics.jsonl`, without its end."""
     assert "step" not in metrics, "'step' is the line's own key"
-    numbers = {name: _json_number(value) for name, value in metrics.items()}
+    numbers = {name: json_number(value) for name, value in metrics.items()}
     return json.dumps({"step": step, **numbers}, sort_keys=True, allow_nan=False)
 
 
@@ -233,7 +233,8 @@ def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
     return [records[step] for step in sorted(records)]
 
 
-def _json_number(value: float | None) -> float | None:
+def json_number(value: float | None) -> float | None:
+    """The number as JSON has it: None if it is not finite."""
     if value is None or isinstance(value, int):
         return value
     number = float(value)

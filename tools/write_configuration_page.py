@@ -11,10 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrlhf.config.imports.page import others_page, verl_page
-from mrlhf.config.json_schema import json_schema
-from mrlhf.config.page import LAUNCHERS, configuration_page
-from mrlhf.metrics.page import metrics_page
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.pages.configuration import LAUNCHERS, configuration_page
+from tools.pages.json_schema import json_schema
+from tools.pages.metrics import metrics_page
+from tools.pages.other_systems import others_page, verl_page
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -58,22 +58,23 @@ def verl_hint(name: str, known: Collection[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Translated:
-    """What a key of verl is here."""
+class Name:
+    """What a key of another system is here."""
 
     ours: str | None  # None: it has no counterpart
+    conversion: str | None = None  # of its value, by its name in `CONVERSIONS`
     change: str = ""  # what changes with the name
     reason: str = ""  # why there is no counterpart, if there is anything to tell
 
 
-def translate_name(name: str, known: Collection[str]) -> Translated | None:
+def translate_name(name: str, known: Collection[str]) -> Name | None:
     """Return what verl's key `name` is among the `known` keys; None if it is not in the tables."""
     here = _without_verls_section(name.lstrip("+~"))
     ours = _counterpart(here, known)
     if ours is not None:
-        return Translated(ours, change=longest_end(read_names().changes, here) or "")
+        return Name(ours, change=longest_end(read_names().changes, here) or "")
     reason = _reason(here)
-    return None if reason is None else Translated(None, reason=reason)
+    return None if reason is None else Name(None, reason=reason)
 
 
 def longest_end(table: Mapping[str, ValueT], name: str) -> ValueT | None:

@@ -18,33 +18,9 @@ _LENGTHS = (40, 3)  # of two sequences
 _WIDTH = 3  # blocks of the longer one
 
 
-def _rms_norm(numbers: Numbers) -> tuple[Any, ...]:
-    return numbers(5, 96), numbers(96), 1e-6
-
-
-def _rms_norm_backward(numbers: Numbers) -> tuple[Any, ...]:
-    return numbers(40, 96), numbers(40, 96), numbers(96), numbers(40).float().abs()
-
-
-def _add_rms_norm(numbers: Numbers) -> tuple[Any, ...]:
-    return numbers(5, 96), numbers(5, 96), numbers(96), 1e-6
-
-
-def _gated(numbers: Numbers) -> tuple[Any, ...]:
-    return (numbers(3, 2 * 1030),)
-
-
-def _gated_backward(numbers: Numbers) -> tuple[Any, ...]:
-    return numbers(3, 1030), numbers(3, 2 * 1030)
-
-
 def _angles(numbers: Numbers, rows: int) -> tuple[Tensor, Tensor]:
     angles = numbers(rows, _DIM // 2 - 4).float()  # the last 8 dimensions are not rotated
     return angles.cos(), angles.sin()
-
-
-def _rotate(numbers: Numbers) -> tuple[Any, ...]:
-    return numbers(5, 2, _GROUP + 2, _DIM)[:, :, :-2], *_angles(numbers, 5), True
 
 
 def _rotate_store(numbers: Numbers) -> tuple[Any, ...]:
@@ -94,12 +70,12 @@ def _vocab_gradient(numbers: Numbers) -> tuple[Any, ...]:
 
 
 EXAMPLES: dict[str, Callable[[Numbers], tuple[Any, ...]]] = {
-    "rms_norm": _rms_norm,
-    "rms_norm_backward": _rms_norm_backward,
-    "add_rms_norm": _add_rms_norm,
-    "gated": _gated,
-    "gated_backward": _gated_backward,
-    "rotate": _rotate,
+    "rms_norm": lambda x: (x(5, 96), x(96), 1e-6),
+    "rms_norm_backward": lambda x: (x(40, 96), x(40, 96), x(96), x(40).float().abs()),
+    "add_rms_norm": lambda x: (x(5, 96), x(5, 96), x(96), 1e-6),
+    "gated": lambda x: (x(3, 2 * 1030),),
+    "gated_backward": lambda x: (x(3, 1030), x(3, 2 * 1030)),
+    "rotate": lambda x: (x(5, 2, _GROUP + 2, _DIM)[:, :, :-2], *_angles(x, 5), True),
     "rotate_store": _rotate_store,
     "paged_attention": _paged_attention,
     "draw": _draw,

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 from mrlhf.models.spec import Experts, ModelSpec
 
-# The native engine's block on a CPU: two vectors of 8 numbers. It is small enough to share
-# prefixes, and large enough for the attention kernel.
-NATIVE_CPU_BLOCK = 16
-NATIVE_GPU_BLOCK = 256  # the page of FlashAttention 2
-_VLLM_CPU_BLOCK = 32
+# Tokens in a block if no other number is wanted, by engine and device.
+_BLOCKS = {
+    # Two vectors of 8 numbers: small enough to share prefixes, large enough for the kernel.
+    ("native", "cpu"): 16,
+    ("native", "cuda"): 256,  # the page of FlashAttention 2
+    ("vllm", "cpu"): 32,
+    ("vllm", "cuda"): 16,
+}
 _FREE_GPU_SHARE = 0.1  # of its memory
-_VLLM_GPU_BLOCK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +86,9 @@ def kv_heads_on_rank(spec: ModelSpec, tp_size: int) -> int:
     return max(1, spec.num_kv_heads // tp_size)
 
 
-def vllm_cpu_block(wanted: int | None) -> int:
-    """Round `wanted` up to the tokens of a block for which vLLM has attention on a CPU."""
-    return -(-(wanted or _VLLM_CPU_BLOCK) // _VLLM_CPU_BLOCK) * _VLLM_CPU_BLOCK
-
-
-def vllm_gpu_block(wanted: int | None) -> int:
-    """Return the tokens in vLLM's block on a GPU."""
-    return wanted or _VLLM_GPU_BLOCK
+def block_tokens(engine: str, device: str, wanted: int | None) -> int:
+    """Return the tokens in a block of an engine on a device, `wanted` if it has such blocks."""
+    default = _BLOCKS[engine, device]
+    if (engine, device) == ("vllm", "cpu"):  # it has attention for multiples alone
+        return -(-(wanted or default) // default) * default
+    return wanted or default

@@ -24,12 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from mrlhf.models.linear import (
-    BiasedColumnLinear,
-    BiasedRowLinear,
-    ColumnLinear,
-    RowLinear,
-)
+from mrlhf.models.linear import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from mrlhf.models.mixture_layer import MixtureLayer
 from mrlhf.models.norms import NormedRowLinear, ProjectionNormAttention, RMSNorm
 from mrlhf.models.ops import gated

@@ -18,14 +18,7 @@ from mrlhf.parallel.pipeline_order import idle_share
 from mrlhf.planning.gpus import Gpu
 from mrlhf.planning.passes import Passes, Work
 from mrlhf.preflight.batches import trained_models
-from mrlhf.preflight.footprint import (
-    ENGINE,
-    GENERATION,
-    OWNERS,
-    Footprint,
-    Specs,
-    update_of,
-)
+from mrlhf.preflight.footprint import ENGINE, GENERATION, OWNERS, Footprint, Specs, update_of
 
 _GRADIENT = 4  # bytes
 # A gradient is zeroed, added to, read for the norm, and clipped: it goes through memory so often.

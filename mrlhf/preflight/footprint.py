@@ -23,7 +23,7 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import MODEL_AXES, AxisSizes, ParallelLayout
 from mrlhf.preflight.activations import Activations
 from mrlhf.preflight.batches import trained_models
-from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
+from mrlhf.preflight.model_bytes import merged_bytes, training_bytes
 from mrlhf.preflight.model_checks import cache_needs
 from mrlhf.training.residency import STREAMED_BYTES
 from mrlhf.weights.shard import Piece
@@ -136,7 +136,7 @@ def _of_rank(
         if name in trained:
             optim = trained[name][1]
             states_of = (optim.splits_states, optim.name == "muon")
-            bytes_of = _training_bytes(spec, layout, itemsize, *states_of, stage)
+            bytes_of = training_bytes(spec, layout, itemsize, *states_of, stage)
             own = dict(zip(OWNERS, vars(bytes_of).values(), strict=True))
             phase = update_of(name)
             device = device_kind(config.distributed.device)
@@ -191,13 +191,6 @@ def update_of(name: str) -> str:
 def _itemsize(config: AnyConfig, role: RoleSection) -> int:
     """Bytes of a weight of a role."""
     return dtype_on(role.dtype, device_kind(config.distributed.device)).itemsize
-
-
-@lru_cache(maxsize=4096)
-def _training_bytes(
-    spec: ModelSpec, layout: ParallelLayout, itemsize: int, splits: bool, is_muon: bool, stage: int
-) -> ModelBytes:
-    return training_bytes(spec, layout, itemsize, splits, is_muon, stage)
 
 
 def _part_bytes(spec: ModelSpec, layout: ParallelLayout, stage: int, itemsize: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mrlhf.models.families import family_of
 from mrlhf.models.lora import MODULE, is_adapter, trained_shapes
@@ -30,6 +31,7 @@ class ModelBytes:
         return self.weights + self.gradients + self.optimizer
 
 
+@lru_cache(maxsize=4096)
 def training_bytes(
     spec: ModelSpec,
     layout: ParallelLayout,

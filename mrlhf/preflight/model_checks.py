@@ -18,13 +18,7 @@ from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig
 from mrlhf.config.sections import ActorSection, AdaptedSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
-from mrlhf.inference.cache_size import (
-    NATIVE_CPU_BLOCK,
-    NATIVE_GPU_BLOCK,
-    CacheShape,
-    vllm_cpu_block,
-    vllm_gpu_block,
-)
+from mrlhf.inference.cache_size import CacheShape, block_tokens
 from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
 from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
@@ -161,11 +155,8 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
 
 def cache_block(config: PPOConfig) -> int:
     """Tokens in one block of the engine's KV cache on the device of the run."""
-    wanted = config.rollout.block_size
-    on_cpu = device_kind(config.distributed.device) == "cpu"
-    if config.rollout.engine == "vllm":
-        return vllm_cpu_block(wanted) if on_cpu else vllm_gpu_block(wanted)
-    return wanted or (NATIVE_CPU_BLOCK if on_cpu else NATIVE_GPU_BLOCK)
+    rollout = config.rollout
+    return block_tokens(rollout.engine, device_kind(config.distributed.device), rollout.block_size)
 
 
 def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import socket
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mrlhf.checkpoint.output_files import STATUS, TIMELINE
+from mrlhf.log import json_number
 from mrlhf.parallel.phases import Span
 from mrlhf.run.board import Board, State
 from mrlhf.run.terminal import TerminalView
@@ -135,7 +135,7 @@ class Monitor:
             "phase_seconds": round(board.phases.seconds, 1),
             "progress": None if progress is None else asdict(progress),
             "eta_seconds": None if left is None else round(left),
-            "metrics": _finite(board.metrics),
+            "metrics": {name: json_number(value) for name, value in board.metrics.items()},
             "alarms": [asdict(alarm) for alarm in board.alarms],
             "updated": round(time.time(), 3),
             **self._process,
@@ -183,8 +183,3 @@ class Timeline:
         except OSError as error:
             self._is_failing = True
             logger.warning("phases are no longer recorded: cannot write %s: %s", self._file, error)
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """The metrics, with None for a number that is not finite."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 from mrlhf.batch import NO_VERSION, Prompts, Rollout
-from mrlhf.config.roots import (
-    AnyConfig,
-    DPOConfig,
-    PPOConfig,
-    PreferenceConfig,
-    SFTConfig,
-)
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.data.sft import SftExample
 from mrlhf.parallel.layout import AxisSizes

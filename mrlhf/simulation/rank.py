@@ -27,7 +27,6 @@ from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.device import Device, device_kind, dtype_on
 from mrlhf.inference.base import Request, generate
-from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, NATIVE_GPU_BLOCK
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.spec import Head
 from mrlhf.parallel.device_memory import DeviceMemory
@@ -36,6 +35,7 @@ from mrlhf.parallel.machine import Machine, OpenTable
 from mrlhf.parallel.phases import Phases
 from mrlhf.preflight import PPOInputs
 from mrlhf.preflight.memory_checks import with_keys
+from mrlhf.preflight.model_checks import cache_block
 from mrlhf.preflight.vocabulary import Endings
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rl.names import estimator_traits
@@ -54,7 +54,6 @@ from mrlhf.trainers.ppo.step import PPOTrainer
 from mrlhf.training.engine import ModelEngine
 
 T = TypeVar("T")
-_BLOCKS = {"cpu": NATIVE_CPU_BLOCK, "cuda": NATIVE_GPU_BLOCK}
 _DRAWN = 2  # tokens of the response that the engine draws: after the prompt, and one by itself
 
 
@@ -155,7 +154,7 @@ def _as_simulated(config: AnyConfig, world_size: int) -> AnyConfig:
         "data.train_batch_size": prompts,
         "data.gen_batch_size": prompts,
         "rollout.max_num_seqs": 1,
-        "rollout.block_size": config.rollout.block_size or _BLOCKS[kind],
+        "rollout.block_size": cache_block(config),
         "rollout.kv_cache_mb": None,
         "rollout.reshard_bucket_mb": 2**16,  # the same messages, in fewer parts
         "rollout.verify_reshard": False,

@@ -30,14 +30,7 @@ from mrlhf.weights.files import (
     temporary,
 )
 from mrlhf.weights.shard import Key, Shape, Slot
-from mrlhf.weights.stored import (
-    ExpectedTensors,
-    FileTensor,
-    ModelFiles,
-    OpenFiles,
-    match,
-    survey,
-)
+from mrlhf.weights.stored import ExpectedTensors, FileTensor, ModelFiles, match, open_files, survey
 
 
 @dataclass(frozen=True)
@@ -66,13 +59,12 @@ def read_weights(path: str | Path, slots: Sequence[Slot], expected: ExpectedTens
 def read_tensors(stored: ModelFiles, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
     """Fill `slots` from files whose headers have been read; as `read_weights` otherwise."""
     tensors = match(stored, expected)
-    with OpenFiles(tensors.values()) as files:
+    with open_files(tensors.values()) as lazily:
         for slot in slots:
             piece = slot.piece
             if piece.name in tensors:
-                whole = files.slice(tensors[piece.name])
                 index = (slice(None),) * piece.dim + (slice(piece.start, piece.stop),)
-                slot.store(whole[index])
+                slot.store(lazily(tensors[piece.name])[index])
                 _check_finite(slot, tensors[piece.name])
     return [name for name in expected.shapes if name not in tensors]
 

@@ -7,8 +7,8 @@ reading it. This file does not know models or ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -201,9 +201,9 @@ def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> 
     if one.shape != other.shape:
         return False
     target = dtype or DTYPES.get(one.dtype)
-    with OpenFiles((one, other)) as files:
-        first = files.slice(one)
-        second = files.slice(other)
+    with open_files((one, other)) as lazily:
+        first = lazily(one)
+        second = lazily(other)
         for start in range(0, one.shape[0], _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
             if not torch.equal(first[rows].to(target), second[rows].to(target)):
@@ -211,26 +211,26 @@ def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> 
     return True
 
 
-class OpenFiles:
-    """The files of some stored tensors, open for reading."""
+@contextmanager
+def open_files(tensors: Iterable[FileTensor]) -> Iterator[Callable[[FileTensor], Any]]:
+    """Open the files of some stored tensors; gives what reads one when it is indexed by slices."""
+    with ExitStack() as stack:
+        paths = sorted({tensor.file for tensor in tensors})
+        handles = {path: stack.enter_context(_open(path)) for path in paths}
 
-    def __init__(self, tensors: Iterable[FileTensor]) -> None:
-        self._paths = sorted({tensor.file for tensor in tensors})
-        self._stack = ExitStack()
-        self._handles: dict[Path, Any] = {}
+        def lazily(tensor: FileTensor) -> Any:
+            whole = handles[tensor.file].get_slice(tensor.name)
+            return whole if tensor.part is None else _SliceOfMatrix(whole, tensor.part)
 
-    def __enter__(self) -> OpenFiles:
-        for path in self._paths:
-            self._handles[path] = self._stack.enter_context(_open(path))
-        return self
+        yield lazily
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
-    def slice(self, tensor: FileTensor) -> Any:
-        """A tensor that reads its file when it is indexed by slices."""
-        whole = self._handles[tensor.file].get_slice(tensor.name)
-        return whole if tensor.part is None else _SliceOfMatrix(whole, tensor.part)
+def read_tensor(tensor: FileTensor) -> Tensor:
+    """Read one tensor, whose file is mapped into memory no longer than that."""
+    # With all files mapped, a process would seem to need as much memory as the model.
+    with open_files([tensor]) as lazily:
+        values: Tensor = lazily(tensor)[:]
+    return values
 
 
 class _SliceOfMatrix:

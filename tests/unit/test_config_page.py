@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from mrlhf.config import PPOConfig, dump_yaml, load_config
-from mrlhf.config.json_schema import json_schema, values_of
-from mrlhf.config.page import LAUNCHERS
 from mrlhf.config.tree import nodes
 from tests.pages import commands_of
 from tests.unit.configurations import ppo
+from tools.pages.configuration import LAUNCHERS
+from tools.pages.json_schema import json_schema, values_of
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))

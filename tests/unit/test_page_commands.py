@@ -27,9 +27,9 @@ from mrlhf.commands import (
     report,
 )
 from mrlhf.config import parse_args
-from mrlhf.config.page import LAUNCHERS
 from mrlhf.preflight import dry_run
 from tests.pages import PAGES, ROOT, Command, files, read_commands
+from tools.pages.configuration import LAUNCHERS
 
 ALL = [command for page in PAGES for command in read_commands(page)]
 

@@ -18,7 +18,7 @@ from mrlhf.models.adapter_files import CONFIG, adapter_tensors
 from mrlhf.models.families import family_of
 from mrlhf.models.lora import A, B
 from mrlhf.models.spec import Head
-from mrlhf.weights.stored import DTYPES, OpenFiles
+from mrlhf.weights.stored import DTYPES, read_tensor
 
 
 class AdapterSource(ModelSource):
@@ -60,10 +60,7 @@ class AdapterSource(ModelSource):
 
     def read(self, name: str) -> Tensor:
         """A factor, or the head."""
-        stored = self._stored[name]
-        with OpenFiles([stored]) as files:
-            values: Tensor = files.slice(stored)[:]
-        return values
+        return read_tensor(self._stored[name])
 
 
 class MergedSource(ModelSource):

@@ -20,12 +20,7 @@ from mrlhf.checkpoint.conversion.megatron_arguments import config_of, difference
 from mrlhf.checkpoint.conversion.megatron_names import Home, find_homes, split_names
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.checkpoint.conversion.restricted_pickle import Name, read_pickle
-from mrlhf.checkpoint.conversion.torch_dist import (
-    COMMON_FILE,
-    DTYPES,
-    FORMAT_FILE,
-    TorchDistReader,
-)
+from mrlhf.checkpoint.conversion.torch_dist import COMMON_FILE, DTYPES, FORMAT_FILE, TorchDistReader
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.models.families import family_of, spec_of
 from mrlhf.models.spec import ModelSpec

@@ -14,12 +14,7 @@ from typing import Any
 import torch
 
 from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, command_line
-from mrlhf.checkpoint.conversion.megatron_names import (
-    LAYERS,
-    extra_states,
-    stored_at,
-    whole_model,
-)
+from mrlhf.checkpoint.conversion.megatron_names import LAYERS, extra_states, stored_at, whole_model
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
 from mrlhf.checkpoint.conversion.model_files import copy_assets, write_config
 from mrlhf.checkpoint.conversion.model_source import ModelSource

@@ -23,7 +23,7 @@ from mrlhf.models.families import family_of, load_spec, save_config, stated_spec
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import expected_tensors
 from mrlhf.weights.files import file_names, publish, split_files, temporary
-from mrlhf.weights.stored import BUFFER, DTYPES, ModelFiles, OpenFiles, match, survey
+from mrlhf.weights.stored import BUFFER, DTYPES, ModelFiles, match, read_tensor, survey
 
 CONFIG_FILE = "config.json"
 ASSET_PATTERNS = (
@@ -81,12 +81,7 @@ class HuggingFaceSource(ModelSource):
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
-        # The file is mapped into memory for one tensor only: with all of it mapped, the process
-        # would seem to need all of it.
-        tensor = self._files[name]
-        with OpenFiles([tensor]) as files:
-            values: Tensor = files.slice(tensor)[:]
-        return values
+        return read_tensor(self._files[name])
 
     def _left_out(self, directory: Path, stored: ModelFiles) -> list[str]:
         """Notes on the tensors that are not the model's; `match` has refused unknown ones."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
@@ -65,22 +66,8 @@ def recompute(value: Any, place: Place) -> Any:
     return {"full": "full", "selective": "core_attn"}.get(str(value), LEFT_OUT)
 
 
-def offload_params(value: Any, place: Place) -> Any:
-    """Whether weights wait on the host."""
-    return _offloaded(value, place, "params")
-
-
-def offload_grads(value: Any, place: Place) -> Any:
-    """Whether gradients leave the device."""
-    return _offloaded(value, place, "grads")
-
-
-def offload_optimizer(value: Any, place: Place) -> Any:
-    """Whether optimizer states wait on the host."""
-    return _offloaded(value, place, "optimizer")
-
-
-def _offloaded(value: Any, place: Place, owner: str) -> Any:
+def offload(value: Any, place: Place, owner: str) -> Any:
+    """Whether what `owner` names leaves the device."""
     is_frozen = place.key.startswith(("reference.", "reward_model."))
     if value is not True or (is_frozen and owner != "params"):
         return LEFT_OUT
@@ -251,22 +238,14 @@ def estimator(value: Any, _: Place) -> Any:
 
 
 CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
+    "offload_params": partial(offload, owner="params"),
+    "offload_grads": partial(offload, owner="grads"),
+    "offload_optimizer": partial(offload, owner="optimizer"),
+} | {
     function.__name__: function
     for function in (
-        *(
-            tokens_of_samples,
-            times_cp,
-            at_least_longest,
-            dropped,
-            recompute,
-            offload_params,
-            offload_grads,
-            offload_optimizer,
-            none_below_zero,
-            zero_below_zero,
-            optimizer,
-            betas,
-        ),
+        *(tokens_of_samples, times_cp, at_least_longest, dropped, recompute, none_below_zero),
+        *(zero_below_zero, optimizer, betas),
         *(share_of_lr, schedule, warmup, trackers, engine, resume, every_step, replay, rewards),
         *(as_list, left_out, prompts_a_step, prompts_a_mini_batch, rows_a_step, scaled),
         *(prompts_of_samples, prompt_part, aggregation, recompute_switch, estimator, token_level),

@@ -18,20 +18,10 @@ from mrlhf.config.imports.conversions import CONVERSIONS, LEFT_OUT, Place
 from mrlhf.config.imports.source import Source, System
 from mrlhf.config.roots import PROGRAMS, Program
 from mrlhf.config.tree import nodes
-from mrlhf.config.verl_names import longest_end, translate_name
+from mrlhf.config.verl_names import Name, longest_end, translate_name
 
 _OWN_REWARD = "reward.py:compute_score"
 _ARGUMENT = re.compile(r"\$\{?\d")  # $1 of a script
-
-
-@dataclass(frozen=True)
-class Name:
-    """What a key of another system is here."""
-
-    ours: str | None
-    conversion: str | None = None
-    change: str = ""
-    reason: str = ""
 
 
 @dataclass
@@ -67,8 +57,7 @@ def name_of(system: System, program: Program, theirs: str, trainer: str = "") ->
         if found is None:
             return None
         change = longest_end(table["changes"], theirs) or found.change
-        conversion = longest_end(table["conversions"], theirs)
-        return Name(found.ours, conversion, change, found.reason)
+        return replace(found, conversion=longest_end(table["conversions"], theirs), change=change)
 
     of_program = table["by_program"][program] | table["by_program"].get(trainer, {})
     row = of_program.get(theirs, table["names"].get(theirs))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mrlhf.errors import EngineError, WeightError
 from mrlhf.inference.base import EngineLimits, EngineStats, Finished, HeldBytes, Request
-from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, NATIVE_GPU_BLOCK, CacheShape
+from mrlhf.inference.cache_size import CacheShape, block_tokens
 from mrlhf.inference.checks import check_complete, committed
 from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.inference.in_flight import InFlight
@@ -71,12 +71,11 @@ class NativeEngine:
         problem = engine_tp_problem("native", self._parallel.size, spec, ep=ep)
         if problem is not None:
             raise WeightError(problem)
-        default_block = NATIVE_GPU_BLOCK if device.type == "cuda" else NATIVE_CPU_BLOCK
         self._cache_shape = CacheShape.on_rank(
             spec,
             self._parallel.size,
             self._dtype.itemsize,
-            limits.block_size or default_block,
+            block_tokens("native", device.type, limits.block_size),
             # All ranks choose the same experts.
             spec.experts if self._parallel.rank == 0 else None,
         )

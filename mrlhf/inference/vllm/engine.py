@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, Finished, HeldBytes, Request
-from mrlhf.inference.cache_size import CacheShape, gpu_room, vllm_cpu_block, vllm_gpu_block
+from mrlhf.inference.cache_size import CacheShape, block_tokens, gpu_room
 from mrlhf.inference.checks import committed
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.installed import VLLM, require_engine
@@ -71,10 +71,8 @@ class VllmEngine:
         self._has_weights = False
         self._awake = True
 
-        choose_block = vllm_gpu_block if device.type == "cuda" else vllm_cpu_block
-        self._cache_shape = CacheShape.on_rank(
-            spec, tp_size, dtype.itemsize, choose_block(limits.block_size)
-        )
+        block = block_tokens("vllm", device.type, limits.block_size)
+        self._cache_shape = CacheShape.on_rank(spec, tp_size, dtype.itemsize, block)
         self._cache_bytes = self._choose_cache_bytes()
 
         # The ranks of one replica draw the same random numbers; other replicas draw other numbers.

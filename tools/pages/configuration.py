@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mrlhf.config.fields import MOST
-from mrlhf.config.json_schema import JsonSchema, values_of
 from mrlhf.config.roots import PROGRAMS, Root
 from mrlhf.config.schema import REQUIRED, default_in_words
 from mrlhf.config.tree import Node, nodes
+from tools.pages.json_schema import JsonSchema, values_of
 
 LAUNCHERS: Mapping[str, type[Root]] = {
     f"train_{program}": root for program, root in PROGRAMS.items()
