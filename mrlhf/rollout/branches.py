@@ -75,7 +75,9 @@ class Branches:
     def weave(self, trajectories: Sequence[Mapping[str, Any]]) -> Woven:
         """What the function returned as one response.
 
-        If one of several has a reward, all share it; if each has one, they are of their own.
+        If one of several has a reward, all share it; if each has one, they are of their own. A
+        single one with a role has its own too: it is compared with those of other episodes, which
+        may have more of them.
 
         Raises:
             BranchError: a trajectory has tokens that were not drawn for it, or nothing that trains,
@@ -88,6 +90,7 @@ class Branches:
                 f"{len(given)} of {len(rewards)} trajectories have a reward; give one to one of "
                 "them, which all share, or to each"
             )
+        are_own = len(given) > 1 or (len(given) == len(rewards) and trajectories[0]["role"] != "")
         woven = Woven()
         of_role: dict[str, list[float]] = {}
         taken: set[int] = set()
@@ -99,13 +102,13 @@ class Branches:
             taken |= {draw for draw, _ in turns}
             woven.add(one["token_ids"], [(begin, self.drawn[draw]) for draw, begin in turns])
 
-            if len(given) > 1:
+            if are_own:
                 own = one["reward"]
                 score = own["score"] if isinstance(own, Mapping) else own
                 woven.turn_rewards += [0.0] * (len(turns) - 1) + [score]
                 woven.context_roles.append(one["role"])
                 of_role.setdefault(one["role"], []).append(score)
-        if len(given) == 1:
+        if given and not are_own:
             woven.reward = given[0]
         elif given:
             means = {role: fmean(scores) for role, scores in of_role.items() if role}
@@ -114,18 +117,25 @@ class Branches:
 
     def _check(self, ids: list[int], turns: Sequence[tuple[int, int]]) -> None:
         """Compare the tokens of a trajectory with what was drawn."""
-        for draw, begin in turns:
-            drawn = self.drawn[draw].token_ids if draw in self.drawn else None
-            if (
-                drawn is None
-                or drawn != ids[begin : begin + len(drawn)]
-                or not all(type(one) is int for one in ids[:begin])
-                or _digest(ids[:begin]) != self._behind[draw]
-            ):
-                raise BranchError(
-                    "a trajectory has other tokens than those that were drawn or read; continue "
-                    "those that generate returns"
+        end = 1  # something stands before the first turn
+        try:
+            for draw, begin in turns:
+                drawn = self.drawn[draw].token_ids
+                fits = (
+                    begin >= end
+                    and drawn == ids[begin : begin + len(drawn)]
+                    and all(type(one) is int for one in ids[:begin])
+                    and _digest(ids[:begin]) == self._behind[draw]
                 )
+                if not fits:
+                    raise ValueError
+                end = begin + len(drawn)
+        # A function may have written anything into it, even numbers that no token has.
+        except (LookupError, TypeError, ValueError, OverflowError):
+            raise BranchError(
+                "a trajectory has other tokens than those that were drawn or read; continue "
+                "those that generate returns"
+            ) from None
 
 
 @dataclass

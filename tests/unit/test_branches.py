@@ -102,12 +102,25 @@ def test_rewards_of_their_own_stand_at_last_turns() -> None:
     assert woven.reward == {"score": 0.0, "x": 1.0, "o": -0.25}
 
 
+def test_a_single_trajectory_with_a_role_is_compared_with_those_of_other_episodes() -> None:
+    branches = _branches(([1], [2]))
+    woven = branches.weave([_trajectory([1, 2], (0, 1), role="x", reward=1.0)])
+    assert (woven.turn_rewards, woven.context_roles) == ([1.0], ["x"])
+    assert woven.reward == {"score": 0.0, "x": 1.0}
+    woven = branches.weave([_trajectory([1, 2], (0, 1), reward=1.0)])
+    assert (woven.turn_rewards, woven.context_roles, woven.reward) == ([], [], 1.0)
+    assert branches.weave([_trajectory([1, 2], (0, 1), role="x")]).context_roles == []
+
+
 @pytest.mark.parametrize(
     ("trajectories", "problem"),
     [
         ([_trajectory([1, 2, 3], (0, 2))], "other tokens than those that were drawn"),
         ([_trajectory([1, 3, 5, 9], (0, 2))], "other tokens than those that were drawn"),
         ([_trajectory([1, 2, 5, 9], (7, 2))], "other tokens than those that were drawn"),
+        ([_trajectory([1, 2**40, 5, 9], (0, 2))], "other tokens than those that were drawn"),
+        ([_trajectory([1, 2, 5, 9], (0, "2"))], "other tokens than those that were drawn"),
+        ([_trajectory([1, 2, 5, 9], (0, 2), (0, 2))], "other tokens than those that were drawn"),
         ([_trajectory([1, 2, 5, 9], (0, 2))] * 2, "that others before it contain"),
         (
             [
