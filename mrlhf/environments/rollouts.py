@@ -43,6 +43,7 @@ class Trajectory:
     # Which draw gave each turn, and where its tokens begin.
     turns: tuple[tuple[int, int], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()  # that its prompt shows
+    told: bool = False  # whether messages stand behind the last turn
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,20 @@ class Engine:
         answer = await self._ask("generate", asked)
         drawn = answer.pop("token_ids")
         turns = (*begun.turns, (answer.pop("draw"), len(ids)))
-        return replace(begun, token_ids=ids + drawn, turns=turns, **answer)
+        return replace(begun, token_ids=ids + drawn, turns=turns, told=False, **answer)
 
     async def tell(
         self, trajectory: Trajectory, messages: str | Sequence[Mapping[str, str]]
     ) -> Trajectory:
         """The trajectory with messages behind its last turn, as the chat template writes them.
 
-        ValueError if the template refuses them.
+        ValueError if the template refuses them, or if some stand there already.
         """
-        if not trajectory.turns:
-            raise ValueError("tell needs a trajectory with a turn: generate one first")
+        if not trajectory.turns or trajectory.told:
+            raise ValueError(
+                "tell needs a trajectory that ends with a turn: generate one first, and give tell "
+                "all messages that follow it at once"
+            )
         begin = trajectory.turns[-1][1]
         ids = list(trajectory.token_ids)
         told = {
@@ -117,7 +121,7 @@ class Engine:
             "messages": _messages(messages),
             "tools": list(trajectory.tools),
         }
-        return replace(trajectory, token_ids=ids + await self._ask("tell", told))
+        return replace(trajectory, token_ids=ids + await self._ask("tell", told), told=True)
 
     async def encode(self, text: str) -> list[int]:
         """The token ids of a text."""
@@ -193,7 +197,7 @@ def _as_dict(one: Trajectory) -> dict[str, Any]:
     return {
         "token_ids": one.token_ids,
         "turns": one.turns,
-        "role": str(one.role),
+        "role": programs.as_text(str(one.role)),
         "reward": None if one.reward is None else programs.reward(one.reward),
     }
 

@@ -161,12 +161,14 @@ def make_packs(
     edges_in, boundaries = _boundaries(laid)
     longest = torch.maximum(_largest(laid, laid.padded), laid.padding)
 
+    # A table of one column has no place for sequences of a row that follow each other.
+    firsts = sequences.columns if select == "response" else torch.zeros_like(sequences.columns)
     tokens_in = (laid.tokens_in // segments.size).tolist()
     fields_of: dict[str, Sequence[Any]] = {
         "rows": [rows.tolist() for rows in sequences.rows[laid.rows].split(laid.rows_in.tolist())],
         "token_ids": send(token_ids, device).split(tokens_in),
         "boundaries": send(boundaries, device).split(edges_in.tolist()),
-        "firsts": sequences.columns[laid.rows].split(laid.rows_in.tolist()),
+        "firsts": firsts[laid.rows].split(laid.rows_in.tolist()),
         "lengths": sequences.lengths[laid.rows].int().split(laid.rows_in.tolist()),
         "longest": longest.tolist(),
         "trees": _trees(laid, edges_in, device),

@@ -111,6 +111,7 @@ def test_a_lone_trajectory_with_a_role_is_compared_by_it() -> None:
 
     shared = branches.weave([_trajectory([1, 2, 5, 9], (0, 2), reward=1.0)])
     assert (shared.context_roles, shared.turn_rewards, shared.reward) == ([], [], 1.0)
+    assert branches.weave([_trajectory([1, 2, 5, 9], (0, 2), role="x")]).context_roles == []
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,9 @@ def test_a_lone_trajectory_with_a_role_is_compared_by_it() -> None:
         ([_trajectory([1, 2, 3], (0, 2))], "other tokens than those that were drawn"),
         ([_trajectory([1, 3, 5, 9], (0, 2))], "other tokens than those that were drawn"),
         ([_trajectory([1, 2, 5, 9], (7, 2))], "other tokens than those that were drawn"),
+        ([_trajectory([1, 2**40, 5, 9], (0, 2))], "other tokens than those that were drawn"),
+        ([_trajectory([1, 2, 5, 9], (0, "2"))], "other tokens than those that were drawn"),
+        ([_trajectory([1, 2, 5, 9], (0, 2), (0, 2))], "other tokens than those that were drawn"),
         ([_trajectory([1, 2, 5, 9], (0, 2))] * 2, "that others before it contain"),
         (
             [

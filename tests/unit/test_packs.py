@@ -134,6 +134,14 @@ def test_a_pack_that_selects_last_tokens() -> None:
     assert pack.places.tolist() == [1, 2, 0]
 
 
+def test_the_last_sequences_of_rows_have_their_numbers_in_one_column() -> None:
+    sequences = replace(
+        SEQUENCES, rows=torch.tensor([0, 0, 1]), columns=torch.tensor([0, 2, 0]), width=3
+    ).last_of_rows()
+    [pack] = make_packs(sequences, [[0, 1]], "last", 1, CPU)
+    assert pack.places.tolist() == [0, 1]
+
+
 def test_padding_longer_than_every_sequence_is_the_longest() -> None:
     [pack] = make_packs(Sequences.of([[5], [6]], [1, 1]), [[0]], "last", 8, CPU)
     assert pack.token_ids.tolist() == [5, 0, 0, 0, 0, 0, 0, 0]

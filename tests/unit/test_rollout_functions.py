@@ -45,13 +45,16 @@ async def survives(engine, row, sampling):
     """What is refused can be caught."""
     problems = []
     tell = engine.tell(await engine.prompt("a"), "b")
-    for begin in (engine.generate([1] * 99), engine.generate(["a"]), tell):
+    told = await engine.tell(await engine.generate([1]), "b")
+    twice = engine.tell(told, "c")
+    for begin in (engine.generate([1] * 99), engine.generate(["a"]), tell, twice):
         try:
             await begin
         except (engine.NoRoom, ValueError) as error:
             problems.append(f"{type(error).__name__}: {error}")
-    last = await engine.generate([1])
-    last.role = "; ".join(problems)
+    last = await engine.generate(told)
+    await engine.tell(last, "d")
+    last.role = "; ".join(problems) + "\\ud800"
     return last
 
 
@@ -212,10 +215,12 @@ def test_a_function_shows_tools_and_is_told_the_calls(host: EnvironmentHost) -> 
 def test_what_is_refused_can_be_caught(host: EnvironmentHost) -> None:
     [one], _ = _run(host, "survives")
     [said] = one.trajectories
-    assert said["role"] == (
-        "NoRoom: too long; ValueError: no tokens; ValueError: tell needs a trajectory with a turn: "
-        "generate one first"
+    no_turn = (
+        "ValueError: tell needs a trajectory that ends with a turn: generate one first, and give "
+        "tell all messages that follow it at once"
     )
+    # A role is text that can be encoded.
+    assert said["role"] == f"NoRoom: too long; ValueError: no tokens; {no_turn}; {no_turn}?"
 
 
 def test_a_function_that_works_while_the_engine_draws(file: Path) -> None:
