@@ -55,7 +55,7 @@ def adapt(url: str, data: str | Path, *, gymnasium: bool = False) -> type:
     methods: dict[str, Any] = {"_url": url.rstrip("/"), "_tools": tools}
     for tool in tools:
         if tool.get("type") != "function":
-            raise ValueError(f"{data} has a tool of type {tool.get('type')}; only functions can run")
+            raise ValueError(f"{data} has a tool of type {tool.get('type')}; only functions run")
         name = tool["name"]
         schema = tool.get("parameters") or {}
         methods[name] = tool_method(name, tool.get("description") or "", schema, kind._run)
@@ -84,7 +84,8 @@ class _Episode:
         self._row = row[COLUMN]
         self._items: list[Item] = []
         # The cookie of the session is all that tells the server one episode from another.
-        self._opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        cookies = urllib.request.HTTPCookieProcessor()
+        self._opener = urllib.request.build_opener(cookies, urllib.request.ProxyHandler({}))
         return self._ask(path, self._row)
 
     def _post(self, path: str, body: Any) -> tuple[int, str]:
@@ -108,7 +109,7 @@ class _Episode:
         if status >= 400:
             hint = ""
             if path in ("seed_session", "reset") and status == 404:
-                hint = "; gymnasium=True of adapt is for servers with /reset and /step, and no other"
+                hint = "; adapt needs gymnasium=True for servers with /reset and /step alone"
             raise RuntimeError(f"/{path} answered with status {status}: {text[:200]}{hint}")
         answer: dict[str, Any] = json.loads(text)
         return answer
@@ -228,7 +229,7 @@ def _prompt(row: dict[str, Any]) -> list[dict[str, str]]:
         if isinstance(parts, str):
             parts = [{"type": "input_text", "text": parts}]
         if item.get("type", "message") != "message" or any("text" not in part for part in parts):
-            raise ValueError("an input has calls, images or sounds; only messages of text can train")
+            raise ValueError("an input has calls, images or sounds; only messages of text train")
         role = "system" if item["role"] == "developer" else item["role"]
         messages.append({"role": role, "content": "".join(part["text"] for part in parts)})
     return messages

@@ -99,7 +99,7 @@ class _VerifiersEpisode:
     _env: vf.MultiTurnEnv
 
     def reset(self, row: dict[str, Any]) -> list[Message] | None:
-        """Run the library's loop to the first turn; what it adds to the prompt is the first word."""
+        """Run the library's loop to the first turn; what it adds to the prompt is said first."""
         if COLUMN not in row:
             raise ValueError(f"the row has no column {COLUMN}; write the data with write_rows")
         self._loop = asyncio.new_event_loop()
