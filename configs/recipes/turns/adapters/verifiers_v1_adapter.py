@@ -94,6 +94,8 @@ class _VerifiersEpisode:
     def reply(self, text: str) -> list[Message] | None:
         """Give the library a turn without calls; None once the episode has ended."""
         told = self._say(vf.AssistantMessage(content=text))
+        if not self.done and not told:
+            raise ValueError("the environment goes on after a turn, but says nothing to go on with")
         return None if self.done else told
 
     @property
