@@ -196,7 +196,9 @@ def _told(length: int) -> range:
 
 
 def _episodes(lengths: list[int]) -> dict[str, list[Any]]:
-    """What happened in each response; the last one failed within its second turn."""
+    """What happened in each response; the last one failed within its second turn, in a context of
+    its own.
+    """
     last = len(lengths) - 1
     turns = [[_told(length).start, length] for length in lengths]
     turns[last].pop()
@@ -208,6 +210,9 @@ def _episodes(lengths: list[int]) -> dict[str, list[Any]]:
         "errors": [2 * (i == last) for i in range(len(lengths))],
         "failure": ["search ended its process" if i == last else "" for i in range(len(lengths))],
         "waited_s": [0.5] * len(lengths),
+        "context_begins": [[]] * last + [[_told(lengths[last]).start]],
+        "context_prompts": [[]] * last + [[len(_told(lengths[last]))]],
+        "context_roles": [[]] * last + [["asks", "checks"]],
     }
 
 

@@ -9,7 +9,7 @@ file does not know models or ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,13 +23,18 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Sequences:
-    """Token sequences in one flat tensor; each is a prompt and a response."""
+    """Token sequences in one flat tensor; each is a prompt and a response.
+
+    A row of a batch is one sequence, or several one after the other.
+    """
 
     token_ids: Tensor  # int32 [tokens]
-    begins: Tensor  # int64 [rows], where each sequence begins
-    lengths: Tensor  # int64 [rows], tokens of each sequence, >= 1
-    prompt_lengths: Tensor  # int64 [rows], tokens of each sequence's prompt, >= 1
+    begins: Tensor  # int64 [sequences], where each sequence begins
+    lengths: Tensor  # int64 [sequences], tokens of each sequence, >= 1
+    prompt_lengths: Tensor  # int64 [sequences], tokens of each sequence's prompt, >= 1
     width: int  # columns of a table that holds a number for each response token
+    rows: Tensor  # int64 [sequences], the row of each sequence, ascending
+    columns: Tensor  # int64 [sequences], the column of the first number of each sequence
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -50,6 +55,21 @@ class Sequences:
             lengths=lengths,
             prompt_lengths=prompts,
             width=int((lengths - prompts).max()),
+            rows=torch.arange(len(rows)),
+            columns=torch.zeros_like(lengths),
+        )
+
+    def last_of_rows(self) -> Sequences:
+        """The last sequence of each row."""
+        is_last = torch.ones_like(self.rows, dtype=torch.bool)
+        is_last[:-1] = self.rows[1:] != self.rows[:-1]
+        return replace(
+            self,
+            begins=self.begins[is_last],
+            lengths=self.lengths[is_last],
+            prompt_lengths=self.prompt_lengths[is_last],
+            rows=self.rows[is_last],
+            columns=self.columns[is_last],
         )
 
 
@@ -185,7 +205,8 @@ class Episode:
     """What happened in a response of several turns beside its tokens.
 
     A turn is what the policy said at once. Between two turns stand the answers of tools and of the
-    environment.
+    environment. What the policy reads before a turn is its context. It may begin anew: then the
+    response goes on with the prompt of another context, and nothing before that is read.
     """
 
     # The prompt with which it began, if its environment added to that of the data.
@@ -203,6 +224,20 @@ class Episode:
     # of each turn, up to the last one that has any; empty if the environment gives none
     turn_rewards: list[float]
     waited_s: float  # seconds for which it waited for tools and environment
+    # Of each context after the first: the number of response tokens before it, and how many of its
+    # own are its prompt.
+    context_begins: list[int] = field(default_factory=list)
+    context_prompts: list[int] = field(default_factory=list)
+    # Who spoke in each context, the first one too, if each has a reward of its own: the reward of
+    # its last turn. Otherwise empty, and all contexts share the rewards.
+    context_roles: list[str] = field(default_factory=list)
+
+    @property
+    def last_turn(self) -> range:
+        """The places of the tokens that the policy drew last; none if it failed."""
+        if self.failure or not self.turns:
+            return range(0)
+        return range(self.turn_begins[len(self.turns) - 1], self.turns[-1])
 
 
 @dataclass(frozen=True)
@@ -287,16 +322,6 @@ class Rollout:
         lengths: list[int] = np.count_nonzero(self.response_mask.numpy(), axis=1).tolist()
         return lengths
 
-    def last_turn(self, row: int) -> range:
-        """The places of the tokens that the policy drew last in an episode."""
-        assert self.episodes is not None
-        turns = self.episodes[row].turns
-        end = turns[-1] if turns else 0
-        begin = end
-        while begin and self.loss_mask[row, begin - 1]:
-            begin -= 1
-        return range(begin, end)
-
     def turn_rewards(self) -> Tensor | None:
         """The rewards of turns, each at the turn's last token; None if there are none.
 
@@ -368,22 +393,34 @@ class Rollout:
         )
 
     def sequences(self) -> Sequences:
-        """Prompt and response of each row, joined, without padding."""
-        prompt_lengths = torch.tensor(self.prompt_lengths, dtype=torch.int64)
-        response_lengths = self.response_lengths
-        lengths = prompt_lengths + torch.tensor(response_lengths, dtype=torch.int64)
-
-        prompts = np.split(flat_ids(self.prompts.token_ids).numpy(), prompt_lengths.cumsum(0)[:-1])
+        """What the models read, without padding: a sequence for each context, row after row."""
+        prompts = np.split(flat_ids(self.prompts.token_ids).numpy(), np.cumsum(self.prompt_lengths))
         # NumPy makes slices several times as fast as torch does.
         table = self.response_ids.int().numpy()
-        responses = [row[:length] for row, length in zip(table, response_lengths, strict=True)]
-        in_turn = chain.from_iterable(zip(prompts, responses, strict=True))
+        parts = []
+        found = []  # of each sequence its row, its first column, and the tokens of both parts
+        for row, length in enumerate(self.response_lengths):
+            episode = None if self.episodes is None else self.episodes[row]
+            begins = [] if episode is None else episode.context_begins
+            end = begins[0] if begins else length
+            parts += [prompts[row], table[row, :end]]
+            found.append((row, 0, len(prompts[row]), end))
+            for number, begin in enumerate(begins):
+                assert episode is not None
+                prompt = episode.context_prompts[number]
+                end = begins[number + 1] if number + 1 < len(begins) else length
+                parts.append(table[row, begin:end])
+                found.append((row, begin + prompt, prompt, end - begin - prompt))
+        rows, columns, of_prompts, of_responses = torch.tensor(found).view(-1, 4).unbind(dim=1)
+        lengths = of_prompts + of_responses
         return Sequences(
-            token_ids=torch.from_numpy(np.concatenate([*in_turn])),
+            token_ids=torch.from_numpy(np.concatenate(parts)),
             begins=lengths.cumsum(0) - lengths,
             lengths=lengths,
-            prompt_lengths=prompt_lengths,
+            prompt_lengths=of_prompts,
             width=self.shape[1],
+            rows=rows,
+            columns=columns,
         )
 
 

@@ -75,3 +75,27 @@ def as_episodes(rollout: Rollout, turn_rewards: list[list[float]]) -> Rollout:
         )
         episodes.append(episode)
     return replace(rollout, episodes=episodes)
+
+
+def with_contexts(rollout: Rollout, contexts: dict[int, list[tuple[int, int]]]) -> Rollout:
+    """The same rollout as episodes, some of which go on in other contexts.
+
+    Args:
+        rollout: a rollout.
+        contexts: by row, where further contexts begin, and how many tokens are their prompts.
+    """
+    told = torch.zeros_like(rollout.loss_mask)
+    for row, spans in contexts.items():
+        for begin, prompt in spans:
+            told[row, begin : begin + prompt] = True
+    rollout = as_episodes(with_holes(rollout, told), [[] for _ in range(len(rollout))])
+    assert rollout.episodes is not None
+    episodes = [
+        replace(
+            episode,
+            context_begins=[begin for begin, _ in contexts.get(row, [])],
+            context_prompts=[prompt for _, prompt in contexts.get(row, [])],
+        )
+        for row, episode in enumerate(rollout.episodes)
+    ]
+    return replace(rollout, episodes=episodes)

@@ -19,6 +19,7 @@ from mrlhf.config.fields import (
     known_or_own,
 )
 from mrlhf.config.reads import NotRead, Place, ReadIf, read_if
+from mrlhf.config.user_code import is_reference
 
 _IF_DUMPED = read_if(
     "dump_freq", bool, "is 0", "set that to the steps between two rollouts that are written down"
@@ -27,6 +28,12 @@ _IF_PARQUET = read_if(
     "dump_format", lambda name: name != "jsonl", "is jsonl", "set that to parquet"
 )
 _IF_ADAPTED = read_if("actor.lora", lambda lora: lora.is_on, "has rank 0", "set actor.lora.rank")
+_IF_OWN_FUNCTION = read_if(
+    "reward.terms",
+    lambda terms: any(is_reference(term.name) for term in terms),
+    "holds no function of your own",
+    "name one there",
+)
 _UNLESS_SIZED = read_if(
     "kv_cache_mb", lambda size: size is None, "sizes the KV cache", "set that to null"
 )
@@ -51,7 +58,8 @@ class EnvironmentSection(Section):
     """What leads the episodes of some rows."""
 
     name: Annotated[FunctionReference, known_or_own(())]
-    """path/to/file.py:Class"""
+    """path/to/file.py:Class, or path/to/file.py:function for an async function that leads the
+    episode by itself"""
     data_source: str | None = None
     """the rows of this data source alone; null: all that no other environment names"""
 
@@ -141,8 +149,9 @@ class RolloutSection(Section):
             _environments, json_schema_input_type=str | dict[str, str] | list[EnvironmentSection]
         ),
     ] = Field(default_factory=list)
-    """path/to/file.py:Class that leads episodes of several turns; or one for each data source, as
-    {source: path/to/file.py:Class}; see docs/environments.md"""
+    """path/to/file.py:Class that leads episodes of several turns, or :function for an async
+    function that asks for each of them; or one for each data source, as {source:
+    path/to/file.py:Class}; see docs/environments.md"""
     tools: list[Annotated[BuiltInTool | FunctionReference, known_or_own(get_args(BuiltInTool))]] = (
         Field(default_factory=list)
     )
@@ -150,7 +159,8 @@ class RolloutSection(Section):
     path/to/file.py:function"""
     max_turns: Annotated[Count, _IF_TURNS] = 8
     """most turns of an episode; data.max_response_length is the most tokens of all of them, with
-    what tools and environment say between"""
+    what tools and environment say between. Where an episode has several contexts, one of them has
+    at most data.max_prompt_length more"""
     max_turn_tokens: Annotated[Tokens | None, _IF_TURNS] = None
     """most tokens of one turn; null: what is left of the episode"""
     max_tool_tokens: Annotated[Tokens, _IF_TURNS] = 512
@@ -161,9 +171,10 @@ class RolloutSection(Section):
     """a call that cannot be read: tell the policy what is wrong, or end the episode"""
     on_tool_error: Annotated[Literal["tell", "end"], _IF_TURNS] = "tell"
     """a tool that fails: tell the policy its error, or end the episode"""
-    on_rewrite: Annotated[Literal["keep", "error"], _IF_TURNS] = "keep"
+    on_rewrite: Annotated[Literal["keep", "split", "error"], _IF_TURNS] = "keep"
     """a chat template that would write earlier turns otherwise than they were drawn, as those do
-    that drop thoughts: keep what was drawn, and say so; or refuse to start"""
+    that drop thoughts: keep what was drawn, and say so; split: begin another context with what the
+    template writes; or refuse to start"""
     tool_timeout_s: Annotated[Seconds, _IF_TURNS] = 30.0
     """longest time of one call of a tool or of a method of the environment, seconds; then it is
     stopped"""
@@ -172,6 +183,9 @@ class RolloutSection(Section):
     tool_workers: Annotated[Count, _IF_TURNS] = 32
     """most episodes of a replica whose tools run at the same time; others wait. Fewer where tools
     compute, more where they wait"""
+    overlap: Annotated[bool, _IF_OWN_FUNCTION] = False
+    """call functions of your own that are terms of the reward while the engine draws other
+    responses; the scores are the same"""
     partial: PartialSection
     """begin more prompts than a step needs, and go on later with those that are not done"""
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None

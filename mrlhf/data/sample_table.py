@@ -42,6 +42,9 @@ EPISODES = {
     "errors": pyarrow.int32(),
     "failure": pyarrow.string(),
     "waited_s": pyarrow.float32(),
+    "context_begins": pyarrow.list_(pyarrow.int32()),
+    "context_prompts": pyarrow.list_(pyarrow.int32()),
+    "context_roles": pyarrow.list_(pyarrow.string()),
 }
 # The columns with a number for each token of the response. A file has those that were measured.
 TOKEN_TYPES = {

@@ -100,6 +100,10 @@ class TurnRenderer:
         if tools:
             self._form(("tool",))
 
+    def with_tools(self, tools: Sequence[Tool]) -> TurnRenderer:
+        """The same with other tools; DataError if the template ignores them."""
+        return TurnRenderer(self._tokenizer, tools, self._end_ids)
+
     def first(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of the first prompt: tools, messages and the header of the answer.
 
@@ -161,16 +165,40 @@ class TurnRenderer:
             segments += [(drawn, [{"content": ""}]), (follows, turn.messages)]
         built = list(chain.from_iterable(tokens for tokens, _ in segments))
 
-        conversation = [*messages]
-        for turn in turns:
-            said: Message = {"role": "assistant", "content": self._content(turn)}
-            conversation += [said, *turn.messages]
+        conversation = self._conversation(messages, turns)
         is_open = not turns or bool(turns[-1].messages)
         try:
             rendered = self._tokenizer.encode(self._render(conversation, is_open))
         except DataError as error:
             return Mismatch(len(messages), "changed", "", _excerpt(str(error)))
         return None if rendered == built else self._mismatch(segments, built, rendered)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The text of the first prompt."""
+        return self._render(messages)
+
+    def goes_on(
+        self, messages: Sequence[Message], turns: Sequence[Turn], before: str
+    ) -> tuple[str, list[int] | None]:
+        """The text of a conversation up to its next turn, rendered at once; its tokens if new.
+
+        It is new if the template does not only add to `before`, the text up to the last of `turns`.
+        How a turn ended and how it is cut into tokens makes no difference.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        last = turns[-1]
+        text = self._render(self._conversation(messages, turns))
+        added = self._said(last) + self._tail("content", last.messages)
+        return text, None if text == before + added else self._tokenizer.encode(text)
+
+    def _conversation(self, messages: Sequence[Message], turns: Sequence[Turn]) -> list[Message]:
+        conversation = [*messages]
+        for turn in turns:
+            said: Message = {"role": "assistant", "content": self._content(turn)}
+            conversation += [said, *turn.messages]
+        return conversation
 
     def _render(self, messages: Sequence[Message], is_open: bool = True) -> str:
         return self._tokenizer.apply_chat_template(_numbered(messages), is_open, self._tools)
@@ -232,14 +260,17 @@ class TurnRenderer:
         The header of an answer in a prompt may be longer or shorter than that of a message: it may
         open a thought, or leave a line's end to the model.
         """
-        has_end = self._has_end(turn.drawn, turn.stopped)
-        drawn = turn.drawn[: len(turn.drawn) - has_end]
-        text = self._tokenizer.decode(drawn, skip_special_tokens=False)
+        text = self._said(turn)
         question, _ = self._answered
         earlier = _behind(self._render([*self._answered, question]), _QUESTION)
         header = earlier.partition(_ANSWER)[0]
         asked = self._prompt_end + text
         return asked.removeprefix(header) if asked.startswith(header) else text
+
+    def _said(self, turn: Turn) -> str:
+        """The text of a turn without its end."""
+        has_end = self._has_end(turn.drawn, turn.stopped)
+        return self._tokenizer.decode(turn.drawn[: len(turn.drawn) - has_end], False)
 
     def _mismatch(
         self, segments: Sequence[_Segment], built: Sequence[int], rendered: Sequence[int]

@@ -74,9 +74,7 @@ class _Nursery:
             error=EnvironmentFault,
         )
         offer = self.process.load(limits.load_timeout_s, "an environment")
-        self.program = Program(
-            name, tuple(offer["tools"]), offer["is_stateless"], offer["has_reward"]
-        )
+        self.program = Program(name, **{**offer, "tools": tuple(offer["tools"])})
 
     def fork(self) -> tuple[int, socket.socket]:
         """A new child and the socket on which it serves."""
@@ -101,9 +99,11 @@ class _Episode:
     nursery: _Nursery
     pid: int
     connection: socket.socket
-    kind: Literal["reset", "turn", "reward"] = "reset"
+    kind: Literal["reset", "turn", "reward", "rollout"] = "reset"
     # What is not answered yet, one after the other: a method of the child and its arguments.
     requests: deque[list[Any]] = field(default_factory=deque)
+    unsent: list[list[Any]] = field(default_factory=list)  # requests, or answers to its questions
+    questions: int = 0  # of a rollout function, that have no answer yet
     asked_at: float = 0.0
     deadline: float | None = None  # set while the child computes
     received: bytes = b""
@@ -141,13 +141,40 @@ class EnvironmentHost:
         """What each program offers."""
         return {name: nursery.program for name, nursery in self._nurseries.items()}
 
-    def begin(self, number: int, program: str, row: Mapping[str, Any], seed: int) -> None:
-        """Begin an episode with a row of the data; its random numbers begin with `seed`."""
+    def begin(
+        self,
+        number: int,
+        program: str,
+        row: Mapping[str, Any],
+        seed: int,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin an episode with a row of the data; its random numbers begin with `seed`.
+
+        A rollout function needs `sampling`, the fields of `rollouts.Sampling`.
+        """
         nursery = self._nurseries[program]
         episode = _Episode(number, nursery, *nursery.fork())
         self._episodes[number] = episode
         self._selector.register(episode.connection, selectors.EVENT_READ, episode)
-        self._ask(episode, "reset", [["reset", dict(row), seed]])
+        if nursery.program.is_function:
+            self._ask(episode, "rollout", [["rollout", dict(row), seed, sampling]])
+        else:
+            self._ask(episode, "reset", [["reset", dict(row), seed]])
+
+    def answer(self, number: int, question: int, value: Any, kind: str = "value") -> None:
+        """Answer a question of a rollout function; another `kind` says why there is no value.
+
+        "no room" and "error" raise NoRoom and ValueError there, with the text `value`.
+        """
+        episode = self._episodes.get(number)
+        if episode is None:
+            return  # it has ended without waiting for this
+        episode.questions -= 1
+        episode.unsent.append(["answer", question, kind, value])
+        if episode not in self._queue:  # else the function went on, and has asked again
+            episode.asked_at = time.monotonic()
+            self._queue.append(episode)
 
     def turn(self, number: int, text: str, calls: Sequence[ToolCall]) -> None:
         """Run the calls of a turn; without any, let the environment reply to its text."""
@@ -202,12 +229,13 @@ class EnvironmentHost:
     def _ask(
         self,
         episode: _Episode,
-        kind: Literal["reset", "turn", "reward"],
+        kind: Literal["reset", "turn", "reward", "rollout"],
         requests: Sequence[list[Any]],
     ) -> None:
         assert not episode.requests, f"episode {episode.number} has not answered yet"
         episode.kind = kind
         episode.requests.extend(requests)
+        episode.unsent.extend(requests)
         episode.asked_at = time.monotonic()
         episode.results = []
         episode.facts = {}
@@ -223,12 +251,16 @@ class EnvironmentHost:
                 self._give_up(episode, what)
             else:
                 self._send(episode)
+            if episode.questions:  # it waits for more answers
+                self._computing.pop(episode.number, None)
 
     def _send(self, episode: _Episode) -> None:
-        """Send all requests at once; each has its own time."""
-        episode.deadline = time.monotonic() + self._limits.timeout_s
+        """Send all requests at once, each of which has its own time; or what it has asked for."""
+        until = time.monotonic() + self._limits.timeout_s
+        episode.deadline = None if episode.questions else until
         episode.connection.settimeout(self._limits.timeout_s)
-        line = json.dumps(list(episode.requests), default=str).encode() + b"\n"
+        line = json.dumps(episode.unsent, default=str).encode() + b"\n"
+        episode.unsent = []
         with suppress(OSError):  # it has ended, which reading shows
             episode.connection.sendall(line)
 
@@ -252,6 +284,8 @@ class EnvironmentHost:
                 continue
             if kind == "done":
                 self._take(episode, value)
+            elif kind == "ask":
+                self._take_question(episode, value)
             else:
                 summary, trace = value
                 logger.debug("episode %d: %s", episode.number, trace)
@@ -267,6 +301,22 @@ class EnvironmentHost:
         episode.deadline = time.monotonic() + self._limits.timeout_s
         if not episode.requests:
             self._report(episode)
+
+    def _take_question(self, episode: _Episode, question: Mapping[str, Any]) -> None:
+        """Let `poll` tell a rollout function's question; its time stands still until the answer."""
+        seconds = 0.0 if episode.questions else time.monotonic() - episode.asked_at
+        episode.questions += 1
+        episode.deadline = None
+        self._computing.pop(episode.number, None)
+        self._outcomes.append(
+            Outcome(
+                episode.number,
+                "ask",
+                seconds,
+                program=episode.nursery.program.name,
+                question=question,
+            )
+        )
 
     def _report(self, episode: _Episode, failure: str | None = None) -> None:
         """Let `poll` tell what came of a request."""
@@ -311,7 +361,8 @@ class EnvironmentHost:
             episode.pid, episode.connection = episode.nursery.fork()
             self._selector.register(episode.connection, selectors.EVENT_READ, episode)
             self._take(episode, {"content": f"Error: {problem}", "is_error": True})
-            self._send(episode)  # what follows the call
+            episode.unsent = list(episode.requests)  # what follows the call
+            self._send(episode)
         else:
             self._report(episode, problem)
 

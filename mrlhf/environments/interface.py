@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ Said = str | list[dict[str, Any]] | None
 class EnvironmentReference:
     """What leads an episode: a class, or functions that are tools, or both."""
 
-    environment: str | None  # path/to/file.py:Class
+    environment: str | None  # path/to/file.py:Class, or :function for a rollout function
     tools: tuple[str, ...] = ()  # built-in names and path/to/file.py:function
 
 
@@ -28,6 +28,7 @@ class Program:
     tools: tuple[dict[str, Any], ...]
     is_stateless: bool  # whether there are functions alone, so that a new process is as good
     has_reward: bool
+    is_function: bool = False  # whether it leads an episode by itself, and asks for each turn
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,18 @@ class Outcome:
     """What came of one request to an episode."""
 
     episode: int
-    kind: Literal["reset", "turn", "reward"]
-    seconds: float  # since the request, the time in the queue included
+    kind: Literal["reset", "turn", "reward", "ask", "rollout"]
+    # Since the request, or the answer to a rollout function's last question, the time in the queue
+    # included.
+    seconds: float
     failure: str | None = None  # why the episode cannot go on, on one line
     observation: Said = None  # of reset and of reply
     results: tuple[ToolResult, ...] = ()  # of a turn with calls, one for each
     ended: bool = False  # whether the episode is over after this turn
     turn_reward: float | None = None
     reward: float | dict[str, float] | None = None  # a dict has the number "score" and others
+    program: str = ""  # the name of the episode's
+    # A rollout function's question: its "number", "what" it asks for, and the arguments.
+    question: Mapping[str, Any] | None = None
+    # What a rollout function returns, each with its "token_ids", "turns", "role" and "reward".
+    trajectories: Sequence[Mapping[str, Any]] = ()

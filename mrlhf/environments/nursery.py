@@ -6,10 +6,13 @@ has started, unless it ends by itself within so many seconds.
 
 A child gets lists of requests, each the name of a method of `_Episode` and its arguments. It
 answers each by ["done", {...}], or by ["failure", [summary, traceback]], and drops the rest then.
+While it works on ["rollout", ...] it sends ["ask", {...}], and gets ["answer", number, kind, value]
+for each.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -24,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mrlhf.config import user_code
-from mrlhf.environments import programs
+from mrlhf.environments import programs, rollouts
 from mrlhf.workers import child
 
 
@@ -33,12 +36,16 @@ def load(
 ) -> tuple[dict[str, Any], Callable[..., None]]:
     """Load the program of these files and names; UserCodeError if it cannot be used."""
     kind: Any = None
+    rollout = None
     if environment is not None:
         file, name = environment
         kind = user_code.load_member(Path(file), name)
-        if not isinstance(kind, type):
+        if inspect.iscoroutinefunction(kind):
+            kind, rollout = None, kind
+        elif not isinstance(kind, type):
             raise user_code.UserCodeError(
-                f"{name} in {file} is no class; name a class, or put a function into rollout.tools"
+                f"{name} in {file} is neither a class nor an async function; name one, or put a "
+                "function into rollout.tools"
             )
     functions = []
     for file, name in tools:
@@ -46,7 +53,7 @@ def load(
         if isinstance(function, type):
             raise user_code.UserCodeError(f"{name} in {file} is no function; name one")
         functions.append((name, function))
-    offer = programs.Offer(kind, functions)
+    offer = programs.Offer(kind, functions, rollout)
     return offer.describe(), partial(_tend, offer)
 
 
@@ -95,7 +102,7 @@ def _live(connection: socket.socket, lifeline: int, offer: programs.Offer) -> No
         # Whom the kernel tells belongs to the open file, which the fork shares.
         child.end_with_trainer(os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK))
         with suppress(BrokenPipeError, ConnectionResetError):
-            _serve(connection, _Episode(offer))
+            _serve(connection, _Episode(offer, connection))
         code = 0
     finally:
         sys.stdout.flush()
@@ -118,15 +125,22 @@ def _serve(connection: socket.socket, episode: _Episode) -> None:
 class _Episode:
     """What may be asked of an episode; each answer is a dictionary."""
 
-    def __init__(self, offer: programs.Offer) -> None:
+    def __init__(self, offer: programs.Offer, connection: socket.socket) -> None:
         self._offer = offer
+        self._connection = connection
         self._environment: Any = None
         self._is_over = False
 
+    def rollout(
+        self, row: Mapping[str, Any], seed: int, sampling: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The trajectories of a rollout function, which asks the trainer on the way."""
+        assert self._offer.rollout is not None
+        _begin_random_numbers(seed)
+        return rollouts.lead(self._offer.rollout, self._connection, row, sampling)
+
     def reset(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        _begin_random_numbers(seed)
         self._environment = self._offer.environment() if self._offer.environment else None
         return {"observation": programs.said(self._ask("reset", row), "reset")}
 
@@ -165,6 +179,12 @@ class _Episode:
         if method not in self._offer.methods:
             return None
         return getattr(self._environment, method)(*arguments)
+
+
+def _begin_random_numbers(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def _summary(error: BaseException) -> str:

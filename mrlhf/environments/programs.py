@@ -93,10 +93,22 @@ class Offer:
     """An environment class with its tools, and functions that are tools."""
 
     def __init__(
-        self, environment: type | None, functions: Sequence[tuple[str, Callable[..., Any]]]
+        self,
+        environment: type | None,
+        functions: Sequence[tuple[str, Callable[..., Any]]],
+        rollout: Callable[..., Any] | None = None,
     ) -> None:
-        """Read what they offer; ProgramError if something cannot be used."""
+        """Read what they offer; ProgramError if something cannot be used.
+
+        A `rollout` function leads episodes by itself, without environment and tools.
+        """
+        if rollout is not None and functions:
+            raise ProgramError(
+                f"{rollout.__name__} is a rollout function, which calls its tools itself; remove "
+                "rollout.tools"
+            )
         self.environment = environment
+        self.rollout = rollout
         self.methods = {name for name in RESERVED if callable(getattr(environment, name, None))}
         self.tools: dict[str, Tool] = {}
         if environment is not None:
@@ -116,8 +128,9 @@ class Offer:
         """What the trainer needs to know."""
         return {
             "tools": [tool.schema for tool in self.tools.values()],
-            "is_stateless": self.environment is None,
+            "is_stateless": self.environment is None and self.rollout is None,
             "has_reward": "reward" in self.methods,
+            "is_function": self.rollout is not None,
         }
 
 

@@ -9,6 +9,7 @@ process groups.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,10 +22,10 @@ from mrlhf.parallel.prefixes import SharedPrompts, united
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The rows of one optimizer step and the ranks that compute them."""
+    """The sequences of one optimizer step and the ranks that compute them."""
 
-    rows: list[int]  # over all ranks; ascending, without gaps
-    micro_batches: list[list[list[int]]]  # rows packed together, by [dp rank][micro-batch]
+    rows: list[int]  # the rows of the batch that they are; ascending, without gaps
+    micro_batches: list[list[list[int]]]  # sequences packed together, by [dp rank][micro-batch]
     loads: list[int]  # the work of each dp rank
     tokens: int = 0  # of all micro-batches
     saved: int = 0  # tokens that need not be there, since rows share them
@@ -109,8 +110,9 @@ def cut_mini_batches(
     together: int = 1,
     in_step: bool = False,
     shared: SharedPrompts | None = None,
+    row_of: Sequence[int] | None = None,
 ) -> list[MiniBatch]:
-    """Cut rows 0..len(lengths)-1, in order, into mini-batches and share each out over `dp` ranks.
+    """Cut sequences, in order, into mini-batches of whole rows and share each out over `dp` ranks.
 
     Which rows share an optimizer step depends on the batch alone, not on costs, `dp` or `budget`.
     If there are fewer rows than ranks, the last ranks get none; such a mini-batch can be evaluated,
@@ -127,13 +129,17 @@ def cut_mini_batches(
             between them. Those that lack some then have empty ones at the end of a mini-batch.
         shared: prompts that a micro-batch holds once; rows that share one stay together where
             there is room, and as long as every rank gets some.
+        row_of: the row of each sequence, ascending; None: each is a row.
     """
     assert len(lengths) % together == 0, (len(lengths), together)
     assert mini_batch_rows % together == 0, (mini_batch_rows, together)
+    if row_of is None:
+        row_of = range(len(lengths))
     mini_batches = []
 
-    for begin in range(0, len(lengths), mini_batch_rows):
-        rows = list(range(begin, min(begin + mini_batch_rows, len(lengths))))
+    for begin in range(0, row_of[-1] + 1, mini_batch_rows):
+        end = min(begin + mini_batch_rows, row_of[-1] + 1)
+        rows = list(range(bisect_left(row_of, begin), bisect_left(row_of, end)))
         units = [rows[i : i + together] for i in range(0, len(rows), together)]
         if shared is None:
             unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
@@ -161,5 +167,6 @@ def cut_mini_batches(
             for share_of_rank in micro_batches:
                 share_of_rank += [[] for _ in range(most - len(share_of_rank))]
         tokens = sum(unit_lengths)
-        mini_batches.append(MiniBatch(rows, micro_batches, loads, tokens, saved, spared))
+        of_step = list(range(begin, end))
+        mini_batches.append(MiniBatch(of_step, micro_batches, loads, tokens, saved, spared))
     return mini_batches

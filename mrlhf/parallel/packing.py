@@ -142,7 +142,7 @@ def make_packs(
     """Lay sequences end to end, and move the packs to `device`.
 
     Args:
-        packs: the rows of each. One without rows is all padding: other ranks have more packs.
+        packs: the sequences of each. One without any is all padding: other ranks have more packs.
         select: "response": for each response token the position before it (where its log-prob and
             value come from), in tables as wide as `sequences.width`; "last": each sequence's last
             token, in tables of one column.
@@ -163,9 +163,10 @@ def make_packs(
 
     tokens_in = (laid.tokens_in // segments.size).tolist()
     fields_of: dict[str, Sequence[Any]] = {
-        "rows": packs,
+        "rows": [rows.tolist() for rows in sequences.rows[laid.rows].split(laid.rows_in.tolist())],
         "token_ids": send(token_ids, device).split(tokens_in),
         "boundaries": send(boundaries, device).split(edges_in.tolist()),
+        "firsts": sequences.columns[laid.rows].split(laid.rows_in.tolist()),
         "lengths": sequences.lengths[laid.rows].int().split(laid.rows_in.tolist()),
         "longest": longest.tolist(),
         "trees": _trees(laid, edges_in, device),

@@ -46,10 +46,11 @@ class Pack:
 
     Every rank keeps its packs for the whole step, so a pack holds as little as it can, in int32;
     the properties are made anew each time, in int64. Tensors are where the model is, except
-    `columns` and `counts`, which are on the host.
+    `firsts`, `columns` and `counts`, which are on the host.
     """
 
-    rows: list[int]  # rows of the batch that are in the pack, in order
+    rows: list[int]  # the row of the batch of each sequence in the pack, in order
+    firsts: Tensor  # int64 [rows], the column of the first number of each in its row of a table
     token_ids: Tensor  # int32 [tokens]
     # int32 [sequences + 1], the beginning of each whole sequence, or part, with its padding, and
     # the end, over all ranks that share the sequences.
@@ -60,14 +61,12 @@ class Pack:
     # int32 [selected], the token that follows each of them in its sequence, on whichever rank; 0 if
     # the last tokens are selected.
     target_ids: Tensor
-    # int64 [ranks, rows, held], the first column of each held segment's numbers in their row of a
-    # table; of all ranks that share the sequences. With `trees` the segments of a row are those of
-    # its prompt and then those of its last part.
+    # int64 [ranks, rows, held], the first of each held segment's numbers, counted from the first of
+    # the sequence; of all ranks that share the sequences. With `trees` the segments of a row are
+    # those of its prompt and then those of its last part.
     columns: Tensor
     counts: Tensor  # int64 [ranks, rows, held], selected positions of each held segment
-    # Columns of a table that holds a number for each selected position; those of a row stand in its
-    # first columns.
-    width: int
+    width: int  # columns of a table that holds a number for each selected position
     segments: Segments  # those that this rank holds
     trees: Trees | None = None  # if rows may share prompts
 
@@ -114,6 +113,11 @@ class Pack:
         return Parts(self._row_begins, self.row_counts)
 
     @property
+    def begun_rows(self) -> int:
+        """How many rows of the batch have their first sequence in this pack."""
+        return int((self.firsts == 0).sum())
+
+    @property
     def row_counts(self) -> Tensor:
         """The number of selected positions of each row, over all ranks that share it, [rows]."""
         return self.counts.sum(dim=(0, 2))
@@ -133,8 +137,8 @@ class Pack:
 
     @property
     def _row_begins(self) -> Tensor:
-        """The beginning of each row in a flat [batch, width] table, [rows]."""
-        return torch.tensor(self.rows, dtype=torch.int64) * self.width
+        """Where the numbers of each sequence begin in a flat [batch, width] table, [rows]."""
+        return torch.tensor(self.rows, dtype=torch.int64) * self.width + self.firsts
 
     def _own_parts(self, begins: Tensor, rows: slice) -> Parts:
         """The places of this rank's numbers of some rows, each of which begins at `begins`."""

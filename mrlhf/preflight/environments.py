@@ -69,15 +69,21 @@ def read_environments(
     )
     programs = describe(references, limits)
     _check_reward(config, programs.values())
+    _check_contexts(config, programs.values())
     renderers = {
         name: TurnRenderer(tokenizer, program.tools, end_ids) for name, program in programs.items()
     }
-    found = (_rewritten(renderers[name], tokenizer, programs[name]) for name in programs)
+    splits = rollout.on_rewrite == "split"
+    led = [name for name, program in programs.items() if not program.is_function]
+    found = (_rewritten(renderers[name], tokenizer, programs[name], splits) for name in led)
     for mismatch in sorted({str(mismatch) for mismatch in found if mismatch is not None}):
         problem = f"the chat template writes a conversation otherwise than its turns: {mismatch}"
         if rollout.on_rewrite == "error":
             raise DataError(f"rollout.on_rewrite: {problem}")
-        logger.warning("%s; the policy trains on its turns as it drew them", problem)
+        if rollout.on_rewrite == "keep":
+            logger.warning("%s; the policy trains on its turns as it drew them", problem)
+        else:
+            logger.info("%s; there an episode goes on in another context", problem)
     return EnvironmentInputs(
         references=references,
         programs=programs,
@@ -95,6 +101,8 @@ def draw_episode(
     What the policy says is left open, and so is what it is told. A first observation is missing.
     """
     program = environments.programs[environments.program_of(prompt.data_source[0])]
+    if program.is_function:
+        return ["  a rollout function leads the episodes; what it has drawn trains"]
     renderer = environments.renderers[program.name]
     said = [*tokenizer.encode("..."), tokenizer.eos_id]
     parts = [
@@ -120,19 +128,29 @@ def _answer(program: Program, content: str) -> dict[str, str]:
 def _parser(
     config: PPOConfig, programs: Collection[Program], tokenizer: Tokenizer
 ) -> Callable[[str], ParsedTurn]:
-    """What reads the calls out of a turn; without tools there are none."""
-    if not any(program.tools for program in programs):
+    """What reads the calls out of a turn; without tools there are none.
+
+    A rollout function may show tools, and is told if their calls cannot be read.
+    """
+    has_tools = any(program.tools for program in programs)
+    if not has_tools and not any(program.is_function for program in programs):
         return lambda text: ParsedTurn(text, (), None)
     try:
         return parser_for(config.rollout.tool_parser, tokenizer.chat_template)
     except DataError as error:
-        raise DataError(f"rollout.tool_parser: {error}") from None
+        problem = f"rollout.tool_parser: {error}"
+        if has_tools:
+            raise DataError(problem) from None
+        return lambda text: ParsedTurn(text, (), problem)
 
 
-def _rewritten(renderer: TurnRenderer, tokenizer: Tokenizer, program: Program) -> Mismatch | None:
+def _rewritten(
+    renderer: TurnRenderer, tokenizer: Tokenizer, program: Program, splits: bool
+) -> Mismatch | None:
     """Where the template writes a short conversation otherwise than its turns alone, if anywhere.
 
     Templates do so that drop thoughts of earlier turns, or write tools beside the last message.
+    DataError if it `splits` there, and the template does not take it at once.
     """
     thinks = "</think>" in tokenizer.chat_template
     said = ["<think>\nWell.\n</think>\n\nSo." if thinks else "So.", "And so."]
@@ -141,8 +159,17 @@ def _rewritten(renderer: TurnRenderer, tokenizer: Tokenizer, program: Program) -
         Turn([*tokenizer.encode(text), tokenizer.eos_id], True, [message])
         for text, message in zip(said, told, strict=True)
     ]
+    question = [{"role": "user", "content": "What?"}]
+    if splits:
+        try:
+            renderer.goes_on(question, turns, renderer.text(question))
+        except DataError as error:
+            raise DataError(
+                f"rollout.on_rewrite: split renders a conversation at once, as text: {error}; set "
+                "it to keep"
+            ) from None
     try:
-        return renderer.check([{"role": "user", "content": "What?"}], turns)
+        return renderer.check(question, turns)
     except DataError as error:  # the prompts of the data may be such that it takes them
         logger.debug("the chat template refuses a conversation: %s", error)
         return None
@@ -152,7 +179,7 @@ def _check_reward(config: PPOConfig, programs: Collection[Program]) -> None:
     """Compare the terms of the reward with what the environments say."""
     is_asked = any(term.name == "environment" for term in config.reward.terms)
     says = any(program.has_reward for program in programs)
-    if is_asked and not says:
+    if is_asked and not says and not any(program.is_function for program in programs):
         raise ConfigError(
             "reward.terms holds 'environment', but rollout.environment has no method reward(self); "
             "add one, or use another term"
@@ -162,3 +189,22 @@ def _check_reward(config: PPOConfig, programs: Collection[Program]) -> None:
             "rollout.environment has a method reward, which no term of the reward uses; add "
             "{name: environment} to reward.terms"
         )
+
+
+def _check_contexts(config: PPOConfig, programs: Collection[Program]) -> None:
+    """Refuse what needs that an episode has one context, if it may have several."""
+    has_function = any(program.is_function for program in programs)
+    rollout = config.rollout
+    if not has_function and rollout.on_rewrite != "split":
+        return
+    user = "a rollout function" if has_function else "rollout.on_rewrite: split"
+    for key, is_set, remedy in (
+        ("rollout.partial.over", rollout.partial.is_on, "1"),
+        ("actor.router_replay", config.actor.router_replay != "none", "none"),
+        ("algorithm.overlong_buffer.enable", config.algorithm.overlong_buffer.enable, "false"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{user} may give an episode several contexts, and {key} needs a single one; set "
+                f"it to {remedy}"
+            )

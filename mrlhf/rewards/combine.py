@@ -9,10 +9,18 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 
 from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards.custom import CustomReward, Limits, load_custom
-from mrlhf.rewards.interface import RewardInput, RewardResult, Scored, check_score, split_score
+from mrlhf.rewards.interface import (
+    Evaluated,
+    RewardInput,
+    RewardResult,
+    Scored,
+    check_score,
+    split_score,
+)
 from mrlhf.rewards.rules import ANSWERS, RULES
 from mrlhf.rewards.term_names import term_names
 
@@ -82,6 +90,7 @@ class RewardFunction:
         names = term_names(references)
         self.weights = {name: float(weight) for name, (_, weight) in zip(names, terms, strict=True)}
         self._rules = {name: RULES[name] for name in references if name in RULES}
+        self._in_use = Lock()
 
         self._custom: dict[str, CustomReward] = {}
         try:
@@ -112,6 +121,35 @@ class RewardFunction:
         Raises:
             RewardError: a term fails, or returns a score that cannot be used.
         """
+        return self.combine(inputs, self.evaluate(inputs), external_scores)
+
+    def evaluate(self, inputs: Sequence[RewardInput]) -> list[Evaluated]:
+        """What all terms but the external ones give each response.
+
+        Several threads may call it; they take turns, since a user's function has one process.
+
+        Raises:
+            RewardError: a term fails.
+        """
+        own = [name for name in self.weights if name not in EXTERNAL_TERMS]
+        with self._in_use:
+            columns = [self._evaluate(name, inputs) for name in own]
+        return [
+            {name: column[row] for name, column in zip(own, columns, strict=True)}
+            for row in range(len(inputs))
+        ]
+
+    def combine(
+        self,
+        inputs: Sequence[RewardInput],
+        evaluated: Sequence[Evaluated],
+        external_scores: Mapping[str, Sequence[float]] | None = None,
+    ) -> RewardResult:
+        """The scores of responses [batch], of which `evaluate` has given `evaluated` [batch].
+
+        Raises:
+            RewardError: a score, or the sum of all, cannot be used.
+        """
         scores: dict[str, list[float]] = {}
         for name, column in (external_scores or {}).items():
             scores[name] = list(column)
@@ -121,7 +159,7 @@ class RewardFunction:
         for name in self.weights:
             if name in EXTERNAL_TERMS:
                 continue
-            results = self._evaluate(name, inputs)
+            results = [of_response[name] for of_response in evaluated]
             scores[name] = [result.score for result in results]
             for key in sorted({key for result in results for key in result.further}):
                 further[f"{name}/{key}"] = [result.further.get(key, math.nan) for result in results]

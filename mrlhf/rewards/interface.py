@@ -82,6 +82,10 @@ class Scored(NamedTuple):
     answer: str | None = None
 
 
+Evaluated = Mapping[str, Scored]
+"""The results of the terms for one response, by the name of the term."""
+
+
 def check_score(score: float, what: str) -> None:
     """Raise a RewardError if the score is not finite or too large; `what` names the score."""
     if not abs(score) <= LARGEST_SCORE:  # also where it is NaN

@@ -104,7 +104,7 @@ class _ValueObjective:
 
         tally = Tally()
         # Each of the ranks that share the pack's sequences has its part of the loss.
-        share = len(pack.rows) / self._sequences / pack.segments.size
+        share = pack.begun_rows / self._sequences / pack.segments.size
         tally.add("critic/vf_loss", loss, share)
         tally.add("critic/vf_clipfrac", masked_sum(squared.clipped.float(), mask), mask.sum())
         tally.add("critic/vpred_mean", masked_sum(values, mask), mask.sum())

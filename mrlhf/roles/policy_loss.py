@@ -154,12 +154,11 @@ class PolicyLossSettings:
         if self.bypass is None:
             return batch
         correction = correct(logprobs.detach() - batch.old_logprobs, batch.mask, self.bypass)
-        return replace(
-            batch,
-            mask=correction.kept,
-            weights=correction.weights,
-            token_weights=self.token_weights(correction.kept),
-        )
+        batch = replace(batch, weights=correction.weights)
+        if not self.bypass.criteria:
+            return batch
+        kept = correction.kept
+        return replace(batch, mask=kept, token_weights=self.token_weights(kept))
 
     def prepared(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
         """The batch with all that depends on the whole mini-batch under the current policy.

@@ -148,7 +148,7 @@ class HiddenObjective:
 
         def objective(token_range: TokenRange, numbers: TokenNumbers) -> Tensor:
             # The pack counts once, however many parts and ranks there are.
-            share = 0.0 if logprobs else len(pack.rows) / self._mini_batch.sequences
+            share = 0.0 if logprobs else pack.begun_rows / self._mini_batch.sequences
             logprobs.append(numbers.logprobs.detach())
             if settings.by_token:
                 batch = self._mini_batch.packs[number].map(

@@ -26,8 +26,13 @@ class RewardModel:
         self.engine = engine
 
     def score(self, rollout: Rollout) -> Tensor:
-        """One score for each response, float32 [batch] on every rank's host."""
-        sequences = self.engine.groups.machine.compute_on_leader(rollout.sequences)
+        """One score for each response, float32 [batch] on every rank's host.
+
+        Of several contexts it reads the last.
+        """
+        sequences = self.engine.groups.machine.compute_on_leader(
+            lambda: rollout.sequences().last_of_rows()
+        )
         return score_sequences(self.engine, sequences)
 
 

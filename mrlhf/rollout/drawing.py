@@ -24,6 +24,10 @@ MayStep = Callable[[int, int], bool]
 _SEED_BITS = 63
 
 
+def _ignore(trajectory: Trajectory) -> None:
+    """Nobody wants to know that a sample has ended."""
+
+
 @dataclass(frozen=True)
 class Task:
     """The samples of a batch that one replica draws."""
@@ -33,6 +37,7 @@ class Task:
     requests: Sequence[Request]  # the id of each is the row of its first sample
     # What there is of rows that have begun, by row; each of them is a request of its own.
     begun: Mapping[int, Trajectory] = field(default_factory=dict)
+    ended: Callable[[Trajectory], None] = _ignore  # is told of each sample that has ended
 
     @property
     def samples(self) -> int:
@@ -220,7 +225,7 @@ class Drawing(Generic[S]):
         sampling = one.request.sampling
         return Request(
             id=one.row + self._batch * later,
-            prompt=[*one.prompt_ids, *one.said.token_ids],
+            prompt=self._context(one),
             uid=one.request.uid,
             samples=samples,
             sampling=replace(
@@ -229,6 +234,10 @@ class Drawing(Generic[S]):
             goes_on=self._goes_on(one),
             drawn=one.drawn,
         )
+
+    def _context(self, one: S) -> list[int]:
+        """The tokens that are read before the next one."""
+        return [*one.prompt_ids, *one.said.token_ids]
 
     def _goes_on(self, one: S) -> bool:
         """Whether the sample may draw more after its next request."""
@@ -258,6 +267,7 @@ class Drawing(Generic[S]):
             _trajectory(one), stopped=stopped, recorded=one.recorded, experts=one.experts
         )
         self._ended.append(replace(whole, ended=True, episode=episode))
+        self._task.ended(self._ended[-1])
 
     def _put_aside(self, one: S) -> Trajectory:
         """A sample that has not ended, to go on with later weights."""

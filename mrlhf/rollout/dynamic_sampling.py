@@ -20,6 +20,7 @@ from mrlhf.config.algorithm import FilterGroupsSection
 from mrlhf.inference.base import SamplingParams
 from mrlhf.rollout.generator import DrawnBatch, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
+from mrlhf.rollout.rewarded import Rewarded
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scorer, Scores
 
@@ -65,8 +66,7 @@ class DynamicSampler:
             scores.append(batch_scores)
             self._check_accuracy_is_known(scores)
 
-            compared = self._compared_values(batch.rollout, batch_scores)
-            differs += prompt_groups_that_differ(compared, sampling.n)
+            differs += self._differ(batch.rollout, batch_scores, sampling.n)
 
         chosen = choose_prompt_groups(differs, self.train_batch_size)
         uninformative = sum(not differs[prompt_group] for prompt_group in chosen)
@@ -122,16 +122,17 @@ class DynamicSampler:
             known = [part.correct for part in scores if part.correct is not None]
             check_correctness(known[0] if known else None, "algorithm.filter_groups.metric acc")
 
-    def _compared_values(self, rollout: Rollout, scores: Scores) -> Tensor:
-        """[batch], the number that has to differ between the responses to a prompt."""
+    def _differ(self, rollout: Rollout, scores: Scores, n: int) -> list[bool]:
+        """Whether the number that has to differ does so, for each prompt group."""
         if self.filters.metric == "acc":
             unknown = [math.nan] * len(rollout)
-            return torch.tensor(scores.correct or unknown, dtype=torch.float32)
+            right = torch.tensor(scores.correct or unknown, dtype=torch.float32)
+            return prompt_groups_that_differ(right, n)
 
+        total = scores.total
         if self.filters.metric == "seq_reward":
-            return rollout.with_turn_rewards(self.shaper.shape_each(scores.total, rollout))
-
-        return rollout.with_turn_rewards(scores.total)
+            total = self.shaper.shape_each(total, rollout)
+        return Rewarded.of(rollout).differ(total, rollout).view(-1, n).any(dim=1).tolist()
 
 
 def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:

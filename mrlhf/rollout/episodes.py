@@ -21,7 +21,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Metrics of at least one episode.
 
     Returns:
-        `episodes/turns/mean` and `max`; `episodes/tool_calls/mean`, the calls of one episode;
+        `episodes/turns/mean` and `max`; `episodes/contexts/mean`, the contexts of one episode;
+        `episodes/tool_calls/mean`, its calls;
         `episodes/errors`, the share of the calls that failed or could not be read;
         `episodes/failed`, the share of episodes that could not go on; `perf/tool_wait_s/mean` and
         `max`, the seconds for which one waited for tools and environment.
@@ -33,6 +34,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     return {
         "episodes/turns/mean": fmean(turns),
         "episodes/turns/max": float(max(turns)),
+        "episodes/contexts/mean": fmean(1 + len(episode.context_begins) for episode in episodes),
         "episodes/tool_calls/mean": fmean(calls),
         "episodes/errors": errors / max(1, sum(calls)),
         "episodes/failed": fmean(bool(episode.failure) for episode in episodes),

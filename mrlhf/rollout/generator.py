@@ -8,11 +8,12 @@ are scored, nor losses.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from operator import attrgetter
 from typing import Any
 
@@ -31,11 +32,13 @@ from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 from mrlhf.rollout.conversations import Conversations
+from mrlhf.rollout.conversing import Conversing
 from mrlhf.rollout.drawing import Drawn, Pace, SingleTurns, Task, mix_seed
 from mrlhf.rollout.episodes import check_episodes, episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 from mrlhf.rollout.hand_over import HandOver
 from mrlhf.rollout.scoring import Scores
+from mrlhf.rollout.trajectory import Trajectory
 
 SLOWEST = "perf/slowest_replica"  # metric; the names of others begin with it
 _NO_MEMORY = (
@@ -79,6 +82,9 @@ class Generator:
     experts: Experts | None = None
     # leads the samples through several turns; None if each has a single one
     conversations: Conversations | None = None
+    # is told of each sample that has ended, of its prompts and of how many samples each of these
+    # has; of the ranks of a replica each hears of some samples
+    ended: Callable[[Trajectory, Prompts, int], None] | None = None
 
     @property
     def version(self) -> int:
@@ -182,7 +188,10 @@ class Generator:
             The samples on every rank, with those of `begun`; and the engine's metrics.
         """
         begun = self.drawn.get(name, begun)
-        task = _task(prompts, seeds, sampling, shares, begun)
+        task = replace(
+            _task(prompts, seeds, sampling, shares, begun),
+            ended=partial(self._tell, prompts, sampling.n, cycle(range(self.groups.tp.size()))),
+        )
         began = time.perf_counter()
         mine, interrupted = self._draw(task, pace)
         seconds = time.perf_counter() - began
@@ -264,13 +273,19 @@ class Generator:
                 if self.conversations is None:
                     drawn = SingleTurns(self.engine, task, pace).draw(may_step)
                 else:
-                    drawn = self.conversations.draw(self.engine, task, pace, may_step)
+                    leading = Conversing(self.conversations, self.engine, task, pace)
+                    drawn = leading.draw(may_step)
                 self._count_memory()
         except Interrupted as stop:
             # Others begin again, as an interruption does not come at the same token everywhere.
             whole = [one for one in drawn.trajectories if one.ended and not one.has_failed]
             return replace(drawn, trajectories=whole), stop
         return drawn, None
+
+    def _tell(self, prompts: Prompts, n: int, turns: Iterator[int], sample: Trajectory) -> None:
+        """Tell of a sample that has ended if it is this rank's turn."""
+        if next(turns) == self.groups.tp_rank and self.ended is not None:
+            self.ended(sample, prompts, n)
 
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
         """`perf/slowest_replica` and `perf/slowest_replica_rank`; nothing if there is one replica.

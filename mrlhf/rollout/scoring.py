@@ -1,30 +1,36 @@
 """Scores a rollout with rules, users' functions and the reward model.
 
 Each rank runs rules and users' functions on its share of the responses; all ranks together run the
-reward model. This file knows how shares are cut and gathered. It does not know what a score means:
-see `rewards`.
+reward model. A rank's share begins with what it has scored while the engine still drew. This file
+knows how shares are cut and gathered. It does not know what a score means: see `rewards`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from mrlhf.batch import Episode, Rollout
+from mrlhf.batch import Episode, Prompts, Rollout
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.phases import Phases
 from mrlhf.rewards.combine import RewardFunction
-from mrlhf.rewards.interface import RewardInput, RewardResult
+from mrlhf.rewards.interface import Evaluated, RewardInput, RewardResult
 from mrlhf.rl.names import CORRECTNESS_TERMS
 from mrlhf.roles.reward_model import RewardModel
+from mrlhf.rollout.early_scores import EarlyScore, EarlyScores
+from mrlhf.rollout.response import Response
+from mrlhf.rollout.trajectory import Trajectory
 
 T = TypeVar("T")
 REPORTED_CORRECTNESS = "acc"
@@ -44,6 +50,8 @@ class Scores:
     # [batch], the answer of each response, from the term that tells right from wrong; None where it
     # finds none. The field is None if no term says so, or if the caller did not want answers.
     answers: list[str | None] | None = None
+    # [batch], whether scoring began while the engine still drew; None without `rollout.overlap`
+    early: list[bool] | None = None
 
     @property
     def correct(self) -> list[float] | None:
@@ -58,27 +66,26 @@ class Scores:
         """The scores of the responses at `rows`, in that order."""
         terms = {name: [column[row] for row in rows] for name, column in self.terms.items()}
         answers = None if self.answers is None else [self.answers[row] for row in rows]
-        return Scores(self.total[list(rows)], terms, answers)
+        early = None if self.early is None else [self.early[row] for row in rows]
+        return Scores(self.total[list(rows)], terms, answers, early)
 
     @staticmethod
     def join(parts: Sequence[Scores]) -> Scores:
         """The scores of all parts, one part after the other.
 
-        A term that a part lacks is NaN for it; answers are kept only if every part has them.
+        A term that a part lacks is NaN for it; another column is kept only if every part has it.
         """
         columns = _join_columns([(len(part.total), part.terms) for part in parts], math.nan)
         terms = dict(sorted(columns.items()))
         total = torch.cat([part.total for part in parts])
-        answers: list[str | None] = []
-        for part in parts:
-            if part.answers is None:
-                return Scores(total, terms, answers=None)
-            answers += part.answers
-        return Scores(total, terms, answers)
+        answers = _join_lists([part.answers for part in parts])
+        return Scores(total, terms, answers, _join_lists([part.early for part in parts]))
 
     def metrics(self) -> dict[str, float]:
-        """Mean of each term over the responses that have it."""
+        """Mean of each term over the responses that have it; the share of early scores."""
         means = {}
+        if self.early is not None:
+            means["rollout/scored_early"] = fmean(self.early)
         for name, column in self.terms.items():
             numbers = [x for x in column if not math.isnan(x)]
             means[f"reward/{name}"] = math.fsum(numbers) / len(numbers) if numbers else math.nan
@@ -95,6 +102,7 @@ class Scorer:
     groups: RoleGroups  # responses are shared out among all ranks
     # is told how many of this rank's responses are scored; all ranks may stop after every few
     phases: Phases = field(default_factory=Phases)
+    early: EarlyScores | None = None  # None: nothing is scored before its batch is drawn
 
     @property
     def has_model(self) -> bool:
@@ -111,8 +119,6 @@ class Scorer:
             Interrupted: the run stops here.
         """
         world = self.groups.world
-        rank = world.rank()
-        world_size = world.size()
 
         given: dict[str, list[float]] = {}
         further: dict[str, list[float]] = {}
@@ -122,8 +128,10 @@ class Scorer:
             given[ENVIRONMENT] = [episode.score or 0.0 for episode in rollout.episodes]
             further = _numbers_of(rollout.episodes)
 
-        my_rows = range(rank, len(rollout), world_size)
-        result = self._score_rows(rollout, my_rows, given)
+        with self._taking_early(rollout) as begun:
+            owners, is_early = self._share_out(len(rollout), begun)
+            my_rows = (owners == world.rank()).nonzero()[:, 0]
+            result = self._score_rows(rollout, my_rows.tolist(), given, begun)
 
         # After an error above the job ends, so no rank waits here for long.
         names = self._column_names(result.metrics)
@@ -131,14 +139,48 @@ class Scorer:
         mine = [result.scores, *(result.metrics.get(name, absent) for name in names)]
         numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         table = self.groups.machine.table((len(mine), len(rollout)), torch.int64)
-        table.entries[:, rank::world_size] = numbers.view(torch.int64)  # 0 + bits are these bits
+        table.entries[:, my_rows] = numbers.view(torch.int64)  # 0 + bits are these bits
         total, *columns = table.complete().view(torch.float64)
         terms = {name: column.tolist() for name, column in zip(names, columns, strict=True)}
         terms |= further
 
         answers_of_ranks = all_gather_objects(result.answers, world) if with_answers else []
-        answers = _join_answers(answers_of_ranks, _correctness_column(terms), len(rollout))
-        return Scores(total.to(torch.float32), terms, answers)
+        answers = _join_answers(answers_of_ranks, _correctness_column(terms), owners.tolist())
+        return Scores(total.to(torch.float32), terms, answers, is_early)
+
+    def begin(self, trajectory: Trajectory, prompts: Prompts, n: int) -> None:
+        """Score a response that this rank's replica has drawn, while it draws others.
+
+        It is one of `n` to its prompt. Without `early` nothing happens. A later `score` finds it.
+        """
+        # A failed episode is drawn again if the run stops before its batch is complete.
+        if self.early is None or trajectory.has_failed:
+            return
+        prompt, sample = divmod(trajectory.row, n)
+        response = Response.of_trajectory(trajectory, prompts, prompt)
+        given = response.read(self.tokenizer, self.function.reads_text)
+        self.early.add((prompts.uid[prompt], sample), response, given)
+
+    def _taking_early(self, rollout: Rollout) -> AbstractContextManager[dict[int, EarlyScore]]:
+        """See `EarlyScores.taking`."""
+        return nullcontext({}) if self.early is None else self.early.taking(rollout)
+
+    def _share_out(self, batch: int, begun: Iterable[int]) -> tuple[Tensor, list[bool] | None]:
+        """Which rank scores each row, int64 [batch], and whether it has begun to.
+
+        A rank keeps the rows that it has `begun`; the ranks take turns with the others.
+        """
+        world = self.groups.world
+        nobody = world.size()
+        owners = torch.full((batch,), nobody, dtype=torch.int64, device="cpu")
+        if self.early is not None:
+            owners[list(begun)] = world.rank()
+            dist.all_reduce(owners, dist.ReduceOp.MIN, group=world)
+
+        is_early = owners < nobody
+        left = (~is_early).nonzero()[:, 0]
+        owners[left] = torch.arange(len(left)) % world.size()
+        return owners, None if self.early is None else is_early.tolist()
 
     def _column_names(self, own: Iterable[str]) -> list[str]:
         """The names of the columns on all ranks, sorted; they are gathered only if they differ."""
@@ -153,14 +195,21 @@ class Scorer:
 
     def close(self) -> None:
         """End the processes of users' functions."""
+        if self.early is not None:
+            self.early.close()
         self.function.close()
 
     def _score_rows(
-        self, rollout: Rollout, rows: Sequence[int], given: Mapping[str, Sequence[float]]
+        self,
+        rollout: Rollout,
+        rows: Sequence[int],
+        given: Mapping[str, Sequence[float]],
+        begun: Mapping[int, EarlyScore],
     ) -> RewardResult:
         """Score the responses at `rows`, unless the run stops meanwhile.
 
-        `given` has the scores [batch] of the terms that are scored elsewhere.
+        `given` has the scores [batch] of the terms that are scored elsewhere, `begun` the rows that
+        were begun before.
         """
         parts = []
         lengths = rollout.response_lengths
@@ -171,39 +220,29 @@ class Scorer:
                     break
                 some = rows[begin : begin + _UNIT_ROWS]
                 external = {name: [column[row] for row in some] for name, column in given.items()}
-                parts.append(self.function.score(self._inputs(rollout, lengths, some), external))
+                inputs = {
+                    row: begun[row].given if row in begun else self._input(rollout, row, lengths)
+                    for row in some
+                }
+                evaluated = self._evaluate(inputs, begun)
+                parts.append(self.function.combine(list(inputs.values()), evaluated, external))
         return _join_results(parts)
 
-    def _inputs(
-        self, rollout: Rollout, lengths: Sequence[int], rows: Sequence[int]
-    ) -> list[RewardInput]:
-        """The terms' input for each of the responses at `rows`; `lengths` covers all responses."""
-        prompts = rollout.prompts
-        reads_text = self.function.reads_text
+    def _evaluate(
+        self, inputs: Mapping[int, RewardInput], begun: Mapping[int, EarlyScore]
+    ) -> list[Evaluated]:
+        """What the terms give some rows."""
+        fresh = [row for row in inputs if row not in begun]
+        evaluated: dict[int, Evaluated] = {}
+        if fresh:
+            results = self.function.evaluate([inputs[row] for row in fresh])
+            evaluated.update(zip(fresh, results, strict=True))
+        return [begun[row].evaluated.result() if row in begun else evaluated[row] for row in inputs]
 
-        inputs = []
-        for row in rows:
-            text = ""
-            extra_info = prompts.extra_info[row]
-            if reads_text:
-                tokens = rollout.response_ids[row, : lengths[row]].tolist()
-                if rollout.episodes is not None:
-                    transcript = self.tokenizer.decode(tokens, skip_special_tokens=False)
-                    extra_info = {**extra_info, "transcript": transcript}
-                    said = rollout.last_turn(row)
-                    tokens = tokens[said.start : said.stop]
-                text = self.tokenizer.decode(tokens)
-            inputs.append(
-                RewardInput(
-                    data_source=prompts.data_source[row],
-                    prompt_text=prompts.text[row],
-                    solution_str=text,
-                    ground_truth=prompts.ground_truth[row],
-                    extra_info=extra_info,
-                    response_tokens=lengths[row],
-                )
-            )
-        return inputs
+    def _input(self, rollout: Rollout, row: int, lengths: Sequence[int]) -> RewardInput:
+        """The terms' input for the response at `row`; `lengths` covers all responses."""
+        response = Response.of_row(rollout, row, lengths[row])
+        return response.read(self.tokenizer, self.function.reads_text)
 
 
 def _numbers_of(episodes: Sequence[Episode]) -> dict[str, list[float]]:
@@ -235,6 +274,16 @@ def _join_columns(
     return joined
 
 
+def _join_lists(parts: Sequence[list[T] | None]) -> list[T] | None:
+    """All parts, one after the other; None if one is missing."""
+    joined: list[T] = []
+    for part in parts:
+        if part is None:
+            return None
+        joined += part
+    return joined
+
+
 def _correctness_column(names: Iterable[str]) -> str | None:
     """The first of the columns that says whether a response is right, or None."""
     for name in names:
@@ -246,20 +295,18 @@ def _correctness_column(names: Iterable[str]) -> str | None:
 def _join_answers(
     answers_of_ranks: Sequence[Mapping[str, list[str | None]]],
     correctness_column: str | None,
-    batch: int,
+    owners: Sequence[int],
 ) -> list[str | None] | None:
     """The answers [batch] of the term that tells right from wrong; None if it found none.
 
-    For each rank there are the answers in its share of the responses, by term.
+    For each rank there are the answers in its share of the responses, by term; `owners` [batch] has
+    the rank whose share a response is in.
     """
     if correctness_column is None:
         return None
     term = correctness_column.removesuffix(f"/{REPORTED_CORRECTNESS}")
+    if not any(term in answers for answers in answers_of_ranks):
+        return None
 
-    joined: list[str | None] = [None] * batch
-    any_found = False
-    for rank, answers in enumerate(answers_of_ranks):
-        if term in answers:
-            joined[rank :: len(answers_of_ranks)] = answers[term]
-            any_found = True
-    return joined if any_found else None
+    shares = [iter(answers.get(term, ())) for answers in answers_of_ranks]
+    return [next(shares[owner], None) for owner in owners]

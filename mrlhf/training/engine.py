@@ -216,12 +216,13 @@ class ModelEngine:
         mini_batches = cut_mini_batches(
             lengths,
             costs,
-            mini_batch_rows or len(sequences),
+            mini_batch_rows or int(sequences.rows[-1]) + 1,
             layout.dp,
             self._section.micro_batch_tokens,
             together,
             in_step=layout.ep > 1,
             shared=shared,
+            row_of=sequences.rows.tolist(),
         )
 
         dp_rank = self.groups.coordinates.dp

@@ -32,7 +32,12 @@ LOSSES: dict[str, dict[str, Any]] = {
         "settings": {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.3},
         "clip_grad": 1.0,
     },
-    "holes": {"agg": "token-mean", "settings": {"positive_lm_coef": 0.3}, "holes": True},
+    "holes and contexts": {
+        "agg": "token-mean",
+        "settings": {"positive_lm_coef": 0.3},
+        "holes": True,
+        "contexts": True,
+    },
     "whole sequences": {"agg": "seq-mean-token-mean", "loss": "gspo", "clip_grad": 1.0},
 }
 """By name, what a `tests.oracle.plain_ppo.Case` says of the policy's loss."""

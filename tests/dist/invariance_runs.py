@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from mrlhf.batch import Rollout
 from mrlhf.config.sections import RoleSection
 from mrlhf.metrics.table import without_row
 from mrlhf.parallel.groups import GroupFactory
@@ -89,7 +90,7 @@ def train_rows(rank: int, world_size: int, root: str, rows: Sequence[Row]) -> di
 
 def plain_supervised_roles(root: Path, case: Case) -> dict[str, Outcome]:
     """Fine-tuned model and reward model as the plain loops train them."""
-    rollout = load_experience(root, case).rollout
+    rollout = _rollout(root, case)
     examples = plain_supervised.sft_examples(rollout)
     pairs = plain_supervised.preference_pairs(rollout)
     critic = root / critic_of(case.model)
@@ -176,7 +177,7 @@ def _fresh_step(
 
 def _train_sft(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
     engine = build_supervised(setting, case, case.model, "lm")
-    examples = plain_supervised.sft_examples(load_experience(setting.root, case).rollout)
+    examples = plain_supervised.sft_examples(_rollout(setting.root, case))
     task = FineTuning(examples, examples[:HELD_OUT])
     metrics: dict[str, float] = {}
     for rows in SFT_STEPS:
@@ -186,7 +187,7 @@ def _train_sft(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, flo
 
 def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
     engine = build_supervised(setting, case, critic_of(case.model), "scalar")
-    pairs = plain_supervised.preference_pairs(load_experience(setting.root, case).rollout)
+    pairs = plain_supervised.preference_pairs(_rollout(setting.root, case))
     held_out = replace(
         pairs,
         chosen_ids=pairs.chosen_ids[:HELD_OUT],
@@ -198,6 +199,11 @@ def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict
     for rows in PAIR_STEPS:
         metrics = task.step(engine, rows)
     return engine, metrics | task.validate(engine)
+
+
+def _rollout(root: Path, case: Case) -> Rollout:
+    """The case's rollout with one sequence a row, for the supervised roles."""
+    return load_experience(root, replace(case, contexts=False)).rollout
 
 
 def _digests(engine: ModelEngine) -> dict[Key, int]:

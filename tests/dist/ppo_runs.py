@@ -59,6 +59,14 @@ DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=4"]
 # In an override, "ROOT" becomes the folder of the models, and "CUSTOM" the path of the file of a
 # user's reward functions.
 REWARD_FUNCTIONS = """
+import time
+
+
+def slow_letters(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.02)
+    return letters(data_source, solution_str, ground_truth, extra_info)
+
+
 def letters(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) / 10, "digits": sum(c.isdigit() for c in solution_str)}
 
@@ -66,6 +74,51 @@ def letters(data_source, solution_str, ground_truth, extra_info):
 def breaks(data_source, solution_str, ground_truth, extra_info):
     raise ZeroDivisionError("no such number")
 """
+
+# Rollout functions and an environment, in ROOT/episodes.py.
+EPISODES = """
+import asyncio
+
+
+class Asks:
+    def reset(self, row):
+        self.turns = 0
+
+    def reply(self, text):
+        self.turns += 1
+        return f"{self.turns}+" if self.turns < 3 else None
+
+    def reward(self):
+        return self.turns
+
+
+async def own(engine, row, sampling):
+    asked = await engine.prompt(row["prompt"])
+    first, second = await asyncio.gather(engine.generate(asked, 3), engine.generate(asked, 2))
+    again = await engine.generate(await engine.tell(first, "3+4="))
+    other = await engine.generate(await engine.encode("1+" + row["answer"]))
+    for one in (again, second, other):
+        one.reward = sum(one.token_ids) / 100
+        one.role = "asks" if one is other else "answers"
+    return [again, second, other]
+
+
+async def shared(engine, row, sampling):
+    first = await engine.generate(await engine.prompt(row["prompt"]), 3)
+    ends = [await engine.generate(await engine.tell(first, text), 3) for text in ("1+", "2+")]
+    ends[0].reward = {"score": len(ends[0].text + ends[1].text) / 10, "turns": 3}
+    return ends
+"""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+FORGETFUL_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.role == 'assistant' and not loop.last %}{{ message.content.split('-')[-1] }}"
+    "{% else %}{{ message.content }}{% endif %}",
+)
+"""Of all turns but the last it writes only what stands behind a -, as others do with thoughts."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +208,9 @@ def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     plain_models.save_models(root)
     write_tiny_task(root / "data", train=20)
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
+    (root / "episodes.py").write_text(EPISODES)
+    (root / "chat.jinja").write_text(CHAT_TEMPLATE)
+    (root / "forgets.jinja").write_text(FORGETFUL_TEMPLATE)
     (root / "base.yaml").write_text(yaml.safe_dump(_base(root)))
 
     run_ranks(WORLD_SIZE, _in_ranks, str(root), scenarios)

@@ -6,6 +6,7 @@ stands in this file, which starts no ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,13 +144,15 @@ class Setting:
 def save_inputs(root: Path, layers: int = 2, models: Sequence[str] = plain_models.MODELS) -> None:
     """Write all models, of so many layers, and an experience for each of `models`."""
     plain_models.save_models(root, layers)
-    for model in models:
-        torch.save(plain_experience.make_experience(root / model), root / f"{model}.experience")
+    for model, contexts in itertools.product(models, (False, True)):
+        experience = plain_experience.make_experience(root / model, contexts)
+        torch.save(experience, _experience_file(root, model, contexts))
 
 
 def load_experience(root: Path, case: Case) -> Experience:
     """The experience of the case's model, corrected, broken or with holes as the case says."""
-    experience: Experience = torch.load(root / f"{case.model}.experience", weights_only=False)
+    file = _experience_file(root, case.model, case.contexts)
+    experience: Experience = torch.load(file, weights_only=False)
     if case.corrected:
         experience = plain_experience.with_correction(experience)
     if case.broken:
@@ -157,6 +160,10 @@ def load_experience(root: Path, case: Case) -> Experience:
     if case.holes:
         experience = plain_experience.with_holes(experience)
     return experience
+
+
+def _experience_file(root: Path, model: str, contexts: bool) -> Path:
+    return root / f"{model}{'.contexts' * contexts}.experience"
 
 
 def settings(

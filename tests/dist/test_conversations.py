@@ -33,6 +33,8 @@ from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.partial import PartialSampler
+from mrlhf.rollout.response import Response
+from mrlhf.rollout.trajectory import Trajectory
 from tests.fake_engine import FakeResharder
 from tests.models.engines import fill, hf_model, spec_of
 from tests.ranks import run_ranks
@@ -68,6 +70,32 @@ class Talk:
 
     def reward(self):
         return {"score": sum(self.sizes), "turns": len(self.sizes)}
+"""
+FUNCTION = """
+TOOL = {"type": "function", "function": {"name": "note"}}
+
+
+async def lead(engine, row, sampling):
+    uid = row["uid"]
+    first = [{"role": "user", "content": f"go {uid}"}] if uid % 2 else []
+    one = await engine.prompt(row["prompt"] + first, tools=[TOOL])
+    begin, turns = len(one.token_ids), 0
+    while True:
+        one = await engine.generate(one, max_tokens=60 - (len(one.token_ids) - begin))
+        turns += 1
+        size = len(one.text)
+        if not one.stopped or turns == sampling.max_turns:
+            return one
+        told = f"ok {size}"
+        if one.calls:
+            assert one.calls == [{"name": "note", "arguments": {"size": size}}] and not one.content
+            told = [{"role": "tool", "name": "note", "content": "x" * (size % 5)}]
+        elif turns > uid % 4:
+            return one
+        longer = await engine.tell(one, told)
+        if len(longer.token_ids) - begin >= 60:
+            return one
+        one = longer
 """
 UIDS = [4, 7, 3, 12, 5]
 FAILING = (3, 5)
@@ -175,16 +203,50 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
             sampling = SamplingParams(
                 n=n, temperature=temperature, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
             )
+            heard: list[Trajectory] = []
+            generator.ended = lambda sample, *_, heard=heard: heard.append(sample)
             drawn = generator.generate(prompts, sampling, "train", step=2)
+            generator.ended = None
             generator.end_step()
             found[f"{name}, {kind}"] = _as_lists(drawn.rollout) | {
-                "metrics": drawn.engine_metrics[0]
+                "metrics": drawn.engine_metrics[0],
+                "heard": [sample.row for sample in heard],
             }
+            for sample in heard:
+                if not sample.has_failed:
+                    length = drawn.rollout.response_lengths[sample.row]
+                    response = Response.of_trajectory(sample, prompts, sample.row // n)
+                    assert response == Response.of_row(drawn.rollout, sample.row, length)
         if host is not None:
             assert not host._episodes
             host.close()
+    found["function"] = _led_by_a_function(build(2), prompts, file)
     found["partial"] = _partial_steps([build(tp) for tp in LAYOUTS.values()], prompts)
     return found
+
+
+def _led_by_a_function(
+    built: tuple[Generator, EnvironmentHost | None], prompts: Prompts, file: str
+) -> dict[str, Any]:
+    """What a function draws that does what the environment does, where that does not fail."""
+    generator, host = built
+    leads = generator.conversations
+    assert leads is not None
+    references = {"": EnvironmentReference(f"{file}:lead")}
+    limits = ToolLimits(timeout_s=60.0, workers=2)
+    if host is not None:
+        host.close()
+        leads.host = EnvironmentHost(references, limits)
+    [program] = describe(references, limits).values()
+    leads.dialogues = {"": Dialogue(program, TurnRenderer(leads.tokenizer, (), ENDS))}
+    sampling = SamplingParams(
+        n=1, temperature=0.0, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
+    )
+    alive = [row for row, uid in enumerate(UIDS) if uid not in FAILING]
+    drawn = generator.generate(prompts.select(alive), sampling, "train", step=2)
+    if leads.host is not None:
+        leads.host.close()
+    return _as_lists(drawn.rollout)
 
 
 def _partial_steps(
@@ -282,7 +344,7 @@ def _since(sampler: PartialSampler) -> dict[int, int]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file = tmp_path_factory.mktemp("talk") / "talk.py"
-    file.write_text(ENVIRONMENT, encoding="utf-8")
+    file.write_text(ENVIRONMENT + FUNCTION, encoding="utf-8")
     return run_ranks(2, _in_ranks, str(file))
 
 
@@ -357,6 +419,20 @@ def test_greedy_episodes_are_those_of_a_slow_loop(ranks: list[dict[str, Any]]) -
     assert max(turns) == MOST_TURNS and len({*turns}) > 1
 
 
+def test_a_function_that_does_the_same_draws_the_same(ranks: list[dict[str, Any]]) -> None:
+    led, wanted = (ranks[0][name] for name in ("function", "tp 2, greedy"))
+    alive = [row for row, uid in enumerate(UIDS) if uid not in FAILING]
+    for what in ("prompts", "responses", "drawn", "stopped"):
+        assert led[what] == [wanted[what][row] for row in alive], what
+    width = led["logprobs"].shape[1]
+    np.testing.assert_allclose(
+        led["logprobs"], wanted["logprobs"][alive][:, :width], rtol=2e-4, atol=2e-5
+    )
+    for mine, row in zip(led["episodes"], alive, strict=True):
+        assert mine.turns == wanted["episodes"][row].turns and not mine.context_begins
+    assert led["responses"] == ranks[1]["function"]["responses"]
+
+
 def test_log_probabilities_are_those_of_the_whole_episode(ranks: list[dict[str, Any]]) -> None:
     model = hf_model("llama")
     for kind in ("greedy", "sampled"):
@@ -381,6 +457,13 @@ def test_layouts_draw_the_same_episodes(ranks: list[dict[str, Any]]) -> None:
         assert one["responses"] == ranks[1][f"tp 2, {kind}"]["responses"]
     sampled = ranks[0]["tp 2, sampled"]["responses"]
     assert len({tuple(row) for row in sampled}) == len(sampled) - 1  # uid 3 has failed twice
+
+
+def test_one_rank_hears_of_each_episode_that_has_ended(ranks: list[dict[str, Any]]) -> None:
+    for name in LAYOUTS:
+        shares = [found[f"{name}, sampled"]["heard"] for found in ranks]
+        assert sorted(shares[0] + shares[1]) == list(range(N * len(UIDS)))
+        assert abs(len(shares[0]) - len(shares[1])) <= N
 
 
 def test_a_failed_episode_does_not_train(ranks: list[dict[str, Any]]) -> None:

@@ -5,9 +5,12 @@ Each scenario stands above the tests of it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from mrlhf.rollout.early_scores import EarlyScores
 from tests.dist.ppo_runs import (
     DP4,
     TP2_PP2,
@@ -38,8 +41,9 @@ PARTIAL = (WIDE, DEEP, MIXED, LONG, ONE)
 
 
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
-    assert_engine_and_trainer_agree(runs, without=PARTIAL)
-    for scenario in PARTIAL:
+    of_several_versions = (*PARTIAL, LATE_PARTIAL, EARLY_PARTIAL)
+    assert_engine_and_trainer_agree(runs, without=of_several_versions)
+    for scenario in of_several_versions:
         for step in runs.steps(scenario):
             assert step.metrics["training/rollout_probs_diff_max"] < 1e-5
 
@@ -121,6 +125,58 @@ def test_a_users_function_scores(runs: Runs) -> None:
 
         digits = [sum(letter.isdigit() for letter in sample["response"]) for sample in samples]
         assert step.metrics["reward/letters/digits"] == pytest.approx(sum(digits) / 16)
+
+
+def _all_early(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the engine wait until a response that has ended has its score."""
+    add = EarlyScores.add
+
+    def add_and_wait(early: EarlyScores, key: Any, *given: Any) -> None:
+        add(early, key, *given)
+        early._known[key][-1].evaluated.result()
+
+    patch.setattr(EarlyScores, "add", add_and_wait)
+
+
+OVERLAP = ["rollout.overlap=true"]
+SLOW = ["reward.terms=[{name: CUSTOM:slow_letters}, {name: reward_model, weight: 0.5}]"]
+ENDS = ["rollout.stop_token_ids=[4,5,6,7,8,9,10]"]
+TP2 = ["actor.tp=2", "rollout.tp=2"]
+BASELINE = [*SLOW, "algorithm.adv_estimator=remax"]
+LATE_WIDE = Scenario("late, dp4", [*SLOW, *ENDS])
+EARLY_WIDE = Scenario("early, dp4", [*SLOW, *ENDS, *OVERLAP])
+LATE_DEEP = Scenario("late, tp2 dp2", [*SLOW, *ENDS, *TP2])
+EARLY_DEEP = Scenario("early, tp2 dp2", [*SLOW, *ENDS, *TP2, *OVERLAP], _all_early)
+LATE_BASELINE = Scenario("late baseline", BASELINE)
+EARLY_BASELINE = Scenario("early baseline", [*BASELINE, *OVERLAP])
+LATE_PARTIAL = Scenario("late partial", [*SLOW, *_PARTIAL, *TP2])
+EARLY_PARTIAL = Scenario("early partial", [*SLOW, *_PARTIAL, *TP2, *OVERLAP], _all_early)
+EARLY_DYNAMIC = Scenario("early dynamic sampling", [*DYNAMIC.overrides, *OVERLAP])
+
+
+@pytest.mark.parametrize(
+    ("early", "late"),
+    [
+        (EARLY_WIDE, LATE_WIDE),
+        (EARLY_DEEP, LATE_DEEP),
+        (EARLY_BASELINE, LATE_BASELINE),
+        (EARLY_PARTIAL, LATE_PARTIAL),
+        (EARLY_DYNAMIC, DYNAMIC),
+    ],
+    ids=lambda scenario: scenario.name,
+)
+def test_scores_are_the_same_if_the_engine_draws_meanwhile(
+    runs: Runs, early: Scenario, late: Scenario
+) -> None:
+    for rank in range(WORLD_SIZE):
+        for one, other in zip(runs.steps(early, rank), runs.steps(late, rank), strict=True):
+            assert one.responses == other.responses
+            assert one.comparable_metrics == other.comparable_metrics
+            for name in ("scores", "token_rewards", "advantages"):
+                assert torch.equal(getattr(one.experience, name), getattr(other.experience, name))
+            share = one.metrics["rollout/scored_early"]
+            assert share == 1.0 if early.fault else 0.0 <= share <= 1.0
+            assert "rollout/scored_early" not in other.metrics
 
 
 RAISING = Scenario("raising", ["reward.terms=[{name: CUSTOM:breaks}]", "reward_model=null"])

@@ -1,19 +1,29 @@
-"""Two ranks each score a share of the responses: both get all results in the batch's order."""
+"""Two ranks each score a share of the responses: both get all results in the batch's order.
+
+They do so too if each has scored some before the batch was complete.
+"""
 
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Semaphore
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.rewards.combine import RewardFunction
-from mrlhf.rewards.interface import RewardResult
-from mrlhf.rollout.scoring import Scorer
+from mrlhf.rewards.interface import Evaluated, RewardInput, RewardResult
+from mrlhf.rollout.early_scores import EarlyScores
+from mrlhf.rollout.scoring import Scorer, Scores
+from mrlhf.rollout.trajectory import Run, Trajectory
 from mrlhf.trainers.ppo.held_out import summarise
 from tests.padding import pad_responses
 from tests.ranks import run_ranks
@@ -45,11 +55,47 @@ class OwnColumns:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def score(self, inputs: list[Any], external: Any) -> RewardResult:
+    def evaluate(self, inputs: list[Any]) -> list[Any]:
+        return [{} for _ in inputs]
+
+    def combine(self, inputs: list[Any], evaluated: Any, external: Any) -> RewardResult:
         numbers = [self._rank + 0.1 * number for number, _ in enumerate(inputs)]
         return RewardResult(
             numbers, {"both": numbers, f"of_{self._rank}": [-0.0] * len(inputs)}, {}
         )
+
+
+# The rows that each rank has drawn; both have drawn row 0, and nobody row 4.
+DRAWN = ([0, 1, 2, 3], [0, 5])
+
+
+def trajectory(row: int) -> Trajectory:
+    """A response as the rank has it that drew it."""
+    tokens = array("i", map(ord, RESPONSES[row]))
+    logprobs = array("f", [0.0] * len(tokens))
+    return Trajectory(row, tokens, logprobs, (Run(len(tokens), 0),), ended=True)
+
+
+def score_early(rank: int, function: RewardFunction, plain: Scorer) -> tuple[Scores, int]:
+    """Score the batch after this rank has scored what it has drawn; with the responses of then."""
+    evaluated = Semaphore(0)
+    late: list[RewardInput] = []
+
+    def evaluate(inputs: Sequence[RewardInput]) -> list[Evaluated]:
+        evaluated.release()
+        return RewardFunction.evaluate(function, inputs)
+
+    scorer = replace(plain, early=EarlyScores(evaluate))
+    whole = rollout()
+    one_each = whole.prompts.select(range(0, len(whole), 2))
+    for row in DRAWN[rank]:
+        scorer.begin(trajectory(row), one_each, 2)
+        assert evaluated.acquire(timeout=60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, "evaluate", lambda rows: late.extend(rows) or evaluate(rows))
+        scores = scorer.score(whole, with_answers=True)
+    return scores, len(late)
 
 
 def score(rank: int, world_size: int) -> dict[str, Any]:
@@ -61,6 +107,7 @@ def score(rank: int, world_size: int) -> dict[str, Any]:
     scorer = Scorer(function, tokenizer, None, groups)
     with_answers = scorer.score(rollout(), with_answers=True)
     without = scorer.score(rollout())
+    early, late = score_early(rank, function, scorer)
     scorer.close()
     unlike = Scorer(own, tokenizer, None, groups).score(rollout())
 
@@ -69,6 +116,14 @@ def score(rank: int, world_size: int) -> dict[str, Any]:
         "correct": with_answers.correct,
         "answers": with_answers.answers,
         "without": without.answers,
+        "is early": early.early,
+        "late": late,
+        "same": (
+            torch.equal(early.total, with_answers.total),
+            early.terms == with_answers.terms,
+            early.answers == with_answers.answers,
+        ),
+        "share": early.metrics()["rollout/scored_early"],
         "unlike": str((unlike.total.tolist(), unlike.terms)),
         "metrics": summarise(with_answers, ["gsm8k"] * 3, 2),
     }
@@ -76,7 +131,12 @@ def score(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_answers_come_together_in_order() -> None:
     first, second = run_ranks(2, score)
+    # Rank 0 has row 0, which both have scored, and row 4.
+    assert (first.pop("late"), second.pop("late")) == (1, 0)
     assert first == second
+    assert first["is early"] == [True, True, True, True, False, True]
+    assert first["same"] == (True, True, True)
+    assert first["share"] == 5 / 6
 
     assert first["correct"] == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     assert first["total"] == [1.5, 0.5, 0.0, 1.0, 1.5, 0.5]

@@ -76,6 +76,16 @@ HOLE_CASES = {
     ),
     "holes, bypass, rejection": Case("llama", "token-mean", bypass="geo", holes=True),
 }
+CONTEXT_CASES = {
+    "contexts, all terms": Case(
+        "llama", "seq-mean-token-mean", ALL_TERMS, corrected=True, contexts=True
+    ),
+    "contexts, full KL": Case("olmo2", "seq-mean-token-sum-norm", FULL, contexts=True),
+    "contexts, covariance": Case("llama", "token-mean", loss="clip_cov", contexts=True),
+    "contexts, bypass": Case(
+        "llama", "seq-mean-token-sum", loss="reinforce", bypass="reinforce", contexts=True
+    ),
+}
 LOSS_CASES = {
     loss: Case(
         "llama",
@@ -86,7 +96,7 @@ LOSS_CASES = {
     for loss in get_args(PolicyLossName)
     if loss not in ("vanilla", "reinforce")
 }
-CASES = BASIC_CASES | OTHER_CASES | HOLE_CASES | LOSS_CASES
+CASES = BASIC_CASES | OTHER_CASES | HOLE_CASES | CONTEXT_CASES | LOSS_CASES
 UNCLIPPED = ("sapo", "gpg", "reinforce", "surrogate", "kl_cov")
 CLIPPED_BELOW = ("vanilla", "geo_mean")
 

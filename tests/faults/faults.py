@@ -23,9 +23,9 @@ from mrlhf.run.failures import STOP_SIGNALS
 from mrlhf.run.watcher import Watcher
 
 HAND_OVER = "mrlhf.reshard.execute:Resharder.run"
-EPISODE = "mrlhf.rollout.conversations:_Conversing._finish"
+EPISODE = "mrlhf.rollout.conversing:Conversing._finish"
 GENERATION = "mrlhf.inference.native.engine:NativeEngine.step"
-SCORING = "mrlhf.rewards.combine:RewardFunction.score"
+SCORING = "mrlhf.rewards.combine:RewardFunction.combine"
 FORWARD = "mrlhf.roles.token_logprobs:TokenLogprobs.evaluate"
 VALUES = "mrlhf.roles.critic:Critic.values"
 REFERENCE = "mrlhf.roles.reference:Reference.logprobs"

@@ -27,6 +27,11 @@ def digits(data_source, solution_str, ground_truth, extra_info):
     return {"score": count / 4, "acc": float(count > 2)}
 
 
+def waits(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.05)
+    return len(solution_str) / 8
+
+
 def fails(data_source, solution_str, ground_truth, extra_info):
     return deeper(0)
 
@@ -65,7 +70,11 @@ class Asks:
         return {"score": random.random(), "acc": float(self.seen > 3), "seen": self.seen}
 """
 # It has no special tokens, like the vocabulary of the task.
-TEMPLATE = "{% for message in messages %}{{ message.content }}+{% endfor %}"
+# Of the policy's turns but the last it writes only what stands behind a -.
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' and not loop.last %}"
+    "{{ message.content.split('-')[-1] }}{% else %}{{ message.content }}{% endif %}+{% endfor %}"
+)
 
 
 def write_inputs(rank: int, world_size: int, directory: str) -> None:
@@ -104,8 +113,9 @@ def offloaded(inputs: Path) -> Setting:
 
 
 def episodes(inputs: Path) -> Setting:
-    """Several turns, each of a few tokens, of which half end it."""
+    """Several turns, each of a few tokens, of which half end it; some begin another context."""
     keys = [
+        "rollout.on_rewrite=split",
         f"rollout.environment={inputs / 'rewards.py'}:Asks",
         "rollout.max_turns=3",
         "rollout.tool_workers=2",
@@ -119,8 +129,11 @@ def episodes(inputs: Path) -> Setting:
 
 
 def partial(inputs: Path) -> Setting:
-    """Those episodes, drawn in several steps."""
+    """Those episodes, drawn in several steps, with a slow function beside their own reward."""
+    terms = [{"name": "environment"}, {"name": f"{inputs / 'rewards.py'}:waits", "weight": 0.5}]
     keys = [
+        "rollout.on_rewrite=keep",
+        f"reward.terms={json.dumps(terms)}",
         "rollout.partial.over=1.75",
         "rollout.partial.max_versions=3",
         "rollout.partial.turn_cost=2",

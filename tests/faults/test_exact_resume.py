@@ -120,6 +120,7 @@ def test_episodes_of_several_turns(inputs: Path, undisturbed: Undisturbed, tmp_p
     assert len(run.state(part)["progress"]["experience"]["rollout"]["episodes"]) == 16
     run.finish()
     assert max(row.get("episodes/turns/max", 0) for row in run.rows()) == 3
+    assert max(row.get("episodes/contexts/mean", 0) for row in run.rows()) > 1
     assert_same_run(run, undisturbed(run.setting))
 
 
@@ -127,7 +128,8 @@ def test_episodes_of_several_turns(inputs: Path, undisturbed: Undisturbed, tmp_p
 def test_episodes_that_several_steps_draw(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    run = Sequel(settings.partial(inputs), tmp_path / "run")
+    # The undisturbed run scores when all is drawn.
+    run = Sequel(settings.partial(inputs), tmp_path / "run", ["rollout.overlap=true"])
     # In step 2: those that began in step 1 go on, with environments that are played again.
     assert_killed(run.run(Fault(faults.HAND_OVER, 3, "SIGKILL", rank=0)), rank=0)
     assert run.checkpoints == ["step_000001"]
@@ -140,6 +142,7 @@ def test_episodes_that_several_steps_draw(
     assert interrupt(run, faults.ACTOR_LOSS, 2) == part
     run.finish()
     assert max(row.get("staleness/max", 0) for row in run.rows()) >= 1
+    assert max(row.get("rollout/scored_early", 0) for row in run.rows(free=["timing"])) > 0
     assert_same_run(run, undisturbed(run.setting))
 
 

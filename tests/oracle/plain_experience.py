@@ -21,6 +21,10 @@ SAMPLES = {2: 1, 3: 1, 7: 6}
 # Row and tokens [begin, end) of spans inside a response, at its begin, at its end, and two in one.
 HOLES = ((0, 1, 3), (2, 3, 7), (4, 0, 3), (6, 3, 5), (7, 2, 5), (7, 7, 8))
 
+# By row, where contexts after the first begin in the response, and the tokens of their prompts. The
+# last one of row 4 has nothing but its prompt.
+CONTEXTS = {2: [(4, 2)], 4: [(2, 1), (5, 2)], 6: [(2, 2)], 7: [(3, 1), (6, 2)]}
+
 
 def make_rollout() -> Rollout:
     """Random tokens with ragged prompts and responses."""
@@ -44,9 +48,14 @@ def make_rollout() -> Rollout:
     return rollouts.make_rollout(prompts, [0] * count, ids, mask, torch.zeros(mask.shape), stopped)
 
 
-def make_experience(model: Path) -> Experience:
-    """Old log-probs and values are so near the model's that some, not all, are clipped."""
+def make_experience(model: Path, contexts: bool = False) -> Experience:
+    """Old log-probs and values are so near the model's that some, not all, are clipped.
+
+    With `contexts`, some responses have several of them.
+    """
     rollout = make_rollout()
+    if contexts:
+        rollout = rollouts.with_contexts(rollout, CONTEXTS)
     generator = torch.Generator().manual_seed(6)
     mask = rollout.response_mask
 
@@ -58,7 +67,7 @@ def make_experience(model: Path) -> Experience:
     return Experience(
         rollout=rollout,
         scores=torch.zeros(len(rollout)),
-        loss_mask=mask,
+        loss_mask=rollout.loss_mask,
         old_logprobs=logprobs + noise(0.7),
         ref_logprobs=evaluate(load(Path(f"{model}-ref")), rollout)[0],
         token_rewards=torch.zeros(mask.shape),
@@ -80,7 +89,7 @@ def with_correction(experience: Experience) -> Experience:
     """The same with weights, some tokens rejected, and one whole response rejected."""
     generator = torch.Generator().manual_seed(7)
     mask = experience.rollout.response_mask
-    kept = mask & (torch.rand(mask.shape, generator=generator) < 0.7)
+    kept = experience.loss_mask & (torch.rand(mask.shape, generator=generator) < 0.7)
     kept[2] = False
     weights = torch.where(mask, 0.5 + torch.rand(mask.shape, generator=generator), 0.0)
     return replace(experience, loss_mask=kept, weights=weights)

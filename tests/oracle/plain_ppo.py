@@ -50,6 +50,7 @@ class Case:
     broken: bool = False
     # Whether the policy did not draw the tokens at `HOLES`, which then do not train.
     holes: bool = False
+    contexts: bool = False  # whether some responses have several contexts
     router_losses: bool = False  # whether the routers of a mixture have losses of their own
     lora: bool = False  # whether adapters are trained, and not the models
     optimizer: str = "adamw"  # or "muon"

@@ -5,6 +5,7 @@ It shares no code with mrlhf but the batch types; the formulas are written out a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,32 @@ def full_kl(model: Any, reference: Any, rollout: Rollout) -> Tensor:
 
 
 def distribution(model: Any, rollout: Rollout, row: int) -> Tensor:
-    """Log-probs of the whole vocabulary at each token of a response, [response_len, vocab]."""
-    sequence = rollout.sequences()[row]
-    first = rollout.prompt_lengths[row] - 1
-    return (model(sequence[None]).logits[0, first:-1] / TEMPERATURE).log_softmax(dim=-1)
+    """Log-probs of the whole vocabulary at each token of a response, [response_len, vocab].
+
+    They are 0 at the tokens that are the prompts of contexts.
+    """
+    parts = []
+    for told, ids, first in _contexts(rollout, row):
+        log_p = (model(ids[None]).logits[0, first:-1] / TEMPERATURE).log_softmax(dim=-1)
+        parts += [log_p.new_zeros(told, log_p.shape[1]), log_p]
+    return torch.cat(parts)
+
+
+def _contexts(rollout: Rollout, row: int) -> Iterator[tuple[int, Tensor, int]]:
+    """For each context its prompt's tokens in the response, its tokens, and its last prompt token.
+
+    The prompt of the first context is no part of the response.
+    """
+    prompt = rollout.prompts.token_ids[row]
+    response = rollout.response_ids[row][rollout.response_mask[row]].tolist()
+    spans: list[tuple[int, int]] = [(0, 0)]
+    if rollout.episodes is not None:
+        episode = rollout.episodes[row]
+        spans += zip(episode.context_begins, episode.context_prompts, strict=True)
+    ends = [*(begin for begin, _ in spans[1:]), len(response)]
+    for (begin, told), end in zip(spans, ends, strict=True):
+        before = prompt if begin == 0 else []
+        yield told, torch.tensor(before + response[begin:end]), len(before) + told - 1
 
 
 def drawn(log_p: Tensor, rollout: Rollout, row: int) -> Tensor:
@@ -86,9 +109,11 @@ def drawn(log_p: Tensor, rollout: Rollout, row: int) -> Tensor:
 
 def values(critic: Any, rollout: Rollout, row: int) -> Tensor:
     """What the critic says before each token of a response, [response_len]."""
-    sequence = rollout.sequences()[row]
-    first = rollout.prompt_lengths[row] - 1
-    return critic.score(critic.model(sequence[None])[0])[0, first:-1, 0]
+    parts = []
+    for told, ids, first in _contexts(rollout, row):
+        found = critic.score(critic.model(ids[None])[0])[0, first:-1, 0]
+        parts += [found.new_zeros(told), found]
+    return torch.cat(parts)
 
 
 def entropy(log_p: Tensor) -> Tensor:

@@ -135,6 +135,9 @@ def with_episodes(rollout):
         further={"guesses": 2.0},
         turn_rewards=[0.5],
         waited_s=0.25,
+        context_begins=[1],
+        context_prompts=[1],
+        context_roles=["asks", "answers"],
     )
     failed = replace(plain, turns=[1], turn_begins=[0], tools={}, failure="reset raised: no")
     drawn = with_holes(rollout, told)
@@ -149,6 +152,7 @@ def test_episodes_are_written_down_with_their_turns_tools_and_versions(tmp_path,
     file = tmp_path / "rollouts" / "step_000004.parquet"
     rows = pyarrow.parquet.read_table(file).to_pylist()
     names = ["turn_begins", "turns", "turn_rewards", "tools", "errors", "failure", "waited_s"]
+    names += ["context_begins", "context_prompts", "context_roles"]
     assert {name: rows[2][name] for name in ("finish_reason", "version", "loss_mask", *names)} == {
         "finish_reason": "stop",
         "version": [4, -1, 5],
@@ -160,6 +164,9 @@ def test_episodes_are_written_down_with_their_turns_tools_and_versions(tmp_path,
         "errors": 1,
         "failure": "",
         "waited_s": 0.25,
+        "context_begins": [1],
+        "context_prompts": [1],
+        "context_roles": ["asks", "answers"],
     }
     assert rows[3]["finish_reason"] == "failure" and rows[3]["failure"] == "reset raised: no"
     assert rows[3]["tools"] == [] and rows[3]["version"] == [-1]

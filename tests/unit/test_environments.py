@@ -370,7 +370,7 @@ time.sleep(1000)
         ("class A:\n def f(self, *x): ...", "A", "tool f takes *x; name each argument"),
         ("class A:\n def __init__(self, x): ...", "A", "A cannot be made without x"),
         ("class B: ...", "A", "has no function 'A'"),
-        ("def A(): ...", "A", "A in {file} is no class"),
+        ("def A(): ...", "A", "A in {file} is neither a class nor an async function"),
         ("1 / 0", "A", "{file} cannot be imported: ZeroDivisionError: division by zero (line 1)"),
         ("class A:\n def calculator(self): ...", "A", "two tools have the name calculator"),
         ("class A:\n def f(self, x: 'Missing'): ...", "A", "tool f: its types cannot be read"),

@@ -72,6 +72,9 @@ class Pays(Asks):
 class Untyped(Asks):
     def add(self, a, b):
         return a + b
+
+async def leads(engine, row, sampling):
+    return await engine.generate([1])
 """
 
 
@@ -147,6 +150,10 @@ def refusal(config):
     return str(dry.value)
 
 
+PARTIAL = {"rollout__partial__over": 1.5, "algorithm__rollout_correction__rollout_is": "token"}
+SPLIT = {"rollout__on_rewrite": "split"}
+
+
 def test_episodes_are_shown_and_their_faults_refused():
     Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
     keys = {"data__chat_template": "chat.jinja", "data__max_prompt_length": 10}
@@ -159,9 +166,15 @@ def test_episodes_are_shown_and_their_faults_refused():
         ("Asks", keys | {"reward__terms": [{"name": "environment"}]}, "has no method reward"),
         ("Untyped", keys, "tool add: argument a has no type"),
         ("Ask", keys, "did you mean 'Asks'?"),
+        ("leads", keys | PARTIAL, "a rollout function may give an episode several contexts"),
+        ("Asks", keys | PARTIAL | SPLIT, "rollout.partial.over needs a single one; set it to 1"),
+        ("leads", keys | {"rollout__tools": ["calculator"]}, "calls its tools itself"),
     ):
         config = ppo(**keys_of_case, rollout__environment=f"rewards.py:{name}")
         assert words in refusal(config)
+
+    shown = dry_run(ppo(**keys, rollout__environment="rewards.py:leads"), 1).text
+    assert "a rollout function leads the episodes" in shown
 
     pays = ppo(**keys, rollout__environment={"train": "rewards.py:Pays"})
     environments = read_ppo_inputs(pays).environments

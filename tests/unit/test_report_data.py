@@ -124,6 +124,9 @@ def test_episodes_are_packed_with_their_turns_and_versions(run, tmp_path):
         "errors": 0,
         "failure": "",
         "waited_s": 0.5,
+        "context_begins": [],
+        "context_prompts": [],
+        "context_roles": [],
     }
     assert sample["versions"] == [1] * first + [-1] * (second - first) + [2] * (length - second)
     is_told = np.array(sample["versions"]) == -1

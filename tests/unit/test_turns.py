@@ -468,3 +468,35 @@ def test_messages_that_the_template_refuses(tokenizers):
     phi = renderer_of(tokenizers["phi4_mini"], "phi4_mini")
     with pytest.raises(DataError, match="writes no tools beside the prompt's messages; begin them"):
         phi.first(PROMPT[1:])
+
+
+def anew(renderer, messages, turns):
+    """The turns behind which the template writes a conversation anew, each with its tokens."""
+    text = renderer.text(messages)
+    found = {}
+    for number in range(len(turns)):
+        text, tokens = renderer.goes_on(messages, turns[: number + 1], text)
+        if tokens is not None:
+            found[number] = tokens
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(set(CHATS) - set(REWRITING)))
+def test_a_template_that_only_adds_goes_on(tokenizers, name):
+    tokenizer = tokenizers[name]
+    tools = None if name in WITHOUT_TOOLS else TOOLS
+    renderer = renderer_of(tokenizer, name, tools or ())
+    has_results = tools and name not in AS_MESSAGES
+    followings = [[QUESTION], [RESULT] if has_results else [QUESTION], [QUESTION]]
+    assert anew(renderer, prompt_of(name), turns_of(tokenizer, name, *followings)) == {}
+
+
+def test_a_template_that_drops_thoughts_begins_anew_behind_a_question(tokenizers):
+    tokenizer = tokenizers["qwen3"]
+    renderer = renderer_of(tokenizer, "qwen3")
+    followings = [[RESULT], [QUESTION], [RESULT]]
+    turns = turns_of(tokenizer, "qwen3", *followings)
+    found = anew(renderer, prompt_of("qwen3"), turns)
+    assert found == {1: rendered_at_once(tokenizer, "qwen3", followings[:2], TOOLS)}
+    assert "<think>" in tokenizer.decode(turns[0].drawn, False)
+    assert "<think>" not in tokenizer.decode(found[1], False)

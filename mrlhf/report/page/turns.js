@@ -2,13 +2,20 @@
 // Episodes of several turns: the parts of a response, and what is said of the whole. A dump without
 // episodes has one part, which has no title.
 
-// The parts of a response in order: turns of the policy, and what it was told between them.
+// The parts of a response in order: turns of the policy, and what it was told between them. Where
+// the policy began to read anew, what it was told has the number of the context.
 function partsOf(sample) {
   const { episode, tokens } = sample;
   if (!episode) return [{ begin: 0, end: tokens.length }];
   const parts = [];
   let at = 0;
-  const tell = (end) => end > at && parts.push({ begin: at, end, told: true });
+  const contexts = episode.context_begins ?? [];
+  const tell = (end) => {
+    for (const next of [...contexts.filter((begin) => begin >= at && begin < end), end]) {
+      if (next > at) parts.push({ begin: at, end: next, told: true, context: contexts.indexOf(at) + 1 });
+      at = next;
+    }
+  };
   episode.turn_begins.forEach((begin, i) => {
     tell(begin);
     at = episode.turns[i] ?? tokens.length; // an episode may fail within a turn
@@ -29,11 +36,18 @@ function versionWords(versions) {
   return [`policy version${versions.length > 1 ? "s" : ""} ${versions.join(", ")}`];
 }
 
+function partName(episode, part) {
+  if (!part.told) return `Turn ${part.turn}`;
+  if (!part.context) return "Tool or environment";
+  const role = episode.context_roles?.[part.context];
+  return `Reads anew: context ${part.context + 1}${role ? ` (${role})` : ""}`;
+}
+
 function partNode(sample, part, spans) {
   const tokens = spans.slice(part.begin, part.end);
   if (!sample.episode) return element("div", {}, ...tokens);
   const length = `${tokens.length} token${tokens.length === 1 ? "" : "s"}`;
-  const words = [part.told ? "Tool or environment" : `Turn ${part.turn}`, length];
+  const words = [partName(sample.episode, part), length];
   if (versionsOf(sample, { begin: 0, end: spans.length }).length > 1) words.push(...versionWords(versionsOf(sample, part)));
   if (part.reward !== undefined) words.push(`turn reward ${short(part.reward)}`);
   const title = element("div", { class: "part-title" }, words.join(" · "));

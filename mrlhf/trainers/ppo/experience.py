@@ -7,6 +7,7 @@ outputs it gets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from mrlhf.batch import Experience, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.methods import find_method
+from mrlhf.errors import RewardError
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
@@ -37,6 +39,7 @@ from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import RewardComponents
+from mrlhf.rollout.rewarded import Rewarded
 from mrlhf.rollout.score_checks import check_advantages
 
 
@@ -68,7 +71,8 @@ def make_experience(
     """Place rewards on tokens, correct for the engine's policy, estimate advantages.
 
     Only tokens that train (the rollout's `loss_mask`) get rewards and advantages: the score is
-    placed on the last of them. Advantages are estimated before rejection, so that a rejected last
+    placed on the last of them, and where contexts have rewards of their own, on the last of each.
+    Advantages are estimated before rejection, so that a rejected last
     token does not take its response's reward with it; losses and whitening leave rejected tokens
     out.
 
@@ -82,7 +86,8 @@ def make_experience(
             tokens, or None if it is not in use.
 
     Raises:
-        RewardError: the scores are so large that an advantage is not finite.
+        RewardError: the scores are so large that an advantage is not finite, or contexts have
+            rewards of their own where a greedy response is compared.
     """
     rollout = collected.rollout
     drawn = rollout.loss_mask
@@ -90,12 +95,18 @@ def make_experience(
     old_logprobs = rollout.rollout_logprobs if policy is None else policy.logprobs
 
     kl = _reward_kl(old_logprobs, outputs, algorithm) if algorithm.use_kl_in_reward else None
-    rewards = _rewards(shaped, rollout, kl, kl_coef, algorithm)
+    rewarded = Rewarded.of(rollout)
+    rewards = _rewards(shaped, rollout, rewarded, kl, kl_coef, algorithm)
     loss_mask, weights = _corrected(policy, rollout, algorithm.rollout_correction)
 
-    inputs = _advantage_inputs(collected, outputs, rewards, weights, components)
-    options = _advantage_options(algorithm, drawn, components)
-    advantages, returns = _advantages(inputs, options, loss_mask, algorithm.adv_estimator)
+    inputs = _advantage_inputs(collected, rewarded, outputs, rewards, weights, components)
+    options = _advantage_options(algorithm, inputs.mask, components)
+    estimated = _advantages(inputs, options, algorithm.adv_estimator)
+    rewards, advantages, returns = (
+        rewarded.fold(table, len(rollout)) for table in (rewards, *estimated)
+    )
+    if estimator_traits(algorithm.adv_estimator).whitened:
+        advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
     if _are_finite(rewards, outputs.values):
         check_advantages(advantages, returns, shaped, rollout, algorithm.adv_estimator)
 
@@ -121,9 +132,9 @@ def equal_score_metrics(scores: Tensor, prompt_groups: Tensor, estimator: str) -
     """Measure how often scores are equal to the scores that they are compared with.
 
     Args:
-        scores: [batch], after shaping and with the rewards of turns, or [terms, batch] where terms
+        scores: [units], after shaping and with the rewards of turns, or [terms, units] where terms
             are compared one by one.
-        prompt_groups: int64 [batch].
+        prompt_groups: int64 [units], those with the same number are compared.
         estimator: the name of the advantage estimator.
 
     Returns:
@@ -152,14 +163,20 @@ def equal_score_metrics(scores: Tensor, prompt_groups: Tensor, estimator: str) -
 
 
 def _rewards(
-    shaped: Tensor, rollout: Rollout, kl: Tensor | None, kl_coef: float, algorithm: AlgorithmSection
+    shaped: Tensor,
+    rollout: Rollout,
+    rewarded: Rewarded,
+    kl: Tensor | None,
+    kl_coef: float,
+    algorithm: AlgorithmSection,
 ) -> Tensor:
-    """The reward of each token, [batch, response_len]; those of turns are not shaped."""
-    drawn = rollout.loss_mask
-    rewards = token_rewards(shaped, drawn, kl, kl_coef, algorithm.kl_placement)
+    """The reward of each token, [units, response_len]; those of turns are not shaped."""
+    drawn = rewarded.mask
+    kl = None if kl is None else rewarded.spread(kl)
+    rewards = token_rewards(rewarded.spread(shaped), drawn, kl, kl_coef, algorithm.kl_placement)
     of_turns = rollout.turn_rewards()
     if of_turns is not None:
-        rewards = rewards + of_turns
+        rewards = rewards + rewarded.spread(of_turns) * drawn
     if algorithm.whiten_rewards:
         rewards = whiten(rewards, drawn, local_moments(rewards, drawn), shift_mean=False)
     return rewards
@@ -180,19 +197,29 @@ def _corrected(
 
 def _advantage_inputs(
     collected: Collected,
+    rewarded: Rewarded,
     outputs: ModelOutputs,
     rewards: Tensor,
     weights: Tensor | None,
     components: RewardComponents | None,
 ) -> AdvantageInputs:
+    if rewarded.rows is not None and collected.greedy_scores is not None:
+        raise RewardError(
+            "trajectories have rewards of their own, and algorithm.adv_estimator remax compares "
+            "whole responses with a greedy one; use another, such as rloo"
+        )
+
+    def spread(table: Tensor | None) -> Tensor | None:
+        return None if table is None else rewarded.spread(table)
+
     return AdvantageInputs(
         rewards=rewards,
-        mask=collected.rollout.loss_mask,
-        prompt_groups=collected.rollout.prompt_groups,
-        values=outputs.values,
-        greedy_scores=collected.greedy_scores,
-        probabilities=_probabilities(outputs.policy, weights),
-        components=None if components is None else components.scores,
+        mask=rewarded.mask,
+        prompt_groups=rewarded.groups,
+        values=spread(outputs.values),
+        greedy_scores=spread(collected.greedy_scores),
+        probabilities=_probabilities(outputs.policy, weights, spread),
+        components=None if components is None else rewarded.spread(components.scores, dim=1),
     )
 
 
@@ -203,17 +230,14 @@ def _are_finite(rewards: Tensor, values: Tensor | None) -> bool:
 
 
 def _advantages(
-    inputs: AdvantageInputs, options: AdvantageOptions, kept: Tensor, name: str
+    inputs: AdvantageInputs, options: AdvantageOptions, name: str
 ) -> AdvantagesAndReturns:
-    """Advantages and returns of all drawn tokens, whitened over those that correction kept."""
+    """Advantages, not yet whitened, and returns of all drawn tokens."""
     estimator = find_method("algorithm.adv_estimator", name, ADVANTAGE_ESTIMATORS)
     if name not in ADVANTAGE_ESTIMATORS:
         # It runs once a machine, so the other ranks would not see what it writes to its inputs.
         estimator = _on_copies(estimator)
-    advantages, returns = estimate_advantages(estimator, inputs, options)
-    if estimator_traits(name).whitened:
-        advantages = whiten(advantages, kept, local_moments(advantages, kept))
-    return advantages, returns
+    return estimate_advantages(estimator, inputs, options)
 
 
 def _on_copies(estimator: Estimator) -> Estimator:
@@ -228,11 +252,13 @@ def _on_copies(estimator: Estimator) -> Estimator:
     return estimate
 
 
-def _probabilities(policy: Evaluation | None, weights: Tensor | None) -> TokenProbabilities | None:
+def _probabilities(
+    policy: Evaluation | None, weights: Tensor | None, spread: Callable[[Tensor | None], Any]
+) -> TokenProbabilities | None:
     """The input of a baseline for each token; None if the policy's pass did not compute it."""
     if policy is None or policy.sum_of_squares is None:
         return None
-    return TokenProbabilities(policy.logprobs, policy.sum_of_squares, weights)
+    return TokenProbabilities(*map(spread, (policy.logprobs, policy.sum_of_squares, weights)))
 
 
 def _advantage_options(

@@ -137,6 +137,7 @@ def _conversations(
             max_prompt_tokens=config.data.max_prompt_length,
             on_parse_error=rollout.on_parse_error,
             on_tool_error=rollout.on_tool_error,
+            on_rewrite="split" if rollout.on_rewrite == "split" else "keep",
         ),
     )
 

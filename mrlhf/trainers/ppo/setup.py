@@ -31,6 +31,7 @@ from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward_model import RewardModel
 from mrlhf.rollout.collector import Collector, GroupSampler
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
+from mrlhf.rollout.early_scores import EarlyScores
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.reward_shaping import RewardShaper
@@ -122,7 +123,8 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run, actor.engine)
-    scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups, run.phases)
+    early = EarlyScores(inputs.reward.evaluate) if config.rollout.overlap else None
+    scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups, run.phases, early)
 
     # An optimizer moves the parameters, so the inference engine is connected after it.
     actor_updates = max(1, inputs.steps - max(0, config.trainer.critic_warmup - 1))
@@ -130,6 +132,8 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     if critic is not None:
         critic.engine.attach_optimizer(config.critic.optim, inputs.steps)
     generator = build_generator(config, run, actor.engine, inputs)
+    if early is not None:
+        generator.ended = scorer.begin
 
     shaper = RewardShaper(config.algorithm, config.data.max_response_length)
     control = config.algorithm.kl_ctrl

@@ -28,6 +28,7 @@ from mrlhf.roles.policy_loss import make_correction
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
+from mrlhf.rollout.rewarded import Rewarded
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.experience import ModelOutputs, equal_score_metrics, make_experience
@@ -172,10 +173,11 @@ class Work:
                 components = reward_components(scores, rollout, algorithm, self.config.reward)
                 metrics = components.metrics()
             shaped = self.parts.shaper.shape(scores.total, rollout)
-            compared = rollout.with_turn_rewards(shaped)
+            rewarded = Rewarded.of(rollout)
+            compared = rewarded.scores(shaped, rollout)
             if components is not None:
-                compared = components.scores
-            metrics |= equal_score_metrics(compared, rollout.prompt_groups, algorithm.adv_estimator)
+                compared = rewarded.spread(components.scores, dim=1)
+            metrics |= equal_score_metrics(compared, rewarded.groups, algorithm.adv_estimator)
             experience, kl = self.machine.compute_on_leader(
                 lambda: make_experience(
                     collected, shaped, outputs, algorithm, coefficient, components

@@ -1,0 +1,80 @@
+"""One response as the terms of the reward read it, taken from a rollout or from a replica.
+
+It does not know what a term is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mrlhf.batch import Prompts, Rollout
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.rewards.interface import RewardInput
+from mrlhf.rollout.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Response:
+    """All that decides the scores of a response, so equal ones have equal scores."""
+
+    data_source: str
+    prompt_text: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]  # the rest of the prompt's row
+    token_ids: array[int]  # int32
+    # the places of the tokens that the policy drew last in an episode; None without an environment
+    last_turn: range | None
+
+    @staticmethod
+    def of_row(rollout: Rollout, row: int, length: int) -> Response:
+        """The response at `row`, which has `length` tokens."""
+        token_ids = array("i", rollout.response_ids[row, :length].tolist())
+        last_turn = None if rollout.episodes is None else rollout.episodes[row].last_turn
+        return _response(rollout.prompts, row, token_ids, last_turn)
+
+    @staticmethod
+    def of_trajectory(trajectory: Trajectory, prompts: Prompts, prompt: int) -> Response:
+        """A response that has ended, to the prompt at place `prompt`, and not as a failure."""
+        token_ids = trajectory.token_ids
+        episode = trajectory.episode
+        if episode is None:
+            return _response(prompts, prompt, token_ids, None)
+
+        begun = prompts.select([prompt]).begun_as([episode])
+        return _response(begun, 0, token_ids, episode.last_turn)
+
+    def read(self, tokenizer: Tokenizer, reads_text: bool) -> RewardInput:
+        """The terms' input; the response is decoded if a term `reads_text`."""
+        text = ""
+        extra_info = self.extra_info
+        if reads_text:
+            token_ids = self.token_ids.tolist()
+            if self.last_turn is not None:
+                transcript = tokenizer.decode(token_ids, skip_special_tokens=False)
+                extra_info = {**extra_info, "transcript": transcript}
+                token_ids = token_ids[self.last_turn.start : self.last_turn.stop]
+            text = tokenizer.decode(token_ids)
+        return RewardInput(
+            data_source=self.data_source,
+            prompt_text=self.prompt_text,
+            solution_str=text,
+            ground_truth=self.ground_truth,
+            extra_info=extra_info,
+            response_tokens=len(self.token_ids),
+        )
+
+
+def _response(
+    prompts: Prompts, place: int, token_ids: array[int], last_turn: range | None
+) -> Response:
+    return Response(
+        data_source=prompts.data_source[place],
+        prompt_text=prompts.text[place],
+        ground_truth=prompts.ground_truth[place],
+        extra_info=prompts.extra_info[place],
+        token_ids=token_ids,
+        last_turn=last_turn,
+    )

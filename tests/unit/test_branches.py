@@ -1,0 +1,127 @@
+"""The turns that a rollout function asks for, and the response that its trajectories make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mrlhf.inference.base import Sample
+from mrlhf.rollout.branches import BranchError, Branches, BranchLimits, NoRoomError
+from mrlhf.rollout.trajectory import Run
+
+LIMITS = BranchLimits(max_turns=4, max_turn_tokens=5, max_length=12)
+KNOWN = frozenset(range(50))
+
+
+def _sample(ids: list[int], version: int = 3) -> Sample:
+    logprobs = [-one / 10 for one in ids]
+    return Sample(0, 0, ids, logprobs, stopped=ids[-1] == 9, version=version)
+
+
+def _branches(*turns: tuple[list[int], list[int]]) -> Branches:
+    """What was asked for, and what was drawn behind it."""
+    branches = Branches()
+    for ids, drawn in turns:
+        number, *_ = branches.ask(ids, None, LIMITS, KNOWN)
+        branches.drawn[number] = _sample(drawn)
+    return branches
+
+
+def _trajectory(ids: list[int], *turns: tuple[int, int], **more: Any) -> dict[str, Any]:
+    return {"token_ids": ids, "turns": list(turns), "role": "", "reward": None} | more
+
+
+def test_a_turn_has_the_room_that_is_left() -> None:
+    branches = Branches()
+    assert branches.ask([1] * 4, None, LIMITS, KNOWN)[:2] == (0, 5)
+    assert branches.ask([1] * 4, 3, LIMITS, KNOWN)[:2] == (1, 3)
+    assert branches.ask([1] * 10, 8, LIMITS, KNOWN)[:2] == (2, 2)
+    with pytest.raises(NoRoomError, match="the trajectory has 12 tokens"):
+        branches.ask([1] * 12, None, LIMITS, KNOWN)
+    branches.ask([1] * 11, None, LIMITS, KNOWN)
+    with pytest.raises(NoRoomError, match=r"rollout\.max_turns 4"):
+        branches.ask([1], None, LIMITS, KNOWN)
+
+
+def test_random_numbers_depend_on_what_is_read_and_not_on_the_order() -> None:
+    one, other = Branches(), Branches()
+    asked = ([1, 2], [3], [1, 2])
+    names = [one.ask(ids, None, LIMITS, KNOWN)[2] for ids in asked]
+    again = [other.ask(ids, None, LIMITS, KNOWN)[2] for ids in reversed(asked)]
+    assert sorted(names) == sorted(again) and len({*names}) == 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "most", "problem"),
+    [
+        ([], None, "at least one token id"),
+        ([1, 77], None, "all of the tokenizer's"),
+        ([1, True], None, "all of the tokenizer's"),
+        ([1, "2"], None, "all of the tokenizer's"),
+        ([1], 0, "max_tokens 0"),
+        ([1], 2.0, r"max_tokens 2\.0"),
+    ],
+)
+def test_a_wrong_question_is_refused(ids: list[Any], most: Any, problem: str) -> None:
+    with pytest.raises(BranchError, match=problem):
+        Branches().ask(ids, most, LIMITS, KNOWN)
+
+
+def test_trajectories_follow_each_other_and_train_once() -> None:
+    branches = _branches(([1, 2], [5, 9]), ([1, 2, 5, 9, 7], [6]), ([1, 2, 5, 9, 8, 8], [4, 4]))
+    woven = branches.weave(
+        [
+            _trajectory([1, 2, 5, 9, 7, 6, 30], (0, 2), (1, 5)),  # the last one is not read
+            _trajectory([1, 2, 5, 9, 8, 8, 4, 4], (0, 2), (2, 6), reward=0.5),
+        ]
+    )
+    assert woven.prompt_ids == [1, 2]
+    assert woven.said.token_ids.tolist() == [5, 9, 7, 6, 1, 2, 5, 9, 8, 8, 4, 4]
+    assert woven.said.runs == [Run(2, 3), Run(1, -1), Run(1, 3), Run(6, -1), Run(2, 3)]
+    assert woven.said.logprobs.tolist() == pytest.approx(
+        [-0.5, -0.9, 0, -0.6, *[0] * 6, -0.4, -0.4]
+    )
+    assert (woven.turn_begins, woven.turns) == ([0, 3, 10], [2, 4, 12])
+    assert (woven.context_begins, woven.context_prompts) == ([4], [6])
+    assert (woven.context_roles, woven.turn_rewards) == ([], [])  # all share the reward
+    assert woven.reward == 0.5 and not woven.stopped
+
+
+def test_rewards_of_their_own_stand_at_last_turns() -> None:
+    branches = _branches(([1], [2]), ([1, 2, 3], [9]), ([4], [5, 9]), ([4], [6]))
+    woven = branches.weave(
+        [
+            _trajectory([1, 2, 3, 9], (0, 1), (1, 3), role="x", reward=1.0),
+            _trajectory([4, 5, 9], (2, 1), role="o", reward={"score": -1.0, "moves": 2.0}),
+            _trajectory([4, 6], (3, 1), role="o", reward=0.5),
+        ]
+    )
+    assert woven.turn_rewards == [0.0, 1.0, -1.0, 0.5]
+    assert woven.context_roles == ["x", "o", "o"]
+    assert woven.reward == {"score": 0.0, "x": 1.0, "o": -0.25}
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "problem"),
+    [
+        ([_trajectory([1, 2, 3], (0, 2))], "other tokens than those that were drawn"),
+        ([_trajectory([1, 3, 5, 9], (0, 2))], "other tokens than those that were drawn"),
+        ([_trajectory([1, 2, 5, 9], (7, 2))], "other tokens than those that were drawn"),
+        ([_trajectory([1, 2, 5, 9], (0, 2))] * 2, "that others before it contain"),
+        (
+            [
+                _trajectory([1, 2, 5, 9], (0, 2), reward=1.0),
+                _trajectory([3, 6], (1, 1), reward=1.0),
+                _trajectory([4, 7], (2, 1)),
+            ],
+            "2 of 3 trajectories have a reward",
+        ),
+    ],
+)
+def test_trajectories_that_were_not_drawn_are_refused(
+    trajectories: list[dict[str, Any]], problem: str
+) -> None:
+    branches = _branches(([1, 2], [5, 9]), ([3], [6]), ([4], [7]))
+    with pytest.raises(BranchError, match=problem):
+        branches.weave(trajectories)

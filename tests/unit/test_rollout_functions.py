@@ -1,0 +1,285 @@
+"""Rollout functions in their processes: what they ask for, and every way to misbehave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrlhf.environments.host import EnvironmentHost, ToolLimits
+from mrlhf.environments.interface import EnvironmentReference, Outcome
+
+FUNCTIONS = '''
+import asyncio, os, random, time
+
+
+async def talks(engine, row, sampling):
+    asked = await engine.prompt(row["prompt"])
+    one, two = await asyncio.gather(engine.generate(asked), engine.generate(asked, max_tokens=1))
+    told = await engine.tell(one, [{"role": "tool", "name": "x", "content": "more"}])
+    one = await engine.generate(told)
+    assert asked.turns == () and two.turns[0][1] == len(asked.token_ids)  # they stay as they were
+    one.reward, one.role = {"score": random.random(), "most": sampling.max_tokens}, "first"
+    text = await engine.decode(await engine.encode("words"))
+    two.role = f"{text} {one.text} {one.stopped}"
+    return [one, two]
+
+
+async def calls(engine, row, sampling):
+    """The same loop as with an environment, by hand."""
+    schema = {"type": "object", "properties": {"query": {"type": "string"}}}
+    tool = {"name": "search", "description": "Searches.", "parameters": schema}
+    one = await engine.prompt(row["prompt"], tools=[{"type": "function", "function": tool}])
+    one = await engine.generate(one)
+    while one.calls:
+        found = [{"role": "tool", "name": c["name"], "content": str(c)} for c in one.calls]
+        one = await engine.generate(await engine.tell(one, found))
+    one.role = one.content + one.problem
+    return one
+
+
+async def survives(engine, row, sampling):
+    """What is refused can be caught."""
+    problems = []
+    tell = engine.tell(await engine.prompt("a"), "b")
+    for begin in (engine.generate([1] * 99), engine.generate(["a"]), tell):
+        try:
+            await begin
+        except (engine.NoRoom, ValueError) as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    last = await engine.generate([1])
+    last.role = "; ".join(problems)
+    return last
+
+
+async def works(engine, row, sampling):
+    """It computes while it waits for the engine."""
+    slow = asyncio.ensure_future(engine.generate([5]))
+    await asyncio.sleep(0.3)
+    quick = await engine.generate([6])
+    return [quick, await slow]
+
+
+async def raises(engine, row, sampling):
+    await engine.generate([1])
+    raise KeyError("lost")
+
+
+async def hangs(engine, row, sampling):
+    await engine.generate([1])
+    while True:
+        time.sleep(1)
+
+
+async def sleeps(engine, row, sampling):
+    await asyncio.sleep(1000)
+
+
+async def leaves(engine, row, sampling):
+    await engine.generate([1])
+    os._exit(3)
+
+
+async def dies_while_asking(engine, row, sampling):
+    asyncio.get_running_loop().call_later(0.2, os._exit, 4)
+    await engine.generate([9])
+
+
+async def nothing(engine, row, sampling):
+    return []
+
+
+async def unread(engine, row, sampling):
+    return await engine.prompt("a")
+
+
+async def infinite(engine, row, sampling):
+    one = await engine.generate([1])
+    one.reward = float("inf")
+    return one
+
+
+async def forgets_to_await(engine, row, sampling):
+    return engine.generate([1])
+'''
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 50, "max_turns": 4}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("functions") / "own.py"
+    file.write_text(FUNCTIONS, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def host(file: Path) -> Iterator[EnvironmentHost]:
+    """Of all functions, with more time than any needs."""
+    names = [line.split("(")[0][10:] for line in FUNCTIONS.split("\n") if line.startswith("async ")]
+    references = {name: EnvironmentReference(f"{file}:{name}") for name in names}
+    host = EnvironmentHost(references, ToolLimits(timeout_s=60.0, workers=1))
+    yield host
+    host.close()
+
+
+def _answer(host: EnvironmentHost, asked: Outcome, draws: list[list[int]]) -> None:
+    """What a trainer answers whose policy says 7, 8 and ends."""
+    question = asked.question
+    assert question is not None
+    number, what = question["number"], question["what"]
+    if what == "generate" and len(question["token_ids"]) > 50:
+        host.answer(asked.episode, number, "too long", "no room")
+    elif what == "generate" and "a" in question["token_ids"]:
+        host.answer(asked.episode, number, "no tokens", "error")
+    elif what == "generate":
+        draws.append(question["token_ids"])
+        turn = {"token_ids": [7, 8][: question["max_tokens"]], "text": "say", "stopped": True}
+        if question["reads_calls"]:
+            call = {"name": "search", "arguments": {"query": "x"}}
+            turn |= {
+                "calls": [call][: len(question["token_ids"]) < 6],
+                "content": "c",
+                "problem": "p",
+            }
+        host.answer(asked.episode, number, turn | {"draw": len(draws) - 1})
+    else:
+        answers: dict[str, Any] = {
+            "prompt": [1, 2, 3],
+            "tell": [4],
+            "encode": [5],
+            "decode": "word",
+        }
+        host.answer(asked.episode, number, answers.get(what, "word"))
+
+
+def _run(host: EnvironmentHost, *names: str) -> tuple[list[Outcome], list[list[int]]]:
+    """What came of an episode of each function, and what each draw followed."""
+    for number, name in enumerate(names):
+        host.begin(number, name, {"prompt": "hello"}, 5, SAMPLING)
+    found = _until_ended(host, len(names))
+    for number in range(len(names)):
+        host.end(number)
+    return found
+
+
+def _until_ended(host: EnvironmentHost, episodes: int) -> tuple[list[Outcome], list[list[int]]]:
+    ended: dict[int, Outcome] = {}
+    draws: list[list[int]] = []
+    until = time.monotonic() + 60
+    while len(ended) < episodes and time.monotonic() < until:
+        for outcome in host.poll(0.2):
+            if outcome.kind == "ask":
+                _answer(host, outcome, draws)
+            else:
+                ended[outcome.episode] = outcome
+    return [ended[number] for number in range(episodes)], draws
+
+
+def test_a_function_asks_and_returns_trajectories(host: EnvironmentHost) -> None:
+    assert all(program.is_function and not program.tools for program in host.programs.values())
+    [one, again], draws = _run(host, "talks", "talks")
+    assert draws[:3].count([1, 2, 3]) >= 2 and [1, 2, 3, 7, 8, 4] in draws
+    first, second = one.trajectories
+    assert first["token_ids"] == [1, 2, 3, 7, 8, 4, 7, 8]
+    assert [begin for _, begin in first["turns"]] == [3, 6]
+    assert second["token_ids"] == [1, 2, 3, 7] and second["role"] == "word say True"
+    assert first["role"] == "first" and first["reward"]["most"] == 50
+    assert first["reward"] == again.trajectories[0]["reward"]  # by the seed
+
+
+def test_the_function_of_the_page_leads_an_episode(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    [code] = [block for block in page.split("```python\n") if "async def" in block]
+    file = tmp_path / "my_agents.py"
+    file.write_text(code.split("```")[0], encoding="utf-8")
+    host = EnvironmentHost({"": EnvironmentReference(f"{file}:solve")}, ToolLimits(timeout_s=60.0))
+    host.begin(0, "", {"prompt": "What?", "answer": "say"}, 5, SAMPLING)
+    [ended], draws = _until_ended(host, 1)
+    assert len(ended.trajectories) == len(draws) == 4
+    assert [one["reward"] for one in ended.trajectories] == [None, None, None, 1.0]
+    host.close()
+
+
+def test_a_function_shows_tools_and_is_told_the_calls(host: EnvironmentHost) -> None:
+    [one], draws = _run(host, "calls")
+    assert draws == [[1, 2, 3], [1, 2, 3, 7, 8, 4]]
+    assert one.trajectories[0]["role"] == "cp"
+
+
+def test_what_is_refused_can_be_caught(host: EnvironmentHost) -> None:
+    [one], _ = _run(host, "survives")
+    [said] = one.trajectories
+    assert said["role"] == (
+        "NoRoom: too long; ValueError: no tokens; ValueError: tell needs a trajectory with a turn: "
+        "generate one first"
+    )
+
+
+def test_a_function_that_works_while_the_engine_draws(file: Path) -> None:
+    references = {"": EnvironmentReference(f"{file}:works")}
+    host = EnvironmentHost(references, ToolLimits(timeout_s=4.0, workers=1))
+    host.begin(0, "", {}, 5, SAMPLING)
+    asked: list[Outcome] = []
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for outcome in host.poll(0.2):
+            if outcome.kind == "rollout":
+                # Neither the engine's time nor the order of its answers matters.
+                assert [one["token_ids"] for one in outcome.trajectories] == [[6, 7, 8], [5, 7, 8]]
+                host.close()
+                return
+            asked.append(outcome)
+            if len(asked) == 2:
+                time.sleep(4.2)
+                for late in reversed(asked):
+                    _answer(host, late, [])
+    raise AssertionError("it did not end")
+
+
+@pytest.mark.parametrize("name", ["hangs", "sleeps"])
+def test_a_function_that_hangs_is_stopped(file: Path, name: str) -> None:
+    references = {name: EnvironmentReference(f"{file}:{name}")}
+    host = EnvironmentHost(references, ToolLimits(timeout_s=1.0, workers=1))
+    [failed], _ = _run(host, name)
+    assert failed.failure == "rollout took more than 1 s and was stopped"
+    host.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("raises", "rollout raised KeyError: 'lost'"),
+        ("leaves", "rollout ended its process (exit code 3)"),
+        ("nothing", "the rollout function returned []; return a trajectory of the engine or a"),
+        ("unread", "returned a trajectory without a turn: generate one, or leave it out"),
+        ("infinite", "reward returned inf; return a finite number"),
+        ("forgets_to_await", "return a trajectory of the engine or a list of them"),
+    ],
+)
+def test_a_function_that_misbehaves_fails_alone(
+    host: EnvironmentHost, name: str, failure: str
+) -> None:
+    [failed, fine], _ = _run(host, name, "talks")
+    assert failed.failure is not None and failure in failed.failure
+    assert fine.failure is None and fine.trajectories
+    assert not host._episodes
+
+
+def test_a_process_that_ends_while_it_waits(host: EnvironmentHost) -> None:
+    host.begin(0, "dies_while_asking", {}, 5, SAMPLING)
+    asked = []
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for outcome in host.poll(0.3):
+            if outcome.kind == "ask":
+                asked.append(outcome)
+                continue
+            assert outcome.failure == "rollout ended its process (exit code 4)"
+            host.end(0)
+            return
+        if asked and host._episodes[0].ended:
+            _answer(host, asked[0], [])
+    raise AssertionError("nobody noticed")
