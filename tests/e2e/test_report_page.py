@@ -307,7 +307,7 @@ def test_failed_episodes_are_found_and_say_why(page: Any, reports: dict[str, str
     )
     titles = page.locator(".part-title").all_inner_texts()
     names = [title.split(" · ")[0] for title in titles]
-    assert names == ["Turn 1", "Reads anew: context 2 (checks)", "Turn 2"]
+    assert names == ["Turn 1 (asks)", "Reads anew: context 2 (checks)", "Turn 2 (checks)"]
     drawn = page.locator(".part:not(.told) .token")
     assert drawn.count() == page.locator(".part:not(.told) .token.masked").count() > 0
     assert page.locator(".told .token.masked").count() == 0

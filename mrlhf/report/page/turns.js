@@ -9,7 +9,7 @@ function partsOf(sample) {
   if (!episode) return [{ begin: 0, end: tokens.length }];
   const parts = [];
   let at = 0;
-  const contexts = episode.context_begins ?? [];
+  const contexts = episode.context_begins;
   const tell = (end) => {
     for (const next of [...contexts.filter((begin) => begin >= at && begin < end), end]) {
       if (next > at) parts.push({ begin: at, end: next, told: true, context: contexts.indexOf(at) + 1 });
@@ -37,10 +37,11 @@ function versionWords(versions) {
 }
 
 function partName(episode, part) {
-  if (!part.told) return `Turn ${part.turn}`;
-  if (!part.context) return "Tool or environment";
-  const role = episode.context_roles?.[part.context];
-  return `Reads anew: context ${part.context + 1}${role ? ` (${role})` : ""}`;
+  const context = episode.context_begins.filter((begin) => begin <= part.begin).length;
+  const role = episode.context_roles[context];
+  const whose = role ? ` (${role})` : "";
+  if (!part.told) return `Turn ${part.turn}${whose}`;
+  return part.context ? `Reads anew: context ${part.context + 1}${whose}` : "Tool or environment";
 }
 
 function partNode(sample, part, spans) {
