@@ -36,6 +36,7 @@ class TokenProbabilities:
         logits; float64 [batch, response_len].
         """
         energy = 1 - 2 * self.logprobs.double().exp() + self.sum_of_squares.double()
+        energy = energy.clamp(min=0)  # the inputs are rounded, and near certainty it is 0
         return energy if self.weights is None else energy * self.weights.double().square()
 
 

@@ -186,3 +186,11 @@ def test_both_equal_the_slow_loop(batch):
         batch.rewards, batch.mask, batch.prompt_groups, probabilities
     )
     torch.testing.assert_close(found.gather(1, order), wanted)
+
+
+def test_a_certain_token_has_no_energy_however_it_is_rounded():
+    """In float32 the sum of squares may be smaller than the probability of the token allows."""
+    logprob = torch.tensor([[-1e-9, -0.5]])
+    squares = torch.tensor([[1 - 2**-24, 0.5]])
+    energy = TokenProbabilities(logprob, squares).energy()
+    assert energy[0, 0] == 0 and 0 < energy[0, 1] < 1
