@@ -132,9 +132,11 @@ def test_the_answers_are_those_of_the_term_that_tells() -> None:
         {},
         {"mine": ["c"]},
     ]
-    assert _join_answers(parts, "mine/acc", 5) == ["a", None, "c", "d", None]
-    assert _join_answers(parts, "gsm8k", 5) == ["1", None, None, "4", None]
-    assert _join_answers(parts, None, 5) is None and _join_answers([{}, {}], "gsm8k", 5) is None
+    owners = [0, 1, 2, 0, 1]
+    assert _join_answers(parts, "mine/acc", owners) == ["a", None, "c", "d", None]
+    assert _join_answers(parts, "gsm8k", owners) == ["1", None, None, "4", None]
+    assert _join_answers(parts, None, owners) is None
+    assert _join_answers([{}, {}], "gsm8k", owners) is None
 
 
 def test_answers_go_with_their_rows() -> None:
