@@ -99,7 +99,7 @@ class Engine:
         answer = await self._ask("generate", asked)
         drawn = answer.pop("token_ids")
         turns = (*begun.turns, (answer.pop("draw"), len(ids)))
-        return replace(begun, token_ids=ids + drawn, turns=turns, told=False, **answer)
+        return replace(begun, token_ids=ids + drawn, turns=turns, told=False, reward=None, **answer)
 
     async def tell(
         self, trajectory: Trajectory, messages: str | Sequence[Mapping[str, str]]

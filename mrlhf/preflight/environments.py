@@ -179,7 +179,8 @@ def _check_reward(config: PPOConfig, programs: Collection[Program]) -> None:
     """Compare the terms of the reward with what the environments say."""
     is_asked = any(term.name == "environment" for term in config.reward.terms)
     says = any(program.has_reward for program in programs)
-    if is_asked and not says and not any(program.is_function for program in programs):
+    may_say = any(program.is_function for program in programs)
+    if is_asked and not says and not may_say:
         raise ConfigError(
             "reward.terms holds 'environment', but rollout.environment has no method reward(self); "
             "add one, or use another term"
@@ -188,6 +189,11 @@ def _check_reward(config: PPOConfig, programs: Collection[Program]) -> None:
         logger.warning(
             "rollout.environment has a method reward, which no term of the reward uses; add "
             "{name: environment} to reward.terms"
+        )
+    if may_say and not is_asked:
+        logger.warning(
+            "a reward that trajectories of a rollout function share does not count, as no term of "
+            "the reward uses it; if there are any, add {name: environment} to reward.terms"
         )
 
 

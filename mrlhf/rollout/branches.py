@@ -108,7 +108,7 @@ class Branches:
                 woven.context_roles.append(one["role"])
                 of_role.setdefault(one["role"], []).append(score)
         if is_own:
-            means = {role: fmean(scores) for role, scores in of_role.items() if role}
+            means = {f"{role}/reward": fmean(scores) for role, scores in of_role.items() if role}
             woven.reward = {**means, "score": 0.0}
         elif given:
             woven.reward = given[0]

@@ -24,6 +24,7 @@ from mrlhf.parallel.groups import EngineGroups
 from mrlhf.rollout.branches import Branches
 from mrlhf.rollout.drawing import OpenSample
 
+_MOST_RENDERERS = 64  # that are kept for the tools of rollout functions
 _CUT = " [cut]"  # at the end of an answer that is too long
 
 OnError = Literal["tell", "end"]
@@ -161,7 +162,9 @@ class Conversations:
         what = question["what"]
         renderer = self._renderer(program, question.get("tools"))
         if what == "prompt":
-            return renderer.first(question["messages"])
+            return renderer.first(
+                [{**one, "content": self._plain(one["content"])} for one in question["messages"]]
+            )
         if what == "tell":
             return renderer.after(
                 question["drawn"], question["stopped"], self.cut_all(question["messages"])
@@ -177,6 +180,8 @@ class Conversations:
             return plain
         key = json.dumps(tools)
         if key not in self._renderers:
+            if len(self._renderers) == _MOST_RENDERERS:
+                self._renderers.clear()
             self._renderers[key] = plain.with_tools(tools)
         return self._renderers[key]
 
@@ -185,17 +190,20 @@ class Conversations:
         return [{**message, "content": self.cut(message["content"])} for message in messages]
 
     def cut(self, text: str) -> str:
-        """The text, without what is too long of it, and without special tokens.
+        """The text, without what is too long of it, and without special tokens."""
+        text = self._plain(text)
+        tokens = self.tokenizer.encode(text)
+        most = self.limits.max_told_tokens
+        return text if len(tokens) <= most else self.tokenizer.decode(tokens[:most]) + _CUT
+
+    def _plain(self, text: str) -> str:
+        """The text without special tokens.
 
         A tool that wrote the end of its message and the header of another would speak for others.
         """
         tokens = self.tokenizer.encode(text)
         plain = self.tokenizer.decode(tokens)
-        if plain != self.tokenizer.decode(tokens, skip_special_tokens=False):
-            text = plain
-            tokens = self.tokenizer.encode(text)
-        most = self.limits.max_told_tokens
-        return text if len(tokens) <= most else self.tokenizer.decode(tokens[:most]) + _CUT
+        return plain if plain != self.tokenizer.decode(tokens, skip_special_tokens=False) else text
 
 
 def _key(one: OpenSample) -> tuple[int, int, int]:

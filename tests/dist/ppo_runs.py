@@ -8,7 +8,7 @@ trainer stands in this file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from mrlhf.batch import Experience, Sequences
+from mrlhf.batch import Experience
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.data.sample_table import SampleTable, read_samples
 from mrlhf.device import Device
@@ -192,7 +192,7 @@ class Runs:
         """The policy as transformers' model, or what its `suffix` names: "-ref" or "-critic"."""
         return plain_models.load(self.root / f"{MODEL}{suffix}")
 
-    def rewards(self, sequences: Sequences) -> list[float]:
+    def rewards(self, sequences: Iterable[Tensor]) -> list[float]:
         """What the reward model gives each sequence, weighted."""
         judge = plain_models.load(self.root / REWARD_MODEL)
         rewards = []

@@ -13,6 +13,7 @@ import torch
 
 from mrlhf.data.tokenizer import load_tokenizer
 from tests.dist.ppo_runs import (
+    REWARD_MODEL,
     TP2_PP2,
     Runs,
     Scenario,
@@ -39,6 +40,8 @@ _SPLIT = [
     "rollout.max_turn_tokens=4",
     f"rollout.stop_token_ids={[*_STOP_IDS[1:]]}",
     "rollout.on_rewrite=split",
+    f"reward_model={{path: ROOT/{REWARD_MODEL}}}",
+    "reward.terms=[{name: environment}, {name: reward_model, weight: 0.5}]",
 ]
 _SHARED = [*_LEADS, "rollout.environment=ROOT/episodes.py:shared"]
 _OWN = [*_LEADS, "rollout.environment=ROOT/episodes.py:own"]
@@ -121,8 +124,8 @@ def test_own_rewards_are_compared_with_those_of_the_same_role(runs: Runs) -> Non
             ends = [*episode.context_begins, rollout.shape[1]]
             assert episode.context_roles == ["answers", "answers", "asks"]
             rewards = [episode.turn_rewards[place] for place in (1, 2, 3)]
-            assert episode.further["asks"] == rewards[2]
-            assert episode.further["answers"] == pytest.approx(sum(rewards[:2]) / 2)
+            assert episode.further["asks/reward"] == rewards[2]
+            assert episode.further["answers/reward"] == pytest.approx(sum(rewards[:2]) / 2)
             for role, begin, end, reward in zip(
                 episode.context_roles, begins, ends, rewards, strict=True
             ):
@@ -178,3 +181,17 @@ def test_a_template_that_forgets_begins_another_context(runs: Runs) -> None:
                 follows = episode.turns[turn] in episode.context_begins
                 assert follows == ("-" in text)
     assert set(contexts) == {0, 1, 2}
+
+
+def test_a_reward_model_reads_the_last_context(runs: Runs) -> None:
+    for scenario in (SPLIT, SPLIT_DEEP):
+        experience = runs.steps(scenario)[0].experience
+        rollout = experience.rollout
+        assert rollout.episodes is not None
+        read = []
+        for row, episode in enumerate(rollout.episodes):
+            ids = rollout.response_ids[row][rollout.response_mask[row]].tolist()
+            before = [] if episode.context_begins else rollout.prompts.token_ids[row]
+            read.append(torch.tensor(before + ids[[0, *episode.context_begins][-1] :]))
+        own = torch.tensor([float(episode.score or 0) for episode in rollout.episodes])
+        assert_close(experience.scores, own + torch.tensor(runs.rewards(read)))

@@ -99,7 +99,7 @@ def test_rewards_of_their_own_stand_at_last_turns() -> None:
     )
     assert woven.turn_rewards == [0.0, 1.0, -1.0, 0.5]
     assert woven.context_roles == ["x", "o", "o"]
-    assert woven.reward == {"score": 0.0, "x": 1.0, "o": -0.25}
+    assert woven.reward == {"score": 0.0, "x/reward": 1.0, "o/reward": -0.25}
 
 
 def test_a_lone_trajectory_with_a_role_is_compared_by_it() -> None:
@@ -107,7 +107,7 @@ def test_a_lone_trajectory_with_a_role_is_compared_by_it() -> None:
     branches = _branches(([1, 2], [5, 9]))
     woven = branches.weave([_trajectory([1, 2, 5, 9], (0, 2), role="x", reward=1.0)])
     assert (woven.context_roles, woven.turn_rewards) == (["x"], [1.0])
-    assert woven.reward == {"score": 0.0, "x": 1.0}
+    assert woven.reward == {"score": 0.0, "x/reward": 1.0}
 
     shared = branches.weave([_trajectory([1, 2, 5, 9], (0, 2), reward=1.0)])
     assert (shared.context_roles, shared.turn_rewards, shared.reward) == ([], [], 1.0)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from mrlhf.batch import Experience, Rollout
+from mrlhf.batch import Experience, Rollout, Sequences
 from mrlhf.config.roots import PPOConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import TrainingError
@@ -75,7 +75,7 @@ class StepReport:
         for role, engine in self._parts.trained().items():
             cut = cuts.of(role)
             metrics |= cut.balance.metrics(role, engine.groups.layout)
-            metrics |= self._utilisation(role, progress, cut, seconds)
+            metrics |= self._utilisation(role, progress, cuts.sequences, cut, seconds)
         memory = memory_metrics(self._run.phases.memory.take_peaks())
         return metrics | memory | timing_metrics(seconds)
 
@@ -120,7 +120,12 @@ class StepReport:
         return metrics
 
     def _utilisation(
-        self, role: str, progress: StepProgress, cut: BatchCut, seconds: Mapping[str, float]
+        self,
+        role: str,
+        progress: StepProgress,
+        sequences: Sequences,
+        cut: BatchCut,
+        seconds: Mapping[str, float],
     ) -> dict[str, float]:
         """`perf/mfu/<role>`: the share of the devices' peak that the update of a model reached.
 
@@ -133,10 +138,8 @@ class StepReport:
         if peak is None or f"update_{role}" not in seconds:
             return {}
 
-        assert progress.collected is not None
-        rollout = progress.collected.rollout
-        rows = zip(rollout.prompt_lengths, rollout.response_lengths, strict=True)
-        lengths = [(prompt + response, response) for prompt, response in rows]
+        responses = sequences.lengths - sequences.prompt_lengths
+        lengths = list(zip(sequences.lengths.tolist(), responses.tolist(), strict=True))
         passes = trained_mini_batches(role, progress.metrics) / len(cut.mini_batches)
         flops = training_flops(engine.spec, lengths) * cut.balance.work * passes
         possible = seconds[f"update_{role}"] * run.world_size * peak * 1e12
