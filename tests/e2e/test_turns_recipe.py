@@ -101,32 +101,32 @@ def test_a_list_is_right_if_it_has_all_names_so_far_in_order() -> None:
     assert game.reward() == {"score": 0.0, "acc": 0.0, "right_turns": 2.0}
 
 
-def test_each_player_of_a_game_has_a_reward_of_its_own(directory: Path) -> None:
-    """One of two players wins; alone is who wins, or breaks the rules, before the other's turn."""
+def test_each_move_of_a_game_has_a_reward_of_its_own(directory: Path) -> None:
     steps = _run_shortly(STICKS, directory, "sticks/grpo", imitated=150)
     _check_episodes(steps)
     assert all(row["reward/environment"] == 0 for row in steps)
-    assert all(0 < row["reward/environment/first"] < 1 for row in steps)
-    assert all(0 < row["reward/environment/second"] < 1 for row in steps)
-    assert all(1 < row["episodes/contexts/mean"] < 2 for row in steps)
+    assert all(row["reward/environment/12 left/reward"] > -1 for row in steps)
+    assert all(1 < row["episodes/contexts/mean"] < 12 for row in steps)
 
 
 @pytest.mark.parametrize(
     ("sticks", "moves", "rewards"),
     [
-        (5, ["1", "2", "2"], {"first": 1.0, "second": 0.0}),
-        (4, ["1", "3"], {"first": 0.0, "second": 1.0}),
-        (3, ["3"], {"first": 1.0}),
-        (2, ["3"], {"first": 0.0}),  # more than are left
-        (4, ["1", "no"], {"first": 1.0, "second": 0.0}),
+        (5, ["1", "2", "2"], {"5 left": 1.0, "4 left": 0.0, "2 left": 1.0}),
+        (4, ["1", "3"], {"4 left": 0.0, "3 left": 1.0}),
+        (3, ["3"], {"3 left": 1.0}),
+        (2, ["3"], {"2 left": -1.0}),  # more than are left
+        (5, ["1", "1", "no"], {"5 left": 0.0, "4 left": 1.0, "3 left": -1.0}),
     ],
 )
 def test_who_takes_the_last_stick_wins(
     sticks: int, moves: list[str], rewards: dict[str, float]
 ) -> None:
     lead = load_member(ROOT / "configs/recipes/turns/sticks.py", "sticks")
-    players = asyncio.run(lead(_Moves(moves), {"sticks": sticks}, None))
-    assert {player.role: player.reward for player in players} == rewards
+    engine = _Moves(moves)
+    made = asyncio.run(lead(engine, {"sticks": sticks}, None))
+    assert {move.role: move.reward for move in made} == rewards
+    assert engine.told == [role.removesuffix(" left") for role in rewards]
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,10 @@ def test_the_best_player_wins_what_it_can(
     engine = _Moves(moves)
     row = {"sticks": sticks, "opponent": "best"}
     lead = load_member(ROOT / "configs/recipes/turns/sticks.py", "sticks")
-    player = asyncio.run(lead(engine, row, None))
+    *others, last = asyncio.run(lead(engine, row, None))
     assert engine.told == told
-    assert player.reward == {"score": won, "acc": won}
+    assert last.reward == {"score": won, "acc": won}
+    assert not any(move.reward for move in others)
 
 
 class _Moves:
@@ -160,12 +161,8 @@ class _Moves:
         self.told.append(text)
         return Trajectory([])
 
-    async def tell(self, player: Trajectory, text: str) -> Trajectory:
-        self.told.append(text)
-        return player
-
-    async def generate(self, player: Trajectory) -> Trajectory:
-        return replace(player, text=self.left.pop(0))
+    async def generate(self, asked: Trajectory) -> Trajectory:
+        return replace(asked, text=self.left.pop(0))
 
 
 def _run_shortly(

@@ -133,14 +133,15 @@ def play_names(rng: random.Random) -> list[Row]:
 def sticks_rows() -> tuple[list[Row], list[Row]]:
     """Games of the policy with itself, and those with the best player that it can win.
 
-    With three sticks or fewer, one move wins, so the validation has none of these.
+    The games with itself begin with the most sticks, as they come to all others. With three or
+    fewer, one move wins, so the validation has none of these.
     """
     games = [
         {"prompt": [_message("user", str(number))], "sticks": number}
-        for number in range(1, sticks.MOST + 1)
+        for number in range(sticks.AT_ONCE + 1, sticks.MOST + 1)
     ]
-    beatable = [game for game in games[sticks.AT_ONCE :] if game["sticks"] % (sticks.AT_ONCE + 1)]
-    return games, [game | {"opponent": "best"} for game in beatable]
+    beatable = [game for game in games if game["sticks"] % (sticks.AT_ONCE + 1)]
+    return games[-sticks.AT_ONCE - 1 :], [game | {"opponent": "best"} for game in beatable]
 
 
 def play_sticks(rng: random.Random) -> list[Row]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
 MOST = 12
 AT_ONCE = 3
-ROLES = ("first", "second")
 
 
-async def sticks(engine: Any, row: dict[str, Any], sampling: Any) -> Any:
+async def sticks(engine: Any, row: dict[str, Any], sampling: Any) -> list[Any]:
     """A game that begins with the row's sticks, against the row's opponent if it names one."""
     if row.get("opponent") == "best":
         return await play_the_best(engine, row["sticks"])
@@ -19,43 +17,45 @@ async def sticks(engine: Any, row: dict[str, Any], sampling: Any) -> Any:
 
 
 async def play_itself(engine: Any, left: int) -> list[Any]:
-    """The policy plays both sides; each is a trajectory with a reward of its own."""
-    players: dict[str, Any] = {}
-    for role, other in itertools.cycle((ROLES, ROLES[::-1])):
-        players[role] = await ask(engine, players.get(role), left)
-        taken = taken_by(players[role].text, left)
+    """The policy plays both sides; each move is a trajectory, and earns 1 if its player wins.
+
+    It is compared with the other moves from as many sticks, whoever made them. One that breaks the
+    rules loses the game and earns -1, so that it is no way out where the game is lost anyhow.
+    """
+    moves: list[Any] = []
+    taken = 1
+    while taken and left:
+        moves.append(await ask(engine, left))
+        moves[-1].role = f"{left} left"
+        taken = taken_by(moves[-1].text, left)
         left -= taken
-        if not taken or not left:
-            winner = role if taken else other
-            break
-
-    for role, player in players.items():
-        player.role = role
-        player.reward = float(role == winner)
-    return list(players.values())
+    is_legal = taken > 0
+    for number, move in enumerate(reversed(moves)):
+        move.reward = float(is_legal == (number % 2 == 0))
+    if not is_legal:
+        moves[-1].reward = -1.0
+    return moves
 
 
-async def play_the_best(engine: Any, left: int) -> Any:
+async def play_the_best(engine: Any, left: int) -> list[Any]:
     """The policy begins, and the code that answers makes no mistake."""
-    player = None
+    moves: list[Any] = []
     won = False
     while left:
-        player = await ask(engine, player, left)
-        taken = taken_by(player.text, left)
+        moves.append(await ask(engine, left))
+        taken = taken_by(moves[-1].text, left)
         left -= taken
         won = taken > 0 and left == 0
         if not taken:
             break
         left -= best(left) if left else 0
+    moves[-1].reward = {"score": float(won), "acc": float(won)}
+    return moves
 
-    player.reward = {"score": float(won), "acc": float(won)}
-    return player
 
-
-async def ask(engine: Any, player: Any, left: int) -> Any:
-    """The player after its next move; it is told the sticks that are left, and nothing else."""
-    told = engine.prompt(str(left)) if player is None else engine.tell(player, str(left))
-    return await engine.generate(await told)
+async def ask(engine: Any, left: int) -> Any:
+    """A move from so many sticks; the player is told nothing else."""
+    return await engine.generate(await engine.prompt(str(left)))
 
 
 def taken_by(text: str, left: int) -> int:
