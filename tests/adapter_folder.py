@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
+from mrlhf.environments.host import EnvironmentHost, ToolLimits
 from mrlhf.environments.interface import EnvironmentReference, Outcome, Program, ToolCall
 from mrlhf.errors import EnvironmentFault
 from tests.pages import ROOT
@@ -22,17 +23,22 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._hosts: dict[str, EnvironmentHost] = {}  # importing a library takes seconds
+        self._numbers = count()
         for file in ADAPTERS.glob("*.py"):
             shutil.copy(file, path)
 
     def write(self, text: str) -> None:
+        self.close()
         (self.path / "mine.py").write_text(text)
 
-    def reference(self, name: str) -> dict[str, EnvironmentReference]:
-        return {"e": EnvironmentReference(f"{self.path}/mine.py:{name}")}
+    def close(self) -> None:
+        for host in self._hosts.values():
+            host.close()
+        self._hosts.clear()
 
     def program(self, name: str) -> Program:
-        return describe(self.reference(name), ToolLimits())["e"]
+        return self._host(name).programs["e"]
 
     def refusal(self, name: str) -> str:
         with pytest.raises(EnvironmentFault) as caught:
@@ -41,22 +47,28 @@ class Folder:
 
     def play(self, name: str, row: dict[str, Any], turns: list[Turn]) -> list[Outcome]:
         """The outcomes of reset, of each turn that was reached, and of the reward."""
-        host = EnvironmentHost(self.reference(name), ToolLimits(timeout_s=60.0))
-        try:
-            host.begin(0, "e", {"uid": 7, "data_source": "mine", "answer": None, **row}, seed=1)
-            outcomes = [_outcome(host)]
-            for turn in turns:
-                if outcomes[-1].failure or outcomes[-1].ended:
-                    break
-                calls = [] if isinstance(turn, str) else turn
-                host.turn(0, turn if isinstance(turn, str) else "", calls)
-                outcomes.append(_outcome(host))
-            if not outcomes[-1].failure:
-                host.ask_reward(0)
-                outcomes.append(_outcome(host))
-            return outcomes
-        finally:
-            host.close()
+        host = self._host(name)
+        number = next(self._numbers)
+        host.begin(number, "e", {"uid": 7, "data_source": "mine", "answer": None, **row}, seed=1)
+        outcomes = [_outcome(host)]
+        for turn in turns:
+            if outcomes[-1].failure or outcomes[-1].ended:
+                break
+            calls = [] if isinstance(turn, str) else turn
+            host.turn(number, turn if isinstance(turn, str) else "", calls)
+            outcomes.append(_outcome(host))
+        if not outcomes[-1].failure:
+            host.ask_reward(number)
+            outcomes.append(_outcome(host))
+        host.end(number)
+        return outcomes
+
+    def _host(self, name: str) -> EnvironmentHost:
+        if name not in self._hosts:
+            reference = EnvironmentReference(f"{self.path}/mine.py:{name}")
+            limits = ToolLimits(timeout_s=60.0)
+            self._hosts[name] = EnvironmentHost({"e": reference}, limits)
+        return self._hosts[name]
 
 
 def _outcome(host: EnvironmentHost) -> Outcome:

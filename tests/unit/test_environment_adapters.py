@@ -18,8 +18,10 @@ from tests.adapter_folder import Folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    folder = Folder(tmp_path)
+    yield folder
+    folder.close()
 
 
 Answer = tuple[int, Any]
