@@ -23,6 +23,7 @@ from mrlhf.preflight import (
     read_sft_inputs,
 )
 from tests.unit.configurations import changed
+from tests.users_file import REWARDS
 
 PACKAGE = Path(mrlhf.__file__).parent
 
@@ -50,32 +51,6 @@ ROWS = {
         {"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in range(10)
     ],
 }
-REWARDS = """
-def score(data_source, solution_str, ground_truth, extra_info):
-    return 1.0
-
-def old(response):
-    return 1.0
-
-class Asks:
-    def reply(self, text):
-        return "1+1"
-
-class Adds(Asks):
-    def add(self, a: int, b: int) -> int:
-        return a + b
-
-class Pays(Asks):
-    def reward(self):
-        return 1.0
-
-class Untyped(Asks):
-    def add(self, a, b):
-        return a + b
-
-async def leads(engine, row, sampling):
-    return await engine.generate([1])
-"""
 
 
 def _write_model(directory, kind, vocab_size):

@@ -484,19 +484,18 @@ def anew(renderer, messages, turns):
 @pytest.mark.parametrize("name", sorted(set(CHATS) - set(REWRITING)))
 def test_a_template_that_only_adds_goes_on(tokenizers, name):
     tokenizer = tokenizers[name]
-    tools = None if name in WITHOUT_TOOLS else TOOLS
-    renderer = renderer_of(tokenizer, name, tools or ())
+    tools = () if name in WITHOUT_TOOLS else TOOLS
     has_results = tools and name not in AS_MESSAGES
     followings = [[QUESTION], [RESULT] if has_results else [QUESTION], [QUESTION]]
-    assert anew(renderer, prompt_of(name), turns_of(tokenizer, name, *followings)) == {}
+    turns = turns_of(tokenizer, name, *followings)
+    assert anew(renderer_of(tokenizer, name, tools), prompt_of(name), turns) == {}
 
 
 def test_a_template_that_drops_thoughts_begins_anew_behind_a_question(tokenizers):
     tokenizer = tokenizers["qwen3"]
-    renderer = renderer_of(tokenizer, "qwen3")
     followings = [[RESULT], [QUESTION], [RESULT]]
     turns = turns_of(tokenizer, "qwen3", *followings)
-    found = anew(renderer, prompt_of("qwen3"), turns)
+    found = anew(renderer_of(tokenizer, "qwen3"), prompt_of("qwen3"), turns)
     assert found == {1: rendered_at_once(tokenizer, "qwen3", followings[:2], TOOLS)}
     assert "<think>" in tokenizer.decode(turns[0].drawn, False)
     assert "<think>" not in tokenizer.decode(found[1], False)
