@@ -201,11 +201,15 @@ def _check_contexts(config: PPOConfig, programs: Collection[Program]) -> None:
     """Refuse what needs that an episode has one context, if it may have several."""
     has_function = any(program.is_function for program in programs)
     rollout = config.rollout
+    if has_function and rollout.partial.is_on:
+        raise ConfigError(
+            "a rollout function draws its episode with one version of the policy; set "
+            "rollout.partial.over to 1"
+        )
     if not has_function and rollout.on_rewrite != "split":
         return
     user = "a rollout function" if has_function else "rollout.on_rewrite: split"
     for key, is_set, remedy in (
-        ("rollout.partial.over", rollout.partial.is_on, "1"),
         ("actor.router_replay", config.actor.router_replay != "none", "none"),
         ("algorithm.overlong_buffer.enable", config.algorithm.overlong_buffer.enable, "false"),
     ):

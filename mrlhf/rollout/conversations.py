@@ -71,7 +71,8 @@ class Conversation(OpenSample):
     turn_rewards: list[float] = field(default_factory=list)
     waited_s: float = 0.0
     stopped: bool = False  # whether it ended by itself
-    replays: list[ParsedTurn] | None = None  # turns that its new environment must see before more
+    # Tokens of the turns that its new environment must see before more is drawn.
+    replays: list[list[int]] | None = None
     # Of the contexts after the first; see `Episode`.
     context_begins: list[int] = field(default_factory=list)
     context_prompts: list[int] = field(default_factory=list)
@@ -94,8 +95,8 @@ class Conversations:
     parse: Callable[[str], ParsedTurn]
     tokenizer: Tokenizer
     limits: TurnLimits
-    # The episodes that wait for later weights, by seed, uid and sample index.
-    _waiting: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    # The samples whose episodes wait for later weights, by seed, uid and sample index.
+    _waiting: dict[tuple[int, int, int], Conversation] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=count)
     _renderers: dict[str, TurnRenderer] = field(default_factory=dict)  # by tools, of functions
 
@@ -108,22 +109,22 @@ class Conversations:
         dist.broadcast_object_list(box, src=first, group=self.groups.tp)
         return box[0]
 
-    def keep(self, one: OpenSample, number: int) -> None:
+    def keep(self, one: Conversation) -> None:
         """Let the episode of a sample wait for later weights."""
-        self._waiting[_key(one)] = number
+        self._waiting[_key(one)] = one
 
     def new_number(self) -> int:
         """The number of an episode that begins."""
         return next(self._numbers)
 
-    def take_waiting(self, one: OpenSample) -> int | None:
-        """The number of the episode of a sample, if it has waited for later weights here."""
+    def take_waiting(self, one: OpenSample) -> Conversation | None:
+        """What has waited here for later weights of a sample, if its episode has."""
         return self._waiting.pop(_key(one), None)
 
     def end_waiting(self) -> None:
         """End the episodes that nobody goes on with."""
-        for number in self._waiting.values():
-            self.end(number)
+        for one in self._waiting.values():
+            self.end(one.number)
         self._waiting.clear()
 
     def end(self, number: int) -> None:

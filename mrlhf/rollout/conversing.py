@@ -59,8 +59,8 @@ class Conversing(Drawing[Conversation]):
         for plain in self._new_samples():
             program = self._owner.program_of(self._prompts.data_source[self._prompt_of(plain)])
             begun = self._task.begun.get(plain.row)
-            waiting = None if begun is None else self._owner.take_waiting(plain)
-            number = self._owner.new_number() if waiting is None else waiting
+            earlier = None if begun is None else self._owner.take_waiting(plain)
+            number = self._owner.new_number() if earlier is None else earlier.number
             one = Conversation(
                 **vars(plain), dialogue=self._owner.dialogues[program], number=number
             )
@@ -71,8 +71,10 @@ class Conversing(Drawing[Conversation]):
             elif not is_function:
                 self._beginning.setdefault(one.request.id, set()).add(one.row)
             one.turn_tokens = self._most_tokens(one)
-            if waiting is not None:
+            if earlier is not None:
                 one.replays = None
+                one.messages, one.history = earlier.messages, earlier.history
+                one.text = earlier.text
                 resumed.append(one)
                 continue
             self._waiting[number] = one.row
@@ -100,10 +102,11 @@ class Conversing(Drawing[Conversation]):
         one.errors = episode.errors
         one.turn_rewards = list(episode.turn_rewards)
         one.waited_s = episode.waited_s
+        one.context_begins = list(episode.context_begins)
+        one.context_prompts = list(episode.context_prompts)
 
         turns = zip(one.begins, one.turns, strict=False)
-        parsed = [self._parsed(one.said.token_ids[begin:end]) for begin, end in turns]
-        one.replays = [turn for turn in parsed if turn.error is None]
+        one.replays = [one.said.token_ids[begin:end].tolist() for begin, end in turns]
 
     def _data_row(self, prompt: int) -> dict[str, Any]:
         """The row of the data that an environment gets."""
@@ -136,7 +139,7 @@ class Conversing(Drawing[Conversation]):
             if outcome.failure is not None:
                 self._fail(one, outcome.failure)
             elif one.replays is not None:
-                self._replay(one, one.replays)
+                self._replay(one, one.replays, outcome)
             elif outcome.kind == "reset":
                 self._greet(one, outcome)
             elif outcome.kind == "turn":
@@ -164,13 +167,27 @@ class Conversing(Drawing[Conversation]):
         one.context_roles = woven.context_roles
         self._finish(one, reward=woven.reward)
 
-    def _replay(self, one: Conversation, turns: list[ParsedTurn]) -> None:
+    def _replay(self, one: Conversation, turns: list[list[int]], outcome: Outcome) -> None:
         """Show a new environment the next of the turns that were before it; then draw."""
-        if turns:
-            self._show(one, turns.pop(0))
+        if outcome.kind == "reset":
+            one.messages = self._first_messages(one, outcome)
         else:
-            one.replays = None
-            self._engine.submit(self._next_requests([one]))
+            self._remember(one, turns.pop(0), _answers(outcome))
+        while turns:
+            parsed = self._parsed(turns[0])
+            if parsed.error is None:
+                self._show(one, parsed)
+                return
+            self._remember(one, turns.pop(0), [_unreadable(parsed.error)])
+        one.replays = None
+        if one.history:
+            one.text, _ = one.dialogue.renderer.goes_on(one.messages, one.history, "")
+        self._engine.submit(self._next_requests([one]))
+
+    def _remember(self, one: Conversation, drawn: list[int], messages: Sequence[Message]) -> None:
+        """Keep a turn and what followed it, if the template may make a new context of them."""
+        if self._limits.on_rewrite == "split":
+            one.history.append(Turn(drawn, True, self._owner.cut_all(messages)))
 
     def _show(self, one: Conversation, turn: ParsedTurn) -> None:
         """Let the environment answer a turn."""
@@ -181,8 +198,7 @@ class Conversing(Drawing[Conversation]):
 
     def _greet(self, one: Conversation, outcome: Outcome) -> None:
         """Add the environment's first word to the prompt, and draw if the others have theirs."""
-        prompt = self._prompts.extra_info[self._prompt_of(one)]["prompt"]
-        one.messages = _messages(prompt) + _messages(outcome.observation)
+        one.messages = self._first_messages(one, outcome)
         if outcome.observation is not None:
             try:
                 one.prompt_ids = one.dialogue.renderer.first(one.messages)
@@ -199,6 +215,11 @@ class Conversing(Drawing[Conversation]):
                 )
                 return
         self._has_begun(one)
+
+    def _first_messages(self, one: Conversation, outcome: Outcome) -> list[Message]:
+        """The messages of the prompt, given what the environment said at its reset."""
+        prompt = self._prompts.extra_info[self._prompt_of(one)]["prompt"]
+        return _messages(prompt) + _messages(outcome.observation)
 
     def _has_begun(self, one: Conversation) -> None:
         """Draw the first turn of all samples of a request once all have their prompt."""
@@ -267,7 +288,7 @@ class Conversing(Drawing[Conversation]):
         if self._limits.on_parse_error == "end":
             self._ask_reward(one)
         else:
-            self._tell(one, [_told(_UNREADABLE, f"Error: {parsed.error}")])
+            self._tell(one, [_unreadable(parsed.error)])
 
     def _answer(self, one: Conversation, outcome: Outcome) -> None:
         """Go on after a turn that the environment has seen."""
@@ -284,8 +305,7 @@ class Conversing(Drawing[Conversation]):
             one.stopped = True
             self._ask_reward(one)
             return
-        results = [_told(result.name, result.content) for result in outcome.results]
-        self._tell(one, results + _messages(outcome.observation))
+        self._tell(one, _answers(outcome))
 
     def _tell(self, one: Conversation, messages: Sequence[Message]) -> None:
         """Append messages, and draw the next turn; without room or turns, end the episode."""
@@ -294,7 +314,7 @@ class Conversing(Drawing[Conversation]):
             self._ask_reward(one)
             return
         try:
-            tokens, is_new = self._told_tokens(one, self._owner.cut_all(messages))
+            tokens, is_new = self._told_tokens(one, messages)
         except DataError as error:
             self._fail(one, f"its answer cannot be written: {error}")
             return
@@ -320,11 +340,11 @@ class Conversing(Drawing[Conversation]):
         renderer = one.dialogue.renderer
         # A turn that is told something was ended by an end token or a stop string.
         drawn = one.said.token_ids[one.turn_begins :].tolist()
-        tokens = renderer.after(drawn, True, messages)
+        tokens = renderer.after(drawn, True, self._owner.cut_all(messages))
         if self._limits.on_rewrite != "split":
             return tokens, False
         before = one.text or renderer.text(one.messages)
-        one.history.append(Turn(drawn, True, messages))
+        self._remember(one, drawn, messages)
         one.text, new = renderer.goes_on(one.messages, one.history, before)
         return (tokens, False) if new is None else (new, True)
 
@@ -368,7 +388,7 @@ class Conversing(Drawing[Conversation]):
         self._end(one, one.stopped, replace(episode, failure=failure))
 
     def _put_aside(self, one: Conversation) -> Trajectory:
-        self._owner.keep(one, one.number)
+        self._owner.keep(one)
         return replace(super()._put_aside(one), episode=self._episode(one))
 
     def _episode(self, one: Conversation) -> Episode:
@@ -396,6 +416,17 @@ class Conversing(Drawing[Conversation]):
     def _abandon(self) -> None:
         for one in self._open.values():
             self._owner.end(one.number)
+
+
+def _answers(outcome: Outcome) -> list[Message]:
+    """What tools and environment say after a turn."""
+    results = [_told(result.name, result.content) for result in outcome.results]
+    return results + _messages(outcome.observation)
+
+
+def _unreadable(error: str) -> Message:
+    """What the policy is told of a call that cannot be read."""
+    return _told(_UNREADABLE, f"Error: {error}")
 
 
 def _told(name: str, content: str) -> Message:

@@ -268,13 +268,20 @@ class PartialSampler:
     def _fits(self, samples: DrawnSamples, groups: int, sampling: SamplingParams) -> bool:
         """Whether the samples of so many groups can go on as the run is configured now."""
         headers = samples.headers
-        too_long = headers.lengths >= sampling.max_tokens + headers.ended
-        has_episodes = self.generator.conversations is not None
-        return (
-            len(headers.rows) == groups * sampling.n
-            and not too_long.any()
-            and len(samples.episodes) == has_episodes * len(headers.rows)
-        )
+        lengths = headers.lengths + 1 - headers.ended  # one that is open needs room for a token
+        fits = len(headers.rows) == groups * sampling.n
+        conversations = self.generator.conversations
+        if conversations is None:
+            return fits and not samples.episodes and bool((lengths <= sampling.max_tokens).all())
+
+        max_prompt = conversations.limits.max_prompt_tokens
+        for row, length in zip(headers.rows.tolist(), lengths.tolist(), strict=True):
+            if row not in samples.episodes:
+                return False
+            ends = [*samples.episodes[row].context_begins, length]
+            others = [end - begin - max_prompt for begin, end in itertools.pairwise(ends)]
+            fits &= max([ends[0], *others]) <= sampling.max_tokens
+        return fits
 
     def _rounds(self, groups: BegunGroups, version: int, sampling: SamplingParams) -> Rounds:
         """What keeps the samples of this step together."""

@@ -59,16 +59,41 @@ OWN_GAE = Scenario("own gae", [*_OWN, *_TP2_DP2])
 
 SPLIT = Scenario("split", _SPLIT)
 SPLIT_DEEP = Scenario("split tp2 pp2", [*_SPLIT, *TP2_PP2, "rollout.tp=2"])
+_PARTIAL = [
+    *_SPLIT,
+    "rollout.partial={over: 1.75, max_versions: 3, turn_cost: 2}",
+    "algorithm.rollout_correction.rollout_is=token",
+    "actor.optim.lr=0.003",
+]
+PARTS = Scenario("split, in parts", _PARTIAL)
+PARTS_DEEP = Scenario("split, in parts, tp2 pp2", [*_PARTIAL, *TP2_PP2, "rollout.tp=2"])
 
 
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
-    assert_engine_and_trainer_agree(runs)
+    assert_engine_and_trainer_agree(runs, without=(PARTS, PARTS_DEEP))
+    for scenario in (PARTS, PARTS_DEEP):
+        for step in runs.steps(scenario):
+            assert step.metrics["training/rollout_probs_diff_max"] < 1e-5
 
 
 def test_a_step_is_the_same_on_every_layout(runs: Runs) -> None:
     assert_same_on_every_layout(runs, WIDE, DEEP, MIXED, LONG)
     assert_same_on_every_layout(runs, OWN_WIDE, OWN_DEEP)
     assert_same_on_every_layout(runs, SPLIT, SPLIT_DEEP)
+    assert_same_on_every_layout(runs, PARTS, PARTS_DEEP)
+
+
+def test_episodes_of_several_contexts_go_on_with_later_weights(runs: Runs) -> None:
+    first, second = runs.steps(PARTS)
+    assert first.metrics["partial/open_groups"] > 0 and first.metrics["staleness/max"] == 0
+    assert second.metrics["staleness/mixed"] > 0
+    rollout = second.experience.rollout
+    later = [
+        rollout.versions[row, begin:].max() > rollout.versions[row, :begin].max()
+        for row, episode in enumerate(rollout.episodes or ())
+        for begin in episode.context_begins
+    ]
+    assert any(later)
 
 
 def test_the_experience_is_what_the_models_say_of_each_context(runs: Runs) -> None:

@@ -49,6 +49,17 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# Writes turns before the last message of the user without some letters.
+FORGETS = (
+    "{% if tools %}<|tools|>{{ tools[0].function.name }}<|end|>{% endif %}"
+    "{% set ns = namespace(last=0, text='') %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for message in messages %}{% set ns.text = message.content %}"
+    "{% if message.role == 'assistant' and loop.index0 < ns.last %}{% for letter in 'bcdhjkmpvxy' %}"
+    "{% set ns.text = ns.text | replace(letter, '') %}{% endfor %}{% endif %}"
+    "<|{{ message.role }}|>{{ ns.text }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 UIDS = [4, 7, 3, 12, 5]
 FAILING = (3, 5)
 N = 2
@@ -58,7 +69,7 @@ LIMITS = EngineLimits(max_num_seqs=6, max_length=96, max_prefill_tokens=24, cach
 LAYOUTS = {"tp 2": 2, "two replicas": 1}
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """Each character is a token."""
     vocabulary = {text: number for number, text in enumerate((*SPECIAL, *string.printable[:95]))}
     pipeline = Pipeline(models.WordLevel(vocabulary, unk_token="none"))
@@ -66,7 +77,7 @@ def _tokenizer() -> Tokenizer:
     pipeline.decoder = decoders.Fuse()
     pipeline.add_special_tokens(list(SPECIAL))
     backend = PreTrainedTokenizerFast(
-        tokenizer_object=pipeline, eos_token="<|end|>", chat_template=TEMPLATE
+        tokenizer_object=pipeline, eos_token="<|end|>", chat_template=template
     )
     return Tokenizer(backend)
 
@@ -76,6 +87,11 @@ def _parse(text: str) -> ParsedTurn:
     if len(text) % 2:
         return ParsedTurn("", (("note", {"size": len(text)}),), None)
     return ParsedTurn(text, (), None)
+
+
+def _parse_some(text: str) -> ParsedTurn:
+    """The same, but some calls cannot be read."""
+    return ParsedTurn("", (), "it is no call") if len(text) % 7 == 3 else _parse(text)
 
 
 def _prompts(tokenizer: Tokenizer, tools: Any) -> Prompts:
@@ -174,6 +190,15 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
             host.close()
     found["function"] = _led_by_a_function(build(2), prompts, file)
     found["partial"] = _partial_steps([build(tp) for tp in LAYOUTS.values()], prompts)
+    splitting = [build(tp) for tp in LAYOUTS.values()]
+    for generator, _ in splitting:
+        leads = generator.conversations
+        assert leads is not None
+        forgets = TurnRenderer(_tokenizer(FORGETS), programs[""].tools, ENDS)
+        leads.dialogues = {"": Dialogue(programs[""], forgets)}
+        leads.parse = _parse_some
+        leads.limits = replace(leads.limits, on_rewrite="split")
+    found["partial split"] = _partial_steps(splitting, prompts)
     return found
 
 
@@ -237,6 +262,8 @@ def _partial_steps(
                 saved(before), lambda uids: prompts.select([UIDS.index(uid) for uid in uids])
             )
             supply.place = place
+        if step in (3, 5) and generator.conversations is not None:
+            generator.conversations.end_waiting()  # as after a resume
         drawn = sampler.draw(step, sampling)
         if step in (3, 6):
             again = saved(sampler.state_dict())
@@ -458,8 +485,10 @@ def test_a_conversation_is_not_computed_again(ranks: list[dict[str, Any]]) -> No
     assert metrics["rollout/prefix_hit_rate"] > 0.3  # each prompt is greedy and of one sample
 
 
-def test_episodes_in_parts_are_those_drawn_at_once(ranks: list[dict[str, Any]]) -> None:
-    for step in ranks[0]["partial"]:
+@pytest.mark.parametrize("kind", ["partial", "partial split"])
+def test_episodes_in_parts_are_those_drawn_at_once(ranks: list[dict[str, Any]], kind: str) -> None:
+    steps = ranks[0][kind]
+    for step in steps:
         partly, at_once = step["partial"], step["whole"]
         for what in ("prompts", "responses", "drawn", "stopped"):
             assert partly[what] == at_once[what]
@@ -472,7 +501,10 @@ def test_episodes_in_parts_are_those_drawn_at_once(ranks: list[dict[str, Any]]) 
         assert len(partly["episodes"]) == 2 * N
         assert not any(episode.failure for episode in partly["episodes"])
         assert step["failed"] == pytest.approx((2 - step["left"]) / (4 - step["left"]))
-    assert {step["left"] for step in ranks[0]["partial"]} == {1, 2}
-    assert max(step["mixed"] for step in ranks[0]["partial"]) > 0.4
+    assert {step["left"] for step in steps} == {1, 2}
+    assert max(step["mixed"] for step in steps) > 0.4
     # Only episodes that have begun and not ended have an environment.
-    assert 0 < max(step["open episodes"] for step in ranks[0]["partial"]) <= 2 * N
+    assert 0 < max(step["open episodes"] for step in steps) <= 2 * N
+    episodes = [episode for step in steps for episode in step["partial"]["episodes"]]
+    assert any(episode.context_begins for episode in episodes) == (kind == "partial split")
+    assert any(episode.tools.get("error") for episode in episodes) == (kind == "partial split")

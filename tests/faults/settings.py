@@ -132,7 +132,6 @@ def partial(inputs: Path) -> Setting:
     """Those episodes, drawn in several steps, with a slow function beside their own reward."""
     terms = [{"name": "environment"}, {"name": f"{inputs / 'rewards.py'}:waits", "weight": 0.5}]
     keys = [
-        "rollout.on_rewrite=keep",
         f"reward.terms={json.dumps(terms)}",
         "rollout.partial.over=1.75",
         "rollout.partial.max_versions=3",

@@ -126,6 +126,7 @@ def refusal(config):
 
 
 PARTIAL = {"rollout__partial__over": 1.5, "algorithm__rollout_correction__rollout_is": "token"}
+LONG = {"algorithm__overlong_buffer": {"enable": True, "len": 2}}
 SPLIT = {"rollout__on_rewrite": "split"}
 
 
@@ -141,8 +142,8 @@ def test_episodes_are_shown_and_their_faults_refused():
         ("Asks", keys | {"reward__terms": [{"name": "environment"}]}, "has no method reward"),
         ("Untyped", keys, "tool add: argument a has no type"),
         ("Ask", keys, "did you mean 'Asks'?"),
-        ("leads", keys | PARTIAL, "a rollout function may give an episode several contexts"),
-        ("Asks", keys | PARTIAL | SPLIT, "rollout.partial.over needs a single one; set it to 1"),
+        ("leads", keys | PARTIAL, "draws its episode with one version of the policy; set rollout"),
+        ("Asks", keys | LONG | SPLIT, "overlong_buffer.enable needs a single one; set it to false"),
         ("leads", keys | {"rollout__tools": ["calculator"]}, "calls its tools itself"),
     ):
         config = ppo(**keys_of_case, rollout__environment=f"rewards.py:{name}")
