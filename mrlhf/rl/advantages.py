@@ -96,8 +96,7 @@ def estimate_advantages(
 
     Raises:
         ValueError: `gae` without values, `remax` without greedy scores, `gdpo` without components,
-            a token baseline without probabilities, `grpo_passk` with a response alone in its prompt
-            group.
+            a token baseline without probabilities.
         ConfigError: a user's function did not return two tensors of the shape of the rewards.
     """
     result = estimator(inputs, options)

@@ -76,22 +76,16 @@ def grpo_passk(
     """The best response to a prompt gets its lead over the second, the others get 0.
 
     The method is that of https://arxiv.org/abs/2503.19595. With `norm_by_std` the lead is divided
-    by the unbiased std of the prompt group + 1e-6.
-
-    Raises:
-        ValueError: a prompt has one response only.
+    by the unbiased std of the prompt group + 1e-6. A response alone in its prompt group keeps its
+    score, as in `grpo`.
     """
     scores = response_scores(rewards, mask)
     by_prompt = PromptGroups(prompt_groups)
-    if by_prompt.single.any():
-        raise ValueError(
-            "grpo_passk needs at least 2 responses a prompt: set rollout.n to 2 or more"
-        )
-
     best = by_prompt.highest(scores)
     is_best = scores == best
     # Where two are best, the lead is 0, whichever of them gets it.
     second = by_prompt.highest(torch.where(is_best, -torch.inf, scores))
+    second = torch.where(by_prompt.single, 0, second)
     alone = by_prompt.total(is_best.double()) == 1
     lead = torch.where(is_best & alone, best - second, 0)
 

@@ -49,13 +49,11 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Writes turns before the last message of the user without some letters.
+# Writes turns that others follow without some letters.
 FORGETS = (
     "{% if tools %}<|tools|>{{ tools[0].function.name }}<|end|>{% endif %}"
-    "{% set ns = namespace(last=0, text='') %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-    "{% endfor %}{% for message in messages %}{% set ns.text = message.content %}"
-    "{% if message.role == 'assistant' and loop.index0 < ns.last %}{% for letter in 'bcdhjkmpvxy' %}"
+    "{% for message in messages %}{% set ns = namespace(text=message.content) %}"
+    "{% if message.role == 'assistant' and not loop.last %}{% for letter in 'bcdhjkmpvxy' %}"
     "{% set ns.text = ns.text | replace(letter, '') %}{% endfor %}{% endif %}"
     "<|{{ message.role }}|>{{ ns.text }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -143,14 +143,14 @@ def test_grpo_passk_literal_numbers():
     )
 
 
-def test_grpo_passk_gives_nothing_where_two_are_best_and_refuses_a_response_alone():
+def test_grpo_passk_gives_nothing_where_two_are_best_and_a_response_alone_its_score():
     ones = torch.ones(5, 1, dtype=torch.bool)
     rewards = torch.tensor([[3.0], [1.0], [3.0], [2.0], [2.0]], dtype=torch.float64)
     _assert_tiled(
         grpo_passk(rewards, ones, torch.tensor([0, 0, 0, 1, 1]), norm_by_std=True), [0.0] * 5, ones
     )
-    with pytest.raises(ValueError, match=r"grpo_passk needs at least 2 .*rollout\.n"):
-        grpo_passk(rewards, ones, torch.tensor([0, 0, 1, 2, 2]), norm_by_std=True)
+    alone = grpo_passk(rewards, ones, torch.tensor([0, 0, 1, 2, 2]), norm_by_std=False)
+    _assert_tiled(alone, [2.0, 0.0, 3.0, 0.0, 0.0], ones)
 
 
 def test_reinforce_plus_plus_literal_numbers():
