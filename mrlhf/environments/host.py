@@ -103,6 +103,7 @@ class _Episode:
     # What is not answered yet, one after the other: a method of the child and its arguments.
     requests: deque[list[Any]] = field(default_factory=deque)
     unsent: list[list[Any]] = field(default_factory=list)  # requests, or answers to its questions
+    outgoing: bytes = b""  # what the child has not taken yet of those that are sent
     questions: int = 0  # of a rollout function, that have no answer yet
     asked_at: float = 0.0
     deadline: float | None = None  # set while the child computes
@@ -205,8 +206,11 @@ class EnvironmentHost:
                 (e.deadline for e in self._computing.values() if e.deadline), default=until
             )
             wait = 0.0 if self._outcomes else max(0.0, min(until, nearest) - time.monotonic())
-            for key, _ in self._selector.select(wait):
-                self._read(key.data)
+            for key, events in self._selector.select(wait):
+                if events & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
             self._stop_late()
             if self._outcomes or time.monotonic() >= until:
                 break
@@ -258,11 +262,17 @@ class EnvironmentHost:
         """Send all requests at once, each of which has its own time; or what it has asked for."""
         until = time.monotonic() + self._limits.timeout_s
         episode.deadline = None if episode.questions else until
-        episode.connection.settimeout(self._limits.timeout_s)
-        line = json.dumps(episode.unsent, default=str).encode() + b"\n"
+        episode.outgoing += json.dumps(episode.unsent, default=str).encode() + b"\n"
         episode.unsent = []
-        with suppress(OSError):  # it has ended, which reading shows
-            episode.connection.sendall(line)
+        self._flush(episode)
+
+    def _flush(self, episode: _Episode) -> None:
+        """Send what the child takes without delay; `poll` sends the rest when it takes more."""
+        with suppress(OSError):  # it takes nothing now, or has ended, which reading shows
+            sent = episode.connection.send(episode.outgoing, socket.MSG_DONTWAIT)
+            episode.outgoing = episode.outgoing[sent:]
+        waits = selectors.EVENT_WRITE if episode.outgoing else 0
+        self._selector.modify(episode.connection, selectors.EVENT_READ | waits, episode)
 
     def _read(self, episode: _Episode) -> None:
         """Take what a child has sent."""
@@ -372,7 +382,7 @@ class EnvironmentHost:
             return episode.ended
         self._selector.unregister(episode.connection)
         episode.connection.close()
-        episode.received = b""
+        episode.received = episode.outgoing = b""
         return episode.nursery.end(episode.pid, wait_s)
 
     def _log_printed(self) -> None:

@@ -66,6 +66,15 @@ async def works(engine, row, sampling):
     return [quick, await slow]
 
 
+async def is_busy(engine, row, sampling):
+    """It computes, and takes no answer meanwhile."""
+    turns = [asyncio.ensure_future(engine.generate([number])) for number in (5, 6)]
+    await asyncio.sleep(0.1)
+    while not os.path.exists(row["until"]):
+        time.sleep(0.01)
+    return [await turn for turn in turns]
+
+
 async def raises(engine, row, sampling):
     await engine.generate([1])
     raise KeyError("lost")
@@ -242,6 +251,23 @@ def test_a_function_that_works_while_the_engine_draws(file: Path) -> None:
                 for late in reversed(asked):
                     _answer(host, late, [])
     raise AssertionError("it did not end")
+
+
+def test_a_large_answer_does_not_wait_until_it_is_taken(file: Path, tmp_path: Path) -> None:
+    references = {"": EnvironmentReference(f"{file}:is_busy")}
+    host = EnvironmentHost(references, ToolLimits(timeout_s=10.0, workers=1))
+    host.begin(0, "", {"until": str(tmp_path / "now")}, 5, SAMPLING)
+    asked: list[Outcome] = []
+    while len(asked) < 2:
+        asked += host.poll(10.0)
+    for draw in range(2):
+        value = {"token_ids": [7], "text": "x" * 3_000_000, "stopped": True, "draw": draw}
+        host.answer(0, draw, value)
+        host.poll(0.0)
+    (tmp_path / "now").touch()  # a sender who waits would not come so far
+    [ended], _ = _until_ended(host, 1)
+    assert [one["token_ids"] for one in ended.trajectories] == [[5, 7], [6, 7]]
+    host.close()
 
 
 @pytest.mark.parametrize("name", ["hangs", "sleeps"])

@@ -6,6 +6,7 @@ vLLM has no attention on a CPU for the demo model's heads of 16, so this one has
 from __future__ import annotations
 
 import json
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.rows import write_rows
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
@@ -26,6 +28,31 @@ from tests.ranks import run_ranks
 from tests.vllm.models import needs_vllm
 
 pytestmark = needs_vllm
+
+_RUNS = count()
+EPISODES = """
+import asyncio
+
+
+class Asks:
+    def reset(self, row):
+        self.asked = 0
+
+    def reply(self, text):
+        self.asked += 1
+        return "1+1" if self.asked < 3 else None
+
+    def reward(self):
+        return float(self.asked)
+
+
+async def leads(engine, row, sampling):
+    asked = await engine.prompt(row["prompt"])
+    first, second = await asyncio.gather(engine.generate(asked), engine.generate(asked))
+    third = await engine.generate(await engine.tell(first, "1+1"))
+    third.reward = float(len(second.text))
+    return [third, second]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +73,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _ppo(root: Path, engine: str, *more: str) -> list[dict[str, Any]]:
-    out = root / engine / "-".join(more).replace("/", "_")
+    out = root / f"run{next(_RUNS)}"
     settings = [f"actor.path={root}/sft/model", f"data.train_files={root}/data/train.jsonl"]
     settings += [
         f"data.val_files={root}/data/held_out.jsonl",
@@ -90,6 +117,35 @@ def test_both_engines_start_alike_and_agree_with_training(start: Path) -> None:
 
     # The reward of sampled answers, drawn by other random numbers, is near.
     assert abs(native[1]["critic/score/mean"] - vllm[1]["critic/score/mean"]) < 0.2
+
+
+def test_vllm_draws_episodes_that_agree_with_training(start: Path) -> None:
+    (start / "episodes.py").write_text(EPISODES)
+    (start / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ '=' if m.role == 'user' else '' }}{% endfor %}"
+    )
+    rows = [json.loads(line) for line in (start / "data" / "train.jsonl").open()]
+    for row, source in zip(rows, cycle(("asks", "leads"))):
+        row["data_source"] = source
+    write_rows(start / "two.jsonl", rows)
+    programs = {"asks": f"{start}/episodes.py:Asks", "leads": f"{start}/episodes.py:leads"}
+
+    records = _ppo(
+        start,
+        "vllm",
+        f"data.train_files={start}/two.jsonl",
+        "data.val_files=[]",
+        f"rollout.environment={json.dumps(programs)}",
+        f"data.chat_template={start}/chat.jinja",
+        "data.max_response_length=40",
+        "rollout.max_turn_tokens=6",
+        "reward.terms=[{name: environment}, {name: exact_match}]",
+    )
+    for record in records[-2:]:
+        assert record["training/rollout_probs_diff_max"] < 5e-5
+        assert record["episodes/failed"] == 0
+        assert record["episodes/turns/mean"] > 2.5
+        assert 1.2 < record["episodes/contexts/mean"] < 1.8
 
 
 def _greedy(
