@@ -78,7 +78,7 @@ def test_the_calculator_is_called_in_some_of_the_first_answers(directory: Path) 
 
 def test_lists_are_rewarded_at_every_turn(directory: Path) -> None:
     """No response has a score beside the rewards of its turns."""
-    steps = _run_shortly(ALPHABET, directory, "alphabet", imitated=200)
+    steps = _run_shortly(ALPHABET, directory, "alphabet", imitated=150)
     assert all(row["episodes/turns/max"] == 3 for row in steps)
     assert all(row["reward/environment"] == 0 for row in steps)
     assert all(0 < row["critic/score/mean"] < 1 for row in steps)
@@ -100,7 +100,7 @@ def test_a_list_is_right_if_it_has_all_names_so_far_in_order() -> None:
 
 
 def test_each_move_of_a_game_has_a_reward_of_its_own(directory: Path) -> None:
-    steps = _run_shortly(STICKS, directory, "sticks", imitated=150)
+    steps = _run_shortly(STICKS, directory, "sticks", imitated=100)
     assert all(row["reward/environment"] == 0 for row in steps)
     assert all(row["reward/environment/12 left/reward"] > -1 for row in steps)
     assert all(1 < row["episodes/contexts/mean"] < 12 for row in steps)
