@@ -71,16 +71,14 @@ def test_turns_are_compared_with_turns(game: Path) -> None:
 
 
 def test_the_calculator_is_called_in_some_of_the_first_answers(directory: Path) -> None:
-    steps = _run_shortly(CALCULATOR, directory, "calculator/grpo", imitated=100)
-    _check_episodes(steps)
+    steps = _run_shortly(CALCULATOR, directory, "calculator", imitated=100)
     assert all(0 < row["episodes/tool_calls/mean"] < 1 for row in steps)
     assert all(row["episodes/turns/max"] == 2 for row in steps)
 
 
 def test_lists_are_rewarded_at_every_turn(directory: Path) -> None:
     """No response has a score beside the rewards of its turns."""
-    steps = _run_shortly(ALPHABET, directory, "alphabet/ppo", imitated=200)
-    _check_episodes(steps)
+    steps = _run_shortly(ALPHABET, directory, "alphabet", imitated=150)
     assert all(row["episodes/turns/max"] == 3 for row in steps)
     assert all(row["reward/environment"] == 0 for row in steps)
     assert all(0 < row["critic/score/mean"] < 1 for row in steps)
@@ -102,8 +100,7 @@ def test_a_list_is_right_if_it_has_all_names_so_far_in_order() -> None:
 
 
 def test_each_move_of_a_game_has_a_reward_of_its_own(directory: Path) -> None:
-    steps = _run_shortly(STICKS, directory, "sticks/grpo", imitated=150)
-    _check_episodes(steps)
+    steps = _run_shortly(STICKS, directory, "sticks", imitated=100)
     assert all(row["reward/environment"] == 0 for row in steps)
     assert all(row["reward/environment/12 left/reward"] > -1 for row in steps)
     assert all(1 < row["episodes/contexts/mean"] < 12 for row in steps)
@@ -166,13 +163,22 @@ class _Moves:
 
 
 def _run_shortly(
-    commands: list[str], directory: Path, run: str, imitated: int
+    commands: list[str], directory: Path, task: str, imitated: int
 ) -> list[dict[str, Any]]:
-    """Imitate examples for some steps, and then learn for two; the metrics of these two."""
-    sft, rl = commands
+    """Imitate examples for some steps, and then learn for two by each method.
+
+    Returns the metrics of two steps without a critic, and then of two with one.
+    """
+    sft, *methods = commands
     succeed(run_commands([sft], f"trainer.total_steps={imitated}", cwd=directory))
-    succeed(run_commands([rl], "trainer.total_steps=2", cwd=directory))
-    return _steps(directory / "runs" / "turns" / run)
+    for method in methods:
+        succeed(run_commands([method], "trainer.total_steps=2", cwd=directory))
+
+    runs = directory / "runs" / "turns" / task
+    steps = _steps(runs / "grpo") + _steps(runs / "ppo")
+    _check_episodes(steps)
+    assert ["critic/vf_loss" in row for row in steps] == [False, False, True, True]
+    return steps
 
 
 def _steps(run: Path) -> list[dict[str, Any]]:
