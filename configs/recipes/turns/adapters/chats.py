@@ -62,15 +62,11 @@ class Chats:
         said: Message = {"role": "assistant", "content": drawn.content if shown else drawn.text}
         reason = "stop" if drawn.stopped else "length"
         if drawn.calls:
-            said["tool_calls"] = [
-                {
-                    "id": uuid.uuid4().hex,
-                    "name": one["name"],
-                    "arguments": json.dumps(one["arguments"]),
-                }
-                for one in drawn.calls
-            ]
             reason = "tool_calls" if drawn.stopped else "length"
+            said["tool_calls"] = [
+                {"id": uuid.uuid4().hex, **call, "arguments": json.dumps(call["arguments"])}
+                for call in drawn.calls
+            ]
         if before is not None:
             before.goes_on = True
         self._turns.append(_Turn(drawn, [*asked, *plain([said])]))
@@ -115,5 +111,5 @@ def _fields(one: Any) -> Mapping[str, Any]:
 
 def _about(tool: Any) -> dict[str, Any]:
     fields = _fields(tool)
-    about = {"name": fields["name"], "description": fields.get("description") or ""}
-    return {**about, "parameters": fields.get("parameters") or {}}
+    empty = {"name": "", "description": "", "parameters": {}}
+    return {key: fields.get(key) or value for key, value in empty.items()}

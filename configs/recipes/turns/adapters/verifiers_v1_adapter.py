@@ -22,19 +22,25 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
+import verifiers.v1.rollout as agent_runs
 from chats import Chats, plain
 from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
 from verifiers.v1.interception import server
+from verifiers.v1.mcp import serve_tools
 
 __all__ = ["InProcess", "adapt", "write_rows"]
 
@@ -56,10 +62,11 @@ def adapt(environment: vf.Env) -> Callable[..., Any]:
         kind = type(taskset).task_type()
         task = kind(kind.data_type().model_validate(row[COLUMN]), taskset.config.task)
         policy = _Policy(engine)
-        # An episode has a process of its own, so this function is nobody else's.
+        # An episode has a process of its own, so these functions are nobody else's.
         server.resolve_client = lambda config: (
             policy if config == _POLICY else vf.resolve_client(config)
         )
+        agent_runs.serve_tools = _serve_tools
         async with environment.serving():
             episode = await environment.run_episode(task, vf.ModelContext("policy", _POLICY))
         if not environment.complete(episode):
@@ -67,7 +74,7 @@ def adapt(environment: vf.Env) -> Callable[..., Any]:
             raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
 
         traces = [trace for trace in episode.traces if trace.agent.trainable]
-        is_alone = len(episode.traces) == 1
+        is_alone = len(environment.config.agent_harnesses()) == len(episode.traces) == 1
         return [one for trace in traces for one in policy.rewarded(trace, is_alone)]
 
     return rollout
@@ -125,6 +132,33 @@ class _Policy(vf.Client):
             for one in trajectories:
                 one.role, one.reward = trace.agent.name, trace.reward
         return trajectories
+
+
+@asynccontextmanager
+async def _serve_tools(
+    toolsets: list[Any], runtime: vf.Runtime, *shared: Any, **given: Any
+) -> AsyncIterator[dict[str, str]]:
+    """Serve the tools of a task from threads, if they need no other machine than the agent's.
+
+    The library starts a process for each toolset, which takes seconds of a processor.
+    """
+    urls = {}
+    others = []
+    for toolset in toolsets:
+        kinds = {runtime.type, toolset.config.runtime.type}
+        if kinds != {"subprocess"} or toolset.config.url:
+            others.append(toolset)
+            continue
+        channel = (f"{given['state_base']}/state", given["state_secret"], None)
+        toolset._state_channel = lambda channel=channel: channel
+        file = Path(runtime.workdir, f"port-{toolset.server_name}")
+        os.environ["MCP_PORT_FILE"] = str(file)
+        threading.Thread(target=toolset._serve, daemon=True).start()  # ends with this process
+        while not file.exists() or not file.read_text():
+            time.sleep(0.005)
+        urls[toolset.server_name] = f"http://127.0.0.1:{file.read_text()}/mcp"
+    async with serve_tools(others, runtime, *shared, **given) as further:
+        yield {**urls, **further}
 
 
 class InProcess(NullHarness):
