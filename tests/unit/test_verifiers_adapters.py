@@ -214,6 +214,7 @@ def load(taskset, **further):
 environment = load("sums_tasks", agent={"max_turns": 3, **HERE})
 sums = adapt(environment)
 talk = adapt(load("talk_tasks", asker=HERE, answerer=HERE))
+asks = adapt(load("talk_tasks", asker=HERE, answerer=HERE, only_asker=True))
 write_rows(environment.taskset, "FOLDER/sums.jsonl")
 write_rows(load("talk_tasks").taskset.take(1), "FOLDER/talk.jsonl")
 """
@@ -260,9 +261,6 @@ class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
         task = Sum(prompt="What is 3 plus 2?", system_prompt="Calculate.", answer="5")
         yield SumTask(task, self.config.task)
 
-
-if __name__ == "__main__":
-    Calculator.run()
 '''
 TALK_TASKS = """
 import itertools
@@ -281,10 +279,16 @@ class TalkTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 class TalkConfig(vf.EnvConfig):
     asker: vf.AgentConfig = vf.AgentConfig()
     answerer: vf.AgentConfig = vf.AgentConfig()
+    only_asker: bool = False
 
 
 class TalkEnv(vf.Env[TalkConfig]):
+    async def setup(self, agents):
+        agents.answerer.trainable = not self.config.only_asker
+
     async def run(self, task, agents):
+        if task.data.prompt == "fail":
+            raise ValueError("nobody talks")
         opened = TalkTask(task.data.model_copy(update={"prompt": None}), task.config)
         async with (
             agents.asker.interaction(task) as asker,
@@ -353,3 +357,9 @@ def test_the_policy_plays_all_agents_of_the_newer_verifiers(folder, monkeypatch)
     assert told == ["you, too", "bye"]
     rewarded = {one["role"]: one["reward"] for one in played.trajectories}
     assert rewarded == {"asker": 2.0, "answerer": 0.0}
+
+    # An agent that shall not train, and an episode that fails.
+    (asker,) = folder.play("asks", row, ["hi", "you, too", "bye", "well"]).trajectories
+    assert (asker["role"], asker["reward"]) == ("asker", 2.0)
+    row["verifiers"]["prompt"] = "fail"
+    assert "nobody talks" in str(folder.play("talk", row, []).failure)
