@@ -111,6 +111,8 @@ class _Policy(vf.Client):
             said, reason = await chats.answer(request.messages, request.tools)
         except self._engine.NoRoom as error:
             raise vf.ProviderError(f"{_NO_ROOM}: {error}", status_code=400) from None
+        except ValueError as error:
+            raise vf.ProviderError(str(error), status_code=400) from None
         message = vf.AssistantMessage(**said)
         response = vf.Response(
             id=uuid.uuid4().hex, created=0, model="policy", message=message, finish_reason=reason
@@ -119,10 +121,12 @@ class _Policy(vf.Client):
         return response
 
     def rewarded(self, trace: vf.Trace, is_alone: bool) -> list[Any]:
-        """The trajectories of a trace.
+        """The trajectories of a trace; none if another model has answered.
 
         One that is alone says all its rewards and metrics; others are compared by their agent.
         """
+        if trace.id not in self._chats:
+            return []
         trajectories = self._chats[trace.id].trajectories
         if is_alone:
             parts = {name: one.score for name, one in trace.rewards.items() if one is not None}
