@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,16 +13,43 @@ from typing import Any
 import pytest
 
 from mrlhf.environments.host import EnvironmentHost, ToolLimits
-from mrlhf.environments.interface import EnvironmentReference, Outcome, Program, ToolCall
+from mrlhf.environments.interface import EnvironmentReference, Outcome
 from mrlhf.errors import EnvironmentFault
 from tests.pages import ROOT
 
 ADAPTERS = ROOT / "configs/recipes/turns/adapters"
-Turn = str | list[ToolCall]
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 50, "max_turns": 4}
+LONGEST_S = 60.0  # of an episode
+Turn = str | dict[str, Any]  # a text, or what else the trainer answers
+
+
+def calling(*calls: tuple[str, dict[str, Any]], content: str = "", **further: Any) -> Turn:
+    """A turn with calls, and a text beside them."""
+    named = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    return {"text": "has calls", "calls": named, "content": content, **further}
+
+
+@dataclass
+class Played:
+    """An episode that has ended."""
+
+    failure: str | None = None
+    trajectories: Sequence[Mapping[str, Any]] = ()
+    # What the policy read before each turn that it was asked for: messages of a prompt, or those
+    # behind another turn.
+    prompts: list[Any] = field(default_factory=list)
+    told: list[Any] = field(default_factory=list)
+    tools: list[Any] = field(default_factory=list)  # that each prompt shows
+
+    @property
+    def reward(self) -> Any:
+        """The reward that the episode's only trajectory has."""
+        (one,) = self.trajectories
+        return one["reward"]
 
 
 class Folder:
-    """A user's folder: the adapters, and a file with environments beside them."""
+    """A user's folder: the adapters, and a file with rollout functions beside them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,43 +67,65 @@ class Folder:
             host.close()
         self._hosts.clear()
 
-    def program(self, name: str) -> Program:
-        return self._host(name).programs["e"]
+    def load(self, name: str) -> None:
+        assert self._host(name).programs["e"].is_function
 
     def refusal(self, name: str) -> str:
         with pytest.raises(EnvironmentFault) as caught:
-            self.program(name)
+            self.load(name)
         return str(caught.value)
 
-    def play(self, name: str, row: dict[str, Any], turns: list[Turn]) -> list[Outcome]:
-        """The outcomes of reset, of each turn that was reached, and of the reward."""
+    def play(self, name: str, row: dict[str, Any], turns: Sequence[Turn]) -> Played:
+        """An episode whose policy says these turns, and has no room for more."""
         host = self._host(name)
         number = next(self._numbers)
-        host.begin(number, "e", {"uid": 7, "data_source": "mine", "answer": None, **row}, seed=1)
-        outcomes = [_outcome(host)]
-        for turn in turns:
-            if outcomes[-1].failure or outcomes[-1].ended:
-                break
-            calls = [] if isinstance(turn, str) else turn
-            host.turn(number, turn if isinstance(turn, str) else "", calls)
-            outcomes.append(_outcome(host))
-        if not outcomes[-1].failure:
-            host.ask_reward(number)
-            outcomes.append(_outcome(host))
-        host.end(number)
-        return outcomes
+        row = {"uid": 7, "data_source": "mine", "answer": None, **row}
+        host.begin(number, "e", row, seed=1, sampling=SAMPLING)
+        played = Played()
+        left = list(turns)
+        tokens = count(1)
+        until = time.monotonic() + LONGEST_S
+        while time.monotonic() < until:
+            for outcome in host.poll(1.0):
+                if outcome.kind == "ask":
+                    _answer(host, outcome, played, left, tokens)
+                    continue
+                host.end(number)
+                played.failure = outcome.failure
+                played.trajectories = outcome.trajectories
+                return played
+        raise AssertionError(f"the episode has not ended after {LONGEST_S:g} s")
 
     def _host(self, name: str) -> EnvironmentHost:
         if name not in self._hosts:
             reference = EnvironmentReference(f"{self.path}/mine.py:{name}")
-            limits = ToolLimits(timeout_s=60.0)
+            limits = ToolLimits(timeout_s=LONGEST_S)
             self._hosts[name] = EnvironmentHost({"e": reference}, limits)
         return self._hosts[name]
 
 
-def _outcome(host: EnvironmentHost) -> Outcome:
-    outcomes: list[Outcome] = []
-    while not outcomes:
-        outcomes = host.poll(10.0)
-    (outcome,) = outcomes
-    return outcome
+def _answer(
+    host: EnvironmentHost, outcome: Outcome, played: Played, left: list[Turn], tokens: count[int]
+) -> None:
+    """What a trainer answers; each answer has a token of its own."""
+    question = outcome.question
+    assert question is not None
+    what = question["what"]
+    value: Any = [next(tokens)]
+    if what == "generate":
+        if not left:
+            host.answer(outcome.episode, question["number"], "there is no room", "no room")
+            return
+        turn = left.pop(0)
+        given = {"text": turn, "content": turn} if isinstance(turn, str) else turn
+        reads = question["reads_calls"]
+        parsed = {"calls": [], "content": "", "problem": ""}
+        value = {"token_ids": value, "draw": value[0], "stopped": True}
+        value |= {**(parsed if reads else {}), "text": given["text"]}
+        value |= {key: given[key] for key in given if reads or key not in parsed}
+    elif what == "prompt":
+        played.prompts.append(question["messages"])
+        played.tools.append(question["tools"])
+    elif what == "tell":
+        played.told.append(question["messages"])
+    host.answer(outcome.episode, question["number"], value)

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from mrlhf.environments.interface import ToolCall
 from mrlhf.errors import EnvironmentFault
-from tests.adapter_folder import Folder
+from tests.adapter_folder import Folder, calling
 
 
 @pytest.fixture
@@ -109,115 +108,118 @@ class Counters:
         return 404, {"detail": "Not Found"}
 
 
-def nemo(url: str, *rows: dict[str, Any], folder: Folder, arguments: str = "") -> dict[str, Any]:
-    """Write a user's file and data; the first row for the trainer."""
+def nemo(url: str, row: dict[str, Any], folder: Folder, arguments: str = "") -> dict[str, Any]:
+    """Write a user's file and data; the row for the trainer."""
     data = folder.path / "gym.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data.write_text(json.dumps(row) + "\n")
     folder.write(
         "from nemo_gym_adapter import adapt, write_rows\n"
-        f"Mine = adapt({url!r}, {str(data)!r}{arguments})\n"
+        f"mine = adapt({url!r}{arguments})\n"
         f"write_rows({str(data)!r}, {str(folder.path / 'out/train.jsonl')!r})\n"
     )
-    folder.program("Mine")
-    return json.loads((folder.path / "out/train.jsonl").read_text().splitlines()[0])
+    folder.load("mine")
+    return json.loads((folder.path / "out/train.jsonl").read_text())
 
 
 def test_a_server_of_tools_has_a_session_of_each_episode_and_verifies_its_response(folder, serve):
     server = Counters()
-    row = nemo(serve(server), ROW, folder=folder)
-    assert row["prompt"] == [
+    row = nemo(serve(server), ROW, folder)
+    prompt = [
         {"role": "system", "content": "Count."},
         {"role": "user", "content": "Add 2 to 3."},
     ]
-    (tool,) = folder.program("Mine").tools
-    assert tool["function"]["description"] == "Add to the counter."
-    parameters = tool["function"]["parameters"]
-    assert parameters["required"] == ["by"]
-    assert parameters["properties"] == INCREMENT["parameters"]["properties"]
+    assert row["prompt"] == prompt
 
-    calls = [ToolCall("increment", {"by": 101}), ToolCall("increment", {"by": 2, "kind": "up"})]
-    begun, called, said, paid = folder.play("Mine", row, [calls, "It is 5."])
-    assert (begun.failure, begun.observation) == (None, None)
-    assert [result.content for result in called.results] == [
-        '{"detail": "too much"}',
-        '{"count": 5}',
+    up = {"by": 2, "kind": "up"}
+    calls = calling(("increment", {"by": 101}), ("increment", up), content="First I add.")
+    played = folder.play("mine", row, [calls, "It is 5."])
+    assert played.failure is None
+    assert played.reward == {"score": 1.0, "steps": 1.0, "passed": 1.0}
+    assert played.prompts == [prompt]
+    keys = ("name", "description", "parameters")
+    function = {key: INCREMENT[key] for key in keys}
+    assert played.tools == [[{"type": "function", "function": function}]]
+    assert played.told == [
+        [
+            {"role": "tool", "name": "increment", "content": '{"detail": "too much"}'},
+            {"role": "tool", "name": "increment", "content": '{"count": 5}'},
+        ]
     ]
-    assert said.ended
-    assert paid.reward == {"score": 1.0, "steps": 1.0, "passed": 1.0}
 
     asked = [(path, body) for path, body in server.asked if path != "/verify"]
-    assert asked == [
-        ("/seed_session", ROW),
-        ("/increment", {"by": 101}),
-        ("/increment", {"by": 2, "kind": "up"}),
-    ]
+    assert asked == [("/seed_session", ROW), ("/increment", {"by": 101}), ("/increment", up)]
     path, body = server.asked[-1]
     assert path == "/verify" and {key: body[key] for key in ROW} == ROW
     response = body["response"]
     assert response["object"] == "response" and response["tools"] == [INCREMENT]
-    first, told, second, told_too, message = response["output"]
-    assert [first["type"], told["type"]] == ["function_call", "function_call_output"]
+    beside, first, second, told, told_too, message = response["output"]
+    assert beside["content"][0]["text"] == "First I add."
+    assert (first["type"], told["type"]) == ("function_call", "function_call_output")
     assert (first["name"], json.loads(first["arguments"])) == ("increment", {"by": 101})
     assert first["call_id"] == told["call_id"] != second["call_id"] == told_too["call_id"]
     assert told_too["output"] == '{"count": 5}'
     assert message["role"] == "assistant" and message["content"][0]["text"] == "It is 5."
 
-    # Another episode has another session, and is verified without a last turn too.
-    outcomes = folder.play("Mine", row, [[ToolCall("increment", {"by": 1})]])
-    assert outcomes[1].results[0].content == '{"count": 4}'
-    assert outcomes[-1].reward == {"score": 0.0, "steps": 1.0, "passed": 1.0}
+    # Another episode has another session, and is verified without a last turn, too.
+    played = folder.play("mine", row, [calling(("increment", {"by": 1}))])
+    assert played.told[0][0]["content"] == '{"count": 4}'
+    assert played.reward == {"score": 0.0, "steps": 1.0, "passed": 1.0}
     assert len(server.counts) == 2
+
+    # Calls of a turn that was cut are not run.
+    played = folder.play("mine", row, [calling(("increment", {"by": 2}), stopped=False), "5"])
+    assert played.reward["score"] == 0.0 and not played.told
 
 
 def test_what_a_server_cannot_score_fails_the_episode(folder, serve):
     server = Counters()
-    row = nemo(serve(server), ROW, folder=folder)
+    row = nemo(serve(server), ROW, folder)
     server.further = {"mask_sample": True, "failure_reason": "the judge is away"}
-    assert "the judge is away" in str(folder.play("Mine", row, ["5"])[-1].failure)
+    assert "the judge is away" in str(folder.play("mine", row, ["5"]).failure)
+    assert "had no turn" in str(folder.play("mine", row, []).failure)
 
-    (begun,) = folder.play("Mine", {"prompt": "?"}, ["5"])
-    assert "column nemo_gym" in str(begun.failure) and "write_rows" in str(begun.failure)
+    failure = str(folder.play("mine", {"prompt": "?"}, ["5"]).failure)
+    assert "column nemo_gym" in failure and "write_rows" in failure
 
     def offers_mcp(session: str, path: str, body: Any) -> Answer:
         return 200, {"mcp": {"url_path": "/mcp"}}
 
     bare = {"responses_create_params": {"input": "Hello"}}
-    row = nemo(serve(offers_mcp), bare, folder=folder)
+    row = nemo(serve(offers_mcp), bare, folder)
     assert row["prompt"] == [{"role": "user", "content": "Hello"}]
-    assert "MCP alone" in str(folder.play("Mine", row, [])[0].failure)
+    assert "MCP alone" in str(folder.play("mine", row, ["5"]).failure)
 
-    row = nemo("http://127.0.0.1:9", bare, folder=folder)
-    assert "no server answers at http://127.0.0.1:9" in str(folder.play("Mine", row, [])[0].failure)
+    row = nemo("http://127.0.0.1:9", bare, folder)
+    assert "no server answers at http://127.0.0.1:9" in str(folder.play("mine", row, []).failure)
 
-
-@pytest.mark.parametrize(
-    ("second", "words"),
-    [
-        ({"input": "1", "tools": []}, "row 2 of"),
-        ({"input": [{"type": "function_call"}], "tools": [INCREMENT]}, "of text train"),
-        (
-            {
-                "input": [{"role": "user", "content": [{"type": "input_image"}]}],
-                "tools": [INCREMENT],
-            },
-            "of text train",
-        ),
-    ],
-)
-def test_rows_of_a_server_that_cannot_train_are_refused(folder, second, words):
-    with pytest.raises(EnvironmentFault, match=words):
-        nemo("http://127.0.0.1:9", ROW, {"responses_create_params": second}, folder=folder)
+    searches = {"responses_create_params": {"input": "1", "tools": [{"type": "web_search"}]}}
+    row = nemo("http://127.0.0.1:9", searches, folder)
+    assert "no function" in str(folder.play("mine", row, []).failure)
 
 
-def test_a_tool_that_the_policy_cannot_be_shown_is_refused(folder):
-    for tool, words in (
-        ({"type": "web_search"}, "web_search"),
-        ({**INCREMENT, "name": "reset"}, "'reset'"),
-        ({**INCREMENT, "parameters": {"$defs": {}, "properties": {}}}, r"\$defs"),
-    ):
-        row = {"responses_create_params": {"input": "1", "tools": [tool]}}
-        with pytest.raises(EnvironmentFault, match=words):
-            nemo("http://127.0.0.1:9", row, folder=folder)
+def test_an_input_has_calls_and_no_images(folder):
+    call = {"type": "function_call", "call_id": "c", "name": "increment", "arguments": '{"by": 2}'}
+    said = [
+        {"role": "user", "content": "Add."},
+        {"type": "reasoning", "summary": []},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "5"},
+    ]
+    row = nemo("http://127.0.0.1:9", {"responses_create_params": {"input": said}}, folder)
+    function = {"name": "increment", "arguments": {"by": 2}}
+    assert row["prompt"] == [
+        {"role": "user", "content": "Add."},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        },
+        {"role": "tool", "name": "increment", "content": "5"},
+    ]
+
+    image = [{"role": "user", "content": [{"type": "input_image"}]}]
+    with pytest.raises(EnvironmentFault, match="only text"):
+        nemo("http://127.0.0.1:9", {"responses_create_params": {"input": image}}, folder)
 
 
 class Steps:
@@ -232,28 +234,36 @@ class Steps:
             return 200, {"observation": f"{body['steps']} left", "info": {}}
         if path != "/step":
             return 404, {"detail": "Not Found"}
-        (item,) = body["response"]["output"]
+        items = body["response"]["output"]
         self.left[session] -= 1
         left = self.left[session]
         answer = {"reward": 0.25, "terminated": left == 0, "truncated": False, "info": {}}
-        if item["type"] == "function_call":
-            answer["info"] = {"tool_outputs": [{"call_id": item["call_id"], "output": "counted"}]}
-            return 200, answer
-        return 200, {**answer, "observation": f"{item['content'][0]['text']}: {left} left"}
+        calls = [item["call_id"] for item in items if item["type"] == "function_call"]
+        if calls:
+            outputs = [{"call_id": call, "output": f"counted {call == calls[0]}"} for call in calls]
+            return 200, {**answer, "info": {"tool_outputs": outputs}}
+        return 200, {**answer, "observation": f"{items[0]['content'][0]['text']}: {left} left"}
 
 
 def test_a_server_in_the_style_of_gymnasium_pays_each_turn(folder, serve):
     row = {"responses_create_params": PARAMS, "steps": 4}
     url = serve(Steps())
-    row = nemo(url, row, folder=folder, arguments=", gymnasium=True")
-    call = ToolCall("increment", {"by": 1})
-    begun, said, called, ended, paid = folder.play("Mine", row, ["a", [call, call], "b", "c"])
-    assert begun.observation == "4 left"
-    assert (said.observation, said.turn_reward) == ("a: 3 left", 0.25)
-    assert [result.content for result in called.results] == ["counted"] * 2
-    assert called.turn_reward == 0.5 and not called.ended
-    assert (ended.ended, ended.turn_reward, paid.reward) == (True, 0.25, 0.0)
+    row = nemo(url, row, folder, ", gymnasium=True")
+    call = ("increment", {"by": 1})
+    played = folder.play("mine", row, ["a", calling(call, call), "b", "c", "d"])
+    assert played.prompts[0][-1] == {"role": "user", "content": "4 left"}
+    counted = [
+        {"role": "tool", "name": "increment", "content": f"counted {first}"}
+        for first in (True, False)
+    ]
+    assert played.told == [
+        [{"role": "user", "content": "a: 3 left"}],
+        counted,
+        [{"role": "user", "content": "b: 1 left"}],
+    ]
+    assert played.reward == 1.0
+    assert folder.play("mine", row, ["a"]).reward == 0.25
 
-    row = nemo(url, row["nemo_gym"], folder=folder)
-    failure = str(folder.play("Mine", row, [])[0].failure)
+    row = nemo(url, row["nemo_gym"], folder)
+    failure = str(folder.play("mine", row, []).failure)
     assert "status 404" in failure and "gymnasium=True" in failure

@@ -1,18 +1,18 @@
-"""Makes a resources server of NeMo-Gym an environment for `rollout.environment`.
+"""Makes a resources server of NeMo-Gym a rollout function.
 
 The server runs beside the trainer, started as NeMo-Gym starts it. This file speaks to it over HTTP
 as NeMo-Gym's own agents do, and needs no package of NeMo-Gym. A server of tools is asked for
 `/seed_session`, for each call for the tool's own path, and in the end for `/verify`; one in the
 style of Gymnasium for `/reset` and for `/step` after each turn. A file of yours beside this one
-names the server and its data:
+names the server:
 
     from nemo_gym_adapter import adapt, write_rows
 
-    DATA = "resources_servers/example_session_state_mgmt/data/example.jsonl"
-    Counter = adapt("http://127.0.0.1:8000", DATA)
+    counter = adapt("http://127.0.0.1:8000")
 
     if __name__ == "__main__":
-        write_rows(DATA, "runs/counter/train.jsonl")
+        data = "resources_servers/example_session_state_mgmt/data/example.jsonl"
+        write_rows(data, "runs/counter/train.jsonl")
 """
 
 from __future__ import annotations
@@ -22,79 +22,66 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tool_methods import tool_method
+from chats import Chats, plain
 
 COLUMN = "nemo_gym"  # of a row of the data: the row of NeMo-Gym's data
 TIMEOUT_S = 600.0  # rollout.tool_timeout_s ends a call earlier
 Item = dict[str, Any]
 
 
-def adapt(url: str, data: str | Path, *, gymnasium: bool = False) -> type:
-    """A class for `rollout.environment`.
+def adapt(url: str, *, gymnasium: bool = False) -> Callable[..., Any]:
+    """A function for `rollout.environment`; `gymnasium` if the server has /reset and /step."""
 
-    Args:
-        url: of the resources server.
-        data: NeMo-Gym's data, whose rows name the tools.
-        gymnasium: whether the server has /reset and /step.
+    async def rollout(engine: Any, row: dict[str, Any], sampling: Any) -> list[Any]:
+        if COLUMN not in row:
+            raise ValueError(f"the row has no column {COLUMN}; write the data with write_rows")
+        chats = Chats(engine)
+        session = (_Gymnasium if gymnasium else _Tools)(url, row[COLUMN])
+        messages = _messages(row[COLUMN]) + session.begin()
+        with suppress(engine.NoRoom):  # the server scores what was said
+            told = messages
+            while told:
+                said, reason = await chats.answer(messages, session.tools)
+                told = session.answer(said, reason)
+                messages = [*messages, said, *told]
+        trajectories = chats.trajectories
+        trajectories[-1].reward = session.reward()
+        return trajectories
 
-    Raises:
-        ValueError: the rows cannot be trained on; the message says why.
-    """
-    rows = _read(data)
-    tools = rows[0]["responses_create_params"].get("tools") or []
-    for number, row in enumerate(rows, start=1):
-        if (row["responses_create_params"].get("tools") or []) != tools:
-            raise ValueError(
-                f"row {number} of {data} has other tools than the first; write rows with the same "
-                "tools into one file, and name an environment for each file by data_source"
-            )
-    kind = _GymnasiumEpisode if gymnasium else _ToolsEpisode
-    methods: dict[str, Any] = {"_url": url.rstrip("/"), "_tools": tools}
-    for tool in tools:
-        if tool.get("type") != "function":
-            raise ValueError(f"{data} has a tool of type {tool.get('type')}; only functions run")
-        name = tool["name"]
-        schema = tool.get("parameters") or {}
-        methods[name] = tool_method(name, tool.get("description") or "", schema, kind._run)
-    return type("NeMoGym", (kind,), methods)
+    return rollout
 
 
 def write_rows(data: str | Path, path: str | Path) -> None:
     """Write NeMo-Gym's data as data for `data.train_files`."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with Path(path).open("w", encoding="utf-8") as file:
-        for row in _read(data):
-            file.write(json.dumps({"prompt": _prompt(row), COLUMN: row}) + "\n")
+        for line in Path(data).read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            file.write(json.dumps({"prompt": plain(_messages(row)), COLUMN: row}) + "\n")
 
 
-class _Episode:
-    """A session with the server, and the items of the response as it grows."""
+class _Session:
+    """A session with the server."""
 
-    _url: str
-    _tools: list[Item]
-    done = False
-
-    def _open(self, row: dict[str, Any], path: str) -> dict[str, Any]:
-        """Begin the session."""
-        if COLUMN not in row:
-            raise ValueError(f"the row has no column {COLUMN}; write the data with write_rows")
-        self._row = row[COLUMN]
-        self._items: list[Item] = []
+    def __init__(self, url: str, row: Item) -> None:
+        self._url = url.rstrip("/")
+        self._row = row
+        self.tools = row["responses_create_params"].get("tools") or []
+        if any(tool.get("type") != "function" for tool in self.tools):
+            raise ValueError("the row has a tool that is no function; only functions run here")
         # The cookie of the session is all that tells the server one episode from another.
         cookies = urllib.request.HTTPCookieProcessor()
         self._opener = urllib.request.build_opener(cookies, urllib.request.ProxyHandler({}))
-        return self._ask(path, self._row)
 
     def _post(self, path: str, body: Any) -> tuple[int, str]:
         """Status and text of an answer."""
-        request = urllib.request.Request(
-            f"{self._url}/{path}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
         try:
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
                 return answer.status, answer.read().decode()
@@ -103,51 +90,52 @@ class _Episode:
         except urllib.error.URLError as error:
             raise ConnectionError(f"no server answers at {self._url}: {error.reason}") from None
 
-    def _ask(self, path: str, body: Any) -> dict[str, Any]:
-        """What the server answers; RuntimeError if it refuses."""
+    def _ask(self, path: str, items: list[Item] | None = None) -> Item:
+        """What the server answers to the row, and to items of a response if there are any."""
+        body = self._row
+        if items is not None:
+            params = body["responses_create_params"]
+            response = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "model": "policy"}
+            response |= {"created_at": time.time(), "status": "completed", "output": items}
+            response |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": self.tools}
+            body = {
+                **body,
+                "response": {**response, **{k: params[k] for k in response if k in params}},
+            }
         status, text = self._post(path, body)
         if status >= 400:
-            hint = ""
-            if path in ("seed_session", "reset") and status == 404:
-                hint = "; adapt needs gymnasium=True for servers with /reset and /step alone"
+            hint = "; adapt needs gymnasium=True for servers with /reset and /step alone"
+            hint = hint if (path, status) == ("seed_session", 404) else ""
             raise RuntimeError(f"/{path} answered with status {status}: {text[:200]}{hint}")
-        answer: dict[str, Any] = json.loads(text)
+        answer: Item = json.loads(text)
         return answer
 
-    def _response(self, items: list[Item]) -> Item:
-        """Items as the response of a model."""
-        params = self._row["responses_create_params"]
-        return {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "object": "response",
-            "created_at": time.time(),
-            "model": "policy",
-            "status": "completed",
-            "output": items,
-            "parallel_tool_calls": params.get("parallel_tool_calls", True),
-            "tool_choice": params.get("tool_choice", "auto"),
-            "tools": self._tools,
-        }
 
+class _Tools(_Session):
+    """With a server of tools, which scores the whole response."""
 
-class _ToolsEpisode(_Episode):
-    """An episode with a server of tools, which scores the whole of it."""
-
-    def reset(self, row: dict[str, Any]) -> None:
-        """Seed the session."""
-        if self._open(row, "seed_session").get("mcp") and not self._tools:
+    def begin(self) -> list[Item]:
+        self._items: list[Item] = []
+        if self._ask("seed_session").get("mcp") and not self.tools:
             raise ValueError(
                 "the server offers its tools by MCP alone; name them in responses_create_params"
             )
+        return []
 
-    def reply(self, text: str) -> None:
-        """Keep the turn without calls that ends an episode."""
-        self._items.append(_message(text))
+    def answer(self, said: Item, reason: str) -> list[Item]:
+        """Post each call to the path of its tool; an error of the server is an answer, too."""
+        self._items += _items(said)
+        told = []
+        for call in said.get("tool_calls", ()) if reason == "tool_calls" else ():
+            _, text = self._post(call["name"], json.loads(call["arguments"]))
+            output = {"type": "function_call_output", "call_id": call["id"], "output": text}
+            self._items.append(output)
+            told.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        return told
 
     def reward(self) -> dict[str, float]:
         """Have the server verify the response; further numbers that it names stand beside."""
-        body = self._row | {"response": self._response(self._items)}
-        verdict = self._ask("verify", body)
+        verdict = self._ask("verify", self._items)
         if verdict.get("mask_sample"):
             raise RuntimeError(f"the server masks the sample: {verdict.get('failure_reason')}")
         numbers = {
@@ -158,100 +146,72 @@ class _ToolsEpisode(_Episode):
         score = numbers.pop("reward")
         return {**numbers, "score": score}
 
-    def _run(self, name: str, arguments: dict[str, Any]) -> str:
-        """Post a call to the path of its tool; an error of the server is an answer too."""
-        call = _call(name, arguments)
-        _, text = self._post(name, arguments)
-        self._items += [call, _output(call["call_id"], text)]
-        return text
 
+class _Gymnasium(_Session):
+    """With a server in the style of Gymnasium, which pays each turn."""
 
-class _GymnasiumEpisode(_Episode):
-    """An episode with a server in the style of Gymnasium, which pays each turn."""
-
-    def reset(self, row: dict[str, Any]) -> str | None:
-        """Reset the environment."""
+    def begin(self) -> list[Item]:
         self._earned = 0.0
-        return self._open(row, "reset").get("observation") or None
+        return _observed(self._ask("reset"))
 
-    def reply(self, text: str) -> str | None:
-        """Take a step with a turn without calls."""
-        observation = self._step(_message(text)).get("observation")
-        if not self.done and not observation:
+    def answer(self, said: Item, reason: str) -> list[Item]:
+        step = self._ask("step", _items(said))
+        self._earned += step.get("reward", 0.0)
+        if step.get("terminated") or step.get("truncated"):
+            return []
+        told = [
+            {"role": "tool", "tool_call_id": output["call_id"], "content": output["output"]}
+            for output in step.get("info", {}).get("tool_outputs", [])
+        ] + _observed(step)
+        if not told:
             raise ValueError("the server goes on after a turn, but says nothing to go on with")
-        return None if self.done else observation
-
-    def turn_reward(self) -> float:
-        """What the steps of the turn have earned."""
-        earned = self._earned
-        self._earned = 0.0
-        return earned
+        return told
 
     def reward(self) -> float:
-        """Turns have been paid for already."""
-        return 0.0
-
-    def _run(self, name: str, arguments: dict[str, Any]) -> str:
-        """Take a step with one call."""
-        if self.done:
-            return "The episode is over."
-        answer = self._step(_call(name, arguments))
-        told = [output["output"] for output in answer.get("info", {}).get("tool_outputs", [])]
-        observation = answer.get("observation")
-        return "\n\n".join(told + ([observation] if observation else []))
-
-    def _step(self, item: Item) -> dict[str, Any]:
-        answer = self._ask("step", self._row | {"response": self._response([item])})
-        self._earned += answer.get("reward", 0.0)
-        self.done = bool(answer.get("terminated") or answer.get("truncated"))
-        return answer
+        return self._earned
 
 
-def _read(data: str | Path) -> list[dict[str, Any]]:
-    lines = Path(data).read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines if line.strip()]
-    if not rows:
-        raise ValueError(f"{data} has no rows")
-    return rows
+def _observed(answer: Item) -> list[Item]:
+    said = answer.get("observation")
+    return [{"role": "user", "content": said}] if said else []
 
 
-def _prompt(row: dict[str, Any]) -> list[dict[str, str]]:
-    """The input of a row as chat messages; ValueError if it has more than messages of text."""
+def _items(said: Item) -> list[Item]:
+    """A turn as items of a response: its text, if it has any, and its calls."""
+    content = [{"type": "output_text", "text": said["content"], "annotations": []}]
+    items: list[Item] = []
+    if said["content"] or "tool_calls" not in said:
+        about = {"id": f"msg_{uuid.uuid4().hex}", "status": "completed", "content": content}
+        items.append({"type": "message", "role": "assistant", **about})
+    for call in said.get("tool_calls", ()):
+        items.append(
+            {"type": "function_call", "call_id": call["id"], "status": "completed", **call}
+        )
+    return items
+
+
+def _messages(row: Item) -> list[Item]:
+    """The input of a row as chat messages."""
     params = row["responses_create_params"]
     items = params["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
+    messages: list[Item] = []
     if params.get("instructions"):
-        items = [{"role": "system", "content": params["instructions"]}, *items]
-    messages = []
+        messages.append({"role": "system", "content": params["instructions"]})
     for item in items:
-        parts = item.get("content")
-        if isinstance(parts, str):
-            parts = [{"type": "input_text", "text": parts}]
-        if item.get("type", "message") != "message" or any("text" not in part for part in parts):
-            raise ValueError("an input has calls, images or sounds; only messages of text train")
-        role = "system" if item["role"] == "developer" else item["role"]
-        messages.append({"role": role, "content": "".join(part["text"] for part in parts)})
-    return messages
-
-
-def _message(text: str) -> Item:
-    content = [{"type": "output_text", "text": text, "annotations": []}]
-    own = {"type": "message", "role": "assistant", "status": "completed"}
-    return {**own, "id": f"msg_{uuid.uuid4().hex}", "content": content}
-
-
-def _call(name: str, arguments: dict[str, Any]) -> Item:
-    number = f"call_{uuid.uuid4().hex}"
-    return {
-        "type": "function_call",
-        "id": number,
-        "call_id": number,
-        "name": name,
-        "arguments": json.dumps(arguments),
-        "status": "completed",
-    }
-
-
-def _output(call_id: str, text: str) -> Item:
-    return {"type": "function_call_output", "call_id": call_id, "output": text}
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = "system" if item["role"] == "developer" else item["role"]
+            messages.append({"role": role, "content": item["content"]})
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append(
+                {"id": item["call_id"], **{key: item[key] for key in ("name", "arguments")}}
+            )
+        elif kind == "function_call_output":
+            told = {"tool_call_id": item["call_id"], "content": item["output"]}
+            messages.append({"role": "tool", **told})
+    return messages  # thoughts are left out
