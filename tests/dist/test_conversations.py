@@ -59,7 +59,7 @@ FORGETS = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 UIDS = [4, 7, 3, 12, 5]
-TALKATIVE = [15, 7, 3, 11, 19, 23, 27, 31]  # all but the third, which fails, have four turns
+TALKATIVE = [15, 7, 3, 11, 19, 23, 27, 31]  # all but the third, which fails, talk longer
 FAILING = (3, 5)
 N = 2
 ENDS = (0, *range(40, 52))  # some characters end a turn as well, since a random model ends none
@@ -198,7 +198,7 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
         forgets = TurnRenderer(_tokenizer(FORGETS), programs[""].tools, ENDS)
         leads.dialogues = {"": Dialogue(programs[""], forgets)}
         leads.parse = _parse_some
-        leads.limits = replace(leads.limits, on_rewrite="split")
+        leads.limits = replace(leads.limits, max_turns=2 * MOST_TURNS, on_rewrite="split")
     talkative = _prompts(tokenizer, programs[""].tools, TALKATIVE)
     found["partial split"] = _partial_steps(splitting, talkative)
     return found
@@ -235,7 +235,10 @@ def _partial_steps(
     uids = prompts.uid
     supply = _Supply(prompts)
     section = PartialSection(over=2.0, max_versions=3, turn_cost=4)
-    samplers = [PartialSampler(generator, supply, 2, section, MOST_TURNS) for generator, _ in built]
+    leads = built[0][0].conversations
+    assert leads is not None
+    most = leads.limits.max_turns
+    samplers = [PartialSampler(generator, supply, 2, section, most) for generator, _ in built]
     sampling = SamplingParams(
         n=N, temperature=1.0, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
     )
@@ -295,7 +298,7 @@ def _partial_steps(
             }
         )
     failing = itertools.repeat(prompts.select([uids.index(3)] * 2))
-    sampler = PartialSampler(built[1][0], failing, 2, section, MOST_TURNS)
+    sampler = PartialSampler(built[1][0], failing, 2, section, most)
     with pytest.raises(EnvironmentFault, match=r"every episode of the step failed.*nothing to say"):
         sampler.draw(8, sampling)
     built[1][0].end_step()
