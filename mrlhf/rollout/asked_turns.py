@@ -12,7 +12,7 @@ from typing import Any
 
 from mrlhf.inference.base import Request, Sample, SamplingParams
 from mrlhf.rollout.branches import BranchError, BranchLimits, NoRoomError
-from mrlhf.rollout.conversations import Conversation, Conversations
+from mrlhf.rollout.conversations import UNREADABLE, Conversation, Conversations
 from mrlhf.rollout.drawing import mix_seed
 
 
@@ -80,6 +80,11 @@ class AskedTurns:
             }
             if question["reads_calls"]:
                 parsed = self._owner.parse(text)
+                if sample.stopped:
+                    one.tools.update(name for name, _ in parsed.calls)
+                    if parsed.error is not None:
+                        one.tools[UNREADABLE] += 1
+                        one.errors += 1
                 calls = [{"name": name, "arguments": given} for name, given in parsed.calls]
                 value |= {"calls": calls, "content": parsed.content, "problem": parsed.error or ""}
             self._owner.answer(one.number, question["number"], value)

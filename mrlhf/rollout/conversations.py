@@ -24,6 +24,7 @@ from mrlhf.parallel.groups import EngineGroups
 from mrlhf.rollout.branches import Branches
 from mrlhf.rollout.drawing import OpenSample
 
+UNREADABLE = "error"  # stands for the name of the tool in a call that cannot be read
 _MOST_RENDERERS = 64  # that are kept for the tools of rollout functions
 _CUT = " [cut]"  # at the end of an answer that is too long
 

@@ -25,12 +25,11 @@ from mrlhf.errors import DataError
 from mrlhf.inference.base import InferenceEngine, Sample
 from mrlhf.rollout.asked_turns import AskedTurns
 from mrlhf.rollout.branches import BranchError
-from mrlhf.rollout.conversations import Conversation, Conversations
+from mrlhf.rollout.conversations import UNREADABLE, Conversation, Conversations
 from mrlhf.rollout.drawing import Drawing, Pace, Task, mix_seed
 from mrlhf.rollout.trajectory import Trajectory, turns_ended_by
 
 _IDLE_WAIT_S = 0.05  # for outcomes while the engine has nothing to draw
-_UNREADABLE = "error"  # stands for the name of the tool in a call that cannot be read
 
 
 class Conversing(Drawing[Conversation]):
@@ -284,7 +283,7 @@ class Conversing(Drawing[Conversation]):
             self._show(one, parsed)
             return
         one.errors += 1
-        one.tools[_UNREADABLE] += 1
+        one.tools[UNREADABLE] += 1
         if self._limits.on_parse_error == "end":
             self._ask_reward(one)
         else:
@@ -426,7 +425,7 @@ def _answers(outcome: Outcome) -> list[Message]:
 
 def _unreadable(error: str) -> Message:
     """What the policy is told of a call that cannot be read."""
-    return _told(_UNREADABLE, f"Error: {error}")
+    return _told(UNREADABLE, f"Error: {error}")
 
 
 def _told(name: str, content: str) -> Message:

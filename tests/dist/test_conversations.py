@@ -418,7 +418,9 @@ def test_a_function_that_does_the_same_draws_the_same(ranks: list[dict[str, Any]
         led["logprobs"], wanted["logprobs"][alive][:, :width], rtol=2e-4, atol=2e-5
     )
     for mine, row in zip(led["episodes"], alive, strict=True):
-        assert mine.turns == wanted["episodes"][row].turns and not mine.context_begins
+        other = wanted["episodes"][row]
+        assert mine.turns == other.turns and not mine.context_begins
+        assert mine.tools == other.tools and mine.errors == other.errors
     assert led["responses"] == ranks[1]["function"]["responses"]
 
 
