@@ -135,6 +135,7 @@ def test_vllm_draws_episodes_that_agree_with_training(start: Path) -> None:
         "vllm",
         f"data.train_files={start}/two.jsonl",
         "data.val_files=[]",
+        "trainer.test_freq=0",
         f"rollout.environment={json.dumps(programs)}",
         f"data.chat_template={start}/chat.jinja",
         "data.max_response_length=40",
