@@ -268,6 +268,8 @@ class EnvironmentHost:
 
     def _flush(self, episode: _Episode) -> None:
         """Send what the child takes without delay; `poll` sends the rest when it takes more."""
+        if episode.connection.fileno() < 0:
+            return
         with suppress(OSError):  # it takes nothing now, or has ended, which reading shows
             sent = episode.connection.send(episode.outgoing, socket.MSG_DONTWAIT)
             episode.outgoing = episode.outgoing[sent:]

@@ -9,11 +9,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+from mrlhf.batch import Episode
 from mrlhf.data.tokenizer import Message, Tokenizer
 from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import Turn, TurnRenderer
@@ -48,6 +49,21 @@ class TurnLimits:
     def max_length(self, sampling: SamplingParams) -> int:
         """The most tokens of a context, its prompt included."""
         return self.max_prompt_tokens + sampling.max_tokens
+
+    def fits(
+        self, episode: Episode, length: int, has_ended: bool, sampling: SamplingParams
+    ) -> bool:
+        """Whether an episode of `length` tokens is in these limits, and can go on if it is open."""
+        length += not has_ended  # there must be room for a token
+        ends = [*episode.context_begins, length]
+        others = (end - begin - self.max_prompt_tokens for begin, end in pairwise(ends))
+        prompt = 0 if episode.failure else len(episode.prompt_ids or ())
+        turn = 0 if has_ended else length - episode.turn_begins[-1]
+        return (
+            max(ends[0], *others, 0) <= sampling.max_tokens
+            and prompt <= self.max_prompt_tokens
+            and (self.max_turn_tokens is None or turn <= self.max_turn_tokens)
+        )
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,11 @@ class Conversing(Drawing[Conversation]):
             self._remember(one, turns.pop(0), [_unreadable(parsed.error)])
         one.replays = None
         if one.history:
-            one.text, _ = one.dialogue.renderer.goes_on(one.messages, one.history, "")
+            try:
+                one.text, _ = one.dialogue.renderer.goes_on(one.messages, one.history, "")
+            except DataError as error:
+                self._fail(one, f"its replayed answers cannot be written: {error}")
+                return
         self._engine.submit(self._next_requests([one]))
 
     def _remember(self, one: Conversation, drawn: list[int], messages: Sequence[Message]) -> None:
@@ -387,6 +391,7 @@ class Conversing(Drawing[Conversation]):
         self._end(one, one.stopped, replace(episode, failure=failure))
 
     def _put_aside(self, one: Conversation) -> Trajectory:
+        one.experts = None  # the engine records all of them again
         self._owner.keep(one)
         return replace(super()._put_aside(one), episode=self._episode(one))
 

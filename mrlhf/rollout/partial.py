@@ -268,20 +268,20 @@ class PartialSampler:
     def _fits(self, samples: DrawnSamples, groups: int, sampling: SamplingParams) -> bool:
         """Whether the samples of so many groups can go on as the run is configured now."""
         headers = samples.headers
-        lengths = headers.lengths + 1 - headers.ended  # one that is open needs room for a token
-        fits = len(headers.rows) == groups * sampling.n
+        if len(headers.rows) != groups * sampling.n:
+            return False
         conversations = self.generator.conversations
         if conversations is None:
-            return fits and not samples.episodes and bool((lengths <= sampling.max_tokens).all())
+            too_long = headers.lengths >= sampling.max_tokens + headers.ended
+            return not samples.episodes and not too_long.any()
 
-        max_prompt = conversations.limits.max_prompt_tokens
-        for row, length in zip(headers.rows.tolist(), lengths.tolist(), strict=True):
-            if row not in samples.episodes:
-                return False
-            ends = [*samples.episodes[row].context_begins, length]
-            others = [end - begin - max_prompt for begin, end in itertools.pairwise(ends)]
-            fits &= max([ends[0], *others]) <= sampling.max_tokens
-        return fits
+        fits = conversations.limits.fits
+        columns = headers.rows.tolist(), headers.lengths.tolist(), headers.ended.tolist()
+        return all(
+            row in samples.episodes
+            and fits(samples.episodes[row], length, bool(has_ended), sampling)
+            for row, length, has_ended in zip(*columns, strict=True)
+        )
 
     def _rounds(self, groups: BegunGroups, version: int, sampling: SamplingParams) -> Rounds:
         """What keeps the samples of this step together."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from mrlhf.batch import Episode
 from mrlhf.config.rollout import PartialSection
+from mrlhf.inference.base import SamplingParams
+from mrlhf.rollout.conversations import TurnLimits
 from mrlhf.rollout.partial import State, choose_groups, warn_of_dropped
 
 P = State.OPEN  # a part is drawn
@@ -55,3 +60,43 @@ def test_groups_that_are_dropped_are_counted_without_those_that_wait(
     assert not caplog.messages
     warn_of_dropped({"uids": [5, 6, 7], "streams": ["train 1", "train 2", ""]})
     assert "2 prompts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limits", "fits"),
+    [
+        ({}, True),
+        ({"max_response": 11}, True),
+        ({"max_response": 10}, False),  # no room for another token of the first context
+        ({"max_response": 10, "has_ended": True}, True),
+        ({"contexts": [4], "max_response": 4}, True),  # 4 of the first, and 6 of the second
+        ({"contexts": [4], "max_response": 3}, False),
+        ({"contexts": [4], "max_response": 4, "max_prompt": 2}, False),
+        ({"own": 5, "max_prompt": 5}, True),
+        ({"own": 6, "max_prompt": 5}, False),
+        ({"own": 6, "max_prompt": 5, "failure": "it was too long"}, True),
+        ({"max_turn": 3}, True),  # 2 of the present turn
+        ({"max_turn": 2}, False),
+        ({"max_turn": 2, "has_ended": True}, True),
+    ],
+)
+def test_what_has_begun_goes_on_if_the_limits_allow_it(limits: dict[str, Any], fits: bool) -> None:
+    """An episode of 10 tokens that is in its second turn."""
+    case = {"max_response": 20, "max_prompt": 5, "max_turn": None, "own": 0, "failure": ""} | limits
+    episode = Episode(
+        prompt_ids=[1] * case["own"] or None,
+        prompt_text="",
+        turn_begins=[0, 8],
+        turns=[6],
+        tools={},
+        errors=0,
+        failure=case["failure"],
+        score=None,
+        further={},
+        turn_rewards=[],
+        waited_s=0.0,
+        context_begins=case.get("contexts", []),
+    )
+    turn_limits = TurnLimits(4, case["max_turn"], 8, case["max_prompt"], "tell", "tell")
+    sampling = SamplingParams(temperature=1.0, max_tokens=case["max_response"], seed=0)
+    assert turn_limits.fits(episode, 10, case.get("has_ended", False), sampling) == fits
