@@ -47,6 +47,12 @@ class Played:
         (one,) = self.trajectories
         return one["reward"]
 
+    @property
+    def turn_rewards(self) -> list[float]:
+        """Those of the episode's only trajectory."""
+        (one,) = self.trajectories
+        return one["turn_rewards"]
+
 
 class Folder:
     """A user's folder: the adapters, and a file with rollout functions beside them."""

@@ -27,7 +27,7 @@ class Trajectory:
     """Tokens that the policy reads at once, some of which it has drawn.
 
     The engine's methods return new ones, so the same trajectory can be continued in several ways.
-    Two fields are the user's to set: `reward` and `role`.
+    Three fields are the user's to set: `reward`, `role` and `turn_rewards`.
     """
 
     token_ids: list[int]
@@ -40,6 +40,7 @@ class Trajectory:
     problem: str = ""
     reward: float | dict[str, float] | None = None
     role: str = ""  # one with a reward of its own is compared with others of its role
+    turn_rewards: Sequence[float] = ()  # of each turn, or none
     # Which draw gave each turn, and where its tokens begin.
     turns: tuple[tuple[int, int], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()  # that its prompt shows
@@ -99,7 +100,8 @@ class Engine:
         answer = await self._ask("generate", asked)
         drawn = answer.pop("token_ids")
         turns = (*begun.turns, (answer.pop("draw"), len(ids)))
-        return replace(begun, token_ids=ids + drawn, turns=turns, told=False, reward=None, **answer)
+        unpaid: dict[str, Any] = {"reward": None, "turn_rewards": ()}
+        return replace(begun, token_ids=ids + drawn, turns=turns, told=False, **unpaid, **answer)
 
     async def tell(
         self, trajectory: Trajectory, messages: str | Sequence[Mapping[str, str]]
@@ -194,7 +196,13 @@ def _as_dict(one: Trajectory) -> dict[str, Any]:
             "the rollout function returned a trajectory without a turn: generate one, or leave it "
             "out"
         )
+    if len(one.turn_rewards) not in (0, len(one.turns)):
+        raise programs.ProgramError(
+            f"turn_rewards has {len(one.turn_rewards)} numbers for {len(one.turns)} turns; give "
+            "one for each, or none"
+        )
     return {
+        "turn_rewards": [programs.number(paid, "turn_rewards") for paid in one.turn_rewards],
         "token_ids": one.token_ids,
         "turns": one.turns,
         "role": programs.as_text(str(one.role)),

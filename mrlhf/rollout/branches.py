@@ -77,6 +77,7 @@ class Branches:
 
         If one of several has a reward, all share it; if each has one, they are of their own. A lone
         trajectory has one of its own if it has a role, which episodes with others compare it by.
+        Rewards of turns stand beside either.
 
         Raises:
             BranchError: a trajectory has tokens that were not drawn for it, or nothing that trains,
@@ -101,12 +102,16 @@ class Branches:
             taken |= {draw for draw, _ in turns}
             woven.add(one["token_ids"], [(begin, self.drawn[draw]) for draw, begin in turns])
 
+            paid = dict(zip((draw for draw, _ in one["turns"]), one["turn_rewards"], strict=False))
+            of_turns = [paid.get(draw, 0.0) for draw, _ in turns]
             if is_own:
                 own = one["reward"]
-                score = own["score"] if isinstance(own, Mapping) else own
-                woven.turn_rewards += [0.0] * (len(turns) - 1) + [score]
+                of_turns[-1] += own["score"] if isinstance(own, Mapping) else own
                 woven.context_roles.append(one["role"])
-                of_role.setdefault(one["role"], []).append(score)
+                of_role.setdefault(one["role"], []).append(sum(of_turns))
+            woven.turn_rewards += of_turns
+        if not is_own and not any(one["turn_rewards"] for one in trajectories):
+            woven.turn_rewards = []
         if is_own:
             means = {f"{role}/reward": fmean(scores) for role, scores in of_role.items() if role}
             woven.reward = {**means, "score": 0.0}

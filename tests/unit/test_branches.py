@@ -29,7 +29,8 @@ def _branches(*turns: tuple[list[int], list[int]]) -> Branches:
 
 
 def _trajectory(ids: list[int], *turns: tuple[int, int], **more: Any) -> dict[str, Any]:
-    return {"token_ids": ids, "turns": list(turns), "role": "", "reward": None} | more
+    plain: dict[str, Any] = {"role": "", "reward": None, "turn_rewards": []}
+    return {"token_ids": ids, "turns": list(turns), **plain, **more}
 
 
 def test_a_turn_has_the_room_that_is_left() -> None:
@@ -100,6 +101,18 @@ def test_rewards_of_their_own_stand_at_last_turns() -> None:
     assert woven.turn_rewards == [0.0, 1.0, -1.0, 0.5]
     assert woven.context_roles == ["x", "o", "o"]
     assert woven.reward == {"score": 0.0, "x/reward": 1.0, "o/reward": -0.25}
+
+
+def test_rewards_of_turns_stand_beside_those_of_trajectories() -> None:
+    branches = _branches(([1], [2]), ([1, 2, 3], [9]), ([1, 2, 4], [6]))
+    one = _trajectory([1, 2, 3, 9], (0, 1), (1, 3), reward=0.5, turn_rewards=[1.0, 2.0])
+    other = _trajectory([1, 2, 4, 6], (0, 1), (2, 3), turn_rewards=[8.0, 4.0])
+    shared = branches.weave([one, other])
+    assert (shared.turn_rewards, shared.reward) == ([1.0, 2.0, 4.0], 0.5)  # each turn once
+
+    own = branches.weave([one | {"role": "x"}, other | {"role": "y", "reward": -1.0}])
+    assert own.turn_rewards == [1.0, 2.5, 3.0]
+    assert own.reward == {"score": 0.0, "x/reward": 3.5, "y/reward": 3.0}
 
 
 def test_a_lone_trajectory_with_a_role_is_compared_by_it() -> None:

@@ -261,8 +261,8 @@ def test_a_server_in_the_style_of_gymnasium_pays_each_turn(folder, serve):
         counted,
         [{"role": "user", "content": "b: 1 left"}],
     ]
-    assert played.reward == 1.0
-    assert folder.play("mine", row, ["a"]).reward == 0.25
+    assert played.reward is None and played.turn_rewards == [0.25] * 4
+    assert folder.play("mine", row, ["a"]).turn_rewards == [0.25]
 
     row = nemo(url, row["nemo_gym"], folder)
     failure = str(folder.play("mine", row, []).failure)

@@ -114,6 +114,18 @@ async def infinite(engine, row, sampling):
     return one
 
 
+async def pays_turns(engine, row, sampling):
+    one = await engine.generate(await engine.tell(await engine.generate([1]), "b"))
+    one.turn_rewards = [0.5, -1]
+    return one
+
+
+async def pays_too_often(engine, row, sampling):
+    one = await engine.generate([1])
+    one.turn_rewards = [1, 2]
+    return one
+
+
 async def forgets_to_await(engine, row, sampling):
     return engine.generate([1])
 '''
@@ -221,6 +233,11 @@ def test_a_function_shows_tools_and_is_told_the_calls(host: EnvironmentHost) -> 
     assert one.trajectories[0]["role"] == "cp"
 
 
+def test_a_function_pays_turns(host: EnvironmentHost) -> None:
+    [one], _ = _run(host, "pays_turns")
+    assert one.trajectories[0]["turn_rewards"] == [0.5, -1.0]
+
+
 def test_what_is_refused_can_be_caught(host: EnvironmentHost) -> None:
     [one], _ = _run(host, "survives")
     [said] = one.trajectories
@@ -287,6 +304,7 @@ def test_a_function_that_hangs_is_stopped(file: Path, name: str) -> None:
         ("nothing", "the rollout function returned []; return a trajectory of the engine or a"),
         ("unread", "returned a trajectory without a turn: generate one, or leave it out"),
         ("infinite", "reward returned inf; return a finite number"),
+        ("pays_too_often", "turn_rewards has 2 numbers for 1 turns; give one for each, or none"),
         ("forgets_to_await", "return a trajectory of the engine or a list of them"),
     ],
 )

@@ -51,6 +51,7 @@ def adapt(url: str, *, gymnasium: bool = False) -> Callable[..., Any]:
                 messages = [*messages, said, *told]
         trajectories = chats.trajectories
         trajectories[-1].reward = session.reward()
+        trajectories[-1].turn_rewards = session.paid
         return trajectories
 
     return rollout
@@ -71,6 +72,7 @@ class _Session:
     def __init__(self, url: str, row: Item) -> None:
         self._url = url.rstrip("/")
         self._row = row
+        self.paid: list[float] = []  # for each turn, if the server pays turns
         self.tools = row["responses_create_params"].get("tools") or []
         if any(tool.get("type") != "function" for tool in self.tools):
             raise ValueError("the row has a tool that is no function; only functions run here")
@@ -151,12 +153,11 @@ class _Gymnasium(_Session):
     """With a server in the style of Gymnasium, which pays each turn."""
 
     def begin(self) -> list[Item]:
-        self._earned = 0.0
         return _observed(self._ask("reset"))
 
     def answer(self, said: Item, reason: str) -> list[Item]:
         step = self._ask("step", _items(said))
-        self._earned += step.get("reward", 0.0)
+        self.paid.append(step.get("reward", 0.0))
         if step.get("terminated") or step.get("truncated"):
             return []
         told = [
@@ -167,8 +168,8 @@ class _Gymnasium(_Session):
             raise ValueError("the server goes on after a turn, but says nothing to go on with")
         return told
 
-    def reward(self) -> float:
-        return self._earned
+    def reward(self) -> None:
+        """Turns have been paid."""
 
 
 def _observed(answer: Item) -> list[Item]:
