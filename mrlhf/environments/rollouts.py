@@ -100,8 +100,8 @@ class Engine:
         answer = await self._ask("generate", asked)
         drawn = answer.pop("token_ids")
         turns = (*begun.turns, (answer.pop("draw"), len(ids)))
-        unpaid: dict[str, Any] = {"reward": None, "turn_rewards": ()}
-        return replace(begun, token_ids=ids + drawn, turns=turns, told=False, **unpaid, **answer)
+        longer = replace(begun, token_ids=ids + drawn, turns=turns, told=False)
+        return replace(longer, reward=None, turn_rewards=(), **answer)
 
     async def tell(
         self, trajectory: Trajectory, messages: str | Sequence[Mapping[str, str]]
