@@ -1,6 +1,18 @@
-"""An environment, and a rollout function that does what it does: the sources of a user's file."""
+"""What a conversation needs: an environment, a chat template, a tokenizer, a parser of calls.
+
+The environment, and a rollout function that does what it does, are sources of a user's file.
+"""
 
 from __future__ import annotations
+
+import string
+
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
+from transformers import PreTrainedTokenizerFast
+
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.data.tool_calls import ParsedTurn
 
 ENVIRONMENT = """
 class Talk:
@@ -54,3 +66,58 @@ async def lead(engine, row, sampling):
             return one
         one = longer
 """
+SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>")
+TEMPLATE = (
+    "{% if tools %}<|tools|>{{ tools[0].function.name }}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Writes turns that others follow without some letters.
+FORGETS = (
+    "{% if tools %}<|tools|>{{ tools[0].function.name }}<|end|>{% endif %}"
+    "{% for message in messages %}{% set ns = namespace(text=message.content) %}"
+    "{% if message.role == 'assistant' and not loop.last %}{% for letter in 'bcdhjkmpvxy' %}"
+    "{% set ns.text = ns.text | replace(letter, '') %}{% endfor %}{% endif %}"
+    "<|{{ message.role }}|>{{ ns.text }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer(template: str = TEMPLATE) -> Tokenizer:
+    """Each character is a token."""
+    vocabulary = {text: number for number, text in enumerate((*SPECIAL, *string.printable[:95]))}
+    pipeline = Pipeline(models.WordLevel(vocabulary, unk_token="none"))
+    pipeline.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    pipeline.decoder = decoders.Fuse()
+    pipeline.add_special_tokens(list(SPECIAL))
+    backend = PreTrainedTokenizerFast(
+        tokenizer_object=pipeline, eos_token="<|end|>", chat_template=template
+    )
+    return Tokenizer(backend)
+
+
+def parse(text: str) -> ParsedTurn:
+    """A turn with an odd number of characters is a call."""
+    if len(text) % 2:
+        return ParsedTurn("", (("note", {"size": len(text)}),), None)
+    return ParsedTurn(text, (), None)
+
+
+def parse_some(text: str) -> ParsedTurn:
+    """The same, but some calls cannot be read."""
+    return ParsedTurn("", (), "it is no call") if len(text) % 7 == 3 else parse(text)
+
+
+def text_of(tokens: list[int]) -> str:
+    every = (*SPECIAL, *string.printable[:95])
+    return "".join(every[token] for token in tokens)
+
+
+def tokens_of(text: str) -> list[int]:
+    """The tokens of a text with special tokens."""
+    tokens = []
+    while text:
+        special = next((s for s in SPECIAL if text.startswith(s)), text[0])
+        tokens.append((*SPECIAL, *string.printable[:95]).index(special))
+        text = text[len(special) :]
+    return tokens

@@ -7,21 +7,16 @@ and writes what comes between two turns as literal text.
 from __future__ import annotations
 
 import itertools
-import string
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Pipeline
-from transformers import PreTrainedTokenizerFast
 
 from mrlhf.batch import NO_VERSION, Prompts, Rollout
 from mrlhf.config.rollout import PartialSection
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import TurnRenderer
 from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
 from mrlhf.environments.interface import EnvironmentReference
@@ -37,27 +32,21 @@ from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.response import Response
 from mrlhf.rollout.trajectory import Trajectory
-from tests.dist.talk import ENVIRONMENT, FUNCTION
+from tests.dist.talk import (
+    ENVIRONMENT,
+    FORGETS,
+    FUNCTION,
+    make_tokenizer,
+    parse,
+    parse_some,
+    text_of,
+    tokens_of,
+)
 from tests.fake_engine import FakeResharder
 from tests.models.engines import fill, hf_model, spec_of
 from tests.ranks import run_ranks
 from tests.saved_state import saved
 
-SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>")
-TEMPLATE = (
-    "{% if tools %}<|tools|>{{ tools[0].function.name }}<|end|>{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-# Writes turns that others follow without some letters.
-FORGETS = (
-    "{% if tools %}<|tools|>{{ tools[0].function.name }}<|end|>{% endif %}"
-    "{% for message in messages %}{% set ns = namespace(text=message.content) %}"
-    "{% if message.role == 'assistant' and not loop.last %}{% for letter in 'bcdhjkmpvxy' %}"
-    "{% set ns.text = ns.text | replace(letter, '') %}{% endfor %}{% endif %}"
-    "<|{{ message.role }}|>{{ ns.text }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 UIDS = [4, 7, 3, 12, 5]
 TALKATIVE = [15, 7, 3, 11, 19, 23, 27, 31]  # all but the third, which fails, talk longer
 FAILING = (3, 5)
@@ -66,31 +55,6 @@ ENDS = (0, *range(40, 52))  # some characters end a turn as well, since a random
 MOST_TOKENS, MOST_TURNS, MOST_TOLD = 60, 4, 3
 LIMITS = EngineLimits(max_num_seqs=6, max_length=96, max_prefill_tokens=24, cache_bytes=2**22)
 LAYOUTS = {"tp 2": 2, "two replicas": 1}
-
-
-def _tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """Each character is a token."""
-    vocabulary = {text: number for number, text in enumerate((*SPECIAL, *string.printable[:95]))}
-    pipeline = Pipeline(models.WordLevel(vocabulary, unk_token="none"))
-    pipeline.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    pipeline.decoder = decoders.Fuse()
-    pipeline.add_special_tokens(list(SPECIAL))
-    backend = PreTrainedTokenizerFast(
-        tokenizer_object=pipeline, eos_token="<|end|>", chat_template=template
-    )
-    return Tokenizer(backend)
-
-
-def _parse(text: str) -> ParsedTurn:
-    """A turn with an odd number of characters is a call."""
-    if len(text) % 2:
-        return ParsedTurn("", (("note", {"size": len(text)}),), None)
-    return ParsedTurn(text, (), None)
-
-
-def _parse_some(text: str) -> ParsedTurn:
-    """The same, but some calls cannot be read."""
-    return ParsedTurn("", (), "it is no call") if len(text) % 7 == 3 else _parse(text)
 
 
 def _prompts(tokenizer: Tokenizer, tools: Any, uids: list[int]) -> Prompts:
@@ -139,7 +103,7 @@ def _as_lists(rollout: Rollout) -> dict[str, Any]:
 
 def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
     model = hf_model("llama")
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     references = {"": EnvironmentReference(f"{file}:Talk")}
     limits = ToolLimits(timeout_s=60.0, workers=2)
     programs = describe(references, limits)
@@ -156,7 +120,7 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
             host=host,
             dialogues={"": Dialogue(programs[""], renderer)},
             program_of=lambda source: "",
-            parse=_parse,
+            parse=parse,
             tokenizer=tokenizer,
             limits=TurnLimits(MOST_TURNS, None, MOST_TOLD, 32, "tell", "tell"),
         )
@@ -195,9 +159,9 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
     for generator, _ in splitting:
         leads = generator.conversations
         assert leads is not None
-        forgets = TurnRenderer(_tokenizer(FORGETS), programs[""].tools, ENDS)
+        forgets = TurnRenderer(make_tokenizer(FORGETS), programs[""].tools, ENDS)
         leads.dialogues = {"": Dialogue(programs[""], forgets)}
-        leads.parse = _parse_some
+        leads.parse = parse_some
         leads.limits = replace(leads.limits, max_turns=2 * MOST_TURNS, on_rewrite="split")
     talkative = _prompts(tokenizer, programs[""].tools, TALKATIVE)
     found["partial split"] = _partial_steps(splitting, talkative)
@@ -337,25 +301,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(2, _in_ranks, str(file))
 
 
-def _text(tokens: list[int]) -> str:
-    every = (*SPECIAL, *string.printable[:95])
-    return "".join(every[token] for token in tokens)
-
-
-def _tokens(text: str) -> list[int]:
-    """The tokens of a text with special tokens."""
-    tokens = []
-    while text:
-        special = next((s for s in SPECIAL if text.startswith(s)), text[0])
-        tokens.append((*SPECIAL, *string.printable[:95]).index(special))
-        text = text[len(special) :]
-    return tokens
-
-
 def _play(model: Any, uid: int) -> tuple[list[int], list[int], list[bool], list[float]]:
     """Prompt, response, which of its tokens are drawn, and the reward of each turn."""
     first = f"<|user|>go {uid}<|end|>" if uid % 2 else ""
-    prompt = _tokens(f"<|tools|>note<|end|><|user|>say {uid}<|end|>{first}<|assistant|>")
+    prompt = tokens_of(f"<|tools|>note<|end|><|user|>say {uid}<|end|>{first}<|assistant|>")
     response: list[int] = []
     is_drawn: list[bool] = []
     sizes: list[int] = []
@@ -368,7 +317,7 @@ def _play(model: Any, uid: int) -> tuple[list[int], list[int], list[bool], list[
             is_drawn.append(True)
         if said[-1] not in ENDS:
             break  # no room to end the turn
-        size = len(_text(said[:-1]))
+        size = len(text_of(said[:-1]))
         sizes.append(size)
         if size % 2:
             told = f"<|tool|>{('x' * (size % 5))[:MOST_TOLD]}"
@@ -377,7 +326,7 @@ def _play(model: Any, uid: int) -> tuple[list[int], list[int], list[bool], list[
             break
         else:
             told = f"<|user|>{f'ok {size}'[:MOST_TOLD]} [cut]"
-        between = _tokens(f"{told}<|end|><|assistant|>")
+        between = tokens_of(f"{told}<|end|><|assistant|>")
         if turn + 1 == MOST_TURNS or len(response) + len(between) >= MOST_TOKENS:
             break
         response += between

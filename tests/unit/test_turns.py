@@ -29,16 +29,11 @@ PROMPT = [
 RESULT = {"role": "tool", "name": "add", "content": '{"sum": 3}'}
 OTHER_RESULT = {"role": "tool", "name": "add", "content": "30"}
 QUESTION = {"role": "user", "content": "Are you sure?"}
+ADD_ONE = {"name": "add", "arguments": {"a": 1}}
 CALL = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [
-        {
-            "type": "function",
-            "id": "call00000",
-            "function": {"name": "add", "arguments": {"a": 1}},
-        }
-    ],
+    "tool_calls": [{"type": "function", "id": "call00000", "function": ADD_ONE}],
 }
 # Families to whose template a call or an answer is not given as the text that was drawn.
 AS_MESSAGES = {

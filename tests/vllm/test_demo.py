@@ -22,7 +22,7 @@ from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.models.families import load_spec
 from mrlhf.models.weight_files import read_model
-from tests.e2e.programs import ROOT, run_program, succeed, torchrun
+from tests.e2e.programs import ROOT, read_lines, run_program, succeed, torchrun
 from tests.models.engines import answer
 from tests.ranks import run_ranks
 from tests.vllm.models import needs_vllm
@@ -124,7 +124,7 @@ def test_vllm_draws_episodes_that_agree_with_training(start: Path) -> None:
     (start / "chat.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{{ '=' if m.role == 'user' else '' }}{% endfor %}"
     )
-    rows = [json.loads(line) for line in (start / "data" / "train.jsonl").open()]
+    rows = read_lines(start / "data" / "train.jsonl")
     for row, source in zip(rows, cycle(("asks", "leads"))):
         row["data_source"] = source
     write_rows(start / "two.jsonl", rows)
