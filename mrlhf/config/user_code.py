@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,7 +166,7 @@ def _import_file(file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
+    if spec is None or not isinstance(spec.loader, SourceFileLoader):
         raise UserCodeError(f"{file} is not a Python file")
 
     # The file may import its neighbours; last in the list, they hide no package.
@@ -174,7 +175,8 @@ def _import_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        # Python would take bytecode of another text if size and second of both are the same.
+        exec(spec.loader.source_to_code(file.read_bytes(), str(file)), vars(module))
     except BaseException as error:
         sys.modules.pop(name, None)
         if isinstance(error, KeyboardInterrupt):

@@ -403,6 +403,18 @@ def test_user_files_import_their_neighbours_and_our_rules(tmp_path):
     reward.close()
 
 
+def test_a_file_written_again_within_a_second_is_read_again(tmp_path):
+    path = tmp_path / "mine.py"
+    for score in (1, 2):
+        path.write_text(
+            f"def f(data_source, solution_str, ground_truth, extra_info): return {score}\n"
+        )
+        os.utime(path, (1e9, 1e9))  # nor does the size tell the two texts apart
+        reward = load_custom(f"{path}:f")
+        assert reward.score(inputs("7"))[0].score == score
+        reward.close()
+
+
 BEGIN_A_CALL = """
 reward._process.send([("d", "7", "7", {})])
 while b"begun" not in os.pread(reward._process._output.fileno(), 1000, 0):
