@@ -26,6 +26,8 @@ class Guess:
     def reset(self, row):
         if row.get("raises"):
             raise KeyError("no such row")
+        if row.get("hangs"):
+            time.sleep(1000)
         if row.get("odd"):
             return 7
         self.secret, self.done, self.drawn = row["secret"], False, random.random()
@@ -72,6 +74,10 @@ class Guess:
 
     def much(self):
         return "x" * 10**6
+
+    def leave_a_program(self):
+        os.system("sleep 1000 &")
+        os._exit(4)
 
     def leave_later(self):
         threading.Timer(0.05, os._exit, [5]).start()
@@ -147,6 +153,7 @@ def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
             "leave_a_child",
             "nothing",
             "much",
+            "leave_a_program",
             "leave_later",
             "odd",
         ),
@@ -234,7 +241,7 @@ def test_random_numbers_begin_with_the_seed(host: EnvironmentHost) -> None:
             "_private",
             {},
             "Error: there is no tool '_private'; there is guess, luck, leave, hang, "
-            "stop, eat, leave_a_child, nothing, much, leave_later, odd, calculator",
+            "stop, eat, leave_a_child, nothing, much, leave_a_program, leave_later, odd, calculator",
         ),
         (
             "calculator",
@@ -264,6 +271,7 @@ def test_a_call_that_fails_tells_the_policy(
             'reset returned 7; return a text, a list of {"role", "content"} messages, or None',
         ),
         ({}, ["leave"], "leave ended its process (exit code 3)"),
+        ({}, ["leave_a_program"], "leave_a_program ended its process (exit code 4)"),
         ({}, ["hang"], "hang took more than 5 s and was stopped"),
         ({}, ["guess"] * 3, "turn_reward returned nan; return a finite number"),
     ],
@@ -330,6 +338,15 @@ def test_many_episodes_share_few_workers(host: EnvironmentHost) -> None:
     assert {outcome.results[0].content for outcome in outcomes} == {'{"slept": 0.05}'}
     for number in numbers:
         host.end(number)
+
+
+def test_a_child_can_be_stopped_as_soon_as_it_has_begun(host: EnvironmentHost) -> None:
+    for number in range(200, 300):
+        host.begin(number, "game", {"hangs": True}, seed=0)
+        host._start_next()
+        host.end(number)
+    assert _begun(host, 200).failure is None
+    host.end(200)
 
 
 def test_nothing_is_left_of_an_episode(host: EnvironmentHost) -> None:
