@@ -78,7 +78,7 @@ def load_function(
     """
     function = load_member(file, name)
     try:
-        _check_kind(function)
+        check_kind(function)
         _check_parameters(function, parameters, by_name)
     except UserCodeError as error:
         raise UserCodeError(f"{name} in {file} {error}") from None
@@ -120,8 +120,12 @@ def summarise_error(error: BaseException, file: Path) -> str:
     return " ".join(f"{type(error).__name__}: {message}".split()) + place
 
 
-def _check_kind(function: Callable[..., Any]) -> None:
-    """Refuse a coroutine or generator function, whose call returns something still to be run."""
+def check_kind(function: Callable[..., Any]) -> None:
+    """Refuse a coroutine or generator function, whose call returns something still to be run.
+
+    Raises:
+        UserCodeError: the message lacks the function's name, with which it begins.
+    """
     for code in (function, type(function).__call__):  # an object is called through its class
         kind = None
         if inspect.iscoroutinefunction(code):

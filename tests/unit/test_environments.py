@@ -75,6 +75,9 @@ class Guess:
     def much(self):
         return "x" * 10**6
 
+    def list_much(self):
+        return ["x"] * 10**6
+
     def leave_a_program(self):
         os.system("sleep 1000 &")
         os._exit(4)
@@ -153,6 +156,7 @@ def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
             "leave_a_child",
             "nothing",
             "much",
+            "list_much",
             "leave_a_program",
             "leave_later",
             "odd",
@@ -235,13 +239,15 @@ def test_random_numbers_begin_with_the_seed(host: EnvironmentHost) -> None:
         ),
         ("stop", {}, "Error: SystemExit: enough"),
         ("much", {}, "x" * 200_000),
+        ("list_much", {}, '["x"' + ', "x"' * 39999 + ","),
         ("odd", {}, "a?b"),
         ("nothing", {}, "None"),
         (
             "_private",
             {},
             "Error: there is no tool '_private'; there is guess, luck, leave, hang, "
-            "stop, eat, leave_a_child, nothing, much, leave_a_program, leave_later, odd, calculator",
+            "stop, eat, leave_a_child, nothing, much, list_much, leave_a_program, leave_later, "
+            "odd, calculator",
         ),
         (
             "calculator",
@@ -391,6 +397,9 @@ time.sleep(1000)
         ("1 / 0", "A", "{file} cannot be imported: ZeroDivisionError: division by zero (line 1)"),
         ("class A:\n def calculator(self): ...", "A", "two tools have the name calculator"),
         ("class A:\n def f(self, x: 'Missing'): ...", "A", "tool f: its types cannot be read"),
+        ("class A:\n async def f(self): ...", "A", "tool f is an async function"),
+        ("class A:\n def f(self):\n  yield 1", "A", "tool f is a generator function"),
+        ("class A:\n async def reset(self, row): ...", "A", "reset is an async function"),
     ],
 )
 def test_what_cannot_be_used_is_refused(
