@@ -165,7 +165,8 @@ def _check_parameters(
 
 
 def _import_file(file: Path) -> ModuleType:
-    name = "user_file_" + re.sub(r"\W", "_", str(file))
+    # Two files never get the same name.
+    name = "user_file" + re.sub(r"[\W_]", lambda sign: f"_{ord(sign[0]):x}_", str(file))
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

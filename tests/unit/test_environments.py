@@ -413,6 +413,17 @@ def test_what_cannot_be_used_is_refused(
     assert "\n" not in str(error.value)
 
 
+def test_tools_of_files_with_like_names_are_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    tools = []
+    for number, name in enumerate(("a/b", "a_b", "a-b")):
+        file = tmp_path / f"{name}.py"
+        file.write_text(f"def tool{number}(): ...", encoding="utf-8")
+        tools.append(f"{file}:tool{number}")
+    [program] = describe({"": EnvironmentReference(None, tuple(tools))}, ToolLimits()).values()
+    assert [tool["function"]["name"] for tool in program.tools] == ["tool0", "tool1", "tool2"]
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(EnvironmentFault, match=r"there is no file nowhere\.py"):
         describe({"": EnvironmentReference("nowhere.py:A")}, ToolLimits())
