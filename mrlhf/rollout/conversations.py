@@ -57,7 +57,7 @@ class TurnLimits:
         length += not has_ended  # there must be room for a token
         ends = [*episode.context_begins, length]
         others = (end - begin - self.max_prompt_tokens for begin, end in pairwise(ends))
-        prompt = 0 if episode.failure else len(episode.prompt_ids or ())
+        prompt = len(episode.prompt_ids or ())
         turn = 0 if has_ended else length - episode.turn_begins[-1]
         return (
             max(ends[0], *others, 0) <= sampling.max_tokens

@@ -204,19 +204,20 @@ class Conversing(Drawing[Conversation]):
         one.messages = self._first_messages(one, outcome)
         if outcome.observation is not None:
             try:
-                one.prompt_ids = one.dialogue.renderer.first(one.messages)
+                prompt = one.dialogue.renderer.first(one.messages)
             except DataError as error:
                 self._fail(one, f"its first observation is no prompt: {error}")
                 return
-            one.own_prompt = True
-            if len(one.prompt_ids) > self._limits.max_prompt_tokens:
+            most = self._limits.max_prompt_tokens
+            if len(prompt) > most:  # then it keeps the prompt of the data, which the models can read
                 self._fail(
                     one,
-                    f"the prompt has {len(one.prompt_ids)} tokens with the first "
-                    f"observation, more than data.max_prompt_length "
-                    f"{self._limits.max_prompt_tokens}",
+                    f"the prompt has {len(prompt)} tokens with the first observation, more than "
+                    f"data.max_prompt_length {most}",
                 )
                 return
+            one.prompt_ids = prompt
+            one.own_prompt = True
         self._has_begun(one)
 
     def _first_messages(self, one: Conversation, outcome: Outcome) -> list[Message]:
