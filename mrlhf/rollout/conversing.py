@@ -209,7 +209,7 @@ class Conversing(Drawing[Conversation]):
                 self._fail(one, f"its first observation is no prompt: {error}")
                 return
             most = self._limits.max_prompt_tokens
-            if len(prompt) > most:  # then it keeps the prompt of the data, which the models can read
+            if len(prompt) > most:  # the models read what fails too, so it keeps the data's prompt
                 self._fail(
                     one,
                     f"the prompt has {len(prompt)} tokens with the first observation, more than "
