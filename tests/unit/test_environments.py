@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,12 @@ class Guess:
         return {"score": 1.0 if self.done else "bad", "turns": self.turns}
 
     def _private(self): ...
+
+def order():
+    return " ".join({*"abcdefgh"})
+
+def emojis():
+    return "\U0001f600" * 10**6
 
 def slow(seconds: float = 0.05):
     time.sleep(seconds)
@@ -225,6 +232,33 @@ def test_random_numbers_begin_with_the_seed(host: EnvironmentHost) -> None:
         drawn.append(_turn(host, 2, ("luck", {})).results[0].content)
         host.end(2)
     assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_sets_have_the_same_order_in_each_process(file: Path) -> None:
+    orders = set()
+    for _ in range(3):
+        host = EnvironmentHost(
+            {"game": EnvironmentReference(None, (f"{file}:order",))}, ToolLimits()
+        )
+        host.begin(0, "game", {}, seed=0)
+        _wait(host)
+        orders.add(_turn(host, 0, ("order", {})).results[0].content)
+        host.close()
+    assert len(orders) == 1
+
+
+def test_a_long_answer_may_be_read_slowly(file: Path) -> None:
+    references = {"game": EnvironmentReference(None, (f"{file}:emojis",))}
+    host = EnvironmentHost(references, ToolLimits(timeout_s=1.0))
+    host.begin(0, "game", {}, seed=0)
+    _wait(host)
+    host.turn(0, "", [ToolCall("emojis", {})])
+    outcomes: list[Outcome] = []
+    while not outcomes:
+        time.sleep(0.3)  # the engine's steps; each takes less than a tenth of the answer
+        outcomes = host.poll(0.0)
+    assert outcomes[0].results[0].content == "\U0001f600" * 200_000
+    host.close()
 
 
 @pytest.mark.parametrize(
