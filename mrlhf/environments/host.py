@@ -291,7 +291,7 @@ class EnvironmentHost:
         for line in lines:
             try:
                 kind, value = json.loads(line)
-            except ValueError:
+            except (TypeError, ValueError):
                 self._lost(episode, "wrote to its connection")
                 return
             if not episode.requests:

@@ -76,6 +76,11 @@ class Guess:
     def much(self):
         return "x" * 10**6
 
+    def scribble(self):
+        for entry in os.scandir("/proc/self/fd"):
+            if os.path.islink(entry) and "socket" in os.readlink(entry):
+                os.write(int(entry.name), b"1\\n")
+
     def list_much(self):
         return ["x"] * 10**6
 
@@ -163,6 +168,7 @@ def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
             "leave_a_child",
             "nothing",
             "much",
+            "scribble",
             "list_much",
             "leave_a_program",
             "leave_later",
@@ -280,8 +286,8 @@ def test_a_long_answer_may_be_read_slowly(file: Path) -> None:
             "_private",
             {},
             "Error: there is no tool '_private'; there is guess, luck, leave, hang, "
-            "stop, eat, leave_a_child, nothing, much, list_much, leave_a_program, leave_later, "
-            "odd, calculator",
+            "stop, eat, leave_a_child, nothing, much, scribble, list_much, leave_a_program, "
+            "leave_later, odd, calculator",
         ),
         (
             "calculator",
@@ -313,6 +319,7 @@ def test_a_call_that_fails_tells_the_policy(
         ({}, ["leave"], "leave ended its process (exit code 3)"),
         ({}, ["leave_a_program"], "leave_a_program ended its process (exit code 4)"),
         ({}, ["hang"], "hang took more than 5 s and was stopped"),
+        ({}, ["scribble"], "scribble wrote to its connection"),
         ({}, ["guess"] * 3, "turn_reward returned nan; return a finite number"),
     ],
 )
