@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mrlhf.environments import built_in
 from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
 from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
 from mrlhf.errors import EnvironmentFault
@@ -371,6 +373,15 @@ def test_functions_go_on_in_another_process(host: EnvironmentHost) -> None:
         ("python", "2\nbad"),
     ]
     host.end(7)
+
+
+def test_of_what_a_program_prints_little_is_kept() -> None:
+    tracemalloc.start()
+    said = built_in.python("for _ in range(200): print('x' * 10**6)\n1 / 0")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert said == "x" * 20_000 + "ZeroDivisionError: division by zero"
+    assert peak < 10**7  # 200 MB are printed
 
 
 def test_many_episodes_share_few_workers(host: EnvironmentHost) -> None:
