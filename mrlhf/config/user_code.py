@@ -79,7 +79,7 @@ def load_function(
     """
     function = load_member(file, name)
     try:
-        _check_kind(function)
+        check_kind(function)
         _check_parameters(function, parameters, by_name)
     except UserCodeError as error:
         raise UserCodeError(f"{name} in {file} {error}") from None
@@ -121,8 +121,12 @@ def summarise_error(error: BaseException, file: Path) -> str:
     return " ".join(f"{type(error).__name__}: {message}".split()) + place
 
 
-def _check_kind(function: Callable[..., Any]) -> None:
-    """Refuse a coroutine or generator function, whose call returns something still to be run."""
+def check_kind(function: Callable[..., Any]) -> None:
+    """Refuse a coroutine or generator function, whose call returns something still to be run.
+
+    Raises:
+        UserCodeError: the message lacks the function's name, with which it begins.
+    """
     for code in (function, type(function).__call__):  # an object is called through its class
         kind = None
         if inspect.iscoroutinefunction(code):
@@ -162,7 +166,8 @@ def _check_parameters(
 
 
 def _import_file(file: Path) -> ModuleType:
-    name = "user_file_" + re.sub(r"\W", "_", str(file))
+    # Two files never get the same name.
+    name = "user_file" + re.sub(r"[\W_]", lambda sign: f"_{ord(sign[0]):x}_", str(file))
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

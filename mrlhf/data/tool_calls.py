@@ -266,7 +266,7 @@ def _call(value: Any) -> Call:
 
 def _named(name: Any, arguments: Any) -> Call:
     words = name.split() if isinstance(name, str) else []
-    if len(words) != 1 or len(words[0]) > _LONGEST_NAME:
+    if len(words) != 1 or len(words[0]) > _LONGEST_NAME or not words[0].isprintable():
         raise _UnreadableError(f"its name is no word of at most {_LONGEST_NAME} characters")
 
     if isinstance(arguments, str):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import operator
+import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
+from typing import IO
 
 _LARGEST = 10**15
 _MOST_CHARACTERS = 500
 _LONGEST_RUN_S = 10.0
-_LONGEST_OUTPUT = 20_000
+_LONGEST_OUTPUT = 20_000  # bytes
+_READ_BYTES = 1 << 16
 
 _OPERATORS: dict[type, Callable[..., float]] = {
     ast.Add: operator.add,
@@ -64,19 +69,44 @@ def python(code: str) -> str:
     Args:
         code: the program; it must print its result
     """
+    until = time.monotonic() + _LONGEST_RUN_S
     with tempfile.TemporaryDirectory() as directory:
+        program = subprocess.Popen(
+            [sys.executable, "-I", "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=directory,
+        )
+        outputs = [_Output(stream) for stream in (program.stdout, program.stderr) if stream]
+        for output in outputs:
+            output.join(max(0.0, until - time.monotonic()))
         try:
-            ended = subprocess.run(
-                [sys.executable, "-I", "-c", code],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                cwd=directory,
-                timeout=_LONGEST_RUN_S,
-            )
+            status = program.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
+            program.kill()
+            program.wait()
             raise TimeoutError(f"the program ran longer than {_LONGEST_RUN_S:g} s") from None
-    printed = ended.stdout[:_LONGEST_OUTPUT].decode(errors="replace")
-    if ended.returncode:
-        lines = ended.stderr.decode(errors="replace").strip().splitlines()
-        printed += lines[-1] if lines else f"the program ended with code {ended.returncode}"
+
+    said, errors = outputs
+    printed = said.first.decode(errors="replace")
+    if status:
+        lines = errors.last.decode(errors="replace").strip().splitlines()
+        printed += lines[-1] if lines else f"the program ended with code {status}"
     return printed
+
+
+class _Output(threading.Thread):
+    """Reads what a program prints, and keeps its begin and its end: it may print without end."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self.first = b""
+        self.last = b""
+        self._stream = stream
+        self.start()
+
+    def run(self) -> None:
+        while part := os.read(self._stream.fileno(), _READ_BYTES):
+            self.first += part[: _LONGEST_OUTPUT - len(self.first)]
+            self.last = (self.last + part)[-_LONGEST_OUTPUT:]

@@ -285,11 +285,13 @@ class EnvironmentHost:
         if not received:
             self._lost(episode, "")
             return
+        if episode.deadline is not None:  # it has done something, such as a part of a long answer
+            episode.deadline = time.monotonic() + self._limits.timeout_s
         *lines, episode.received = (episode.received + received).split(b"\n")
         for line in lines:
             try:
                 kind, value = json.loads(line)
-            except ValueError:
+            except (TypeError, ValueError):
                 self._lost(episode, "wrote to its connection")
                 return
             if not episode.requests:
@@ -310,7 +312,6 @@ class EnvironmentHost:
             episode.results.append(ToolResult(arguments[0], **answer))
         else:
             episode.facts |= answer
-        episode.deadline = time.monotonic() + self._limits.timeout_s
         if not episode.requests:
             self._report(episode)
 

@@ -71,6 +71,8 @@ def _tend(
         pid = os.fork()
         if pid == 0:
             control.close()
+            # What the user's code starts must not keep it open when the child has ended.
+            os.set_inheritable(descriptors[0], False)
             _live(socket.socket(fileno=descriptors[0]), lifeline, offer)
         os.close(descriptors[0])
         child.send(control, "pid", pid)
@@ -83,6 +85,8 @@ def _end(pid: int, wait_s: float) -> str:
     while not ended and time.monotonic() < until:
         time.sleep(0.005)
         ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)  # it may have no group yet
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     if not ended:

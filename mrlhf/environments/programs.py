@@ -15,7 +15,7 @@ from typing import Any
 
 import pydantic
 
-from mrlhf.config.user_code import UserCodeError
+from mrlhf.config.user_code import UserCodeError, check_kind
 
 RESERVED = ("reset", "reply", "reward", "turn_reward", "state_dict", "load_state_dict", "done")
 """Members of an environment that are no tools."""
@@ -35,6 +35,7 @@ class Tool:
         self.name = name
         self.function = function
         self.is_method = is_method
+        _check_kind(f"tool {name}", function)
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
         try:
             hints = typing.get_type_hints(function, include_extras=True)
@@ -84,9 +85,8 @@ class Tool:
             raise ValueError(f"{self.name} got wrong arguments: {'; '.join(wrong)}") from None
         given = {name: getattr(checked, name) for name in type(checked).model_fields}
         answer = self.function(**given) if owner is None else self.function(owner, **given)
-        if isinstance(answer, (dict, list)):
-            return json.dumps(answer, default=str)
-        return as_text(str(answer))
+        is_data = isinstance(answer, (dict, list))
+        return as_text(json.dumps(answer, default=str) if is_data else str(answer))
 
 
 class Offer:
@@ -113,6 +113,8 @@ class Offer:
         self.tools: dict[str, Tool] = {}
         if environment is not None:
             _check_arguments(environment)
+            for name in sorted(self.methods):
+                _check_kind(name, getattr(environment, name))
             for name, function in _tools_of(environment):
                 self.tools[name] = Tool(name, function, is_method=True)
 
@@ -179,6 +181,14 @@ def reward(value: Any) -> float | dict[str, float]:
             f'reward returned a dict without "score" (it has {sorted(map(str, value))}); add it'
         )
     return {str(key): number(item, f"reward, as {key!r},") for key, item in value.items()}
+
+
+def _check_kind(what: str, function: Callable[..., Any]) -> None:
+    """ProgramError if a call of a function does not give its result at once."""
+    try:
+        check_kind(function)
+    except UserCodeError as error:
+        raise ProgramError(f"{what} {error}") from None
 
 
 def _check_arguments(environment: type) -> None:

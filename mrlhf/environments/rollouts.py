@@ -175,6 +175,7 @@ def lead(
             return await function(engine, row, Sampling(**sampling))
         finally:
             listening.cancel()
+            await writer.drain()  # of a question that was given up the rest would be missing
 
     try:
         returned = asyncio.run(run())

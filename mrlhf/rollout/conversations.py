@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count, groupby, pairwise
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class TurnLimits:
         length += not has_ended  # there must be room for a token
         ends = [*episode.context_begins, length]
         others = (end - begin - self.max_prompt_tokens for begin, end in pairwise(ends))
-        prompt = 0 if episode.failure else len(episode.prompt_ids or ())
+        prompt = len(episode.prompt_ids or ())
         turn = 0 if has_ended else length - episode.turn_begins[-1]
         return (
             max(ends[0], *others, 0) <= sampling.max_tokens
@@ -221,7 +221,14 @@ class Conversations:
         """
         tokens = self.tokenizer.encode(text)
         plain = self.tokenizer.decode(tokens)
-        return plain if plain != self.tokenizer.decode(tokens, skip_special_tokens=False) else text
+        if plain == self.tokenizer.decode(tokens, skip_special_tokens=False):
+            return text
+        # What stood around one may be another; there a space keeps the rest apart.
+        runs = groupby(self.tokenizer.encode(plain), self._has_text)
+        return " ".join(self.tokenizer.decode(list(run)) for has_text, run in runs if has_text)
+
+    def _has_text(self, token: int) -> bool:
+        return self.tokenizer.is_ordinary(token) or bool(self.tokenizer.decode([token]))
 
 
 def _key(one: OpenSample) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ knows neither other replicas nor rewards.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -29,20 +29,30 @@ from mrlhf.rollout.conversations import UNREADABLE, Conversation, Conversations
 from mrlhf.rollout.drawing import Drawing, Pace, Task, mix_seed
 from mrlhf.rollout.trajectory import Trajectory, turns_ended_by
 
-_IDLE_WAIT_S = 0.05  # for outcomes while the engine has nothing to draw
+_IDLE_WAIT_S = 1.0  # for outcomes while the engine has nothing to draw
 
 
 class Conversing(Drawing[Conversation]):
     """One task whose samples are conversations."""
 
     def __init__(
-        self, owner: Conversations, engine: InferenceEngine, task: Task, pace: Pace | None
+        self,
+        owner: Conversations,
+        engine: InferenceEngine,
+        task: Task,
+        pace: Pace | None,
+        is_stopping: Callable[[], bool],
     ) -> None:
-        """Lead the samples of the task to their end, or only as far as `pace` lets them."""
+        """Lead the samples of the task to their end, or only as far as `pace` lets them.
+
+        Once the run `is_stopping`, nothing waits: all ranks have to come to one step of the engine,
+        and a replica that waits for outcomes counts steps as well.
+        """
         super().__init__(engine, task, pace)
         self._owner = owner
         self._limits = owner.limits
         self._host = owner.host
+        self._is_stopping = is_stopping
         self._waiting: dict[int, int] = {}  # the rows that wait for an outcome, by episode
         self._beginning: dict[int, set[int]] = {}  # rows of a request that have not begun
         # Other requests have ids below.
@@ -123,7 +133,8 @@ class Conversing(Drawing[Conversation]):
             return
         outcomes: list[Outcome] = []
         if self._host is not None:
-            outcomes = self._host.poll(0.0 if self._engine.in_flight else _IDLE_WAIT_S)
+            is_idle = not self._engine.in_flight and not self._is_stopping()
+            outcomes = self._host.poll(_IDLE_WAIT_S if is_idle else 0.0)
             outcomes = [one for one in outcomes if not self._owner.answer_render(one)]
         for outcome in self._owner.tell_ranks(outcomes):
             row = self._waiting.get(outcome.episode)
@@ -204,19 +215,20 @@ class Conversing(Drawing[Conversation]):
         one.messages = self._first_messages(one, outcome)
         if outcome.observation is not None:
             try:
-                one.prompt_ids = one.dialogue.renderer.first(one.messages)
+                prompt = one.dialogue.renderer.first(one.messages)
             except DataError as error:
                 self._fail(one, f"its first observation is no prompt: {error}")
                 return
-            one.own_prompt = True
-            if len(one.prompt_ids) > self._limits.max_prompt_tokens:
+            most = self._limits.max_prompt_tokens
+            if len(prompt) > most:  # the models read what fails too, so it keeps the data's prompt
                 self._fail(
                     one,
-                    f"the prompt has {len(one.prompt_ids)} tokens with the first "
-                    f"observation, more than data.max_prompt_length "
-                    f"{self._limits.max_prompt_tokens}",
+                    f"the prompt has {len(prompt)} tokens with the first observation, more than "
+                    f"data.max_prompt_length {most}",
                 )
                 return
+            one.prompt_ids = prompt
+            one.own_prompt = True
         self._has_begun(one)
 
     def _first_messages(self, one: Conversation, outcome: Outcome) -> list[Message]:

@@ -74,12 +74,6 @@ class SampleRuns(NamedTuple):
         every = [(one.row, *run) for one in trajectories for run in one.runs]
         return SampleRuns(*torch.tensor(every, dtype=torch.int64).view(-1, 3).unbind(dim=1))
 
-    def lengths_by(self, version: int, batch: int) -> Tensor:
-        """How many tokens a version drew in each row of the batch, int64 [batch]."""
-        mine = self.versions == version
-        lengths = torch.zeros(batch, dtype=torch.int64)
-        return lengths.index_add_(0, self.rows[mine], self.lengths[mine])
-
     def of_tokens(self) -> Tensor:
         """The version of each token, int64 [tokens], row after row."""
         order = torch.sort(self.rows, stable=True).indices

@@ -269,7 +269,10 @@ class Generator:
                 if self.conversations is None:
                     drawn = SingleTurns(self.engine, task, pace).draw(may_step)
                 else:
-                    leading = Conversing(self.conversations, self.engine, task, pace)
+                    stops = self.phases.stops
+                    leading = Conversing(
+                        self.conversations, self.engine, task, pace, lambda: stops.asked
+                    )
                     drawn = leading.draw(may_step)
                 self._count_memory()
         except Interrupted as stop:

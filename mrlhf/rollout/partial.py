@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mrlhf.batch import Prompts, Rollout
+from mrlhf.batch import Episode, Prompts, Rollout
 from mrlhf.config.rollout import PartialSection
 from mrlhf.inference.base import SamplingParams
 from mrlhf.parallel.groups import Group
@@ -27,7 +27,7 @@ from mrlhf.rollout.assignment import ResponseLengths, Share
 from mrlhf.rollout.dynamic_sampling import choose_prompt_groups, rows_of_prompt_groups
 from mrlhf.rollout.exchange import DrawnSamples
 from mrlhf.rollout.generator import DrawnBatch, Generator
-from mrlhf.rollout.trajectory import Trajectory, turns_ended_by
+from mrlhf.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class Rounds:
     def __init__(
         self,
         replicas: Group,
+        earlier: DrawnSamples,
         begun: DrawnSamples,
-        version: int,
         rows: int,
         n: int,
         limits: Iterator[int],
@@ -83,7 +83,8 @@ class Rounds:
     ) -> None:
         """Begin with the first of the `limits`, each of which is larger than the one before.
 
-        `begun` are the samples that are there, of `rows` in all. `choose` says which groups the
+        `earlier` are the samples that there were when the step began, of `rows` in all, and `begun`
+        those that are there: more of them after an interruption. `choose` says which groups the
         step takes, given the state of each, or None if it has to go on.
         """
         self._replicas = replicas
@@ -91,16 +92,19 @@ class Rounds:
         self._rows = rows
         self._limits = limits
         self._choose = choose
-        # The rows that have ended, each with the tokens that this version drew of it. After an
-        # interruption some have ended that had not when the step began.
-        ended = begun.headers.rows[begun.headers.ended.bool()]
-        spent = begun.runs.lengths_by(version, rows)
+        # The rows that have ended, each with what this step has drawn of it.
+        before = torch.zeros(rows, dtype=torch.int64)
+        before[earlier.headers.rows] = earlier.headers.lengths
+        has_ended = begun.headers.ended.bool()
+        ended = begun.headers.rows[has_ended]
+        spent = begun.headers.lengths[has_ended] - before[ended]
+        states = torch.full_like(ended, State.ENDED)
         if begun.episodes:
-            for row, runs in begun.runs_of(ended[spent[ended] > 0].tolist()).items():
-                turns = turns_ended_by(version, runs, begun.episodes[row].turns)
-                spent[row] += turn_cost * max(0, turns - 1)  # the last one has ended the episode
-        failed = [bool(begun.episodes and begun.episodes[row].failure) for row in ended.tolist()]
-        self._before = ended, spent[ended], State.ENDED + torch.tensor(failed, dtype=torch.int64)
+            for place, row in enumerate(ended.tolist()):
+                episode = begun.episodes[row]
+                spent[place] = _spent(episode, int(before[row]), turn_cost)
+                states[place] += bool(episode.failure)
+        self._before = ended, spent, states
         self.turn_cost = turn_cost
         self._now = torch.full((rows,), State.OPEN, dtype=torch.int64)
         self.limit = next(limits)
@@ -287,11 +291,10 @@ class PartialSampler:
         """What keeps the samples of this step together."""
         turn_cost = self.section.turn_cost
         most = sampling.max_tokens + turn_cost * (self.max_turns - 1)
-        earlier = self.generator.drawn.get(f"train {version + 1}", groups.samples)
         return Rounds(
             self.generator.groups.replicas,
-            earlier,
-            version,
+            groups.samples,
+            self.generator.drawn.get(f"train {version + 1}", groups.samples),
             groups.begun * sampling.n,
             sampling.n,
             round_limits(most, self._last_limit),
@@ -320,6 +323,17 @@ class PartialSampler:
         shares = generator.assign(groups.prompts.select(new), sampling, lengths)
         of_new = shares[generator.groups.replica]
         return mine + [replace(share, prompt=new[share.prompt]) for share in of_new], lengths
+
+
+def _spent(episode: Episode, before: int, turn_cost: int) -> int:
+    """What was drawn of an episode that has ended behind its first `before` tokens.
+
+    Who drew the tokens of one that failed is not known any more, but its turns are.
+    """
+    turns = zip(episode.turn_begins, episode.turns, strict=False)
+    lengths = [end - max(begin, before) for begin, end in turns if end > before]
+    # The last turn has ended the episode.
+    return sum(lengths) + turn_cost * max(0, len(lengths) - 1)
 
 
 def round_limits(max_tokens: int, last: int) -> Iterator[int]:

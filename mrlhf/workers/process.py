@@ -86,6 +86,8 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=passed,
                 start_new_session=True,
+                # A set of texts has the same order in each process, so functions of it are alike.
+                env={"PYTHONHASHSEED": "0", **os.environ},
             )
         os.close(lifeline)
         self._end = weakref.finalize(self, _end, self._popen, self._socket, held)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mrlhf.environments import built_in
 from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
 from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
 from mrlhf.errors import EnvironmentFault
@@ -26,6 +29,8 @@ class Guess:
     def reset(self, row):
         if row.get("raises"):
             raise KeyError("no such row")
+        if row.get("hangs"):
+            time.sleep(1000)
         if row.get("odd"):
             return 7
         self.secret, self.done, self.drawn = row["secret"], False, random.random()
@@ -73,6 +78,18 @@ class Guess:
     def much(self):
         return "x" * 10**6
 
+    def scribble(self):
+        for entry in os.scandir("/proc/self/fd"):
+            if os.path.islink(entry) and "socket" in os.readlink(entry):
+                os.write(int(entry.name), b"1\\n")
+
+    def list_much(self):
+        return ["x"] * 10**6
+
+    def leave_a_program(self):
+        os.system("sleep 1000 &")
+        os._exit(4)
+
     def leave_later(self):
         threading.Timer(0.05, os._exit, [5]).start()
 
@@ -89,6 +106,12 @@ class Guess:
         return {"score": 1.0 if self.done else "bad", "turns": self.turns}
 
     def _private(self): ...
+
+def order():
+    return " ".join({*"abcdefgh"})
+
+def emojis():
+    return "\U0001f600" * 10**6
 
 def slow(seconds: float = 0.05):
     time.sleep(seconds)
@@ -147,6 +170,9 @@ def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
             "leave_a_child",
             "nothing",
             "much",
+            "scribble",
+            "list_much",
+            "leave_a_program",
             "leave_later",
             "odd",
         ),
@@ -216,6 +242,33 @@ def test_random_numbers_begin_with_the_seed(host: EnvironmentHost) -> None:
     assert drawn[0] == drawn[2] != drawn[1]
 
 
+def test_sets_have_the_same_order_in_each_process(file: Path) -> None:
+    orders = set()
+    for _ in range(3):
+        host = EnvironmentHost(
+            {"game": EnvironmentReference(None, (f"{file}:order",))}, ToolLimits()
+        )
+        host.begin(0, "game", {}, seed=0)
+        _wait(host)
+        orders.add(_turn(host, 0, ("order", {})).results[0].content)
+        host.close()
+    assert len(orders) == 1
+
+
+def test_a_long_answer_may_be_read_slowly(file: Path) -> None:
+    references = {"game": EnvironmentReference(None, (f"{file}:emojis",))}
+    host = EnvironmentHost(references, ToolLimits(timeout_s=1.0))
+    host.begin(0, "game", {}, seed=0)
+    _wait(host)
+    host.turn(0, "", [ToolCall("emojis", {})])
+    outcomes: list[Outcome] = []
+    while not outcomes:
+        time.sleep(0.3)  # the engine's steps; each takes less than a tenth of the answer
+        outcomes = host.poll(0.0)
+    assert outcomes[0].results[0].content == "\U0001f600" * 200_000
+    host.close()
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "content"),
     [
@@ -228,13 +281,15 @@ def test_random_numbers_begin_with_the_seed(host: EnvironmentHost) -> None:
         ),
         ("stop", {}, "Error: SystemExit: enough"),
         ("much", {}, "x" * 200_000),
+        ("list_much", {}, '["x"' + ', "x"' * 39999 + ","),
         ("odd", {}, "a?b"),
         ("nothing", {}, "None"),
         (
             "_private",
             {},
             "Error: there is no tool '_private'; there is guess, luck, leave, hang, "
-            "stop, eat, leave_a_child, nothing, much, leave_later, odd, calculator",
+            "stop, eat, leave_a_child, nothing, much, scribble, list_much, leave_a_program, "
+            "leave_later, odd, calculator",
         ),
         (
             "calculator",
@@ -264,7 +319,9 @@ def test_a_call_that_fails_tells_the_policy(
             'reset returned 7; return a text, a list of {"role", "content"} messages, or None',
         ),
         ({}, ["leave"], "leave ended its process (exit code 3)"),
+        ({}, ["leave_a_program"], "leave_a_program ended its process (exit code 4)"),
         ({}, ["hang"], "hang took more than 5 s and was stopped"),
+        ({}, ["scribble"], "scribble wrote to its connection"),
         ({}, ["guess"] * 3, "turn_reward returned nan; return a finite number"),
     ],
 )
@@ -318,6 +375,15 @@ def test_functions_go_on_in_another_process(host: EnvironmentHost) -> None:
     host.end(7)
 
 
+def test_of_what_a_program_prints_little_is_kept() -> None:
+    tracemalloc.start()
+    said = built_in.python("for _ in range(200): print('x' * 10**6)\n1 / 0")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert said == "x" * 20_000 + "ZeroDivisionError: division by zero"
+    assert peak < 10**7  # 200 MB are printed
+
+
 def test_many_episodes_share_few_workers(host: EnvironmentHost) -> None:
     numbers = range(100, 150)
     for number in numbers:
@@ -330,6 +396,15 @@ def test_many_episodes_share_few_workers(host: EnvironmentHost) -> None:
     assert {outcome.results[0].content for outcome in outcomes} == {'{"slept": 0.05}'}
     for number in numbers:
         host.end(number)
+
+
+def test_a_child_can_be_stopped_as_soon_as_it_has_begun(host: EnvironmentHost) -> None:
+    for number in range(200, 300):
+        host.begin(number, "game", {"hangs": True}, seed=0)
+        host._start_next()
+        host.end(number)
+    assert _begun(host, 200).failure is None
+    host.end(200)
 
 
 def test_nothing_is_left_of_an_episode(host: EnvironmentHost) -> None:
@@ -374,6 +449,9 @@ time.sleep(1000)
         ("1 / 0", "A", "{file} cannot be imported: ZeroDivisionError: division by zero (line 1)"),
         ("class A:\n def calculator(self): ...", "A", "two tools have the name calculator"),
         ("class A:\n def f(self, x: 'Missing'): ...", "A", "tool f: its types cannot be read"),
+        ("class A:\n async def f(self): ...", "A", "tool f is an async function"),
+        ("class A:\n def f(self):\n  yield 1", "A", "tool f is a generator function"),
+        ("class A:\n async def reset(self, row): ...", "A", "reset is an async function"),
     ],
 )
 def test_what_cannot_be_used_is_refused(
@@ -385,6 +463,17 @@ def test_what_cannot_be_used_is_refused(
         describe({"": EnvironmentReference(f"{file}:{reference}", ("calculator",))}, ToolLimits())
     assert message.format(file=file) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_tools_of_files_with_like_names_are_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    tools = []
+    for number, name in enumerate(("a/b", "a_b", "a-b")):
+        file = tmp_path / f"{name}.py"
+        file.write_text(f"def tool{number}(): ...", encoding="utf-8")
+        tools.append(f"{file}:tool{number}")
+    [program] = describe({"": EnvironmentReference(None, tuple(tools))}, ToolLimits()).values()
+    assert [tool["function"]["name"] for tool in program.tools] == ["tool0", "tool1", "tool2"]
 
 
 def test_a_missing_file_is_named() -> None:

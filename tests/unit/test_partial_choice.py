@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from mrlhf.batch import Episode
 from mrlhf.config.rollout import PartialSection
 from mrlhf.inference.base import SamplingParams
 from mrlhf.rollout.conversations import TurnLimits
-from mrlhf.rollout.partial import State, choose_groups, warn_of_dropped
+from mrlhf.rollout.exchange import DrawnSamples, SampleHeaders
+from mrlhf.rollout.partial import Rounds, State, choose_groups, warn_of_dropped
+from mrlhf.rollout.trajectory import Trajectory
 
 P = State.OPEN  # a part is drawn
 E = State.ENDED
@@ -74,7 +78,7 @@ def test_groups_that_are_dropped_are_counted_without_those_that_wait(
         ({"contexts": [4], "max_response": 4, "max_prompt": 2}, False),
         ({"own": 5, "max_prompt": 5}, True),
         ({"own": 6, "max_prompt": 5}, False),
-        ({"own": 6, "max_prompt": 5, "failure": "it was too long"}, True),
+        ({"own": 6, "max_prompt": 5, "failure": "lost"}, False),  # the models read it all the same
         ({"max_turn": 3}, True),  # 2 of the present turn
         ({"max_turn": 2}, False),
         ({"max_turn": 2, "has_ended": True}, True),
@@ -83,20 +87,50 @@ def test_groups_that_are_dropped_are_counted_without_those_that_wait(
 def test_what_has_begun_goes_on_if_the_limits_allow_it(limits: dict[str, Any], fits: bool) -> None:
     """An episode of 10 tokens that is in its second turn."""
     case = {"max_response": 20, "max_prompt": 5, "max_turn": None, "own": 0, "failure": ""} | limits
-    episode = Episode(
+    episode = replace(
+        _episode([0, 8], [6], case["failure"]),
         prompt_ids=[1] * case["own"] or None,
-        prompt_text="",
-        turn_begins=[0, 8],
-        turns=[6],
-        tools={},
-        errors=0,
-        failure=case["failure"],
-        score=None,
-        further={},
-        turn_rewards=[],
-        waited_s=0.0,
         context_begins=case.get("contexts", []),
     )
     turn_limits = TurnLimits(4, case["max_turn"], 8, case["max_prompt"], "tell", "tell")
     sampling = SamplingParams(temperature=1.0, max_tokens=case["max_response"], seed=0)
     assert turn_limits.fits(episode, 10, case.get("has_ended", False), sampling) == fits
+
+
+def _episode(begins: list[int], turns: list[int], failure: str = "") -> Episode:
+    return Episode(None, "", begins, turns, {}, 0, failure, None, {}, [], 0.0)
+
+
+def _samples(*trajectories: Trajectory) -> DrawnSamples:
+    episodes = {one.row: one.episode for one in trajectories if one.episode is not None}
+    headers = SampleHeaders.of(trajectories)
+    return replace(DrawnSamples.none(1), headers=headers, episodes=episodes)
+
+
+def _drawn(row: int, length: int, ended: bool, episode: Episode | None) -> Trajectory:
+    numbers = array("i", [0] * length), array("f", [0.0] * length)
+    return Trajectory(row, *numbers, (), ended=ended, episode=episode)
+
+
+def test_after_an_interruption_samples_count_from_where_they_ended() -> None:
+    """Episodes of two turns: 4 tokens, 2 that were told, and 5."""
+    begins, turns = [0, 6], [4, 11]
+    before = [
+        _drawn(1, 7, False, _episode(begins, turns[:1])),  # the first token of its second turn
+        _drawn(3, 11, True, _episode(begins, turns)),
+        _drawn(4, 1, True, _episode([], [], "lost")),
+    ]
+    drawn = [
+        _drawn(0, 11, True, _episode(begins, turns, "lost")),
+        _drawn(1, 11, True, _episode(begins, turns)),
+        _drawn(2, 1, True, _episode([], [], "lost at its reset")),
+        *before[1:],
+    ]
+    earlier = _samples(*before)
+    found = {}
+    for limit in (1, 3, 4, 10, 11):
+        given: Any = (None, earlier, _samples(*drawn), 5, 1, iter([limit]), 2, None)
+        found[limit] = Rounds(*given).states
+    assert found[1] == found[3] == [P, P, F, E, F]
+    assert found[4] == found[10] == [P, E, F, E, F]
+    assert found[11] == [F, E, F, E, F]  # 4 tokens, 2 for a turn, and 5

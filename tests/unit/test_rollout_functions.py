@@ -100,6 +100,15 @@ async def dies_while_asking(engine, row, sampling):
     await engine.generate([9])
 
 
+async def gives_up(engine, row, sampling):
+    """It asks for more than a connection takes at once, and waits for one answer alone."""
+    asked = [asyncio.ensure_future(engine.generate([5] * 10_000)) for _ in range(200)]
+    first = await asked[0]
+    for one in asked:
+        one.cancel()
+    return first
+
+
 async def nothing(engine, row, sampling):
     return []
 
@@ -285,6 +294,20 @@ def test_a_large_answer_does_not_wait_until_it_is_taken(file: Path, tmp_path: Pa
     [ended], _ = _until_ended(host, 1)
     assert [one["token_ids"] for one in ended.trajectories] == [[5, 7], [6, 7]]
     host.close()
+
+
+def test_a_function_need_not_wait_for_all_it_has_asked_for(host: EnvironmentHost) -> None:
+    host.begin(0, "gives_up", {}, 5, SAMPLING)
+    asked: list[Outcome] = []
+    while not asked:
+        asked = host.poll(10.0)
+    for number, outcome in enumerate(asked):
+        assert outcome.question is not None
+        turn = {"token_ids": [7], "text": "x", "stopped": True, "draw": number}
+        host.answer(0, outcome.question["number"], turn)
+    [ended], _ = _until_ended(host, 1)
+    assert ended.failure is None and ended.trajectories[0]["token_ids"][-1] == 7
+    host.end(0)
 
 
 @pytest.mark.parametrize("name", ["hangs", "sleeps"])

@@ -115,6 +115,7 @@ UNREADABLE = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', [], 'no "arguments"; {} stands for none'),
     ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', [], "its name is no word"),
     ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>', [], "name is no word"),
+    ("hermes", '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>', [], "is no word"),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [], "no JSON object"),
     ("hermes", '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>', [], "no JSON object"),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{} 1"}</tool_call>', [], "more than one"),
