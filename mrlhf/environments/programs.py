@@ -19,6 +19,7 @@ from mrlhf.config.user_code import UserCodeError, check_kind
 
 RESERVED = ("reset", "reply", "reward", "turn_reward", "state_dict", "load_state_dict", "done")
 """Members of an environment that are no tools."""
+LARGEST_SCORE = 1e15  # as of `rewards.interface`
 
 _MOST_CHARACTERS = 200_000  # of what is said at once
 
@@ -162,13 +163,16 @@ def said(value: Any, method: str) -> str | list[Any] | None:
 
 
 def number(value: Any, method: str) -> float:
-    """A finite number; ProgramError if it is none."""
+    """A number that a score may be; ProgramError if it is none."""
     try:
         result = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         result = math.nan
-    if isinstance(value, (str, bytes)) or not math.isfinite(result):
-        raise ProgramError(f"{method} returned {repr(value)[:100]}; return a finite number")
+    if isinstance(value, (str, bytes)) or not abs(result) <= LARGEST_SCORE:
+        raise ProgramError(
+            f"{method} returned {repr(value)[:100]}; return a finite number from "
+            f"-{LARGEST_SCORE:g} to {LARGEST_SCORE:g}"
+        )
     return result
 
 

@@ -6,6 +6,7 @@ It does not know how they were led.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -14,7 +15,7 @@ from mrlhf.errors import EnvironmentFault
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_FAILURES = 3
+_SHOWN_REASONS = 3
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -50,10 +51,9 @@ def check_episodes(episodes: Sequence[Episode]) -> None:
         return
     if len(failures) == len(episodes):
         raise EnvironmentFault(f"every episode of the step failed, the first one so: {failures[0]}")
-    for reason in list(dict.fromkeys(failures))[:_SHOWN_FAILURES]:
-        logger.warning(
-            "%d of %d episodes failed and do not train; one of them so: %s",
-            len(failures),
-            len(episodes),
-            reason,
-        )
+    reasons = Counter(failures).most_common()
+    for reason, count in reasons[:_SHOWN_REASONS]:
+        logger.warning("%d of %d episodes failed: %s", count, len(episodes), reason)
+    others = sum(count for _, count in reasons[_SHOWN_REASONS:])
+    if others:
+        logger.warning("%d others failed in other ways (see rollout.dump_freq)", others)

@@ -5,6 +5,7 @@ Messages are lines of JSON. This file does not know what a message means.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -70,8 +71,9 @@ class WorkerProcess:
         self._limits = limits
         self._socket, theirs = socket.socketpair()
         self._lines = self._socket.makefile("rb")
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
         # Appending, so that the two processes need not agree on a position.
-        self._output: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed in stop)
+        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
 
         # Its other end closes when this process ends, however it ends; the kernel tells the worker.
         lifeline, held = os.pipe()

@@ -29,6 +29,8 @@ class Guess:
     def reset(self, row):
         if row.get("raises"):
             raise KeyError("no such row")
+        if row.get("forks"):
+            os.fork()
         if row.get("hangs"):
             time.sleep(1000)
         if row.get("odd"):
@@ -52,6 +54,7 @@ class Guess:
         return "right" if self.done else ["wrong", number]
 
     def luck(self) -> float:
+        time.sleep(0.1)  # a fork that goes on is heard meanwhile
         return self.drawn
 
     def leave(self):
@@ -71,6 +74,11 @@ class Guess:
         if pid == 0:
             time.sleep(1000)
         return pid
+
+    def fork(self, ends: bool):
+        if os.fork() == 0 and ends:
+            sys.exit()
+        return "forked"
 
     def nothing(self) -> None:
         pass
@@ -100,7 +108,7 @@ class Guess:
         return {"go on": "Go on.", "list": [{"role": "user", "content": "x"}]}.get(text)
 
     def turn_reward(self):
-        return float("nan") if self.turns > 2 else self.turns / 2
+        return 1e300 if self.turns > 2 else self.turns / 2
 
     def reward(self):
         return {"score": 1.0 if self.done else "bad", "turns": self.turns}
@@ -168,6 +176,7 @@ def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
             "stop",
             "eat",
             "leave_a_child",
+            "fork",
             "nothing",
             "much",
             "scribble",
@@ -288,7 +297,7 @@ def test_a_long_answer_may_be_read_slowly(file: Path) -> None:
             "_private",
             {},
             "Error: there is no tool '_private'; there is guess, luck, leave, hang, "
-            "stop, eat, leave_a_child, nothing, much, scribble, list_much, leave_a_program, "
+            "stop, eat, leave_a_child, fork, nothing, much, scribble, list_much, leave_a_program, "
             "leave_later, odd, calculator",
         ),
         (
@@ -322,7 +331,11 @@ def test_a_call_that_fails_tells_the_policy(
         ({}, ["leave_a_program"], "leave_a_program ended its process (exit code 4)"),
         ({}, ["hang"], "hang took more than 5 s and was stopped"),
         ({}, ["scribble"], "scribble wrote to its connection"),
-        ({}, ["guess"] * 3, "turn_reward returned nan; return a finite number"),
+        (
+            {},
+            ["guess"] * 3,
+            "turn_reward returned 1e+300; return a finite number from -1e+15 to 1e+15",
+        ),
     ],
 )
 def test_an_episode_that_cannot_go_on_says_why(
@@ -334,6 +347,28 @@ def test_an_episode_that_cannot_go_on_says_why(
         outcome = _turn(host, 4, *[(call, given) for call in calls])
     assert outcome.failure == failure
     host.end(4)
+
+
+def test_a_fork_that_comes_back_answers_nothing(host: EnvironmentHost) -> None:
+    assert _begun(host, 11, forks=True).failure is None
+    for ends in (False, True):
+        outcome = _turn(host, 11, ("fork", {"ends": ends}), ("luck", {}))
+        assert outcome.failure is None
+        forked, luck = (result.content for result in outcome.results)
+        assert forked == "forked" and 0.0 < float(luck) < 1.0
+    assert host.poll(0.5) == []
+    host.end(11)
+
+
+def test_what_is_printed_is_in_the_log(
+    host: EnvironmentHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    _begun(host, 12)
+    for number in (1, 2):
+        _turn(host, 12, ("guess", {"number": number}))
+        assert caplog.text.endswith(f"an environment printed: asked for {number}\n")
+    host.end(12)
 
 
 def test_a_process_that_ends_between_two_requests_is_found(host: EnvironmentHost) -> None:
@@ -349,7 +384,8 @@ def test_a_process_that_ends_between_two_requests_is_found(host: EnvironmentHost
 def test_a_score_must_be_a_number(host: EnvironmentHost) -> None:
     _begun(host, 5)
     host.ask_reward(5)
-    assert _wait(host)[0].failure == "reward, as 'score', returned 'bad'; return a finite number"
+    failure = str(_wait(host)[0].failure)
+    assert failure.startswith("reward, as 'score', returned 'bad'; return a finite number")
     host.end(5)
 
 

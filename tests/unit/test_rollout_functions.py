@@ -326,7 +326,7 @@ def test_a_function_that_hangs_is_stopped(file: Path, name: str) -> None:
         ("leaves", "rollout ended its process (exit code 3)"),
         ("nothing", "the rollout function returned []; return a trajectory of the engine or a"),
         ("unread", "returned a trajectory without a turn: generate one, or leave it out"),
-        ("infinite", "reward returned inf; return a finite number"),
+        ("infinite", "reward returned inf; return a finite number from -1e+15 to 1e+15"),
         ("pays_too_often", "turn_rewards has 2 numbers for 1 turns; give one for each, or none"),
         ("forgets_to_await", "return a trajectory of the engine or a list of them"),
     ],

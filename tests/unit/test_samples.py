@@ -46,7 +46,7 @@ def test_the_first_sample_of_each_prompt_is_shown() -> None:
         r"    prompt   'line 1\nline 2'",
         "    response 'ab'",
         "    answer   '4'",
-        "  essays, score -1, cut off at the longest length",
+        "  essays, score -1, cut off at a limit",
         f"    prompt   '{'x' * 300}' ... 100 characters ... '{'x' * 300}'",
         "    response 'c'",
     ]

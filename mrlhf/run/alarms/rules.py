@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
          "engine and trainer compute in other precisions or with other weights",
          "algorithm.rollout_correction.rollout_is"),
     Rule("truncation", "warning", signs.truncation,
-         "the answers need more tokens than they may have, or the policy does not end them",
+         "the answers need more tokens or turns than they may have, or the policy ends none",
          "data.max_response_length"),
     Rule("equal_scores", "warning", signs.equal_scores,
          "the reward cannot tell the responses apart, or the policy has mastered the task",

@@ -123,12 +123,12 @@ def engine_mismatch(history: History) -> str | None:
 
 
 def truncation(history: History) -> str | None:
-    """Many responses end at the length limit."""
+    """Many responses end at a limit."""
     name = "response_length/clip_ratio"
     latest = history.recent(name, 2)
     if not latest or min(latest) <= upper_bound(name):
         return None
-    return f"{latest[-1]:.0%} of the responses are cut off at the longest length"
+    return f"{latest[-1]:.0%} of the responses are cut off at a limit of length or turns"
 
 
 def equal_scores(history: History) -> str | None:

@@ -190,7 +190,9 @@ def describe_samples(rollout: Rollout, scores: Scores, tokenizer: Tokenizer, cou
     for row in rows[:count]:
         score = float(rewards[row])
         tokens = rollout.response_ids[row, : rollout.response_lengths[row]].tolist()
-        ending = "" if bool(rollout.stopped[row]) else ", cut off at the longest length"
+        ending = "" if bool(rollout.stopped[row]) else ", cut off at a limit"
+        if rollout.episodes and rollout.episodes[row].failure:
+            ending = f", failed: {rollout.episodes[row].failure}"
         lines += [
             f"  {prompts.data_source[row]}, score {score:.4g}{ending}",
             f"    prompt   {_quoted(prompts.text[row])}",
