@@ -53,7 +53,9 @@ def check_episodes(episodes: Sequence[Episode]) -> None:
         raise EnvironmentFault(f"every episode of the step failed, the first one so: {failures[0]}")
     reasons = Counter(failures).most_common()
     for reason, count in reasons[:_SHOWN_REASONS]:
-        logger.warning("%d of %d episodes failed: %s", count, len(episodes), reason)
+        logger.warning(
+            "%d of %d episodes failed and do not train: %s", count, len(episodes), reason
+        )
     others = sum(count for _, count in reasons[_SHOWN_REASONS:])
     if others:
         logger.warning("%d others failed in other ways (see rollout.dump_freq)", others)

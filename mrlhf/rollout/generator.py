@@ -188,10 +188,7 @@ class Generator:
             _task(prompts, seeds, sampling, shares, begun),
             ended=partial(self._tell, prompts, sampling.n, cycle(range(self.groups.tp.size()))),
         )
-        began = time.perf_counter()
-        mine, interrupted = self._draw(task, pace)
-        seconds = time.perf_counter() - began
-
+        mine, seconds, interrupted = self._draw(task, pace)
         drawn = exchange_samples(
             self.groups,
             len(prompts) * sampling.n,
@@ -255,10 +252,15 @@ class Generator:
         prompt_lengths = [len(tokens) for tokens in prompts.token_ids]
         return assign(prompt_lengths, expected, sampling.n, self.groups.layout.num_replicas)
 
-    def _draw(self, task: Task, pace: Pace | None) -> tuple[Drawn, Interrupted | None]:
-        """Have this rank's replica do its task; with the interruption, if the run stops."""
+    def _draw(self, task: Task, pace: Pace | None) -> tuple[Drawn, float, Interrupted | None]:
+        """Have this rank's replica do its task, which takes it so many seconds, until all are done.
+
+        With the interruption, if the run stops.
+        """
         samples = task.samples
         drawn = Drawn([], EngineStats())
+        seconds = 0.0
+        began = time.perf_counter()
         try:
             with self.phases.interruptible() as may_begin, _named_memory_error("generating"):
 
@@ -275,11 +277,14 @@ class Generator:
                     )
                     drawn = leading.draw(may_step)
                 self._count_memory()
+                seconds = time.perf_counter() - began
+                # If the run stops, those that still draw or wait for a tool need not end that.
+                dist.barrier(self.groups.replicas)
         except Interrupted as stop:
             # Others begin again, as an interruption does not come at the same token everywhere.
             whole = [one for one in drawn.trajectories if one.ended and not one.has_failed]
-            return replace(drawn, trajectories=whole), stop
-        return drawn, None
+            return replace(drawn, trajectories=whole), seconds, stop
+        return drawn, seconds, None
 
     def _tell(self, prompts: Prompts, n: int, turns: Iterator[int], sample: Trajectory) -> None:
         """Tell of a sample that has ended if it is this rank's turn."""

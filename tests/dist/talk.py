@@ -6,21 +6,29 @@ The environment, and a rollout function that does what it does, are sources of a
 from __future__ import annotations
 
 import string
+from typing import Any
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import PreTrainedTokenizerFast
 
+from mrlhf.batch import Prompts
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.data.tool_calls import ParsedTurn
 
+SILENT = 21  # the uid whose environment hangs
 ENVIRONMENT = """
+import time
+
+
 class Talk:
     def reset(self, row):
         if row["uid"] == 3:
             raise ValueError("nothing to say")
         if row["uid"] == 9:
             return "too long" * 5
+        if row["uid"] == 21:
+            time.sleep(1000)
         self.sizes, self.uid = [], row["uid"]
         return f"go {row['uid']}" if row["uid"] % 2 else None
 
@@ -96,6 +104,15 @@ def make_tokenizer(template: str = TEMPLATE) -> Tokenizer:
         tokenizer_object=pipeline, eos_token="<|end|>", chat_template=template
     )
     return Tokenizer(backend)
+
+
+def prompts_of(tokenizer: Tokenizer, tools: Any, uids: list[int]) -> Prompts:
+    """A prompt for each uid."""
+    messages = [[{"role": "user", "content": f"say {uid}"}] for uid in uids]
+    texts, tokens = zip(*(tokenizer.encode_prompt(m, tools) for m in messages), strict=True)
+    extra = [{"prompt": message} for message in messages]
+    nothing = [""] * len(uids)
+    return Prompts(list(tokens), uids, list(texts), nothing, nothing, extra)
 
 
 def parse(text: str) -> ParsedTurn:

@@ -7,12 +7,14 @@ and writes what comes between two turns as literal text.
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from mrlhf.batch import NO_VERSION, Prompts, Rollout
 from mrlhf.config.rollout import PartialSection
@@ -20,9 +22,10 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.data.turns import TurnRenderer
 from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
 from mrlhf.environments.interface import EnvironmentReference
-from mrlhf.errors import EnvironmentFault
+from mrlhf.errors import EnvironmentFault, Interrupted
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
@@ -36,12 +39,15 @@ from tests.dist.talk import (
     ENVIRONMENT,
     FORGETS,
     FUNCTION,
+    SILENT,
     make_tokenizer,
     parse,
     parse_some,
+    prompts_of,
     text_of,
     tokens_of,
 )
+from tests.dist.test_stop_points import Looking
 from tests.fake_engine import FakeResharder
 from tests.models.engines import fill, hf_model, spec_of
 from tests.ranks import run_ranks
@@ -55,14 +61,6 @@ ENDS = (0, *range(40, 52))  # some characters end a turn as well, since a random
 MOST_TOKENS, MOST_TURNS, MOST_TOLD = 60, 4, 3
 LIMITS = EngineLimits(max_num_seqs=6, max_length=96, max_prefill_tokens=24, cache_bytes=2**22)
 LAYOUTS = {"tp 2": 2, "two replicas": 1}
-
-
-def _prompts(tokenizer: Tokenizer, tools: Any, uids: list[int]) -> Prompts:
-    messages = [[{"role": "user", "content": f"say {uid}"}] for uid in uids]
-    texts, tokens = zip(*(tokenizer.encode_prompt(m, tools) for m in messages), strict=True)
-    extra = [{"prompt": message} for message in messages]
-    nothing = [""] * len(uids)
-    return Prompts(list(tokens), uids, list(texts), nothing, nothing, extra)
 
 
 def _engine(model: Any, groups: Any, tokenizer: Tokenizer) -> NativeEngine:
@@ -108,7 +106,7 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
     limits = ToolLimits(timeout_s=60.0, workers=2)
     programs = describe(references, limits)
     renderer = TurnRenderer(tokenizer, programs[""].tools, ENDS)
-    prompts = _prompts(tokenizer, programs[""].tools, UIDS)
+    prompts = prompts_of(tokenizer, programs[""].tools, UIDS)
     factory = GroupFactory(timeout_s=600.0)
     found: dict[str, Any] = {}
 
@@ -152,6 +150,7 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
             assert not host._episodes
             host.close()
     found["function"] = _led_by_a_function(build(2), prompts, file)
+    found["stopped"] = _stopped(build(1), tokenizer, programs[""].tools)
     found["partial"] = _partial_steps(
         [build(tp) for tp in LAYOUTS.values()], prompts.select(range(4))
     )
@@ -163,7 +162,7 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
         leads.dialogues = {"": Dialogue(programs[""], forgets)}
         leads.parse = parse_some
         leads.limits = replace(leads.limits, max_turns=2 * MOST_TURNS, on_rewrite="split")
-    talkative = _prompts(tokenizer, programs[""].tools, TALKATIVE)
+    talkative = prompts_of(tokenizer, programs[""].tools, TALKATIVE)
     found["partial split"] = _partial_steps(splitting, talkative)
     return found
 
@@ -190,6 +189,28 @@ def _led_by_a_function(
     if leads.host is not None:
         leads.host.close()
     return _as_lists(drawn.rollout)
+
+
+def _stopped(
+    built: tuple[Generator, EnvironmentHost | None], tokenizer: Tokenizer, tools: Any
+) -> tuple[str, list[int]]:
+    """Why the ranks stop while one of them waits for its tools, and the samples that had ended."""
+    generator, host = built
+    stops = AgreedStop(dist.distributed_c10d._get_default_store().clone(), dist.get_rank(), 2)
+    generator.phases.stops = stops
+    asks = threading.Timer(2.0, stops.ask, ["the time is over"])
+    generator.ended = lambda *_: asks.start()  # by then this rank waits for the other
+    sampling = SamplingParams(n=1, temperature=0.0, max_tokens=9, stop_token_ids=ENDS, seed=0)
+    reason = ""
+    with Looking(stops, lambda: 0.01):
+        try:
+            generator.generate(prompts_of(tokenizer, tools, [4, SILENT]), sampling, "train", step=1)
+        except Interrupted as interrupted:
+            reason = str(interrupted)
+    if host is not None:
+        assert not host._episodes
+        host.close()
+    return reason, generator.drawn["train 1"].headers.rows.tolist()
 
 
 def _partial_steps(
@@ -428,6 +449,10 @@ def test_a_failed_episode_does_not_train(ranks: list[dict[str, Any]]) -> None:
             assert episode.turn_begins[0] == 0 < episode.turns[0]  # who wrote what is still known
     assert found["versions"] == [NO_VERSION, 5]
     assert found["metrics"]["episodes/failed"] == 0.5
+
+
+def test_ranks_that_are_done_need_not_wait_for_tools(ranks: list[dict[str, Any]]) -> None:
+    assert [found["stopped"] for found in ranks] == [("the time is over", [0])] * 2
 
 
 def test_rewards_of_turns_stand_at_their_ends(ranks: list[dict[str, Any]]) -> None:
