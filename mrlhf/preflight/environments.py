@@ -5,6 +5,7 @@ It knows the keys of episodes. It does not know how an episode is led.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,20 @@ def read_environments(
         limits=limits,
         parse=_parser(config, programs.values(), tokenizer),
     )
+
+
+def check_sources(config: PPOConfig, sources: Collection[str]) -> None:
+    """ConfigError if an environment is for a data source that is none of the prompts' `sources`."""
+    for section in config.rollout.environment:
+        name = section.data_source
+        if name is None or name in sources:
+            continue
+        near = difflib.get_close_matches(name, sources, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"rollout.environment: no prompt of the data has the data_source {name!r}; {hint}"
+            f"there is {', '.join(map(repr, sorted(sources)))}"
+        )
 
 
 def draw_episode(
