@@ -40,7 +40,8 @@ def check_name(name: object, known: Sequence[str]) -> str:
         return name
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
-    raise ValueError(f"should be {', '.join(known)} or path/to/file.py:function{hint}")
+    others = f"{', '.join(known)} or " if known else ""
+    raise ValueError(f"should be {others}path/to/file.py:function{hint}")
 
 
 def read_reference(reference: str) -> tuple[Path, str]:
