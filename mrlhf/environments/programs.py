@@ -15,9 +15,11 @@ from typing import Any
 
 import pydantic
 
-from mrlhf.config.user_code import UserCodeError, check_kind
+from mrlhf.config.user_code import UserCodeError, check_kind, check_parameters
 
-RESERVED = ("reset", "reply", "reward", "turn_reward", "state_dict", "load_state_dict", "done")
+_TAKES = {"reset": ("row",), "reply": ("text",), "reward": (), "turn_reward": ()}
+
+RESERVED = (*_TAKES, "state_dict", "load_state_dict", "done")
 """Members of an environment that are no tools."""
 
 _MOST_CHARACTERS = 200_000  # of what is said at once
@@ -35,8 +37,9 @@ class Tool:
         self.name = name
         self.function = function
         self.is_method = is_method
-        _check_kind(f"tool {name}", function)
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
+        named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        _check_call(f"tool {name}", function, ("self",) * is_method, named)
         try:
             hints = typing.get_type_hints(function, include_extras=True)
         except Exception as error:
@@ -102,6 +105,9 @@ class Offer:
 
         A `rollout` function leads episodes by itself, without environment and tools.
         """
+        if rollout is not None:
+            takes = ("engine", "row", "sampling")
+            _check_call(rollout.__name__, rollout, takes, is_async=True)
         if rollout is not None and functions:
             raise ProgramError(
                 f"{rollout.__name__} is a rollout function, which calls its tools itself; remove "
@@ -109,12 +115,15 @@ class Offer:
             )
         self.environment = environment
         self.rollout = rollout
-        self.methods = {name for name in RESERVED if callable(getattr(environment, name, None))}
+        self.methods = {name for name in _TAKES if callable(getattr(environment, name, None))}
         self.tools: dict[str, Tool] = {}
         if environment is not None:
             _check_arguments(environment)
             for name in sorted(self.methods):
-                _check_kind(name, getattr(environment, name))
+                member = inspect.getattr_static(environment, name)
+                is_bound = isinstance(member, (staticmethod, classmethod))
+                owner = () if is_bound or not hasattr(member, "__get__") else ("self",)
+                _check_call(name, getattr(environment, name), (*owner, *_TAKES[name]))
             for name, function in _tools_of(environment):
                 self.tools[name] = Tool(name, function, is_method=True)
 
@@ -183,10 +192,19 @@ def reward(value: Any) -> float | dict[str, float]:
     return {str(key): number(item, f"reward, as {key!r},") for key, item in value.items()}
 
 
-def _check_kind(what: str, function: Callable[..., Any]) -> None:
-    """ProgramError if a call of a function does not give its result at once."""
+def _check_call(
+    what: str,
+    function: Callable[..., Any],
+    by_position: Sequence[str],
+    by_name: Sequence[str] = (),
+    *,
+    is_async: bool = False,
+) -> None:
+    """ProgramError if a function does not take these arguments, or give its result at once."""
     try:
-        check_kind(function)
+        if not is_async:
+            check_kind(function)
+        check_parameters(function, by_position, by_name)
     except UserCodeError as error:
         raise ProgramError(f"{what} {error}") from None
 

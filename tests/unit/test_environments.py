@@ -159,25 +159,11 @@ def _turn(host: EnvironmentHost, number: int, *calls: tuple[str, dict[str, Any]]
 
 def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
     tools = {tool["function"]["name"]: tool for tool in host.programs["game"].tools}
-    assert list(tools) == [
-        *(
-            "guess",
-            "luck",
-            "leave",
-            "hang",
-            "stop",
-            "eat",
-            "leave_a_child",
-            "nothing",
-            "much",
-            "scribble",
-            "list_much",
-            "leave_a_program",
-            "leave_later",
-            "odd",
-        ),
-        "calculator",
-    ]
+    names = (
+        "guess luck leave hang stop eat leave_a_child nothing much scribble list_much "
+        "leave_a_program leave_later odd calculator"
+    )
+    assert list(tools) == names.split()
     assert tools["guess"] == {
         "type": "function",
         "function": {
@@ -452,6 +438,12 @@ time.sleep(1000)
         ("class A:\n async def f(self): ...", "A", "tool f is an async function"),
         ("class A:\n def f(self):\n  yield 1", "A", "tool f is a generator function"),
         ("class A:\n async def reset(self, row): ...", "A", "reset is an async function"),
+        ("class A:\n def reset(self): ...", "A", "reset must accept self, row: too many pos"),
+        ("class A:\n def reply(self): ...", "A", "reply must accept self, text: too many pos"),
+        ("class A:\n def reward(self, x): ...", "A", "reward must accept self: missing a req"),
+        ("class A:\n def f(self, x: int, /): ...", "A", "tool f must accept self, x: 'x' "),
+        ("class A:\n def f(): ...", "A", "tool f must accept self: too many pos"),
+        ("async def A(engine, row): ...", "A", "A must accept engine, row, sampling: too many"),
     ],
 )
 def test_what_cannot_be_used_is_refused(
@@ -463,6 +455,19 @@ def test_what_cannot_be_used_is_refused(
         describe({"": EnvironmentReference(f"{file}:{reference}", ("calculator",))}, ToolLimits())
     assert message.format(file=file) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_methods_may_stand_in_a_class_in_any_way(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import functools\nclass Says:\n def __call__(self, text): ...\n"
+        "class A:\n @staticmethod\n def reset(row): ...\n reply = Says()\n"
+        " @classmethod\n def turn_reward(cls): ...\n @functools.cache\n def reward(self): ...\n"
+        " def f(self, *, x: int = 1): ...\n",
+        encoding="utf-8",
+    )
+    [program] = describe({"": EnvironmentReference(f"{file}:A")}, ToolLimits()).values()
+    assert program.has_reward and len(program.tools) == 1
 
 
 def test_tools_of_files_with_like_names_are_their_own(tmp_path: Path) -> None:
