@@ -98,7 +98,7 @@ class Offer:
     def __init__(
         self,
         environment: type | None,
-        functions: Sequence[tuple[str, Callable[..., Any]]],
+        functions: Sequence[Tool],
         rollout: Callable[..., Any] | None = None,
     ) -> None:
         """Read what they offer; ProgramError if something cannot be used.
@@ -127,13 +127,13 @@ class Offer:
             for name, function in _tools_of(environment):
                 self.tools[name] = Tool(name, function, is_method=True)
 
-        for name, function in functions:
-            if name in self.tools:
+        for tool in functions:
+            if tool.name in self.tools:
                 whose = ""
-                if environment is not None and self.tools[name].is_method:
+                if environment is not None and self.tools[tool.name].is_method:
                     whose = f", one of them a method of {environment.__name__}"
-                raise ProgramError(f"two tools have the name {name}{whose}; rename one")
-            self.tools[name] = Tool(name, function, is_method=False)
+                raise ProgramError(f"two tools have the name {tool.name}{whose}; rename one")
+            self.tools[tool.name] = tool
 
     def describe(self) -> dict[str, Any]:
         """What the trainer needs to know."""

@@ -427,13 +427,13 @@ time.sleep(1000)
 @pytest.mark.parametrize(
     ("code", "reference", "message"),
     [
-        ("class A:\n def f(self, x): ...", "A", "tool f: argument x has no type; write x: str"),
+        ("class A:\n def f(self, x): ...", "A", "A in {file}: tool f: argument x has no type"),
         ("class A:\n def f(self, *x): ...", "A", "tool f takes *x; name each argument"),
         ("class A:\n def __init__(self, x): ...", "A", "A cannot be made without x"),
         ("class B: ...", "A", "has no function 'A'"),
         ("def A(): ...", "A", "A in {file} is neither a class nor an async function"),
         ("1 / 0", "A", "{file} cannot be imported: ZeroDivisionError: division by zero (line 1)"),
-        ("class A:\n def calculator(self): ...", "A", "two tools have the name calculator"),
+        ("class A:\n def calculator(self): ...", "A", "A in {file}: two tools have the name c"),
         ("class A:\n def f(self, x: 'Missing'): ...", "A", "tool f: its types cannot be read"),
         ("class A:\n async def f(self): ...", "A", "tool f is an async function"),
         ("class A:\n def f(self):\n  yield 1", "A", "tool f is a generator function"),
@@ -479,6 +479,13 @@ def test_tools_of_files_with_like_names_are_their_own(tmp_path: Path) -> None:
         tools.append(f"{file}:tool{number}")
     [program] = describe({"": EnvironmentReference(None, tuple(tools))}, ToolLimits()).values()
     assert [tool["function"]["name"] for tool in program.tools] == ["tool0", "tool1", "tool2"]
+
+
+def test_a_function_that_is_no_tool_is_named_and_not_the_class(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("class A: ...\ndef bad(x): ...", encoding="utf-8")
+    with pytest.raises(EnvironmentFault, match=f": bad in {file}: tool bad: argument x has no"):
+        describe({"": EnvironmentReference(f"{file}:A", (f"{file}:bad",))}, ToolLimits())
 
 
 def test_a_missing_file_is_named() -> None:
