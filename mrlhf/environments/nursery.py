@@ -184,7 +184,7 @@ class _Episode:
         if "turn_reward" in self._offer.methods:
             value = self._environment.turn_reward()
             answer["turn_reward"] = programs.number(value, "turn_reward")
-        answer["ended"] = self._is_over or getattr(self._environment, "done", False) is True
+        answer["ended"] = self._is_over or bool(getattr(self._environment, "done", False))
         return answer
 
     def reward(self) -> dict[str, Any]:

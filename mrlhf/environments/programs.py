@@ -119,6 +119,8 @@ class Offer:
         self.tools: dict[str, Tool] = {}
         if environment is not None:
             _check_arguments(environment)
+            if callable(getattr(environment, "done", None)):
+                raise ProgramError("done is a method; make it a property, or an attribute")
             for name in sorted(self.methods):
                 member = inspect.getattr_static(environment, name)
                 is_bound = isinstance(member, (staticmethod, classmethod))

@@ -47,7 +47,7 @@ class Guess:
                 a whole one
         """
         self.turns += 1
-        self.done = number == self.secret
+        self.done = int(number == self.secret)  # what is true in Python's sense is enough
         print("asked for", number)
         return "right" if self.done else ["wrong", number]
 
@@ -442,6 +442,7 @@ time.sleep(1000)
         ("class A:\n def reply(self): ...", "A", "reply must accept self, text: too many pos"),
         ("class A:\n def reward(self, x): ...", "A", "reward must accept self: missing a req"),
         ("class A:\n def f(self, x: int, /): ...", "A", "tool f must accept self, x: 'x' "),
+        ("class A:\n def done(self): ...", "A", "A in {file}: done is a method; make it a prop"),
         ("class A:\n def f(): ...", "A", "tool f must accept self: too many pos"),
         ("async def A(engine, row): ...", "A", "A must accept engine, row, sampling: too many"),
     ],
