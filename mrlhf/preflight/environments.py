@@ -39,6 +39,10 @@ class EnvironmentInputs:
         """The name of the program that leads the episodes of a data source."""
         return data_source if data_source in self.programs else _ALL
 
+    def leads(self, data_source: str) -> bool:
+        """Whether there is an environment for a data source, and not tools alone."""
+        return not self.programs[self.program_of(data_source)].is_stateless
+
     def tools_of(self, data_source: str) -> Sequence[Mapping[str, Any]]:
         """The tools that the prompts of a data source show."""
         return self.programs[self.program_of(data_source)].tools

@@ -314,6 +314,7 @@ def _prompts(
         split=split,
         answer_rules=answer_rules(term.name for term in config.reward.terms),
         tools_of=None if environments is None else environments.tools_of,
+        adds_to_prompt=lambda source: environments is not None and environments.leads(source),
     )
 
     every = prompts.batch(range(len(prompts)))

@@ -158,6 +158,7 @@ def test_episodes_are_shown_and_their_faults_refused():
 
     pays = ppo(**keys, rollout__environment={"train": "rewards.py:Pays"})
     environments = read_ppo_inputs(pays).environments
+    assert environments.leads("train") and not environments.leads("val")
     assert environments.program_of("train") == "train" and environments.program_of("val") == ""
     assert environments.programs["train"].has_reward and not environments.programs[""].has_reward
 
