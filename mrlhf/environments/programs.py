@@ -45,7 +45,8 @@ class Tool:
         except Exception as error:
             raise ProgramError(f"tool {name}: its types cannot be read: {error}") from None
 
-        fields: dict[str, Any] = {}
+        config = pydantic.ConfigDict(extra="forbid")
+        self._model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config)
         about = _argument_docs(function)
         for parameter in parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -60,22 +61,25 @@ class Tool:
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
             field = pydantic.Field(default, description=about.get(parameter.name))
-            fields[parameter.name] = (hints[parameter.name], field)
-        try:
-            self._model = pydantic.create_model(
-                name, __config__=pydantic.ConfigDict(extra="forbid"), **fields
-            )
-            schema = self._model.model_json_schema()
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise ProgramError(f"tool {name}: its types have no JSON schema: {reason}") from None
+            fields: dict[str, Any] = {parameter.name: (hints[parameter.name], field)}
+            try:
+                self._model = pydantic.create_model(name, __base__=self._model, **fields)
+                self._model.model_json_schema()
+            except Exception as error:
+                # Without the address that pydantic adds.
+                reason = " ".join(getattr(error, "message", str(error)).split()).split(". ")[0]
+                raise ProgramError(
+                    f"tool {name}: the type of argument {parameter.name} has no JSON schema: "
+                    f"{reason}"
+                ) from None
+
         text = inspect.getdoc(function) or ""
         self.schema = {
             "type": "function",
             "function": {
                 "name": name,
                 "description": " ".join(text.split("\n\n")[0].split()),
-                "parameters": _without_titles(schema),
+                "parameters": _without_titles(self._model.model_json_schema()),
             },
         }
 
