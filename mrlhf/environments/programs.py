@@ -111,7 +111,7 @@ class Offer:
         """
         if rollout is not None:
             takes = ("engine", "row", "sampling")
-            _check_call(rollout.__name__, rollout, takes, is_async=True)
+            _check_call("the rollout function", rollout, takes, is_async=True)
         if rollout is not None and functions:
             raise ProgramError(
                 f"{rollout.__name__} is a rollout function, which calls its tools itself; remove "

@@ -445,7 +445,7 @@ time.sleep(1000)
         ("class A:\n def done(self): ...", "A", "A in {file}: done is a method; make it a prop"),
         ("class A:\n def f(self, x: 3): ...", "A", "tool f: the type of argument x has no JSON"),
         ("class A:\n def f(): ...", "A", "tool f must accept self: too many pos"),
-        ("async def A(engine, row): ...", "A", "A must accept engine, row, sampling: too many"),
+        ("async def A(engine, row): ...", "A", "function must accept engine, row, sampling: to"),
     ],
 )
 def test_what_cannot_be_used_is_refused(
