@@ -71,7 +71,7 @@ def _has_turns(place: Place) -> NotRead | None:
     if place.value("environment") or place.value("tools"):
         return None
     return NotRead(
-        "there are neither rollout.environment nor rollout.tools",
+        ", since there are neither rollout.environment nor rollout.tools",
         "name one of them",
         ("rollout.environment", "rollout.tools"),
     )

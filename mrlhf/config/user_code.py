@@ -40,7 +40,8 @@ def check_name(name: object, known: Sequence[str]) -> str:
         return name
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
-    raise ValueError(f"should be {', '.join(known)} or path/to/file.py:function{hint}")
+    others = f"{', '.join(known)} or " if known else ""
+    raise ValueError(f"should be {others}path/to/file.py:function{hint}")
 
 
 def read_reference(reference: str) -> tuple[Path, str]:
@@ -80,7 +81,7 @@ def load_function(
     function = load_member(file, name)
     try:
         check_kind(function)
-        _check_parameters(function, parameters, by_name)
+        check_parameters(function, () if by_name else parameters, parameters if by_name else ())
     except UserCodeError as error:
         raise UserCodeError(f"{name} in {file} {error}") from None
     return function
@@ -143,10 +144,15 @@ def check_kind(function: Callable[..., Any]) -> None:
             )
 
 
-def _check_parameters(
-    function: Callable[..., Any], parameters: Sequence[str], by_name: bool
+def check_parameters(
+    function: Callable[..., Any], by_position: Sequence[str], by_name: Sequence[str] = ()
 ) -> None:
-    needed = ", ".join(parameters)
+    """Refuse a function that does not accept these arguments.
+
+    Raises:
+        UserCodeError: the message lacks the function's name, with which it begins.
+    """
+    needed = ", ".join([*by_position, *by_name]) or "a call without arguments"
     try:
         signature = inspect.signature(function)
     except Exception as error:
@@ -157,10 +163,7 @@ def _check_parameters(
         ) from None
 
     try:
-        if by_name:
-            signature.bind(**dict.fromkeys(parameters))
-        else:
-            signature.bind(*parameters)
+        signature.bind(*by_position, **dict.fromkeys(by_name))
     except TypeError as error:
         raise UserCodeError(f"must accept {needed}: {error}") from None
 

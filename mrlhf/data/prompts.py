@@ -47,6 +47,7 @@ class PromptDataset:
         split: str = "train",
         answer_rules: AnswerRules = MappingProxyType({}),
         tools_of: Callable[[str], Sequence[Mapping[str, Any]]] | None = None,
+        adds_to_prompt: Callable[[str], bool] = lambda source: False,
     ) -> None:
         """Read and tokenise.
 
@@ -60,6 +61,8 @@ class PromptDataset:
             tools_of: for episodes of several turns, the tools that prompts of a data source show.
                 Then a prompt that is a string is a message of the user, and each row's messages
                 stand in its `extra_info` as "prompt".
+            adds_to_prompt: whether an environment may add to the prompts of a data source, so that
+                rows with the same prompt may have different answers.
 
         Raises:
             DataError: a row is malformed or too long, no row is left, or a rule cannot find any
@@ -97,7 +100,7 @@ class PromptDataset:
         warn_of_dropped("prompts", self.dropped, rows, max_prompt_length)
         self._prompts = Prompts(*map(list, zip(*entries, strict=True)))
         self._check_answers(rows, answer_rules)
-        self._report_copies(rows)
+        self._report_copies(rows, adds_to_prompt)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -141,7 +144,7 @@ class PromptDataset:
                 )
             logger.warning("%s; so it is in %s", problem, of_rows(len(hopeless), rows))
 
-    def _report_copies(self, rows: Sequence[Row]) -> None:
+    def _report_copies(self, rows: Sequence[Row], adds_to_prompt: Callable[[str], bool]) -> None:
         """Report how many prompts stand more than once, and warn if their answers differ."""
         prompts = self._prompts
         first_with: dict[tuple[int, ...], int] = {}
@@ -152,7 +155,8 @@ class PromptDataset:
             if first == index:
                 continue
             copies += 1
-            if prompts.ground_truth[first] != prompts.ground_truth[index]:
+            differs = prompts.ground_truth[first] != prompts.ground_truth[index]
+            if differs and not adds_to_prompt(prompts.data_source[index]):
                 contradicting.append((rows[prompts.uid[first]], rows[prompts.uid[index]]))
 
         if copies:

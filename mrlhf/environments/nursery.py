@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,21 @@ def load(
         function = user_code.load_member(Path(file), name)
         if isinstance(function, type):
             raise user_code.UserCodeError(f"{name} in {file} is no function; name one")
-        functions.append((name, function))
-    offer = programs.Offer(kind, functions, rollout)
+        with _naming([file, name]):
+            functions.append(programs.Tool(name, function, is_method=False))
+    with _naming(environment):
+        offer = programs.Offer(kind, functions, rollout)
     return offer.describe(), partial(_tend, offer)
+
+
+@contextmanager
+def _naming(reference: list[str] | None) -> Iterator[None]:
+    """Let the error of what cannot be used name the user's file, and its class or function."""
+    try:
+        yield
+    except programs.ProgramError as error:
+        where = f"{reference[1]} in {reference[0]}: " if reference else ""
+        raise user_code.UserCodeError(f"{where}{error}") from None
 
 
 def _tend(
@@ -180,7 +192,7 @@ class _Episode:
         if "turn_reward" in self._offer.methods:
             value = self._environment.turn_reward()
             answer["turn_reward"] = programs.number(value, "turn_reward")
-        answer["ended"] = self._is_over or getattr(self._environment, "done", False) is True
+        answer["ended"] = self._is_over or bool(getattr(self._environment, "done", False))
         return answer
 
     def reward(self) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from typing import Any
 
 import pydantic
 
-from mrlhf.config.user_code import UserCodeError, check_kind
+from mrlhf.config.user_code import UserCodeError, check_kind, check_parameters
 
-RESERVED = ("reset", "reply", "reward", "turn_reward", "state_dict", "load_state_dict", "done")
+_TAKES = {"reset": ("row",), "reply": ("text",), "reward": (), "turn_reward": ()}
+
+RESERVED = (*_TAKES, "state_dict", "load_state_dict", "done")
 """Members of an environment that are no tools."""
 LARGEST_SCORE = 1e15  # as of `rewards.interface`
 
@@ -36,14 +38,16 @@ class Tool:
         self.name = name
         self.function = function
         self.is_method = is_method
-        _check_kind(f"tool {name}", function)
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
+        named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        _check_call(f"tool {name}", function, ("self",) * is_method, named)
         try:
             hints = typing.get_type_hints(function, include_extras=True)
         except Exception as error:
             raise ProgramError(f"tool {name}: its types cannot be read: {error}") from None
 
-        fields: dict[str, Any] = {}
+        config = pydantic.ConfigDict(extra="forbid")
+        self._model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config)
         about = _argument_docs(function)
         for parameter in parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -58,22 +62,25 @@ class Tool:
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
             field = pydantic.Field(default, description=about.get(parameter.name))
-            fields[parameter.name] = (hints[parameter.name], field)
-        try:
-            self._model = pydantic.create_model(
-                name, __config__=pydantic.ConfigDict(extra="forbid"), **fields
-            )
-            schema = self._model.model_json_schema()
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise ProgramError(f"tool {name}: its types have no JSON schema: {reason}") from None
+            fields: dict[str, Any] = {parameter.name: (hints[parameter.name], field)}
+            try:
+                self._model = pydantic.create_model(name, __base__=self._model, **fields)
+                self._model.model_json_schema()
+            except Exception as error:
+                # Without the address that pydantic adds.
+                reason = " ".join(getattr(error, "message", str(error)).split()).split(". ")[0]
+                raise ProgramError(
+                    f"tool {name}: the type of argument {parameter.name} has no JSON schema: "
+                    f"{reason}"
+                ) from None
+
         text = inspect.getdoc(function) or ""
         self.schema = {
             "type": "function",
             "function": {
                 "name": name,
                 "description": " ".join(text.split("\n\n")[0].split()),
-                "parameters": _without_titles(schema),
+                "parameters": _without_titles(self._model.model_json_schema()),
             },
         }
 
@@ -96,13 +103,16 @@ class Offer:
     def __init__(
         self,
         environment: type | None,
-        functions: Sequence[tuple[str, Callable[..., Any]]],
+        functions: Sequence[Tool],
         rollout: Callable[..., Any] | None = None,
     ) -> None:
         """Read what they offer; ProgramError if something cannot be used.
 
         A `rollout` function leads episodes by itself, without environment and tools.
         """
+        if rollout is not None:
+            takes = ("engine", "row", "sampling")
+            _check_call("the rollout function", rollout, takes, is_async=True)
         if rollout is not None and functions:
             raise ProgramError(
                 f"{rollout.__name__} is a rollout function, which calls its tools itself; remove "
@@ -110,22 +120,27 @@ class Offer:
             )
         self.environment = environment
         self.rollout = rollout
-        self.methods = {name for name in RESERVED if callable(getattr(environment, name, None))}
+        self.methods = {name for name in _TAKES if callable(getattr(environment, name, None))}
         self.tools: dict[str, Tool] = {}
         if environment is not None:
             _check_arguments(environment)
+            if callable(getattr(environment, "done", None)):
+                raise ProgramError("done is a method; make it a property, or an attribute")
             for name in sorted(self.methods):
-                _check_kind(name, getattr(environment, name))
+                member = inspect.getattr_static(environment, name)
+                is_bound = isinstance(member, (staticmethod, classmethod))
+                owner = () if is_bound or not hasattr(member, "__get__") else ("self",)
+                _check_call(name, getattr(environment, name), (*owner, *_TAKES[name]))
             for name, function in _tools_of(environment):
                 self.tools[name] = Tool(name, function, is_method=True)
 
-        for name, function in functions:
-            if name in self.tools:
+        for tool in functions:
+            if tool.name in self.tools:
                 whose = ""
-                if environment is not None and self.tools[name].is_method:
+                if environment is not None and self.tools[tool.name].is_method:
                     whose = f", one of them a method of {environment.__name__}"
-                raise ProgramError(f"two tools have the name {name}{whose}; rename one")
-            self.tools[name] = Tool(name, function, is_method=False)
+                raise ProgramError(f"two tools have the name {tool.name}{whose}; rename one")
+            self.tools[tool.name] = tool
 
     def describe(self) -> dict[str, Any]:
         """What the trainer needs to know."""
@@ -187,10 +202,19 @@ def reward(value: Any) -> float | dict[str, float]:
     return {str(key): number(item, f"reward, as {key!r},") for key, item in value.items()}
 
 
-def _check_kind(what: str, function: Callable[..., Any]) -> None:
-    """ProgramError if a call of a function does not give its result at once."""
+def _check_call(
+    what: str,
+    function: Callable[..., Any],
+    by_position: Sequence[str],
+    by_name: Sequence[str] = (),
+    *,
+    is_async: bool = False,
+) -> None:
+    """ProgramError if a function does not take these arguments, or give its result at once."""
     try:
-        check_kind(function)
+        if not is_async:
+            check_kind(function)
+        check_parameters(function, by_position, by_name)
     except UserCodeError as error:
         raise ProgramError(f"{what} {error}") from None
 

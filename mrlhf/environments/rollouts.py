@@ -22,7 +22,7 @@ class NoRoom(Exception):
     """The trajectory has no room for another token, or the episode for another turn."""
 
 
-@dataclass
+@dataclass(slots=True)  # so that another name cannot be set
 class Trajectory:
     """Tokens that the policy reads at once, some of which it has drawn.
 

@@ -5,6 +5,7 @@ It knows the keys of episodes. It does not know how an episode is led.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ class EnvironmentInputs:
     def program_of(self, data_source: str) -> str:
         """The name of the program that leads the episodes of a data source."""
         return data_source if data_source in self.programs else _ALL
+
+    def leads(self, data_source: str) -> bool:
+        """Whether there is an environment for a data source, and not tools alone."""
+        return not self.programs[self.program_of(data_source)].is_stateless
 
     def tools_of(self, data_source: str) -> Sequence[Mapping[str, Any]]:
         """The tools that the prompts of a data source show."""
@@ -91,6 +96,20 @@ def read_environments(
         limits=limits,
         parse=_parser(config, programs.values(), tokenizer),
     )
+
+
+def check_sources(config: PPOConfig, sources: Collection[str]) -> None:
+    """ConfigError if an environment is for a data source that is none of the prompts' `sources`."""
+    for section in config.rollout.environment:
+        name = section.data_source
+        if name is None or name in sources:
+            continue
+        near = difflib.get_close_matches(name, sources, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"rollout.environment: no prompt of the data has the data_source {name!r}; {hint}"
+            f"there is {', '.join(map(repr, sorted(sources)))}"
+        )
 
 
 def draw_episode(

@@ -27,7 +27,12 @@ from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
-from mrlhf.preflight.environments import EnvironmentInputs, draw_episode, read_environments
+from mrlhf.preflight.environments import (
+    EnvironmentInputs,
+    check_sources,
+    draw_episode,
+    read_environments,
+)
 from mrlhf.preflight.model_checks import head_of
 from mrlhf.preflight.paths import InputPath
 from mrlhf.preflight.vocabulary import (
@@ -88,6 +93,7 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
     tokenizer, endings = _tokenizer_and_endings(config)
     environments = read_environments(config, tokenizer, endings.token_ids)
     splits = _prompts_by_split(config, tokenizer, environments)
+    check_sources(config, {name for _, every in splits.values() for name in every.data_source})
     prompts, _ = splits.pop("train")
     return PPOInputs(
         tokenizer=tokenizer,
@@ -308,6 +314,7 @@ def _prompts(
         split=split,
         answer_rules=answer_rules(term.name for term in config.reward.terms),
         tools_of=None if environments is None else environments.tools_of,
+        adds_to_prompt=lambda source: environments is not None and environments.leads(source),
     )
 
     every = prompts.batch(range(len(prompts)))

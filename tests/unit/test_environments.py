@@ -18,116 +18,7 @@ from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
 from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
 from mrlhf.errors import EnvironmentFault
 from tests.leftovers import assert_all_end, is_alive
-
-GAME = '''
-import os, random, sys, threading, time
-
-class Guess:
-    def __init__(self):
-        self.turns = 0
-
-    def reset(self, row):
-        if row.get("raises"):
-            raise KeyError("no such row")
-        if row.get("forks"):
-            os.fork()
-        if row.get("hangs"):
-            time.sleep(1000)
-        if row.get("odd"):
-            return 7
-        self.secret, self.done, self.drawn = row["secret"], False, random.random()
-        return f"Guess up to {row['most']}."
-
-    def guess(self, number: int, sure: bool = False) -> str:
-        """Guess the
-        number.
-
-        More words.
-
-        Args:
-            number: your guess,
-                a whole one
-        """
-        self.turns += 1
-        self.done = number == self.secret
-        print("asked for", number)
-        return "right" if self.done else ["wrong", number]
-
-    def luck(self) -> float:
-        time.sleep(0.1)  # a fork that goes on is heard meanwhile
-        return self.drawn
-
-    def leave(self):
-        os._exit(3)
-
-    def hang(self):
-        time.sleep(1000)
-
-    def stop(self):
-        sys.exit("enough")
-
-    def eat(self):
-        return len(bytearray(3 * 10**9))
-
-    def leave_a_child(self):
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(1000)
-        return pid
-
-    def fork(self, ends: bool):
-        if os.fork() == 0 and ends:
-            sys.exit()
-        return "forked"
-
-    def nothing(self) -> None:
-        pass
-
-    def much(self):
-        return "x" * 10**6
-
-    def scribble(self):
-        for entry in os.scandir("/proc/self/fd"):
-            if os.path.islink(entry) and "socket" in os.readlink(entry):
-                os.write(int(entry.name), b"1\\n")
-
-    def list_much(self):
-        return ["x"] * 10**6
-
-    def leave_a_program(self):
-        os.system("sleep 1000 &")
-        os._exit(4)
-
-    def leave_later(self):
-        threading.Timer(0.05, os._exit, [5]).start()
-
-    def odd(self):
-        return "a\\ud800b"
-
-    def reply(self, text):
-        return {"go on": "Go on.", "list": [{"role": "user", "content": "x"}]}.get(text)
-
-    def turn_reward(self):
-        return 1e300 if self.turns > 2 else self.turns / 2
-
-    def reward(self):
-        return {"score": 1.0 if self.done else "bad", "turns": self.turns}
-
-    def _private(self): ...
-
-def order():
-    return " ".join({*"abcdefgh"})
-
-def emojis():
-    return "\U0001f600" * 10**6
-
-def slow(seconds: float = 0.05):
-    time.sleep(seconds)
-    return {"slept": seconds}
-
-def dies(code: int):
-    os._exit(code)
-'''
+from tests.unit.misbehaving import GAME
 
 
 @pytest.fixture(scope="module")
@@ -167,26 +58,11 @@ def _turn(host: EnvironmentHost, number: int, *calls: tuple[str, dict[str, Any]]
 
 def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
     tools = {tool["function"]["name"]: tool for tool in host.programs["game"].tools}
-    assert list(tools) == [
-        *(
-            "guess",
-            "luck",
-            "leave",
-            "hang",
-            "stop",
-            "eat",
-            "leave_a_child",
-            "fork",
-            "nothing",
-            "much",
-            "scribble",
-            "list_much",
-            "leave_a_program",
-            "leave_later",
-            "odd",
-        ),
-        "calculator",
-    ]
+    names = (
+        "guess luck leave hang stop eat leave_a_child fork nothing much scribble "
+        "list_much leave_a_program leave_later odd calculator"
+    )
+    assert list(tools) == names.split()
     assert tools["guess"] == {
         "type": "function",
         "function": {
@@ -477,17 +353,25 @@ time.sleep(1000)
 @pytest.mark.parametrize(
     ("code", "reference", "message"),
     [
-        ("class A:\n def f(self, x): ...", "A", "tool f: argument x has no type; write x: str"),
+        ("class A:\n def f(self, x): ...", "A", "A in {file}: tool f: argument x has no type"),
         ("class A:\n def f(self, *x): ...", "A", "tool f takes *x; name each argument"),
         ("class A:\n def __init__(self, x): ...", "A", "A cannot be made without x"),
         ("class B: ...", "A", "has no function 'A'"),
         ("def A(): ...", "A", "A in {file} is neither a class nor an async function"),
         ("1 / 0", "A", "{file} cannot be imported: ZeroDivisionError: division by zero (line 1)"),
-        ("class A:\n def calculator(self): ...", "A", "two tools have the name calculator"),
+        ("class A:\n def calculator(self): ...", "A", "A in {file}: two tools have the name c"),
         ("class A:\n def f(self, x: 'Missing'): ...", "A", "tool f: its types cannot be read"),
         ("class A:\n async def f(self): ...", "A", "tool f is an async function"),
         ("class A:\n def f(self):\n  yield 1", "A", "tool f is a generator function"),
         ("class A:\n async def reset(self, row): ...", "A", "reset is an async function"),
+        ("class A:\n def reset(self): ...", "A", "reset must accept self, row: too many pos"),
+        ("class A:\n def reply(self): ...", "A", "reply must accept self, text: too many pos"),
+        ("class A:\n def reward(self, x): ...", "A", "reward must accept self: missing a req"),
+        ("class A:\n def f(self, x: int, /): ...", "A", "tool f must accept self, x: 'x' "),
+        ("class A:\n def done(self): ...", "A", "A in {file}: done is a method; make it a prop"),
+        ("class A:\n def f(self, x: 3): ...", "A", "tool f: the type of argument x has no JSON"),
+        ("class A:\n def f(): ...", "A", "tool f must accept self: too many pos"),
+        ("async def A(engine, row): ...", "A", "function must accept engine, row, sampling: to"),
     ],
 )
 def test_what_cannot_be_used_is_refused(
@@ -498,7 +382,20 @@ def test_what_cannot_be_used_is_refused(
     with pytest.raises(EnvironmentFault) as error:
         describe({"": EnvironmentReference(f"{file}:{reference}", ("calculator",))}, ToolLimits())
     assert message.format(file=file) in str(error.value)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and "http" not in str(error.value)
+
+
+def test_methods_may_stand_in_a_class_in_any_way(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import functools\nclass Says:\n def __call__(self, text): ...\n"
+        "class A:\n @staticmethod\n def reset(row): ...\n reply = Says()\n"
+        " @classmethod\n def turn_reward(cls): ...\n @functools.cache\n def reward(self): ...\n"
+        " def f(self, *, x: int = 1): ...\n",
+        encoding="utf-8",
+    )
+    [program] = describe({"": EnvironmentReference(f"{file}:A")}, ToolLimits()).values()
+    assert program.has_reward and len(program.tools) == 1
 
 
 def test_tools_of_files_with_like_names_are_their_own(tmp_path: Path) -> None:
@@ -510,6 +407,13 @@ def test_tools_of_files_with_like_names_are_their_own(tmp_path: Path) -> None:
         tools.append(f"{file}:tool{number}")
     [program] = describe({"": EnvironmentReference(None, tuple(tools))}, ToolLimits()).values()
     assert [tool["function"]["name"] for tool in program.tools] == ["tool0", "tool1", "tool2"]
+
+
+def test_a_function_that_is_no_tool_is_named_and_not_the_class(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("class A: ...\ndef bad(x): ...", encoding="utf-8")
+    with pytest.raises(EnvironmentFault, match=f": bad in {file}: tool bad: argument x has no"):
+        describe({"": EnvironmentReference(f"{file}:A", (f"{file}:bad",))}, ToolLimits())
 
 
 def test_a_missing_file_is_named() -> None:

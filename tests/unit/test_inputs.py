@@ -152,8 +152,13 @@ def test_episodes_are_shown_and_their_faults_refused():
     shown = dry_run(ppo(**keys, rollout__environment="rewards.py:leads"), 1).text
     assert "a rollout function leads the episodes" in shown
 
+    unused = ppo(**keys, rollout__environment={"trian": "rewards.py:Asks"})
+    words = "the data_source 'trian'; did you mean 'train'? there is 'train', 'val'"
+    assert words in refusal(unused) and "rollout.environment" in refusal(unused)
+
     pays = ppo(**keys, rollout__environment={"train": "rewards.py:Pays"})
     environments = read_ppo_inputs(pays).environments
+    assert environments.leads("train") and not environments.leads("val")
     assert environments.program_of("train") == "train" and environments.program_of("val") == ""
     assert environments.programs["train"].has_reward and not environments.programs[""].has_reward
 

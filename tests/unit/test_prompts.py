@@ -213,6 +213,11 @@ def test_prompts_that_stand_twice_are_counted(tokenizer, tmp_path, caplog):
     assert "2 of 3 rows (66.7%)" in caplog.text and "repeat the prompt of" in caplog.text
     assert f"1 of 3 rows (33.3%) of {file}; the first is {file}:2, which contradicts" in caplog.text
 
+    caplog.clear()
+    leads = ["a"].__contains__  # the environment of a data source adds what tells them apart
+    PromptDataset([file], tokenizer, max_prompt_length=8, adds_to_prompt=leads)
+    assert not caplog.text
+
 
 @pytest.mark.parametrize(
     ("messages", "message"),

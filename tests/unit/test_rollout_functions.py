@@ -123,6 +123,12 @@ async def infinite(engine, row, sampling):
     return one
 
 
+async def misspells(engine, row, sampling):
+    one = await engine.generate([1])
+    one.rewards = 1.0
+    return one
+
+
 async def pays_turns(engine, row, sampling):
     one = await engine.generate(await engine.tell(await engine.generate([1]), "b"))
     one.turn_rewards = [0.5, -1]
@@ -326,6 +332,7 @@ def test_a_function_that_hangs_is_stopped(file: Path, name: str) -> None:
         ("leaves", "rollout ended its process (exit code 3)"),
         ("nothing", "the rollout function returned []; return a trajectory of the engine or a"),
         ("unread", "returned a trajectory without a turn: generate one, or leave it out"),
+        ("misspells", "raised AttributeError: 'Trajectory' object has no attribute 'rewards'"),
         ("infinite", "reward returned inf; return a finite number from -1e+15 to 1e+15"),
         ("pays_too_often", "turn_rewards has 2 numbers for 1 turns; give one for each, or none"),
         ("forgets_to_await", "return a trajectory of the engine or a list of them"),
