@@ -216,12 +216,23 @@ def _prompts_by_split(
             continue
         dataset, every = _prompts(config, split, named, tokenizer, environments)
         if split != "train":
-            rows = [tuple(ids) for ids in every.token_ids]
+            rows = _distinct(every, environments)
             for other, (_, known) in splits.items():
-                others = map(tuple, known.token_ids)
+                others = _distinct(known, environments)
                 _warn_of_shared_rows(f"data.{split}_files", rows, f"data.{other}_files", others)
         splits[split] = (dataset, every)
     return splits
+
+
+def _distinct(prompts: Prompts, environments: EnvironmentInputs | None) -> list[Hashable]:
+    """What tells rows apart: their prompt, and the row itself if an environment gets it."""
+
+    def others(row: int) -> str:
+        if environments is None or not environments.leads(prompts.data_source[row]):
+            return ""
+        return repr((prompts.ground_truth[row], prompts.extra_info[row]))
+
+    return [(tuple(ids), others(row)) for row, ids in enumerate(prompts.token_ids)]
 
 
 def _examples_and_held_out(

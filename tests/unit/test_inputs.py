@@ -130,7 +130,7 @@ LONG = {"algorithm__overlong_buffer": {"enable": True, "len": 2}}
 SPLIT = {"rollout__on_rewrite": "split"}
 
 
-def test_episodes_are_shown_and_their_faults_refused():
+def test_episodes_are_shown_and_their_faults_refused(caplog):
     Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
     keys = {"data__chat_template": "chat.jinja", "data__max_prompt_length": 10}
     shown = dry_run(ppo(**keys, rollout__environment="rewards.py:Asks"), 1).text
@@ -161,6 +161,13 @@ def test_episodes_are_shown_and_their_faults_refused():
     assert environments.leads("train") and not environments.leads("val")
     assert environments.program_of("train") == "train" and environments.program_of("val") == ""
     assert environments.programs["train"].has_reward and not environments.programs[""].has_reward
+
+    Path("hidden.jsonl").write_text('{"prompt": "0+1=", "answer": "2"}\n')
+    caplog.clear()  # the environment tells rows of the same prompt apart
+    read_ppo_inputs(
+        ppo(**keys, data__val_files="hidden.jsonl", rollout__environment="rewards.py:Pays")
+    )
+    assert not [line for line in caplog.messages if "rows" in line]
 
 
 def test_the_inputs_of_each_program():
