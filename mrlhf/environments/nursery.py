@@ -86,8 +86,7 @@ def _tend(
             # What the user's code starts must not keep it open when the child has ended.
             os.set_inheritable(descriptors[0], False)
             connection = socket.socket(fileno=descriptors[0])
-            # A child of its own that comes back from the user's code must not answer as well.
-            os.register_at_fork(after_in_child=partial(_detach, connection))
+            child.keep_from_forks(connection)
             _live(connection, lifeline, offer)
         os.close(descriptors[0])
         child.send(control, "pid", pid)
@@ -126,11 +125,6 @@ def _live(connection: socket.socket, lifeline: int, offer: programs.Offer) -> No
     finally:
         sys.stdout.flush()
         os._exit(code)
-
-
-def _detach(connection: socket.socket) -> None:
-    with suppress(OSError):  # its parent had none either
-        os.close(connection.detach())
 
 
 def _serve(connection: socket.socket, episode: _Episode) -> None:

@@ -34,7 +34,9 @@ def without_own_frames(error: BaseException) -> str:
 
 
 def send(connection: socket.socket, kind: str, value: Any) -> None:
-    """Send one message."""
+    """Send one message; a fork of the user's code that comes back ends here instead."""
+    if connection.fileno() < 0:
+        os._exit(1)
     connection.sendall(json.dumps([kind, value]).encode() + b"\n")
 
 
@@ -84,6 +86,16 @@ def end_with_trainer(lifeline: int) -> None:
         poller.register(lifeline, select.POLLHUP)
         if poller.poll(0):  # it has gone before
             os.killpg(0, signal.SIGKILL)
+
+
+def keep_from_forks(connection: socket.socket) -> None:
+    """Let what the user's code forks have no connection, so that it cannot answer as well."""
+
+    def detach() -> None:
+        with suppress(OSError):  # the fork of a fork has none either
+            os.close(connection.detach())
+
+    os.register_at_fork(after_in_child=detach)
 
 
 def ignore_signals_of_the_job() -> None:

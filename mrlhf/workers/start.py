@@ -47,6 +47,7 @@ def main() -> None:
     child.ignore_signals_of_the_job()
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
+    child.keep_from_forks(connection)
     child.limit_resources(memory_mb)
 
     with suppress(BrokenPipeError, ConnectionResetError, StopIteration):

@@ -90,6 +90,12 @@ def starts_threads(data_source, solution_str, ground_truth, extra_info):
 def leaves(data_source, solution_str, ground_truth, extra_info):
     os._exit(3)
 
+def forks(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "7":
+        os.fork()
+    time.sleep(0.1)  # a fork that goes on is heard meanwhile
+    return len(solution_str)
+
 def exits(data_source, solution_str, ground_truth, extra_info):
     sys.exit("no score today")
 
@@ -273,6 +279,12 @@ def test_a_dying_process_is_told(load, name, fate, memory_mb):
     message = re.escape(f"{fate} on data_source 'sums', solution '7'")
     with pytest.raises(RewardError, match=message):
         reward.score(inputs("7"))
+
+
+def test_a_fork_that_comes_back_answers_nothing(load):
+    reward = load("forks")
+    assert [scored.score for scored in reward.score(inputs("7", "88", "999"))] == [1, 2, 3]
+    assert [scored.score for scored in reward.score(inputs("7", "88"))] == [1, 2]
 
 
 def test_an_exit_is_an_exception_like_others(load):
