@@ -44,12 +44,6 @@ def test_a_machine_is_measured_and_planned_for(
     assert {product.rows for product in kernels.engine_products.products} == {1, 8}
     numbers = [value for value in astuple(kernels) if isinstance(value, float)]
     assert min(numbers) > 0 and len(numbers) == 16
-    # A row of one product takes longer than a row of eight.
-    thin, thick = (
-        max(each.tflops for each in kernels.engine_products.products if each.rows == rows)
-        for rows in (1, 8)
-    )
-    assert thin < thick
 
     monkeypatch.chdir(tmp_path)
     LlamaConfig(
