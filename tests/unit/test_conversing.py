@@ -1,9 +1,11 @@
-"""How a replica waits for environments that take long."""
+"""How a replica waits for environments that take long, and what it takes of what they say."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from mrlhf.batch import Prompts
 from mrlhf.environments.interface import Outcome, Program
@@ -12,6 +14,7 @@ from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
 from mrlhf.rollout.conversing import Conversing
 from mrlhf.rollout.drawing import Task
 from tests.fake_engine import FakeEngine
+from tests.models.chat import chat_tokenizer
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=8, seed=1)
 
@@ -60,3 +63,19 @@ def test_nothing_waits_for_outcomes_once_the_run_stops() -> None:
     # Ranks whose engines draw count many more steps meanwhile than those that wait.
     assert units == list(range(1001)) and min(host.waits[:2]) >= 0.5
     assert set(host.waits[2:]) == {0.0}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral_v3"])
+def test_no_text_becomes_a_special_token_when_others_are_left_out(name: str) -> None:
+    tokenizer = chat_tokenizer(name)
+    limits = TurnLimits(4, None, 1000, 1000, "tell", "tell")
+    nobody: Any = None
+    owner = Conversations(nobody, None, {}, str, nobody, tokenizer, limits)
+    special = tokenizer.decode([tokenizer.eos_id], False)
+    nested = special[:3] + special + special[3:]
+    for text in (f"a{special}b", f"a{nested}b", f"a{special[:3]}{nested}{special[3:]}b"):
+        said = owner.cut(text)
+        assert all(map(tokenizer.is_ordinary, tokenizer.encode(said)))
+        assert said[0] + said[-1] == "ab"
+    assert owner.cut(f"a{special}b") == "ab"
+    assert owner.cut("plain  text\n") == "plain  text\n"

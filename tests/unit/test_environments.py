@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from mrlhf.environments import built_in
+from mrlhf.environments import built_in, programs
 from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
 from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
 from mrlhf.errors import EnvironmentFault
+from mrlhf.rewards.interface import LARGEST_SCORE
 from tests.leftovers import assert_all_end, is_alive
 from tests.unit.misbehaving import GAME
 
@@ -262,6 +263,7 @@ def test_a_score_must_be_a_number(host: EnvironmentHost) -> None:
     host.ask_reward(5)
     failure = str(_wait(host)[0].failure)
     assert failure.startswith("reward, as 'score', returned 'bad'; return a finite number")
+    assert programs.LARGEST_SCORE == LARGEST_SCORE
     host.end(5)
 
 

@@ -10,7 +10,6 @@ from transformers.utils import chat_template_utils
 
 from mrlhf.data.turns import Mismatch, Turn, TurnRenderer
 from mrlhf.errors import DataError
-from mrlhf.rollout.conversations import Conversations, TurnLimits
 from tests.models.chat import CHATS, DRAWN, HERMES_CALL, TEMPLATES, chat_tokenizer, end_ids
 
 TOOLS = [
@@ -495,18 +494,3 @@ def test_a_template_that_drops_thoughts_begins_anew_behind_a_question(tokenizers
     assert found == {1: rendered_at_once(tokenizer, "qwen3", followings[:2], TOOLS)}
     assert "<think>" in tokenizer.decode(turns[0].drawn, False)
     assert "<think>" not in tokenizer.decode(found[1], False)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "mistral_v3"])
-def test_no_text_becomes_a_special_token_when_others_are_left_out(tokenizers, name):
-    tokenizer = tokenizers[name]
-    limits = TurnLimits(4, None, 1000, 1000, "tell", "tell")
-    owner = Conversations(None, None, {}, str, None, tokenizer, limits)
-    special = tokenizer.decode([tokenizer.eos_id], False)
-    nested = special[:3] + special + special[3:]
-    for text in (f"a{special}b", f"a{nested}b", f"a{special[:3]}{nested}{special[3:]}b"):
-        said = owner.cut(text)
-        assert all(map(tokenizer.is_ordinary, tokenizer.encode(said)))
-        assert said[0] + said[-1] == "ab"
-    assert owner.cut(f"a{special}b") == "ab"
-    assert owner.cut("plain  text\n") == "plain  text\n"
