@@ -24,7 +24,6 @@ LAYERS = [
     {"roles"},
     {"rollout", "run", "preflight"},
     {"trainers", "report", "doctor", "planning"},
-    {"simulation"},
     {"commands"},
     {"__main__"},
 ]

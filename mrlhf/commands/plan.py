@@ -2,8 +2,6 @@
 
 Usage: mrlhf plan --config FILE [--config FILE ...] --gpus N [--gpu h100|FILE] [--out DIR]
                   [--prompt-tokens P] [--response-tokens R] [key.path=value ...]
-       mrlhf plan --config FILE [--config FILE ...] --gpus N [--gpu h100|FILE] --simulate
-                  [key.path=value ...]
        mrlhf plan --measure FILE [--ranks N]
 """
 
@@ -25,7 +23,7 @@ from mrlhf.planning.machine_file import gpu_of
 from mrlhf.planning.search import Found, Plan, search
 from mrlhf.planning.seconds import Lengths
 from mrlhf.preflight.batches import trained_models
-from mrlhf.preflight.footprint import GENERATION, Specs, footprint
+from mrlhf.preflight.footprint import GENERATION, Specs
 from mrlhf.preflight.model_checks import check_models
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
@@ -56,12 +54,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "small to use (default: an eighth of its memory, at most 10)",
     )
     add("--out", type=Path, metavar="DIR", help="write 1.yaml to 5.yaml, to give after your own")
-    add(
-        "--simulate",
-        action="store_true",
-        help="keep the layout; run the start and one step of each rank that differs, on tensors "
-        "without values",
-    )
     add(
         "--measure",
         type=Path,
@@ -97,8 +89,6 @@ def _plan(options: argparse.Namespace) -> int:
     reserve = options.reserve_gb
     if reserve is None:
         reserve = min(_RESERVE_GB, gpu.memory_gb / 8)
-    if options.simulate:
-        return _simulate(config, specs, options.gpus, gpu, reserve)
     lengths = _lengths(options, config)
     found = search(config, specs, options.gpus, gpu, lengths, reserve)
     if not found.tried:
@@ -112,24 +102,6 @@ def _plan(options: argparse.Namespace) -> int:
         if found.best:
             show(f"wrote {options.out}/1.yaml to {len(found.best)}.yaml: give one after your own")
     return 0 if found.best else 1
-
-
-def _simulate(config: AnyConfig, specs: Specs, world_size: int, gpu: Gpu, reserve: float) -> int:
-    """Simulate the ranks that differ; 0 if all get to the end of a step and fit."""
-    # Imported here, since it builds models and the search for a plan does not.
-    from mrlhf.simulation.job import simulate
-    from mrlhf.simulation.words import exchange_table, memory_table, problems
-
-    ranks = []
-    for one in simulate(config, specs, world_size, gpu.per_machine):
-        show(f"rank {one.rank}: {one.groups} process groups, simulated in {one.seconds:.0f} s")
-        ranks.append(one)
-    show(f"the other {world_size - len(ranks)} of {world_size} ranks are like one of these")
-    show("\n".join(memory_table(config, ranks, footprint(config, specs, world_size))))
-    show("\n".join(exchange_table(max(ranks, key=lambda one: sum(one.nbytes.values())))))
-    found = list(problems(ranks, int((gpu.memory_gb - reserve) * 1e9)))
-    show("\n".join(found) or f"every rank gets to the end of a step, and fits {gpu.name}")
-    return 1 if found else 0
 
 
 def _check_dtypes(config: AnyConfig, gpu: Gpu) -> None:

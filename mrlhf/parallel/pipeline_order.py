@@ -104,33 +104,6 @@ def received(
     return hidden, gradients
 
 
-def timeline(
-    stages: int, chunks: int, micro_batches: int, forward_only: bool = False
-) -> list[list[Pass | None]]:
-    """The pass of each rank at each time, if every pass takes one unit; None where it waits."""
-    todo = [passes(rank, stages, chunks, micro_batches, forward_only) for rank in range(stages)]
-    done: list[list[Pass | None]] = [[] for _ in todo]
-    ends: dict[tuple[bool, int, int], int] = {}
-    place = [0] * stages
-
-    while any(place[rank] < len(todo[rank]) for rank in range(stages)):
-        before = list(place)
-        for rank in range(stages):
-            while place[rank] < len(todo[rank]):
-                each = todo[rank][place[rank]]
-                number = each.chunk * stages + rank
-                ready = _ready(each, number, stages * chunks, ends)
-                if ready is None:
-                    break
-                done[rank] += [None] * (ready - len(done[rank])) + [each]
-                ends[each.is_backward, number, each.micro_batch] = len(done[rank])
-                place[rank] += 1
-        assert place != before, "the order of the passes contradicts itself"
-
-    length = max(map(len, done))
-    return [row + [None] * (length - len(row)) for row in done]
-
-
 def _forward_order(micro_batches: int, stages: int, chunks: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch) of all forward passes of a rank, empty micro-batches included."""
     count = rounds(micro_batches, stages, chunks)
@@ -152,14 +125,3 @@ def _warm_up(rank: int, stages: int, chunks: int, micro_batches: int) -> int:
     if chunks == 1:
         return min(after, count)
     return min(2 * after + (chunks - 1) * group_size(count, stages), count * chunks)
-
-
-def _ready(
-    each: Pass, number: int, count: int, ends: dict[tuple[bool, int, int], int]
-) -> int | None:
-    """The time from which a pass of virtual stage `number` can run; None: not known yet."""
-    if not each.is_backward:
-        return 0 if number == 0 else ends.get((False, number - 1, each.micro_batch))
-    if number == count - 1:
-        return ends.get((False, number, each.micro_batch))
-    return ends.get((True, number + 1, each.micro_batch))

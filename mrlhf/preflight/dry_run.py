@@ -30,7 +30,6 @@ from mrlhf.preflight.paths import (
     tokenizer_to_come,
     without,
 )
-from mrlhf.preflight.schedule_drawing import draw_schedules
 from mrlhf.preflight.words import count, describe, describe_cache, describe_memory
 
 
@@ -91,7 +90,6 @@ def dry_run(
     lines += describe_phases(config, specs, world_size)
     if isinstance(config, PPOConfig):
         lines += describe_cache(config, specs["rollout"])
-    lines += draw_schedules(config, world_size)
     lines += episode
     lines.append(f"{fits} fits {count(world_size, 'rank')}")
     return DryRunResult(missing, "\n".join(lines))

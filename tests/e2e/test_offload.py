@@ -15,9 +15,9 @@ import yaml
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.preflight.footprint import GENERATION, OWNERS, Footprint, footprint
 from mrlhf.preflight.model_checks import check_models
-from mrlhf.simulation.rank import simulate_rank
 from tests.e2e.programs import read_lines, run_commands, succeed
 from tests.oracle import plain_models
+from tests.simulation.rank import simulate_rank
 from tests.tiny_task import ppo_keys, write_tiny_task
 
 RANKS = 2

@@ -1,8 +1,9 @@
-"""`mrlhf plan --simulate`: runs of every kind, on ranks that are not there."""
+"""`python -m tests.simulation`: runs of every kind, on ranks that are not there."""
 
 from __future__ import annotations
 
 import multiprocessing
+import shlex
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from mrlhf.config import SFTConfig, load_config
 from mrlhf.config.load import read_any
 from mrlhf.preflight.footprint import footprint
 from mrlhf.preflight.model_checks import check_models
-from mrlhf.simulation.job import simulate
-from mrlhf.simulation.rank import simulate_rank
 from tests.e2e.programs import run_program
 from tests.models.published import write_published
 from tests.oracle import plain_models
+from tests.pages import commands_of
+from tests.simulation.__main__ import parse
+from tests.simulation.job import simulate
+from tests.simulation.rank import simulate_rank
 from tests.tiny_task import ppo_keys, sft_keys
 
 ALL_AXES = {"tp": 2, "cp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}
@@ -104,7 +107,7 @@ def test_a_gpu_that_is_too_small_is_named(root: Path) -> None:
     fields = ("tflops", "memory_gb_s", "link_gb_s", "network_gb_s", "host_gb_s")
     gpu.write_text(yaml.safe_dump({"memory_gb": 1e-5, **dict.fromkeys(fields, 1.0)}), "utf-8")
     file = _write(root, "small", _supervised(root))
-    command = f"-m mrlhf plan --config {file} --program sft --gpus 8 --simulate --gpu {gpu}"
+    command = f"-m tests.simulation --config {file} --program sft --gpus 8 --gpu {gpu}"
     ended = run_program([*command.split(), "--reserve-gb", "0"])
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "the other 6 of 8 ranks are like one of these" in ended.stdout
@@ -120,12 +123,16 @@ def test_an_error_of_a_rank_is_told_with_its_phase(root: Path) -> None:
 
 
 def test_one_of_a_thousand_ranks_of_70_billion_weights(root: Path) -> None:
-    keys = yaml.safe_load(Path("configs/gpu/llama_70b_ppo_64_gpus.yaml").read_text("utf-8"))
+    (command,) = commands_of("docs/scale.md", "tests.simulation")
+    options = parse(shlex.split(command)[3:])
+    (shipped,) = options.config
+    keys = yaml.safe_load(Path(shipped).read_text("utf-8"))
     for role in ("actor", "critic"):
         keys[role]["path"] = str(root / "published" / Path(keys[role]["path"]).name)
-    config = read_any(None, [_write(root, "large", keys)], ["distributed.device=cuda"])
+    overrides = [*options.overrides, "distributed.device=cuda"]
+    config = read_any(None, [_write(root, "large", keys)], overrides)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        one = process.submit(simulate_rank, config, 1024, 513, 8).result()
+        one = process.submit(simulate_rank, config, options.gpus, 513, 8).result()
     assert not one.error
     # Of the 20 layers of its stage, an eighth in bfloat16, and a copy of the gradients in float32.
     layer = 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672)

@@ -18,8 +18,8 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.families import FAMILIES, load_spec
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.preflight import dry_run
-from mrlhf.preflight.schedule_drawing import draw
 from tests import memory_rules
+from tests.oracle.pipeline_timeline import draw
 from tests.tiny_task import write_tiny_task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
@@ -168,5 +168,5 @@ def test_the_picture_shows_where_ranks_stand() -> None:
     assert re.split(" {2,}", row) == [f"{2 * ep + 1}, {2 * ep + 2}" for ep in numbers]
 
 
-def test_the_drawing_is_that_of_the_dry_run() -> None:
-    assert "\n".join(draw(2, 2, 4, forward_only=False)) in PAGE
+def test_the_drawing_is_of_the_schedule_that_runs() -> None:
+    assert "\n".join(draw(2, 2, 4)) in PAGE

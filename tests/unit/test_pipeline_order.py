@@ -17,8 +17,8 @@ from mrlhf.parallel.pipeline_order import (
     passes,
     received,
     rounds,
-    timeline,
 )
+from tests.oracle.pipeline_timeline import draw, timeline
 
 SIZES = list(itertools.product((2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 5, 7, 8, 9, 11, 16, 23)))
 """Ranks, virtual stages of each, micro-batches."""
@@ -40,6 +40,17 @@ def test_1f1b_of_two_ranks() -> None:
         *(forward(0), backward(0), forward(1), backward(1), forward(2), backward(2)),
     ]
     assert passes(0, 2, 1, 2, forward_only=True) == [forward(0), forward(1)]
+
+
+def test_schedules_in_time() -> None:
+    assert draw(2, 1, 4) == [
+        "stage 0  A1 A2 .  a1 A3 a2 A4 a3 .  a4",
+        "stage 1  .  A1 a1 A2 a2 A3 a3 A4 a4 .",
+    ]
+    assert draw(2, 2, 2) == [
+        "stage 0  A1 A2 B1 B2 .  b1 .  b2 a1 a2",
+        "stage 1  .  A1 A2 B1 b1 B2 b2 a1 a2 .",
+    ]
 
 
 def test_interleaved_passes_of_the_last_rank() -> None:

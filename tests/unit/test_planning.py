@@ -254,11 +254,7 @@ def test_the_page_of_scale_has_the_plans_figures(capsys: pytest.CaptureFixture) 
         (ROOT / "docs/scale.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
-    (command,) = [
-        command
-        for command in commands_of("docs/scale.md", "plan.py")
-        if "--simulate" not in command  # which tests/e2e/test_simulation.py does
-    ]
+    (command,) = commands_of("docs/scale.md", "plan.py")
     assert main(shlex.split(command)[2:]) == 0
     (first,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1  ")]
     layout, *numbers = re.split(r"  +", first)[1:]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mrlhf.simulation.valueless import Exchange, Valueless, with_values, without_values
+from tests.simulation.valueless import Exchange, Valueless, with_values, without_values
 
 
 @pytest.fixture

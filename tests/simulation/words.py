@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.parallel.device_memory import START
 from mrlhf.preflight.footprint import GENERATION, Footprint, update_of
-from mrlhf.simulation.rank import Simulated
+from tests.simulation.rank import Simulated
 
 _MOST_EXCHANGES = 12
 _WHOLE = "step"  # the phase around those of a step of PPO

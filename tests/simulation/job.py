@@ -16,7 +16,7 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.footprint import Specs
-from mrlhf.simulation.rank import Simulated, simulate_rank
+from tests.simulation.rank import Simulated, simulate_rank
 
 
 def simulate(

@@ -41,17 +41,17 @@ from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rl.names import estimator_traits
 from mrlhf.run.board import Board
 from mrlhf.run.startup import Run
-from mrlhf.simulation.made_up import (
+from mrlhf.trainers.ppo.setup import assemble
+from mrlhf.trainers.ppo.step import PPOTrainer
+from mrlhf.training.engine import ModelEngine
+from tests.simulation.made_up import (
     MadeUpPrompts,
     MadeUpTokenizer,
     collected,
     samples_of_a_step,
     task_of,
 )
-from mrlhf.simulation.valueless import Exchange, with_values, without_values
-from mrlhf.trainers.ppo.setup import assemble
-from mrlhf.trainers.ppo.step import PPOTrainer
-from mrlhf.training.engine import ModelEngine
+from tests.simulation.valueless import Exchange, with_values, without_values
 
 T = TypeVar("T")
 _DRAWN = 2  # tokens of the response that the engine draws: after the prompt, and one by itself
