@@ -14,11 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from model_sizes import model_config
 from transformers import LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model_sizes import model_config
+
+from configs.recipes.data.arithmetic import write_arithmetic
 from mrlhf.checkpoint.manifest import MANIFEST, read_manifest
-from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 
 _ROOT = Path(__file__).resolve().parents[1]
 _POLL_S = 0.005
@@ -123,7 +126,8 @@ def _write_inputs(size: str, root: Path) -> list[str]:
     model = LlamaForCausalLM(config)
     model.save_pretrained(root / "model")
 
-    task = ArithmeticTask(
+    write_arithmetic(
+        root / "data",
         digits=2,
         operations="+",
         sft=8,
@@ -135,7 +139,6 @@ def _write_inputs(size: str, root: Path) -> list[str]:
         vocab_size=32,
         seed=1,
     )
-    write_arithmetic(root / "data", task)
     (root / "loss.py").write_text(_LOSS)
     values: dict[str, Any] = {
         "actor": {

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model_sizes import SIZES, model_config
 
+from configs.recipes.data.arithmetic import write_arithmetic
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from mrlhf.preflight.footprint import GENERATION, OWNERS, footprint, update_of
 from mrlhf.preflight.model_checks import check_models
 
@@ -73,7 +73,8 @@ def _write_inputs(root: Path, size: str) -> None:
     config.num_labels = 1
     config.pad_token_id = 0
     LlamaForSequenceClassification(config).to(torch.bfloat16).save_pretrained(root / "reward")
-    task = ArithmeticTask(
+    write_arithmetic(
+        root / "data",
         digits=2,
         operations="+",
         sft=8,
@@ -85,7 +86,6 @@ def _write_inputs(root: Path, size: str) -> None:
         vocab_size=config.vocab_size,
         seed=1,
     )
-    write_arithmetic(root / "data", task)
 
 
 def _planned_and_measured(

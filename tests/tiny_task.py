@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
+from configs.recipes.data.arithmetic import write_arithmetic
 from tests.oracle import plain_models
 
 
@@ -25,7 +25,8 @@ def write_tiny_task(
         train: prompts.
         vocab_size: of the tokenizer; by default that of the models of `plain_models.save_models`.
     """
-    task = ArithmeticTask(
+    write_arithmetic(
+        directory,
         digits=2,
         operations="+",
         sft=sft,
@@ -37,7 +38,6 @@ def write_tiny_task(
         vocab_size=vocab_size,
         seed=1,
     )
-    write_arithmetic(directory, task)
 
 
 def ppo_keys(root: Path, trained: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrlhf.commands.endings import end_command
-from mrlhf.data.arithmetic import OPERATIONS, ArithmeticTask, write_arithmetic
-from mrlhf.data.gsm8k import SOLUTIONS, SOURCES, write_chat_gsm8k, write_gsm8k
+from mrlhf.config.user_code import load_member
 from mrlhf.printable import show
-from mrlhf.version import add_version_option
+from mrlhf.version import add_version_option, shipped
 
 _ARITHMETIC = (  # option, default, help
     ("digits", 2, "largest number of digits of an operand"),
-    ("operations", "+", f"one or several of {''.join(OPERATIONS)}"),
+    ("operations", "+", "one or several of +-*"),
     ("sft", 9000, "supervised problems"),
     ("sft-copies", 3, "answers to each supervised problem, each right or wrong"),
     ("short-factor", 3, "so many times more of them for each operand with fewer digits"),
@@ -58,7 +57,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "gsm8k_chat", help="the same for RL alone, as messages to a model with a chat template"
     )
     for task in (gsm8k, chat):
-        task.add_argument("--source", type=Path, required=True, help=f"directory with {SOURCES}")
+        task.add_argument(
+            "--source",
+            type=Path,
+            required=True,
+            help="directory with openai/grade-school-math (jsonl) or the data set openai/gsm8k on "
+            "the Hugging Face hub (parquet)",
+        )
     for task in (arithmetic, gsm8k, chat):
         task.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)
@@ -70,19 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     task = options.pop("task")
     out = options.pop("out")
 
-    def write() -> int:
-        if task == "arithmetic":
-            counts = write_arithmetic(out, ArithmeticTask(**options))
-        elif task == "gsm8k":
-            counts = write_gsm8k(out_dir=out, **options)
-        else:
-            counts = write_chat_gsm8k(out_dir=out, **options)
+    file = shipped() / "configs" / "recipes" / "data" / f"{task.removesuffix('_chat')}.py"
 
+    def write() -> int:
+        counts = load_member(file, f"write_{task}")(out, **options)
         for name, count in counts.items():
             show(f"{out / name}: {count} rows")
         if task == "gsm8k" and "preferences.jsonl" not in counts:
-            source = options["source"]
-            show(f"no preference pairs: there is no preferences.jsonl or {SOLUTIONS} in {source}")
+            show(
+                "no preference pairs: there is no preferences.jsonl or "
+                f"example_model_solutions.jsonl in {options['source']}"
+            )
         if task != "gsm8k_chat":
             show(f"{out / 'tokenizer'}: tokenizer")
         return 0

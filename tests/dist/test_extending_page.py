@@ -19,9 +19,9 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from configs.recipes.data.arithmetic import write_arithmetic
 from mrlhf.config import PPOConfig, load_config, parse_args
 from mrlhf.config.methods import find_method
-from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from mrlhf.device import Device
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import (
@@ -163,11 +163,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models, the data, and the page's examples under `mine`."""
     directory = tmp_path_factory.mktemp("extending")
     plain_models.save_models(directory)
-    task = ArithmeticTask(
+    write_arithmetic(
+        directory / "data",
         digits=2, operations="+", sft=40, train=20, validation=4, held_out=4,
         wrong_fraction=0.0, wrong_kind="near", vocab_size=plain_models.SIZES["vocab_size"], seed=1,
     )  # fmt: skip
-    write_arithmetic(directory / "data", task)
     (directory / "mine").mkdir()
     return directory
 

@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from configs.recipes.data.arithmetic import sample_problems, wrong_answer
 from mrlhf.commands.prepare_data import main
-from mrlhf.data.arithmetic import sample_problems, wrong_answer
 from mrlhf.data.preferences import encode_preferences
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import read_rows

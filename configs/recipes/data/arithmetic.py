@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mrlhf.data.rows import write_rows
 from mrlhf.data.subword import train_sentencepiece
@@ -145,17 +145,21 @@ def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
     return sign * int(text[:place] + digit + text[place + 1 :])
 
 
-def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
-    """Write the data files of the task and tokenizer/ into `out_dir`; returns rows by file name.
+def write_arithmetic(out_dir: Path, **choices: Any) -> dict[str, int]:
+    """Write the data files of a task and tokenizer/ into `out_dir`; returns rows by file name.
 
     These are sft.jsonl, train.jsonl, preferences.jsonl, validation.jsonl and held_out.jsonl.
     preferences.jsonl has a right and a wrong answer to each prompt of train.jsonl. sft.jsonl and
     train.jsonl may share prompts; neither shares any with validation.jsonl or held_out.jsonl, nor
     do these two. sft.jsonl alone has wrong answers in place of right ones.
 
+    Args:
+        choices: the fields of `ArithmeticTask`.
+
     Raises:
         DataError: the task is refused by `check` or `sample_problems`.
     """
+    task = ArithmeticTask(**choices)
     task.check()
     rng = random.Random(task.seed)
     sample = partial(sample_problems, digits=task.digits, operations=task.operations, rng=rng)

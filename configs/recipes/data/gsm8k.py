@@ -46,7 +46,7 @@ def final_answer(row: Row) -> str:
     return number.strip().replace(",", "")
 
 
-def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, int]:
+def write_gsm8k(out_dir: Path, *, source: Path, vocab_size: int) -> dict[str, int]:
     """Write the training files and a tokenizer into `out_dir`; returns rows by file name.
 
     - sft.jsonl: the prompt and the worked solution of each training problem.
@@ -87,7 +87,7 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
     return {name: write_rows(out_dir / name, rows) for name, rows in tables.items()}
 
 
-def write_chat_gsm8k(source: Path, out_dir: Path) -> dict[str, int]:
+def write_gsm8k_chat(out_dir: Path, *, source: Path) -> dict[str, int]:
     """Write rl_train.jsonl and rl_test.jsonl with prompts as chat messages into `out_dir`.
 
     They are for a model that has a tokenizer and a chat template. The prompt asks for the number in
