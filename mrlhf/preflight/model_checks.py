@@ -29,6 +29,7 @@ from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import check_weight_files
 from mrlhf.parallel.layout import AxisSizes
+from mrlhf.printable import size_text
 from mrlhf.weights.stored import holds_weights
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class CacheNeeds:
         )
         if shape.record_bytes:
             pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"
-        return f"{pairs} x {self.tokens} tokens = {self.bytes} bytes"
+        return f"{pairs} x {self.tokens} tokens = {size_text(self.bytes)}"
 
 
 def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, ModelSpec | None]:
@@ -232,7 +233,7 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     needs = cache_needs(config, spec)
     if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
         yield (
-            f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one "
+            f"rollout.kv_cache_mb {megabytes} = {size_text(megabytes * MEBIBYTE)} is less than one "
             f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
             f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"
         )

@@ -155,12 +155,12 @@ def test_what_is_offloaded_counts_in_the_phases_that_need_it() -> None:
 def test_a_bound_on_memory_is_kept_or_refused_with_what_makes_room() -> None:
     files = [GRPO]
     fits = dry_run(load_config(PPOConfig, files, ["distributed.device=cuda"]), 8).text
-    assert "update of actor 69436.9 MB, passes of reference 45050.7 MB, generation" in fits
+    assert "update of actor 69.44 GB, passes of reference 45.05 GB, generation" in fits
     bound = ["distributed.device=cuda", "distributed.device_memory_mb=36000"]
     with pytest.raises(ConfigError) as caught:
         dry_run(load_config(PPOConfig, files, bound), 8)
     message = str(caught.value)
-    assert "'generation', which needs 43251.7 MiB on a rank (actor/grads 15623.2, " in message
+    assert "'generation', which needs 45.35 GB on a rank (actor/grads 16.38 GB, " in message
     remedies = message.partition("Room is made by ")[2].split("; or ")
     assert len(remedies) == 2
     for remedy in remedies:
@@ -175,7 +175,7 @@ def test_a_start_on_gpus_that_are_too_small_is_refused() -> None:
     config = _config(GRPO)
     specs = _specs(config)
     check_memory(config, specs, 8, gpu_mb=81_559)
-    with pytest.raises(ConfigError, match="a GPU of 40442 MiB is too little for the phase 'gen"):
+    with pytest.raises(ConfigError, match="a GPU of 42.41 GB is too little for the phase 'gen"):
         check_memory(config, specs, 8, gpu_mb=40_442)
     bounded = _config(GRPO, "distributed.device_memory_mb=60000")
     check_memory(bounded, specs, 8, gpu_mb=40_442)  # the key says what there is
