@@ -22,13 +22,14 @@ from mrlhf.config.roots import PROGRAMS, AnyConfig, PPOConfig
 from mrlhf.device import dtype_on
 from mrlhf.errors import ConfigError
 from mrlhf.log import quiet_transformers
+from mrlhf.models.published import how_to_get
 from mrlhf.planning.gpus import GPUS, Gpu
 from mrlhf.planning.machine_file import gpu_of
 from mrlhf.planning.search import Found, Plan, search
 from mrlhf.planning.seconds import Lengths
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.footprint import GENERATION, Specs, footprint
-from mrlhf.preflight.model_checks import check_models
+from mrlhf.preflight.model_checks import check_models, of_shipped_sizes
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
@@ -97,6 +98,7 @@ def _plan(options: argparse.Namespace) -> int:
     config = read_any(options.program, options.config, overrides)
     _check_dtypes(config, gpu)
     specs = _specs(config)
+    show("\n".join(of_shipped_sizes(config)))
     reserve = options.reserve_gb
     if reserve is None:
         reserve = min(_RESERVE_GB, gpu.memory_gb / 8)
@@ -186,7 +188,8 @@ def _specs(config: AnyConfig) -> Specs:
     for name, spec in check_models(config).items():
         if spec is None:
             path = config.roles()["actor" if name == "rollout" else name].path
-            raise ConfigError(f"{name}: {path} holds no config.json; it alone is needed")
+            get = how_to_get(path, "config.json")
+            raise ConfigError(f"{name}: {path} holds no config.json; it alone is needed{get}")
         found[name] = spec
     return found
 

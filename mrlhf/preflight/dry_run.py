@@ -23,7 +23,7 @@ from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.memory_checks import check_memory, describe_phases, with_keys
-from mrlhf.preflight.model_checks import check_models, head_of, without_weights
+from mrlhf.preflight.model_checks import check_models, head_of, of_shipped_sizes, without_weights
 from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import (
     InputPath,
@@ -86,6 +86,7 @@ def dry_run(
 
     lines = [f"not found: {line}" for line in missing]
     lines += [f"not checked: the weights of {name}" for name in without_weights(config)]
+    lines += of_shipped_sizes(config)
     if to_come is not None:
         lines.append(f"not checked: the data, since {to_come.path} holds no tokenizer")
     fits = "what could be checked" if lines else "configuration"
