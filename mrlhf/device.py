@@ -243,6 +243,16 @@ def device_kind(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
     return setting
 
 
+def cores() -> int:
+    """The cores of this machine that the process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def host_memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def gpu_memory_mb() -> float | None:
     """The memory of the first GPU of this machine, in MiB; None if torch sees none."""
     if not torch.cuda.is_available():

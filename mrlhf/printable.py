@@ -22,6 +22,15 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def size_text(nbytes: int) -> str:
+    """A number of bytes for people, such as "1.5 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000  # type: ignore[assignment]
+    return f"{nbytes:.4g} TB"
+
+
 def show(text: str) -> None:
     """Print `text` on standard output, at once, so that an error is not lost.
 

@@ -244,15 +244,6 @@ def check_hashes(path: Path, files: Iterable[WrittenFile]) -> None:
             )
 
 
-def size_text(nbytes: int) -> str:
-    """A number of bytes for people, such as "1.5 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000  # type: ignore[assignment]
-    return f"{nbytes:.4g} TB"
-
-
 def _from_json(raw: Mapping[str, Any]) -> Manifest:
     models = {}
     for role, model in raw["models"].items():

@@ -31,7 +31,6 @@ from mrlhf.checkpoint.manifest import (
     check_sizes,
     checkpoint_name,
     hidden_directories,
-    size_text,
 )
 from mrlhf.checkpoint.model_slices import slices_to_save
 from mrlhf.checkpoint.random_state import random_state
@@ -45,6 +44,7 @@ from mrlhf.checkpoint.tensor_file import (
     write_tensors,
 )
 from mrlhf.errors import CheckpointError
+from mrlhf.printable import size_text
 from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from mrlhf.checkpoint.conversion.identify import examine
 from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.commands.endings import end_command
-from mrlhf.printable import show
+from mrlhf.printable import show, size_text
 from mrlhf.run.terminal import ByteBars
 from mrlhf.version import add_version_option
 
@@ -185,7 +185,7 @@ def _convert(options: argparse.Namespace) -> int:
         show(f"left out: {text}")
     for text in report.notes:
         show(f"note: {text}")
-    show(f"{options.out}: {report.tensors} tensors, {report.nbytes} bytes")
+    show(f"{options.out}: {report.tensors} tensors, {size_text(report.nbytes)}")
     return 0
 
 

@@ -8,6 +8,8 @@ Usage: mrlhf plan --config FILE [--config FILE ...] --gpus N [--gpu h100|FILE] [
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,17 +20,19 @@ from mrlhf.config.roots import PROGRAMS, AnyConfig, PPOConfig
 from mrlhf.device import dtype_on
 from mrlhf.errors import ConfigError
 from mrlhf.log import quiet_transformers
+from mrlhf.models.published import how_to_get
 from mrlhf.planning.gpus import GPUS, Gpu
 from mrlhf.planning.machine_file import gpu_of
 from mrlhf.planning.search import Found, Plan, search
 from mrlhf.planning.seconds import Lengths
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.footprint import GENERATION, Specs
-from mrlhf.preflight.model_checks import check_models
+from mrlhf.preflight.model_checks import check_models, of_shipped_sizes
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
 _RESERVE_GB = 10.0
+_SILENT_S = 10.0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -86,11 +90,12 @@ def _plan(options: argparse.Namespace) -> int:
     config = read_any(options.program, options.config, overrides)
     _check_dtypes(config, gpu)
     specs = _specs(config)
+    show("\n".join(of_shipped_sizes(config)))
     reserve = options.reserve_gb
     if reserve is None:
         reserve = min(_RESERVE_GB, gpu.memory_gb / 8)
     lengths = _lengths(options, config)
-    found = search(config, specs, options.gpus, gpu, lengths, reserve)
+    found = search(config, specs, options.gpus, gpu, lengths, reserve, _Progress())
     if not found.tried:
         raise ConfigError(f"no layout of the models fits {options.gpus} GPUs; give another number")
 
@@ -102,6 +107,18 @@ def _plan(options: argparse.Namespace) -> int:
         if found.best:
             show(f"wrote {options.out}/1.yaml to {len(found.best)}.yaml: give one after your own")
     return 0 if found.best else 1
+
+
+class _Progress:
+    """Says on standard error how far a search is, if it takes long."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, done: int, of: int) -> None:
+        if time.monotonic() > self._last + _SILENT_S:
+            self._last = time.monotonic()
+            sys.stderr.write(f"{done} of {of} layouts tried\n")
 
 
 def _check_dtypes(config: AnyConfig, gpu: Gpu) -> None:
@@ -143,7 +160,8 @@ def _specs(config: AnyConfig) -> Specs:
     for name, spec in check_models(config).items():
         if spec is None:
             path = config.roles()["actor" if name == "rollout" else name].path
-            raise ConfigError(f"{name}: {path} holds no config.json; it alone is needed")
+            get = how_to_get(path, "config.json")
+            raise ConfigError(f"{name}: {path} holds no config.json; it alone is needed{get}")
         found[name] = spec
     return found
 
@@ -154,9 +172,10 @@ def _in_words(found: Found, gpus: int, gpu: Gpu, lengths: Lengths, reserve: floa
         f"of {lengths.prompt:g} and responses of {lengths.response:g} tokens on average"
     )
     yield f"{found.tried} layouts tried; seconds are estimates, good for comparing layouts"
+    yield ""
+    yield from _table(found, gpus)
+    yield from _on_own(found, gpus, gpu.memory_gb - reserve)
     if found.best:
-        yield ""
-        yield from _table(found.best, gpus)
         yield ""
         yield "memory of 1 on the GPU that has most, GB"
         yield from _memory(found.best[0])
@@ -170,16 +189,39 @@ def _in_words(found: Found, gpus: int, gpu: Gpu, lengths: Lengths, reserve: floa
         yield "more GPUs, adapters (actor.lora.rank), or shorter sequences need less memory"
 
 
-def _table(plans: Sequence[Plan], gpus: int) -> Iterator[str]:
+def _on_own(found: Found, gpus: int, room: float) -> Iterator[str]:
+    """Why the layout that was given is not among the best, or which of them it is."""
+    own = found.own
+    if isinstance(own, str):
+        yield f"yours does not fit {gpus} GPUs: {own.splitlines()[0]}"
+    elif own.most > room * 1e9:
+        yield f"yours does not fit: {_lacks(own, room)}"
+    elif found.best:
+        first = found.best[0]
+        seconds = own.time.step - first.time.step
+        phases = first.time.seconds | own.time.seconds
+        more = {
+            phase: own.time.seconds.get(phase, 0.0) - first.time.seconds.get(phase, 0.0)
+            for phase in phases
+        }
+        most = sorted(more, key=lambda phase: -abs(more[phase]))[:2]
+        of_it = ", ".join(f"{phase} {more[phase]:+.1f}" for phase in most)
+        yield f"yours beside 1: {seconds:+.1f} s ({of_it})"
+
+
+def _table(found: Found, gpus: int) -> Iterator[str]:
+    named = {str(number): plan for number, plan in enumerate(found.best, start=1)}
+    if not isinstance(found.own, str):
+        named["yours"] = found.own
+    plans = list(named.values())
     phases = list(dict.fromkeys(phase for plan in plans for phase in plan.time.seconds))
     rows = [["", "layout", "peak GB", "step s", *(f"{phase} s" for phase in phases), "tokens/s"]]
-    for number, plan in enumerate(plans, start=1):
+    for name, plan in named.items():
         time = plan.time
         seconds = [f"{time.seconds.get(phase, 0.0):.1f}" for phase in phases]
-        peak = plan.memory.total(plan.memory.peak) / 1e9
         speed = f"{time.tokens / time.step / gpus:.0f}"
         layout = layout_of(plan.config)
-        rows.append([str(number), layout, f"{peak:.0f}", f"{time.step:.1f}", *seconds, speed])
+        rows.append([name, layout, f"{plan.most / 1e9:.0f}", f"{time.step:.1f}", *seconds, speed])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         first = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
@@ -217,7 +259,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _lacks(plan: Plan, room: float) -> str:
     peak = plan.memory.peak
-    lacking = plan.memory.total(peak) / 1e9 - room
+    lacking = plan.most / 1e9 - room
     largest = list(plan.memory.fullest.owners(peak).items())[:2]
     owners = ", ".join(f"{owner} {nbytes / 1e9:.0f}" for owner, nbytes in largest)
     return f"{peak} lacks {lacking:.0f} GB ({owners})"

@@ -11,13 +11,13 @@ import platform
 import resource
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from mrlhf.device import cores, host_memory_bytes
 from mrlhf.doctor.findings import Finding, judged, ok
 from mrlhf.errors import MrlhfError
 from mrlhf.inference.installed import require_engine
@@ -45,7 +45,7 @@ def machine(output_dir: Path) -> Iterator[Finding]:
         yield from _gpus()
         yield nccl(torch.cuda.nccl.version(), platform.machine())
     yield _packages()
-    yield from processor(_cores(), _memory_gb())
+    yield from processor(cores(), host_memory_bytes() / 1e9)
     yield from limits()
     yield from disk(output_dir)
     yield from _slurm()
@@ -227,11 +227,3 @@ def _slurm() -> Iterator[Finding]:
     found = [f"{name} {os.environ[name]}" for name in names if name in os.environ]
     if found:
         yield ok("Slurm", ", ".join(found))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _memory_gb() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

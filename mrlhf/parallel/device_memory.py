@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mrlhf.errors import MemoryBoundError
+from mrlhf.printable import size_text
 
 START = "start"  # the phase before all others
 BOUND_KEY = "distributed.device_memory_mb"
@@ -80,4 +81,4 @@ def memory_metrics(peaks: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
 def in_words(held: Mapping[str, int]) -> str:
     """What each owner holds, the most first."""
     ordered = sorted(held.items(), key=lambda item: -item[1])
-    return ", ".join(f"{owner} {nbytes / 2**20:.1f} MiB" for owner, nbytes in ordered)
+    return ", ".join(f"{owner} {size_text(nbytes)}" for owner, nbytes in ordered)

@@ -96,12 +96,12 @@ class Kernels:
 def flat_kernels(tflops: float, memory_gb_s: float) -> Kernels:
     """Kernels of which only the peak of products and of memory are known.
 
-    All products and attention have one speed. The share of it that runs reach covers the rest of a
-    layer, of which nothing is counted.
+    All products and attention have one speed, and all that passes through memory another. Logits
+    and fixed costs are not counted.
     """
     table = ProductTable((Product(1, 1, 1, tflops),))
     never = math.inf
     return Kernels(
-        table, table, tflops, tflops, never, never, never, memory_gb_s, never,
+        table, table, tflops, tflops, memory_gb_s, never, never, memory_gb_s, never,
         0.0, 0.0, 0.0, 0.0, 0.0, memory_gb_s, 0.0, 0.0, 0.0,
     )  # fmt: skip

@@ -20,6 +20,12 @@ from mrlhf.preflight.activations import layer_bytes
 # then read again, while its gradient is written and read.
 _TOUCHED = 2
 _TOUCHED_BACKWARD = 3
+# The same of the weights of all experts, whether they get tokens or not, beside their products: on
+# a GPU they are copied into one tensor for each pass, and a gradient is filled with zeros where an
+# expert had no token, and added to a float32 sum (`mrlhf/models/grouped_products.py`).
+_EXPERTS_TOUCHED = 2
+_EXPERTS_TOUCHED_BACKWARD = 5
+_SUM_BYTES = 8  # of a weight, read and written
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class _Linear(NamedTuple):
     inner: float
     columns: float
     times: float
+    slower: float = 1.0  # one takes so many times as long as the speed of products says
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,8 @@ class Passes:
         return spec.num_layers * layer + head + logits + fixed
 
     def _engine_product(self, linear: _Linear) -> float:
-        tokens, inner, columns, times = linear
-        seconds = self.gpu.kernels.engine_products.seconds(tokens, inner, columns)
+        tokens, inner, columns, times, slower = linear
+        seconds = slower * self.gpu.kernels.engine_products.seconds(tokens, inner, columns)
         reached = self.gpu.reached.products
         return times * max(seconds / reached, self._read(inner * columns * self.itemsize))
 
@@ -90,23 +97,25 @@ class Passes:
     def _layers(self, work: Work) -> float:
         table = self.gpu.kernels.products
         products = 0.0
-        for tokens, inner, columns, times in self._linears(work.tokens):
-            products += times * table.seconds(tokens, inner, columns)
+        for tokens, inner, columns, times, slower in self._linears(work.tokens):
+            products += times * slower * table.seconds(tokens, inner, columns)
         seconds = products / self.gpu.reached.products
         seconds += self._attention_s(self._attention(work))
-        seconds += _TOUCHED * self._activations(work)
+        seconds += _TOUCHED * self._activations(work) + self._experts(_EXPERTS_TOUCHED)
         return self._stage_layers * (seconds + self.gpu.kernels.layer_s)
 
     def _layers_backward(self, work: Work) -> float:
         table = self.gpu.kernels.products
         products = 0.0
-        for tokens, inner, columns, times in self._linears(work.tokens):
+        for tokens, inner, columns, times, slower in self._linears(work.tokens):
             of_input = table.seconds(tokens, columns, inner)
             of_weight = table.seconds(columns, tokens, inner)
-            products += times * (of_input + of_weight)
+            products += times * slower * (of_input + of_weight)
         seconds = products / self.gpu.reached.products
         seconds += self._attention_s(2 * self._attention(work), backward=True)
         seconds += _TOUCHED_BACKWARD * self._activations(work)
+        if self.spec.lora is None:
+            seconds += self._experts(_EXPERTS_TOUCHED_BACKWARD, _SUM_BYTES)
         return self._stage_layers * (seconds + self.gpu.kernels.layer_backward_s)
 
     @property
@@ -144,9 +153,18 @@ class Passes:
 
     def _activations(self, work: Work) -> float:
         """Seconds in which what a layer keeps passes through memory once."""
-        whole, split = layer_bytes(self.spec, "none")
+        whole, split = layer_bytes(self.spec, "none", etp=self.layout.etp)
         nbytes = (whole + split / self.layout.tp) * self.itemsize / 2 * work.tokens
         return nbytes / (1e9 * self.gpu.reached.memory * self.gpu.kernels.streamed_gb_s)
+
+    def _experts(self, touched: int, more_bytes: int = 0) -> float:
+        """Seconds in which the experts' weights of a mean layer pass through memory so often."""
+        spec = self.spec
+        if spec.experts is None or self.gpu.device != "cuda":
+            return 0.0
+        held = spec.experts.count * spec.experts.mixtures / spec.num_layers
+        held *= 3 * spec.hidden_size * spec.experts.ffn_size / (self.layout.ep * self.layout.etp)
+        return self._read(held * (touched * self.itemsize + more_bytes))
 
     def _linears(self, tokens: float) -> Iterator[_Linear]:
         """The products of a layer; where only some layers are mixtures, the mean."""
@@ -167,16 +185,20 @@ class Passes:
         # Those that get a token, if each token chooses at random.
         chosen = experts.count * (1 - (1 - experts.per_token / experts.count) ** tokens)
         each = tokens * experts.per_token / chosen
-        # Tokens of all ranks of `ep` meet in the experts that one of them holds.
+        # Tokens of all ranks of `ep` meet in the experts that one of them holds; ranks of `tp` have
+        # parts of them, except those that split an expert.
         ep = self.layout.ep
-        yield from _mlp(
-            each * ep, hidden, experts.ffn_size / self.layout.etp, mixtures * chosen / ep
-        )
+        each *= ep * self.layout.etp / tp
+        width = experts.ffn_size / self.layout.etp
+        slower = self.gpu.reached.products / self.gpu.reached.experts
+        yield from _mlp(each, hidden, width, mixtures * chosen / ep, slower)
         if experts.shared_ffn_size:
             yield from _mlp(tokens, hidden, experts.shared_ffn_size / tp, mixtures)
 
 
-def _mlp(tokens: float, hidden: float, ffn: float, times: float) -> Iterator[_Linear]:
+def _mlp(
+    tokens: float, hidden: float, ffn: float, times: float, slower: float = 1.0
+) -> Iterator[_Linear]:
     if times > 0:
-        yield _Linear(tokens, hidden, 2 * ffn, times)
-        yield _Linear(tokens, ffn, hidden, times)
+        yield _Linear(tokens, hidden, 2 * ffn, times, slower)
+        yield _Linear(tokens, ffn, hidden, times, slower)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
@@ -26,7 +26,9 @@ _POWERS = tuple(2**power for power in range(9))
 _PACKS = (1, 2, 4, 8)  # sequences of full length in a micro-batch
 _SHARE = 4096  # the fewest tokens of a sequence that a context-parallel rank should hold
 _SHOWN = 5
-_TOLD_APART = 1.05  # ratio of two times
+# Ratio of two times; measured runs are 8.6 % from their estimates in the mean (docs/scale.md).
+_TOLD_APART = 1.1
+_MEMORY_STEP = 0.1  # of a GPU
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,17 @@ class Plan:
     memory: Footprint
     time: Estimate
 
+    @property
+    def most(self) -> int:
+        """The bytes in the phase that takes most, on the GPU that has most."""
+        return self.memory.total(self.memory.peak)
+
 
 @dataclass(frozen=True)
 class Found:
     """What a search has found."""
 
+    own: Plan | str  # the layout that was given, or why it does not fit so many GPUs
     best: list[Plan]  # that fit, the fastest first
     # That would be faster than the best of these, the fastest first; if none fits, those that come
     # nearest.
@@ -51,7 +59,13 @@ class Found:
 
 
 def search(
-    config: AnyConfig, specs: Specs, world_size: int, gpu: Gpu, lengths: Lengths, reserve: float
+    config: AnyConfig,
+    specs: Specs,
+    world_size: int,
+    gpu: Gpu,
+    lengths: Lengths,
+    reserve: float,
+    advance: Callable[[int, int], None] = lambda done, of: None,
 ) -> Found:
     """Try layouts of the trained models and the engine on `world_size` GPUs.
 
@@ -60,26 +74,44 @@ def search(
     Args:
         specs: the model of each role.
         reserve: 10⁹ bytes of each GPU that are left free.
+        advance: told how many layouts have been tried, and of how many.
     """
     room = int((gpu.memory_gb - reserve) * 1e9)
-    plans = []
-    for keys in _candidates(config, specs, world_size, gpu):
-        for more in offloads(config):  # the cheapest first
-            changed = with_keys(config, keys | more)
-            sizes = footprint(changed, specs, world_size)
-            if sizes.total(sizes.peak) <= room:
-                break
-        time = estimate(changed, specs, sizes, world_size, gpu, lengths, room)
-        plans.append(Plan(changed, keys | more, sizes, time))
 
-    plans.sort(key=_order)
-    fitting = [plan for plan in plans if plan.memory.total(plan.memory.peak) <= room]
-    best = _first(fitting, world_size)
-    if best:
-        faster = [plan for plan in plans if _order(plan) < _order(best[0])]
-    else:
-        faster = sorted(plans, key=lambda plan: plan.memory.total(plan.memory.peak))
-    return Found(best, _first(faster, world_size), len(plans))
+    def plan_of(keys: dict[str, Any]) -> Plan:
+        changed = with_keys(config, keys)
+        sizes = footprint(changed, specs, world_size)
+        time = estimate(changed, specs, sizes, world_size, gpu, lengths, room)
+        return Plan(changed, keys, sizes, time)
+
+    fitting: list[Plan] = []
+    too_large: list[Plan] = []
+    candidates = list(_candidates(config, specs, world_size, gpu))
+    for number, keys in enumerate(candidates):
+        advance(number, len(candidates))
+        found = len(fitting)
+        for more in offloads(config):  # the cheapest first
+            plan = plan_of(keys | more)
+            if plan.most > room:
+                continue
+            fitting.append(plan)
+            # What leaves the GPUs makes room for the KV cache too.
+            if not isinstance(config, PPOConfig) or (
+                plan.time.decoded_at_once == config.rollout.max_num_seqs
+            ):
+                break
+        if len(fitting) == found:
+            too_large.append(plan)
+
+    fastest = min((plan.time.step for plan in fitting), default=0.0)
+    fitting.sort(key=lambda plan: _order(plan, fastest, gpu))
+    if fitting:
+        too_large = [plan for plan in too_large if plan.time.step * _TOLD_APART < fastest]
+    too_large.sort(key=lambda plan: plan.time.step if fitting else plan.most)
+    problem = _problem(config, world_size)
+    own = plan_of({}) if problem is None else problem
+    first = _first(too_large, world_size)
+    return Found(own, _first(fitting, world_size), first, len(candidates))
 
 
 def _first(plans: Sequence[Plan], world_size: int) -> list[Plan]:
@@ -87,7 +119,9 @@ def _first(plans: Sequence[Plan], world_size: int) -> list[Plan]:
     kept: dict[tuple[Any, ...], Plan] = {}
     for plan in plans:
         layout = tuple(value for key, value in plan.keys.items() if _is_of_layout(key))
-        if len(kept) < _SHOWN and layout not in kept and _runs(plan.config, world_size):
+        if len(kept) == _SHOWN:
+            break
+        if layout not in kept and _problem(plan.config, world_size) is None:
             kept[layout] = plan
     return list(kept.values())
 
@@ -96,23 +130,29 @@ def _is_of_layout(key: str) -> bool:
     return not key.endswith((".recompute", ".micro_batch_tokens", ".offload", ".stream"))
 
 
-def _order(plan: Plan) -> tuple[int, int, float]:
-    """The fastest first; of times that an estimate cannot tell apart, the simplest layout."""
+def _order(plan: Plan, fastest: float, gpu: Gpu) -> tuple[float, ...]:
+    """The fastest first; of those that the estimate cannot tell apart the one with least offloaded.
+
+    Then the one with least memory, and where that is about equal too, the simplest.
+    """
     role = next(iter(plan.config.roles().values()))
     axes = sum(role.value_of(axis) > 1 for axis in ("tp", "cp", "pp", "vpp", "ep"))
-    second = plan.time.step
-    kinds = axes + (role.recompute == "full") + len(role.offload)
-    return round(math.log(second, _TOLD_APART)), kinds, second
+    seconds = plan.time.step
+    _, optim = next(iter(trained_models(plan.config).values()))
+    offloaded = len(role.offload) + (optim.stream is not None)
+    kinds = axes + (role.recompute == "full")
+    steps = round(plan.most / (1e9 * gpu.memory_gb * _MEMORY_STEP))
+    return int(math.log(seconds / fastest, _TOLD_APART)), offloaded, steps, kinds, seconds
 
 
-def _runs(config: AnyConfig, world_size: int) -> bool:
-    """Whether a run's own checks take it."""
+def _problem(config: AnyConfig, world_size: int) -> str | None:
+    """Why a run's own checks do not take it."""
     try:
         check(config, world_size)
         check_models(config)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _candidates(

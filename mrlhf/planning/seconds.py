@@ -161,19 +161,25 @@ def _passes(
     layers = spec.num_layers / layout.pp
     exchanges = 1 + backward * (1 + recomputes)
     kv = 2 * spec.num_kv_heads * spec.head_dim / layout.tp
-    bytes_of = {
-        (layout.tp, layout.tp): 4 * spec.hidden_size * itemsize,
-        (layout.cp, layout.tp * layout.cp): kv * layout.cp * itemsize,
-    }
+    states = 2 * spec.hidden_size * itemsize
+    moved = [
+        (layout.tp, layout.tp, states),  # attention
+        (layout.etp, layout.etp, states),  # the MLP, whose experts may be split otherwise
+        (layout.cp, layout.tp * layout.cp, kv * layout.cp * itemsize),
+    ]
     exchanging = 0.0
-    for (size, span), nbytes in bytes_of.items():
+    for size, span, nbytes in moved:
         exchanging += layers * tokens * nbytes * (size - 1) / size / _link(gpu, span)
     if spec.experts is not None and layout.ep > 1:
         copies = 2 * spec.experts.per_token * spec.hidden_size * itemsize
         # Sequence parallelism leaves each rank its share of the tokens.
         share = tokens / layout.tp * spec.experts.mixtures / layout.pp
         span = layout.ep * layout.etp
-        exchanging += share * copies * (layout.ep - 1) / layout.ep / _link(gpu, span)
+        outside = max(0.0, 1 - gpu.per_machine / span)
+        inside = 1 - 1 / layout.ep - outside
+        exchanging += share * copies * (inside / _link(gpu, 1) + outside / _link(gpu, span))
+        # Rows are put in another order after the way there and before the way back.
+        exchanging += share * copies * 2 / (1e9 * gpu.reached.memory * gpu.memory_gb_s)
 
     waiting = 2 * layers * gpu.latency_s * packs if layout.tp > 1 else 0.0
     busy = computing + exchanges * (exchanging + waiting)

@@ -21,11 +21,14 @@ from mrlhf.parallel.pipeline_order import in_flight
 from mrlhf.parallel.vocab import chunk_rows
 
 
-def layer_bytes(spec: ModelSpec, recompute: str, is_mixture: bool | None = None) -> tuple[int, int]:
+def layer_bytes(
+    spec: ModelSpec, recompute: str, is_mixture: bool | None = None, etp: int = 1
+) -> tuple[int, int]:
     """Bytes that a layer keeps of a token in bfloat16.
 
     Args:
         is_mixture: whether it is a mixture; None: if the model has experts.
+        etp: ranks that split an expert; each of them has copies of the tokens of all.
 
     Returns:
         What tensor-parallel ranks each keep without sequence parallelism, and what they share out.
@@ -39,7 +42,7 @@ def layer_bytes(spec: ModelSpec, recompute: str, is_mixture: bool | None = None)
     if experts is None or is_mixture is False:
         return 8 * spec.hidden_size, of_heads + 6 * spec.ffn_size
     width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
-    copies = 4 * experts.per_token * spec.hidden_size
+    copies = 4 * experts.per_token * spec.hidden_size * etp
     router = 2 * spec.hidden_size + 5 * experts.count + 26 * experts.per_token
     return 8 * spec.hidden_size + router, of_heads + 6 * width + copies
 
@@ -112,7 +115,9 @@ class Activations:
 
     def _kept(self, layer: int, recompute: str | None = None) -> float:
         is_mixture = self.spec.has_experts(layer)
-        whole, split = layer_bytes(self.spec, recompute or self.role.recompute, is_mixture)
+        whole, split = layer_bytes(
+            self.spec, recompute or self.role.recompute, is_mixture, self.layout.etp
+        )
         each = whole / (self.layout.tp if self._splits else 1) + split / self.layout.tp
         return self._tokens * each * self.itemsize / 2
 
@@ -153,7 +158,7 @@ class Activations:
         layout, experts = self.layout, self.spec.experts
         assert experts is not None
         tokens = self.itemsize * self._tokens / layout.tp
-        copies = tokens * experts.per_token * self.spec.hidden_size
+        copies = tokens * layout.etp * experts.per_token * self.spec.hidden_size
         inner = tokens * experts.per_token * experts.ffn_size
         split = layout.ep * layout.etp / layout.tp
         weight = self._weight * self.spec.hidden_size * experts.ffn_size * experts.count / split

@@ -12,15 +12,18 @@ from dataclasses import dataclass
 
 from mrlhf.config.methods import find_method
 from mrlhf.config.roots import AnyConfig, PPOConfig
-from mrlhf.device import device_kind, gpu_memory_mb
-from mrlhf.errors import ConfigError
+from mrlhf.device import cores, device_kind, gpu_memory_mb, host_memory_bytes
+from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.installed import require_engine
 from mrlhf.metrics.trackers import check_trackers
+from mrlhf.models.adapter_choice import spec_of_role
+from mrlhf.models.families import family_of
 from mrlhf.parallel.layout import AxisSizes
+from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.inputs import check_inputs
-from mrlhf.preflight.memory_checks import check_memory, describe_phases
-from mrlhf.preflight.model_checks import check_models, without_weights
+from mrlhf.preflight.memory_checks import check_memory, describe_phases, with_keys
+from mrlhf.preflight.model_checks import check_models, head_of, of_shipped_sizes, without_weights
 from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import (
     InputPath,
@@ -31,6 +34,8 @@ from mrlhf.preflight.paths import (
     without,
 )
 from mrlhf.preflight.words import count, describe, describe_cache, describe_memory
+
+_ON = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
 
 def smallest_world(config: AnyConfig) -> int:
@@ -71,6 +76,7 @@ def dry_run(
     to_come = tokenizer_to_come(config)
     if to_come is not None:
         absent.append(to_come)
+    config, on = _with_device(config, world_size)
     specs = check_models(config)
     check_memory(config, specs, world_size)
     if isinstance(config, PPOConfig):
@@ -79,6 +85,7 @@ def dry_run(
 
     lines = [f"not found: {line}" for line in missing]
     lines += [f"not checked: the weights of {name}" for name in without_weights(config)]
+    lines += of_shipped_sizes(config)
     if to_come is not None:
         lines.append(f"not checked: the data, since {to_come.path} holds no tokenizer")
     fits = "what could be checked" if lines else "configuration"
@@ -86,13 +93,42 @@ def dry_run(
     lines.append(describe(config, world_size, steps))
     if foresee is not None:
         lines.append(f"  {foresee()}")
-    lines += describe_memory(config, specs, world_size)
-    lines += describe_phases(config, specs, world_size)
+    lines += describe_memory(config, specs, world_size, on)
+    lines += describe_phases(config, specs, world_size, on)
     if isinstance(config, PPOConfig):
-        lines += describe_cache(config, specs["rollout"])
+        lines += describe_cache(config, specs["rollout"], on)
     lines += episode
     lines.append(f"{fits} fits {count(world_size, 'rank')}")
     return DryRunResult(missing, "\n".join(lines))
+
+
+def _with_device(config: AnyConfig, world_size: int) -> tuple[AnyConfig, str]:
+    """The configuration with the device that a dry run describes, and that device in words.
+
+    Where `auto` finds no GPU, GPUs are assumed for a run that is too large for this machine: it has
+    more ranks than cores, or models that do not fit its memory in float32.
+    """
+    kind = device_kind(config.distributed.device)
+    if kind == "cuda" or config.distributed.device == "cpu":
+        return config, _ON[kind]
+    is_large = world_size > cores() or _least_bytes(config) > host_memory_bytes()
+    kind, other = ("cuda", "cpu") if is_large else ("cpu", "cuda")
+    words = f"{_ON[kind]}, assumed; distributed.device={other} changes that"
+    return with_keys(config, {"distributed.device": kind}), words
+
+
+def _least_bytes(config: AnyConfig) -> int:
+    """Bytes of all models together in float32, with gradients and states of those trained whole."""
+    total = 0
+    for name, role in config.roles().items():
+        try:
+            spec = spec_of_role(role, head_of(config, name))
+        except (ConfigError, WeightError):
+            continue  # that it is missing or wrong is told elsewhere
+        shapes = family_of(spec).tensor_shapes(spec).values()
+        is_whole = name in trained_models(config) and spec.lora is None
+        total += (16 if is_whole else 4) * sum(map(math.prod, shapes))
+    return total
 
 
 def _missing_packages(config: AnyConfig) -> Iterator[str]:

@@ -168,7 +168,10 @@ def _of_rank(
     stage = layout.coordinates(rank).pp
     rollout = config.rollout
     itemsize = _itemsize(config, config.actor)
-    engine = _engine_bytes(spec, layout, stage, config, itemsize)
+    is_native = rollout.engine == "native"
+    engine = _engine_bytes(
+        without_adapters(spec), layout, stage, itemsize, is_native, rollout.tp, rollout.ep or 1
+    )
     generating = {
         owner: size for owner, size in leaving["actor"].items() if owner.endswith("/params")
     }
@@ -199,17 +202,22 @@ def _part_bytes(spec: ModelSpec, layout: ParallelLayout, stage: int, itemsize: i
     return max(STREAMED_BYTES, 3 * 4 * weights)
 
 
+@lru_cache(maxsize=4096)
 def _engine_bytes(
-    spec: ModelSpec, layout: ParallelLayout, stage: int, config: PPOConfig, itemsize: int
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    stage: int,
+    itemsize: int,
+    native: bool,
+    tp: int,
+    ep: int,
 ) -> int:
     """The engine's weights that are not the actor's own tensors, on a rank of a stage.
 
     A tensor with exactly the slices of one of the actor's shares its memory.
     """
-    spec = without_adapters(spec)
-    native = config.rollout.engine == "native"
     choose = EngineLayout.closest if native else EngineLayout.consecutive
-    engine = choose(layout, config.rollout.tp, config.rollout.ep or 1)
+    engine = choose(layout, tp, ep)
     held = _held(spec, _smallest(layout), itemsize)[stage]
     place = engine.place_in_replica(layout.rank_at(pp=stage))
     needed = _needed(spec, place.tp, place.ep, place.tp_rank, itemsize)

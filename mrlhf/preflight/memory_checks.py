@@ -14,20 +14,24 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.device_memory import BOUND_KEY
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.footprint import OWNERS, Specs, footprint
+from mrlhf.printable import size_text
 
 _REMEDIES = 3
 
 
 def describe_phases(
-    config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int
+    config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int, on: str
 ) -> Iterator[str]:
-    """What each phase takes on the rank that has most, if all models are known."""
+    """What each phase takes on the rank that has most, if all models are known.
+
+    `on` names the device of a rank: "on a GPU".
+    """
     known = _known(specs)
     if known is None:
         return
     sizes = footprint(config, known, world_size)
-    of_phases = [f"{phase} {sizes.total(phase) / 1e6:.1f} MB" for phase in sizes.phases]
-    yield f"memory of each phase on the rank that has most: {', '.join(of_phases)}"
+    of_phases = [f"{phase} {size_text(sizes.total(phase))}" for phase in sizes.phases]
+    yield f"memory of each phase on the rank that has most ({on}): {', '.join(of_phases)}"
     yield "  with activations of full micro-batches, one response in the cache, and no buffers"
 
 
@@ -50,8 +54,8 @@ def check_memory(
     bound = gpu_mb if own is None else own
     if bound is None or known is None:
         return
-    title = f"{BOUND_KEY} {bound:g}" if own is not None else f"a GPU of {bound:.0f} MiB"
     room = int(bound * 2**20)
+    title = f"a GPU of {size_text(room)}" if own is None else f"{BOUND_KEY} {bound:g}"
     sizes = footprint(config, known, world_size)
     phase = max(sizes.phases, key=sizes.owned)
     if sizes.owned(phase) <= room:
@@ -59,12 +63,12 @@ def check_memory(
     fullest = max(sizes.ranks, key=lambda rank: rank.owned(phase))
     every = fullest.owners(phase).items()
     largest = [item for item in every if not item[0].endswith("/activations")]
-    owners = ", ".join(f"{owner} {nbytes / 2**20:.1f}" for owner, nbytes in largest)
+    owners = ", ".join(f"{owner} {size_text(nbytes)}" for owner, nbytes in largest)
     remedies = list(_remedies(config, known, world_size, room))
     choices = "; or ".join(remedies[:_REMEDIES]) or "more ranks or adapters, since no offload does"
     raise ConfigError(
         f"{title} is too little for the phase '{phase}', which needs "
-        f"{sizes.owned(phase) / 2**20:.1f} MiB on a rank ({owners}). Room is made by {choices}"
+        f"{size_text(sizes.owned(phase))} on a rank ({owners}). Room is made by {choices}"
     )
 
 

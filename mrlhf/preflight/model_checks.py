@@ -26,9 +26,11 @@ from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.adapter_files import check_adapter
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
+from mrlhf.models.published import published_model
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import check_weight_files
 from mrlhf.parallel.layout import AxisSizes
+from mrlhf.printable import size_text
 from mrlhf.weights.stored import holds_weights
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class CacheNeeds:
         )
         if shape.record_bytes:
             pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"
-        return f"{pairs} x {self.tokens} tokens = {self.bytes} bytes"
+        return f"{pairs} x {self.tokens} tokens = {size_text(self.bytes)}"
 
 
 def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, ModelSpec | None]:
@@ -67,8 +69,8 @@ def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, Mod
             otherwise its weights are not checked.
 
     Returns:
-        The spec of each role's model; None if its `config.json` is not on this machine, so that
-        nothing was checked. The engine is named `rollout`.
+        The spec of each role's model; None if its `config.json` is not on this machine, nor among
+        those that are shipped, so that nothing was checked. The engine is named `rollout`.
 
     Raises:
         ConfigError: one line for each mistake.
@@ -94,6 +96,10 @@ def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, Mod
                     remarks += check_weight_files(role.path, base, needs_head=needs_head)
                 if isinstance(role, AdaptedSection) and role.lora.path is not None:
                     check_adapter(role.lora.path, spec)
+            elif (place := published_model(role.path)) is not None:
+                spec = spec_of_role(
+                    role.model_copy(update={"path": str(place)}), head_of(config, name)
+                )
         except (ConfigError, WeightError) as error:
             refused.add(role.path)
             problems.append(f"{name}: {error}")
@@ -128,6 +134,17 @@ def without_weights(config: AnyConfig) -> list[str]:
         if (directory / "config.json").is_file() and not holds_weights(directory):
             roles.append(name)
     return roles
+
+
+def of_shipped_sizes(config: AnyConfig) -> list[str]:
+    """A line for each model that is not here, but whose sizes are shipped."""
+    lines = []
+    for path in dict.fromkeys(role.path for role in config.roles().values()):
+        place = published_model(path)
+        if place is not None and not (Path(path) / "config.json").is_file():
+            name = f"{place.parent.name}/{place.name}"
+            lines.append(f"{path} is not here: its sizes are those of {name} ({place}/config.json)")
+    return lines
 
 
 def _loads_weights(config: AnyConfig) -> bool:
@@ -232,7 +249,7 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     needs = cache_needs(config, spec)
     if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
         yield (
-            f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one "
+            f"rollout.kv_cache_mb {megabytes} = {size_text(megabytes * MEBIBYTE)} is less than one "
             f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
             f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"
         )

@@ -18,6 +18,7 @@ from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.user_code import is_reference
 from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
+from mrlhf.models.published import how_to_get
 
 Kind = Literal["file", "directory", "file or directory"]
 TOKENIZER = "data.tokenizer"
@@ -79,7 +80,8 @@ def require_paths(config: AnyConfig) -> None:
 
 def without(path: InputPath) -> str:
     """One line that says that a path does not exist, and what to do."""
-    return f"{path} does not exist; {_hint(path)}"
+    get = "" if path.holds is None else how_to_get(path.path)
+    return f"{path} does not exist; {_hint(path)}{get}"
 
 
 def tokenizer_to_come(config: AnyConfig) -> InputPath | None:
@@ -164,7 +166,8 @@ def _problem(path: InputPath) -> str | None:
             "that has one, auto or never"
         )
     if path.holds is not None and not (place / path.holds).is_file():
-        return f"{path} holds no {path.holds}; name a directory that does"
+        get = how_to_get(path.path, path.holds)
+        return f"{path} holds no {path.holds}; name a directory that does{get}"
     return None
 
 

@@ -21,10 +21,10 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.preflight.batches import RoleWork, longest_unit, role_work, trained_models
 from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
 from mrlhf.preflight.model_checks import MEBIBYTE, cache_block, cache_needs
+from mrlhf.printable import size_text
 from mrlhf.rl.names import ESTIMATOR_TRAITS
 from mrlhf.roles.policy_loss import configured_bypass, needs_mini_batch_pass
 
-_DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 _SAID = (ESTIMATOR, LOSS_MODE, "actor.loss_agg_mode", "rollout.n", "trainer.critic_warmup")
 _SAFETY = ("actor.entropy_coeff", "actor.target_kl_stop")
 
@@ -47,9 +47,12 @@ def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> st
 
 
 def describe_memory(
-    config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int
+    config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int, on: str
 ) -> Iterator[str]:
-    """The bytes that each trained model takes on a rank, as far as it is known."""
+    """The bytes that each trained model takes on a rank, as far as it is known.
+
+    `on` names the device of a rank: "on a GPU".
+    """
     kind = device_kind(config.distributed.device)
     for name, (role, optim) in trained_models(config).items():
         spec = specs.get(name)
@@ -59,37 +62,38 @@ def describe_memory(
         itemsize = dtype_on(role.dtype, kind).itemsize
         states_of = (optim.splits_states, optim.name == "muon")
         needed = training_bytes(spec, layout, itemsize, *states_of)
-        yield f"memory of {name} on a rank: {_in_megabytes(needed)}"
+        dtype = str(dtype_on(role.dtype, kind)).removeprefix("torch.")
+        yield f"memory of {name} on a rank: {_sizes(needed)} ({dtype} {on})"
         if spec.lora is not None:
             needed = training_bytes(without_adapters(spec), layout, itemsize, *states_of)
-            yield f"  if all weights were trained: {_in_megabytes(needed)}"
+            yield f"  if all weights were trained: {_sizes(needed)}"
             if (
                 isinstance(config, PPOConfig)
                 and name == "actor"
                 and config.rollout.lora == "merged"
             ):
-                merged = merged_bytes(spec, layout, itemsize) / 1e6
-                yield f"  weights merged for the engine (rollout.lora): {merged:.1f} MB more"
+                merged = size_text(merged_bytes(spec, layout, itemsize))
+                yield f"  weights merged for the engine (rollout.lora): {merged} more"
 
 
-def _in_megabytes(sizes: ModelBytes) -> str:
-    parts = [f"{owner} {size / 1e6:.1f} MB" for owner, size in vars(sizes).items()]
+def _sizes(sizes: ModelBytes) -> str:
+    parts = [f"{owner} {size_text(size)}" for owner, size in vars(sizes).items()]
     return ", ".join(parts)
 
 
-def describe_cache(config: PPOConfig, spec: ModelSpec | None) -> Iterator[str]:
+def describe_cache(config: PPOConfig, spec: ModelSpec | None, on: str) -> Iterator[str]:
     """The size of a sample in the KV cache of one rank, if the model is known."""
     if spec is None:
         return
     needs = cache_needs(config, spec)
     megabytes = config.rollout.kv_cache_mb
-    yield f"the KV cache of a rank on {_DEVICES[device_kind(config.distributed.device)]}"
+    yield f"the KV cache of a rank {on}"
     yield f"  a sample at full length: {needs}"
     if megabytes is not None:
         fits = count(megabytes * MEBIBYTE // needs.bytes, "sample")
         yield (
-            f"  rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes: {fits} at full "
-            "length"
+            f"  rollout.kv_cache_mb {megabytes} = {size_text(megabytes * MEBIBYTE)}: {fits} at "
+            "full length"
         )
 
 

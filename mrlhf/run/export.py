@@ -29,6 +29,7 @@ from mrlhf.models.families import save_config
 from mrlhf.models.generation_config import write_generation_config
 from mrlhf.parallel.collectives import all_gather_objects, raise_together
 from mrlhf.parallel.machine import name_of_this_machine
+from mrlhf.printable import size_text
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.merging import base_shapes, export_merged
 from mrlhf.weights.files import flush
@@ -168,8 +169,8 @@ def _prepare(needed: int, place: Path, partial: Path) -> str | None:
 
     if free < needed:
         return (
-            f"{partial.parent} has room for {free // _MEGABYTE} MB, and the model takes "
-            f"{-(-needed // _MEGABYTE)} MB"
+            f"{partial.parent} has room for {size_text(free)}, and the model takes "
+            f"{size_text(needed)}"
         )
     return None
 

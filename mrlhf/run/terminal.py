@@ -22,7 +22,7 @@ from rich.text import Text
 from mrlhf.log import Console
 from mrlhf.parallel.device_memory import in_words
 from mrlhf.parallel.phases import PhaseProgress
-from mrlhf.printable import printable
+from mrlhf.printable import printable, size_text
 from mrlhf.run.board import Board
 
 _CLEAR_BELOW = "\r\x1b[J"
@@ -139,7 +139,7 @@ def render(board: Board, title: str) -> RenderableType:
     parts: list[RenderableType] = [_progress(board)]
     held = board.phases.memory.held
     if held:
-        memory = f"memory {sum(held.values()) / 2**20:,.1f} MiB: {in_words(held)}"
+        memory = f"memory {size_text(sum(held.values()))}: {in_words(held)}"
         parts.append(Text(memory, overflow="ellipsis", no_wrap=True))
     if board.curves:
         parts.append(_curves(board.curves))

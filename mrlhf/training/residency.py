@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.device_memory import DeviceMemory
+from mrlhf.printable import size_text
 
 Owner = Literal["params", "grads", "optimizer"]
 Stream = Literal["host", "disk"]
@@ -278,8 +279,8 @@ def _on_disk(whole: Tensor) -> Tensor:
             os.posix_fallocate(file.fileno(), 0, whole.nbytes)  # else a full disk kills the rank
         except OSError as error:
             raise TrainingError(
-                f"optim.stream disk: {tempfile.gettempdir()} has no room for {whole.nbytes} bytes "
-                f"of optimizer states ({error.strerror}); set TMPDIR to a directory that has, or "
-                "optim.stream to host"
+                f"optim.stream disk: {tempfile.gettempdir()} has no room for "
+                f"{size_text(whole.nbytes)} of optimizer states ({error.strerror}); set TMPDIR to "
+                "a directory that has, or optim.stream to host"
             ) from error
         return torch.from_file(file.name, shared=True, size=len(whole), dtype=whole.dtype)

@@ -58,6 +58,7 @@ CASES = (
     Case("pp 2, recompute, vocabulary of 24,000", 2, {"pp": 2}, recompute="full", vocab=24000),
     Case("cp 2", 2, {"cp": 2}, sequences=4),
     Case("mixture, ep 2", 2, {"ep": 2}, model="mixture"),
+    Case("mixture, tp 2", 2, {"tp": 2}, sequence_parallel=True, model="mixture"),
     Case("tp 2 with sequence_parallel, pp 2", 4, {"tp": 2, "pp": 2}, sequence_parallel=True),
     Case("pp 4, norms of heads", 4, {"pp": 4}, sequences=1, model="norms"),
 )

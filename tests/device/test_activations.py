@@ -25,7 +25,7 @@ def test_a_layer_keeps_what_the_rule_says(device: Devices) -> None:
 def test_an_update_takes_what_a_plan_says_at_its_peak(device: Devices) -> None:
     """On every rank, and so in each stage."""
     found = peaks(device)
-    assert len(found) == 4 + 2 * 7 + 4 * 2
+    assert len(found) == 4 + 2 * 8 + 4 * 2
     for peak in found:
         assert abs(peak.predicted - peak.counted) <= 0.05 * peak.counted, peak
     page = MEMORY_PAGE.read_text(encoding="utf-8")

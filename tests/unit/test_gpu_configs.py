@@ -8,26 +8,23 @@ from pathlib import Path
 import pytest
 
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.preflight import dry_run
+from mrlhf.errors import ConfigError
+from mrlhf.models.families import family_of, load_spec
+from mrlhf.preflight import check_models, dry_run
 from mrlhf.preflight.footprint import footprint
-from mrlhf.preflight.model_checks import check_models
 from tests.models.published import write_published
+from tests.pages import ROOT
 
-FILES = sorted((Path(__file__).parents[2] / "configs" / "gpu").glob("*.yaml"))
+FILES = sorted((ROOT / "configs" / "gpu").glob("*.yaml"))
+MODELS = ROOT / "configs" / "gpu" / "models"
 GPU_GB = 80
 REST_GB = 10  # of the layer that is being computed, the output layer and NCCL
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("gpu_configs")
-    write_published(root / "models")
-    return root
-
-
 @pytest.fixture(autouse=True)
-def in_its_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a fresh clone, no model is here."""
+    monkeypatch.chdir(tmp_path)
 
 
 def test_there_are_four() -> None:
@@ -37,7 +34,16 @@ def test_there_are_four() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_dry_run_accepts_it(path: Path) -> None:
     found = dry_run(load_config(PPOConfig, str(path), []), _ranks(path))
-    assert all("data/" in line for line in found.missing), found.missing
+    for line in found.missing:
+        model = re.search(r"models/(\S+) does not exist", line)
+        if model is None:
+            assert "data/" in line
+            continue
+        (place,) = MODELS.glob(f"*/{model[1]}")
+        name = f"{place.parent.name}/{place.name}"
+        assert line.endswith(f"; hf download {name} --local-dir models/{place.name} gets it")
+        assert f"models/{place.name} is not here: its sizes are those of {name}" in found.text
+    assert "memory of actor on a rank: weights " in found.text
     last = found.text.splitlines()[-1]
     assert last.startswith(f"what could be checked fits {_ranks(path)} rank")
 
@@ -48,6 +54,37 @@ def test_it_fits_a_gpu_of_80_gb(path: Path) -> None:
     specs = {name: spec for name, spec in check_models(config).items() if spec is not None}
     taken = footprint(config, specs, _ranks(path))
     assert taken.total(taken.peak) / 1e9 + REST_GB < GPU_GB, taken
+
+
+def test_the_shipped_sizes_are_those_of_the_published_models(tmp_path: Path) -> None:
+    write_published(tmp_path)
+    shipped = sorted(config.parent for config in MODELS.glob("*/*/config.json"))
+    named = {
+        role.path
+        for path in FILES
+        for role in load_config(PPOConfig, str(path), []).roles().values()
+    }
+    assert {f"models/{place.name}" for place in shipped} == named
+    for place in shipped:
+        ours, theirs = (load_spec(path, "lm") for path in (place, tmp_path / place.name))
+        assert family_of(ours).tensor_shapes(ours) == family_of(theirs).tensor_shapes(theirs)
+        assert (ours.max_positions, ours.experts) == (theirs.max_positions, theirs.experts)
+
+
+def test_a_directory_without_a_configuration_is_told_what_gets_it() -> None:
+    config = load_config(PPOConfig, str(FILES[-2]), [])
+    Path("models/Qwen3-8B").mkdir(parents=True)
+    get = "hf download Qwen/Qwen3-8B config.json --local-dir models/Qwen3-8B gets it"
+    with pytest.raises(ConfigError, match=f"holds no config.json; .*; {get}"):
+        dry_run(config, 8)
+    with pytest.raises(ConfigError, match=f"no config.json there; .*; {get}"):
+        load_spec("models/Qwen3-8B", "lm")
+
+    hub = load_config(PPOConfig, str(FILES[-2]), ["actor.path=Qwen/Qwen2.5-7B"])
+    get = "hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B gets it, then set the key"
+    assert any(get in line for line in dry_run(hub, 8).missing)
+    own = load_config(PPOConfig, str(FILES[-2]), ["actor.path=models/my-own"])
+    assert not any("hf download" in line for line in dry_run(own, 8).missing)
 
 
 def _ranks(path: Path) -> int:

@@ -121,7 +121,7 @@ def test_no_memory_is_an_error_with_the_size_and_the_key(monkeypatch):
 
     monkeypatch.setattr(kv_cache, "_zeros", refuse)
     shape = CacheShape(num_layers=2, kv_heads=2, head_dim=32, itemsize=4, block_size=16)
-    with pytest.raises(EngineError, match=r"1024 blocks = 16 MiB: lower rollout.kv_cache_mb"):
+    with pytest.raises(EngineError, match=r"1024 blocks = 16.78 MB: lower rollout.kv_cache_mb"):
         KVCache(shape, 1024, torch.float32, CPU)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mrlhf.config import RewardModelConfig, SFTConfig
+from mrlhf.device import cores
 from mrlhf.errors import ConfigError
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.spec import Lora
@@ -112,12 +113,56 @@ def test_a_dry_run_says_what_adapters_save(tmp_path):
     (adapted,) = re.findall(r"memory of actor on a rank: (.*)", report)
     (whole,) = re.findall(r"  if all weights were trained: (.*)", report)
     assert re.findall(r"memory of critic on a rank: .* gradients", report)
-    sizes = [[float(size) for size in re.findall(r"[\d.]+", text)] for text in (adapted, whole)]
+    sizes = [_kilobytes(adapted), _kilobytes(whole)]
     assert sizes[0][0] >= sizes[1][0] and sizes[0][1] < sizes[1][1] / 4
     assert "merged for the engine" not in report
     merged = dry_run(ppo(actor__path=path, actor__lora={"rank": 4}, rollout__lora="merged"), 8).text
-    (more,) = re.findall(r"merged for the engine \(rollout.lora\): ([\d.]+) MB more", merged)
+    (more,) = re.findall(r"merged for the engine \(rollout.lora\): ([\d.]+) kB more", merged)
     assert 0 < float(more) <= sizes[1][0]
+
+
+def _kilobytes(text):
+    units = {"B": 1e-3, "kB": 1, "MB": 1e3, "GB": 1e6}
+    return [float(size) * units[unit] for size, unit in re.findall(r"([\d.]+) (\wB|B)\b", text)]
+
+
+def test_memory_is_that_of_gpus_for_a_run_that_is_too_large_for_this_machine(tmp_path):
+    """No GPU is looked for: a machine without one says what it assumes."""
+    if torch.cuda.is_available():
+        pytest.skip("auto means the GPU of this machine")
+    (tmp_path / "small").mkdir()
+    path = model_dir(tmp_path / "small")
+    many = 8 * 2 ** math.ceil(math.log2(cores()))
+    changes = {"actor__path": path, "critic__path": path, "data__train_batch_size": many}
+    changes |= {"actor__ppo_mini_batch_size": many, "critic__ppo_mini_batch_size": many}
+    lines = _memory_lines(dry_run(ppo(**changes), many).text)
+    assert len(lines) == 4
+    for line in lines:
+        assert "on a GPU, assumed; distributed.device=cpu changes that" in line
+    assert "(bfloat16 on a GPU" in lines[0]
+    # On the other device the same keys say so on the same lines, and no longer assume it.
+    forced = _memory_lines(dry_run(ppo(**changes, distributed__device="cpu"), many).text)
+    assert len(forced) == 4 and "(float32 on a CPU)" in forced[0]
+    assert not any("assumed" in line for line in forced)
+    assert _kilobytes(forced[0])[0] == pytest.approx(2 * _kilobytes(lines[0])[0], rel=0.01)
+
+    one = ppo(**changes, actor__tp=1, actor__pp=1, critic__tp=1, rollout__tp=1)
+    few = _memory_lines(dry_run(one, 1).text)
+    assert "(float32 on a CPU, assumed; distributed.device=cuda changes that)" in few[0]
+    # Few ranks, of models that no machine of theirs holds in float32.
+    (tmp_path / "large").mkdir()
+    sizes = {"hidden_size": 2**15, "intermediate_size": 2**17, "num_hidden_layers": 256}
+    large = one.model_copy(
+        update={
+            "actor": one.actor.model_copy(update={"path": model_dir(tmp_path / "large", **sizes)})
+        }
+    )
+    few = _memory_lines(dry_run(large, 1).text)
+    assert "(bfloat16 on a GPU, assumed" in few[0]
+
+
+def _memory_lines(report):
+    return re.findall(r"^(?:memory of|the KV cache of) .*", report, re.MULTILINE)
 
 
 def test_a_router_without_adapter_is_not_merged(tmp_path):
@@ -229,21 +274,19 @@ def test_the_kv_cache_holds_one_sequence_at_least(tmp_path):
         check_models(ppo(**changes, rollout__kv_cache_mb=13))
     # 100 tokens are 7 blocks of 16; of the 4 KV heads, a rank of 2 has 2; a GPU has bfloat16
     assert str(caught.value) == (
-        "rollout.kv_cache_mb 13 = 13631488 bytes is less than one sequence needs, 2 x 64 layers x "
-        "2 KV heads x 256 x 2 bytes x 112 tokens = 14680064 bytes; set rollout.kv_cache_mb to at "
+        "rollout.kv_cache_mb 13 = 13.63 MB is less than one sequence needs, 2 x 64 layers x "
+        "2 KV heads x 256 x 2 bytes x 112 tokens = 14.68 MB; set rollout.kv_cache_mb to at "
         "least 14 or lower the data's maximum lengths"
     )
     check_models(ppo(**changes, rollout__kv_cache_mb=14))
     for float32 in ({"actor__dtype": "float32"}, on_cpu):
         with pytest.raises(
-            ConfigError, match=r"= 29360128 bytes; set rollout\.kv_cache_mb to at least 28 or"
+            ConfigError, match=r"= 29.36 MB; set rollout\.kv_cache_mb to at least 28 or"
         ):
             check_models(ppo(**{**changes, **float32}, rollout__kv_cache_mb=14))
 
     # with more ranks than heads, each rank holds one head
-    with pytest.raises(
-        ConfigError, match=r"x 1 KV heads x 256 x 2 bytes x 112 tokens = 7340032 bytes"
-    ):
+    with pytest.raises(ConfigError, match=r"x 1 KV heads x 256 x 2 bytes x 112 tokens = 7.34 MB"):
         check_models(ppo(**changes, rollout__tp=8, rollout__kv_cache_mb=6))
 
 
@@ -264,13 +307,13 @@ def test_dry_run_checks_first(tmp_path):
     assert lines[-1] == "what could be checked fits 8 ranks"
     assert (
         "the KV cache of a rank on a CPU\n"
-        "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 4 bytes x 112 tokens = 86016 "
-        "bytes\n  rollout.kv_cache_mb 1 = 1048576 bytes: 12 samples at full length\n"
+        "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 4 bytes x 112 tokens = 86.02 "
+        "kB\n  rollout.kv_cache_mb 1 = 1.049 MB: 12 samples at full length\n"
     ) in dry_run(ppo(**paths, rollout__kv_cache_mb=1, distributed__device="cpu"), 8).text
 
     on_gpu = dry_run(ppo(**paths, distributed__device="cuda"), 8).text
     assert "the KV cache of a rank on a GPU\n" in on_gpu
-    assert "2 KV heads x 8 x 2 bytes x 256 tokens = 98304 bytes\n" in on_gpu
+    assert "2 KV heads x 8 x 2 bytes x 256 tokens = 98.3 kB\n" in on_gpu
     assert "KV cache in blocks of 256 tokens, <= 1 block per sample" in on_gpu
 
     with pytest.raises(ConfigError):

@@ -146,7 +146,7 @@ def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     residency = Residency(
         "actor", {"optimizer": lambda: states}, [], DeviceMemory(), lambda: None, "disk"
     )
-    with pytest.raises(TrainingError, match="has no room for 32 bytes"):
+    with pytest.raises(TrainingError, match="has no room for 32 B"):
         residency.leave()
 
 
@@ -162,7 +162,7 @@ def test_the_bound_names_phase_and_owners() -> None:
         pytest.fail("it does not fit")
     message = str(caught.value)
     assert message.startswith("distributed.device_memory_mb 3 is too little for phase update_actor")
-    assert "actor/params 2.0 MiB, engine/cache 1.0 MiB, actor/grads 1.0 MiB" in message
+    assert "actor/params 2.097 MB, engine/cache 1.049 MB, actor/grads 1.049 MB" in message
 
 
 def test_peaks_by_phase() -> None:

@@ -50,7 +50,7 @@ def test_phase_progress_metrics_with_trend_alarms_and_a_sample(tmp_path):
         "0:01:02 left",
         "generating",
         "120/256 responses",
-        "memory 2,053.0 MiB: engine/cache 2048.0 MiB, actor/params 5.0 MiB",
+        "memory 2.153 GB: engine/cache 2.147 GB, actor/params 5.243 MB",
         "truncation: 40% are cut off",
         "training step 12",
         "[bold]2[/bold]",

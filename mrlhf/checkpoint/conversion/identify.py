@@ -24,11 +24,11 @@ from mrlhf.checkpoint.manifest import (
     check_sizes,
     checkpoints_in,
     read_manifest,
-    size_text,
 )
 from mrlhf.checkpoint.tensor_file import describe_file
 from mrlhf.errors import CheckpointError, MrlhfError
 from mrlhf.models.spec import ModelSpec
+from mrlhf.printable import size_text
 from mrlhf.weights.boxes import whole
 
 # The folder of a checkpoint that holds its policy as a Hugging Face model, if it has one.

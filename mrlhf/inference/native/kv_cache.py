@@ -18,6 +18,7 @@ from mrlhf.inference.base import EngineLimits
 from mrlhf.inference.cache_size import CacheShape, gpu_room
 from mrlhf.inference.native.operators import Layer
 from mrlhf.parallel.job import processes_on_this_machine
+from mrlhf.printable import size_text
 
 
 class KVCache:
@@ -48,7 +49,7 @@ class KVCache:
         except (OSError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             wanted = blocks * shape.block_bytes
             raise EngineError(
-                f"no memory for a KV cache of {blocks} blocks = {wanted / 2**20:.0f} MiB: lower "
+                f"no memory for a KV cache of {blocks} blocks = {size_text(wanted)}: lower "
                 f"rollout.kv_cache_mb (on a CPU) or rollout.gpu_memory_utilization (on a GPU)"
             ) from error
 
@@ -104,9 +105,9 @@ def blocks_for(
     if blocks < per_sequence + spare:
         key = "rollout.gpu_memory_utilization" if device.type == "cuda" else "rollout.kv_cache_mb"
         raise EngineError(
-            f"the KV cache has room for {blocks * block_size} tokens ({room / 2**20:.1f} MiB), and "
+            f"the KV cache has room for {blocks * block_size} tokens ({size_text(room)}), and "
             f"one sequence may have {limits.max_length} tokens = "
-            f"{per_sequence * block_bytes / 2**20:.1f} MiB: raise {key}, or lower "
+            f"{size_text(per_sequence * block_bytes)}: raise {key}, or lower "
             f"data.max_prompt_length or data.max_response_length"
         )
     return blocks

@@ -29,6 +29,7 @@ from mrlhf.inference.vllm.pieces import parameter_pieces, parameter_shapes, unsu
 from mrlhf.inference.vllm.requests import Requests
 from mrlhf.models.families import family_of, save_config
 from mrlhf.models.spec import ModelSpec
+from mrlhf.printable import size_text
 from mrlhf.weights.shard import Piece, Slot
 
 
@@ -270,8 +271,8 @@ class VllmEngine:
         if share <= 0:
             raise ConfigError(
                 f"rollout.gpu_memory_utilization {utilization} leaves vLLM nothing: "
-                f"{(total - free) >> 20} of {total >> 20} MiB are in use; make the models' share "
-                f"smaller, or raise it above 0.9"
+                f"{size_text(total - free)} of {size_text(total)} are in use; make the models' "
+                "share smaller, or raise it above 0.9"
             )
         return share
 
@@ -284,8 +285,8 @@ class VllmEngine:
         if limits.cache_bytes is not None:
             if limits.cache_bytes < one:
                 raise ConfigError(
-                    f"a KV cache of {limits.cache_bytes >> 20} MiB is less than the "
-                    f"{-(-one >> 20)} MiB that one sequence of {limits.max_length} tokens needs in "
+                    f"a KV cache of {size_text(limits.cache_bytes)} is less than the "
+                    f"{size_text(one)} that one sequence of {limits.max_length} tokens needs in "
                     f"vLLM; raise rollout.kv_cache_mb"
                 )
             return limits.cache_bytes

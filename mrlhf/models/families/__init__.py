@@ -32,6 +32,7 @@ from mrlhf.models.families.qwen3_moe import QWEN3_MOE
 from mrlhf.models.families.seed_oss import SEED_OSS
 from mrlhf.models.families.smollm3 import SMOLLM3
 from mrlhf.models.families.values import check_values
+from mrlhf.models.published import how_to_get
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.stored import are_equal, survey
 
@@ -90,6 +91,7 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
     if not file.is_file():
         raise ConfigError(
             f"{path}: no config.json there; give the directory of a Hugging Face model"
+            f"{how_to_get(str(path), file.name)}"
         )
     stated = read_object(file, ConfigError)
     family = _stated_family(file, stated)
