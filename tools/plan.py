@@ -1,7 +1,6 @@
 """Finds layouts for a configuration on a number of GPUs that need not be there.
 
 Usage: python tools/plan.py --config FILE --gpus N [--gpu h100|FILE] [--out DIR]
-       python tools/plan.py --measure FILE [--ranks N]
 """
 
 import sys

@@ -2,7 +2,6 @@
 
 Usage: mrlhf plan --config FILE [--config FILE ...] --gpus N [--gpu h100|FILE] [--out DIR]
                   [--prompt-tokens P] [--response-tokens R] [key.path=value ...]
-       mrlhf plan --measure FILE [--ranks N]
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mrlhf.commands.endings import end_command
-from mrlhf.commands.measure import measure_into
 from mrlhf.config.load import keys_as_yaml, read_any
 from mrlhf.config.roots import PROGRAMS, AnyConfig, PPOConfig
-from mrlhf.device import dtype_on
 from mrlhf.errors import ConfigError
 from mrlhf.log import quiet_transformers
 from mrlhf.models.published import how_to_get
@@ -39,14 +36,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description="Find layouts that fit so many GPUs, the fastest first. A model needs only its "
-        "config.json. Bytes come from shapes; seconds are estimates from a GPU's stated rates, or "
-        "from a file in which --measure has written those of the machine at hand."
+        "config.json. Bytes come from shapes; seconds are estimates from a GPU's stated rates."
     )
     add_version_option(parser)
     add = parser.add_argument
-    add("--config", action="append", metavar="FILE", help="the run")
+    add("--config", action="append", metavar="FILE", required=True, help="the run")
     add("--program", choices=list(PROGRAMS), help="what it is for (default: found out)")
-    add("--gpus", type=int, metavar="N", help="how many there will be, or ranks without GPUs")
+    add("--gpus", type=int, metavar="N", required=True, help="how many there will be")
     add("--gpu", default="h100", metavar="KIND", help=f"{', '.join(GPUS)}, or a YAML file")
     add("--prompt-tokens", type=float, metavar="P", help="mean length (default: half of the most)")
     add("--response-tokens", type=float, metavar="R", help="the same of responses")
@@ -58,26 +54,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "small to use (default: an eighth of its memory, at most 10)",
     )
     add("--out", type=Path, metavar="DIR", help="write 1.yaml to 5.yaml, to give after your own")
-    add(
-        "--measure",
-        type=Path,
-        metavar="FILE",
-        help="measure this machine instead, in about a minute, and write a file for --gpu",
-    )
-    add("--ranks", type=int, default=1, metavar="N", help="ranks that measure together")
     add("overrides", nargs="*", metavar="key.path=value", help="keys of the run")
-    options = parser.parse_intermixed_args(arguments)
-    if options.measure is None and (options.config is None or options.gpus is None):
-        parser.error("--config and --gpus are required, or --measure")
-    return options
+    return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Search and tell; 0 if a layout fits, 1 if none does, 2 on bad input."""
     options = parse(arguments)
     quiet_transformers()
-    if options.measure is not None:
-        return end_command(lambda: measure_into(options.measure, options.ranks), options.measure)
     return end_command(lambda: _plan(options), options.out or Path("."))
 
 
@@ -88,7 +72,6 @@ def _plan(options: argparse.Namespace) -> int:
     # On a GPU, "auto" means bfloat16 and other blocks of the KV cache.
     overrides = [*options.overrides, f"distributed.device={gpu.device}"]
     config = read_any(options.program, options.config, overrides)
-    _check_dtypes(config, gpu)
     specs = _specs(config)
     show("\n".join(of_shipped_sizes(config)))
     reserve = options.reserve_gb
@@ -119,17 +102,6 @@ class _Progress:
         if time.monotonic() > self._last + _SILENT_S:
             self._last = time.monotonic()
             sys.stderr.write(f"{done} of {of} layouts tried\n")
-
-
-def _check_dtypes(config: AnyConfig, gpu: Gpu) -> None:
-    """Refuse a number format whose kernels were not measured."""
-    for name, role in config.roles().items():
-        dtype = str(dtype_on(role.dtype, gpu.device)).removeprefix("torch.")
-        if gpu.measured is not None and dtype != gpu.dtype:
-            raise ConfigError(
-                f"{name}.dtype is {dtype}, but the kernels of {gpu.name} were measured in "
-                f"{gpu.dtype}; set it to auto"
-            )
 
 
 def _lengths(options: argparse.Namespace, config: AnyConfig) -> Lengths:

@@ -1,12 +1,9 @@
-"""What a GPU or a host can do, stated by its maker or measured, and the share that runs reach."""
+"""What a GPU can do, as its maker states it, and the share that runs reach."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
-
-from mrlhf.planning.kernels import Kernels, flat_kernels
 
 
 @dataclass(frozen=True)
@@ -24,9 +21,6 @@ class Reached:
 # Megatron-Bridge (performance summary, 26.02) trains GPT-OSS 120B in bfloat16 on 64 H100 at 163
 # TFLOP/s each without dropping tokens; what is counted here beside the products leaves them 20 %.
 STATED = Reached(products=0.5, experts=0.2, memory=0.6, links=0.6)
-# Of rates that `mrlhf plan --measure` has taken: twelve runs on processors are within 17 % of these
-# (docs/scale.md, benchmarks/plan_seconds.py). On GPUs it is assumed.
-MEASURED = Reached(products=1.0, experts=1.0, memory=1.0, links=1.0)
 # Seconds of one exchange between the GPUs of a machine, however few its bytes; assumed.
 LATENCY_S = 1e-5
 
@@ -35,12 +29,12 @@ LATENCY_S = 1e-5
 class Gpu:
     """One kind of GPU, or a rank's part of a host; the links of its machine in one direction.
 
-    The rates are peaks that a maker states, or those of the run's own kernels.
+    The rates are peaks that a maker states.
     """
 
     name: str
     memory_gb: float  # 10⁹ bytes
-    tflops: float  # dense products in `dtype`, 10¹² operations a second
+    tflops: float  # dense products in the run's number format, 10¹² operations a second
     memory_gb_s: float  # of its own memory, 10⁹ bytes a second
     link_gb_s: float  # to the other GPUs of its machine together, 10⁹ bytes a second
     network_gb_s: float  # of its share of the machine's network, 10⁹ bytes a second
@@ -48,18 +42,14 @@ class Gpu:
     per_machine: int = 8
     latency_s: float = LATENCY_S  # of an exchange inside the machine
     device: Literal["cuda", "cpu"] = "cuda"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    measured: Kernels | None = None  # None: only the rates above are known
 
-    @property
-    def reached(self) -> Reached:
-        """The shares of its rates that a run reaches."""
-        return STATED if self.measured is None else MEASURED
+    def computing_s(self, operations: float) -> float:
+        """Seconds of so many operations of products or attention."""
+        return operations / (1e12 * STATED.products * self.tflops)
 
-    @cached_property
-    def kernels(self) -> Kernels:
-        """The kernels as measured, or as far as the rates tell."""
-        return self.measured or flat_kernels(self.tflops, self.memory_gb_s)
+    def memory_s(self, nbytes: float) -> float:
+        """Seconds in which so many bytes pass through its memory."""
+        return nbytes / (1e9 * STATED.memory * self.memory_gb_s)
 
 
 # Memory, products and links from the data sheets of NVIDIA's SXM modules; the network is that of

@@ -26,7 +26,8 @@ _POWERS = tuple(2**power for power in range(9))
 _PACKS = (1, 2, 4, 8)  # sequences of full length in a micro-batch
 _SHARE = 4096  # the fewest tokens of a sequence that a context-parallel rank should hold
 _SHOWN = 5
-# Ratio of two times; measured runs are 8.6 % from their estimates in the mean (docs/scale.md).
+# Ratio of two times; runs were 8.6 % from their estimates in the mean
+# (docs/lab/2026-11-planning.md).
 _TOLD_APART = 1.1
 _MEMORY_STEP = 0.1  # of a GPU
 

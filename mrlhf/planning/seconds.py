@@ -15,10 +15,10 @@ from mrlhf.device import dtype_on
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.pipeline_order import idle_share
-from mrlhf.planning.gpus import Gpu
+from mrlhf.planning.gpus import STATED, Gpu
 from mrlhf.planning.passes import Passes, Work
 from mrlhf.preflight.batches import trained_models
-from mrlhf.preflight.footprint import ENGINE, GENERATION, OWNERS, Footprint, Specs, update_of
+from mrlhf.preflight.footprint import ENGINE, GENERATION, Footprint, Specs, update_of
 
 _GRADIENT = 4  # bytes
 # A gradient is zeroed, added to, read for the norm, and clipped: it goes through memory so often.
@@ -94,7 +94,7 @@ def estimate(
             )
     moved = sum(_traffic(config, sizes, name) for name in config.roles())
     if moved:
-        found["offloading"] = moved / (1e9 * gpu.reached.links * gpu.host_gb_s)
+        found["offloading"] = moved / (1e9 * STATED.links * gpu.host_gb_s)
     return Estimate(found, samples * lengths.total, at_once)
 
 
@@ -133,7 +133,7 @@ def _updates(config: AnyConfig, name: str) -> tuple[int, int]:
 def _link(gpu: Gpu, ranks: int) -> float:
     """Bytes a second of each of so many neighbouring ranks that exchange."""
     inside = ranks <= gpu.per_machine
-    return 1e9 * gpu.reached.links * (gpu.link_gb_s if inside else gpu.network_gb_s)
+    return 1e9 * STATED.links * (gpu.link_gb_s if inside else gpu.network_gb_s)
 
 
 def _passes(
@@ -179,7 +179,7 @@ def _passes(
         inside = 1 - 1 / layout.ep - outside
         exchanging += share * copies * (inside / _link(gpu, 1) + outside / _link(gpu, span))
         # Rows are put in another order after the way there and before the way back.
-        exchanging += share * copies * 2 / (1e9 * gpu.reached.memory * gpu.memory_gb_s)
+        exchanging += gpu.memory_s(share * copies * 2)
 
     waiting = 2 * layers * gpu.latency_s * packs if layout.tp > 1 else 0.0
     busy = computing + exchanges * (exchanging + waiting)
@@ -204,17 +204,12 @@ def _gradients(
 
     # In float32 the weights are their own main weights, beside two moments.
     touched = gradients / replicas + 2 * states * (1.5 if itemsize == _GRADIENT else 1)
-    updating = touched / gpu.kernels.update_gb_s
-    updating += _GRADIENT_TOUCHED * gradients / gpu.kernels.streamed_gb_s
-    return exchanging + updating / (1e9 * gpu.reached.memory) + gpu.kernels.step_s
+    return exchanging + gpu.memory_s(touched + _GRADIENT_TOUCHED * gradients)
 
 
 def _hand_over(config: PPOConfig, sizes: Footprint, gpu: Gpu) -> float:
-    """Move weights that the engine lacks, and make all ready for its products."""
-    actor = config.actor
-    moving = sizes.sizes[ENGINE] / _link(gpu, AxisSizes.of(actor).ranks)
-    weights = sizes.sizes[f"actor/{OWNERS[0]}"] * actor.tp * actor.pp / config.rollout.tp
-    return moving + weights / (1e9 * gpu.kernels.lay_out_gb_s)
+    """Move the weights that the engine lacks."""
+    return sizes.sizes[ENGINE] / _link(gpu, AxisSizes.of(config.actor).ranks)
 
 
 def _generation(
