@@ -72,7 +72,7 @@ def dry_run(
     to_come = tokenizer_to_come(config)
     if to_come is not None:
         absent.append(to_come)
-    specs = check_models(config)
+    specs = check_models(config, absent={path.path for path in absent})
     check_memory(config, specs, world_size)
     if isinstance(config, PPOConfig):
         _check_user_methods(config, absent)

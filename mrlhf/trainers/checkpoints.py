@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mrlhf.checkpoint.frozen import check_frozen, fingerprint
+from mrlhf.checkpoint.frozen import check_frozen, fingerprint, fingerprint_of_start
 from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint, set_aside
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
@@ -65,6 +65,8 @@ class Checkpoints:
             adapted = isinstance(section, AdaptedSection) and section.lora.is_on
             if role not in models or adapted:
                 frozen[role] = fingerprint(section.path)
+            if adapted:
+                frozen[f"{role}.lora"] = fingerprint_of_start(section.lora)
         self._frozen = frozen
         self._program = type(config).__name__
         identity = RunIdentity(self._program, config.model_dump(), frozen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,33 @@ from tests.oracle.plain_models import load, save_models
 
 LAYER = f"{PREFIX}model.layers.0.self_attn.q_proj"
 EXPERT = r"layers\.0\.mlp\.experts\.1\.gate_proj"
+BROKEN = ("(q_proj", "[", "*", "q_proj\\", "(?i)q_proj", "[\n")
+ENDLESS = (
+    "(a+)+b",
+    r"(.*)*x",
+    r"(\w|\w)*!",
+    r"(.*\.){30}x",
+    r".*.*.*.*.*.*.*=x",
+    "(_|_)" * 30 + "x",
+    "m?" * 40 + "x",
+)
+# Numbers that scale no layer, and regular expressions that cannot be used.
+BAD: list[tuple[str, Any]] = [
+    *(("r", value) for value in (0, -1, 2.5, "8", True, math.nan, 2**70)),
+    *(("lora_alpha", value) for value in (0, -16, math.nan, math.inf, "16", True)),
+    *(("lora_dropout", value) for value in (1, -0.1, math.nan, "0.1")),
+    *(("use_rslora", value) for value in ("false", "yes", 0, 1)),
+    *(("rank_pattern", {"q_proj": value}) for value in (0, -1, math.nan, "2", None)),
+    *(("alpha_pattern", {"q_proj": value}) for value in (0, -1, math.inf, "2", None)),
+    *(("rank_pattern", value) for value in (3, ["q_proj"], "q_proj")),
+    *(("rank_pattern", {pattern: 2}) for pattern in BROKEN),
+    *(("alpha_pattern", {pattern: 2.0}) for pattern in ENDLESS),
+    *(("target_modules", value) for value in (3, [1], *BROKEN)),
+    *(("exclude_modules", value) for value in (True, *BROKEN)),
+    ("modules_to_save", [["score"]]),
+    ("base_model_name_or_path", 7),
+    ("init_lora_weights", "pissa_niter_4"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +90,8 @@ def _copy(
         ("llama", {"use_dora": True}, ("use_dora is True", "plain LoRA")),
         ("llama", {"peft_type": "LOHA"}, ("peft_type is 'LOHA'",)),
         ("llama", {"bias": "all"}, ("bias is 'all'",)),
-        ("llama", {"r": None}, ("r, lora_alpha or a pattern",)),
+        ("llama", {"r": None}, ("'r' is missing",)),
+        *(("llama", {key: value}, (key,)) for key, value in BAD),
         ("qwen3-moe", {"rank_pattern": {EXPERT: 2}}, ("experts.0.gate_proj", "experts.1.gate_pro")),
         ("qwen3-moe", {"alpha_pattern": {EXPERT: 2}}, ("differ in rank or scale",)),
     ],
