@@ -17,13 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from mrlhf.checkpoint.frozen import check_frozen, fingerprint, fingerprint_of_start
-from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
+from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, Manifest, checkpoint_name
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint, set_aside
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig
 from mrlhf.config.sections import AdaptedSection
 from mrlhf.errors import CheckpointError
+from mrlhf.run.directory import keep_aside
 from mrlhf.run.export import ExportedModel, export_result
 from mrlhf.run.report import closing_report
 from mrlhf.run.startup import Run
@@ -111,8 +112,8 @@ class Checkpoints:
             engine.load_state_dict(state["models"][role])
         self._best.load_state_dict(state["best"])
         self._saved_best = copy.copy(self._best)
-        if "best_export" in state:
-            self._best_export.restore(state["best_export"])
+        if "best_export" in state and not self._best_export.restore(state["best_export"]):
+            self._set_best_aside(checkpoint.manifest)
         is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
         self._began -= state.get("seconds", 0.0)
         if is_own and checkpoint.manifest.metrics:
@@ -123,6 +124,15 @@ class Checkpoints:
             part = " and a part of the next" if manifest.unfinished_step else ""
             logger.info("going on from %s: step %d%s", checkpoint.path, manifest.step, part)
         return dict(state["trainer"])
+
+    def _set_best_aside(self, manifest: Manifest) -> None:
+        """Have the model of an abandoned step renamed; the first one to beat is the checkpoint's."""
+        changes = self._run.changes
+        if self._run.is_main_rank:
+            changes.append(partial(keep_aside, self._run.output_dir, self._best_export.directory))
+        if not manifest.unfinished_step:
+            step = partial(self._best_export.after_step, manifest.step, manifest.metrics)
+            changes.append(step)
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
         """Note the metrics that were validated with the initial model, before the first step.
@@ -230,7 +240,7 @@ class Checkpoints:
             "trainer": state,
             "models": {role: engine.state_dict() for role, engine in self._models.items()},
             "best": self._best.state_dict(),
-            "best_export": self._best_export.best.state_dict(),
+            "best_export": self._best_export.state_dict(),
             "seconds": time.monotonic() - self._began,
         }
         return Contents(step, unfinished_step, self._models, whole, metrics, self._exports)
