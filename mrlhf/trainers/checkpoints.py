@@ -126,7 +126,7 @@ class Checkpoints:
         return dict(state["trainer"])
 
     def _set_best_aside(self, manifest: Manifest) -> None:
-        """Have the model of an abandoned step renamed; the first one to beat is the checkpoint's."""
+        """Have the model of an abandoned step renamed; the checkpoint's is the first to beat."""
         changes = self._run.changes
         if self._run.is_main_rank:
             changes.append(partial(keep_aside, self._run.output_dir, self._best_export.directory))
