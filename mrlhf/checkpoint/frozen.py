@@ -58,16 +58,14 @@ def check_frozen(
     """Refuse, with a CheckpointError, another frozen model or adapter than the run began with."""
     for role in sorted(stored.keys() & current.keys()):
         if stored[role]["files"] != current[role]["files"]:
-            is_adapter = role.endswith(".lora")
-            holds = "give the adapter" if is_adapter else "hold the weights"
+            holds = "give the adapter" if role.endswith(".lora") else "hold the weights"
             raise CheckpointError(
-                f"{_in_words(role, current)} does not {holds} with which the run began (as did "
-                f"{_in_words(role, stored)}); restore that, or begin a new run"
+                f"{_in_words(role, current[role])} does not {holds} with which the run began (as "
+                f"did {_in_words(role, stored[role])}); restore that, or begin a new run"
             )
 
 
-def _in_words(role: str, fingerprints: Mapping[str, Mapping[str, Any]]) -> str:
-    start = fingerprints[role]
+def _in_words(role: str, start: Mapping[str, Any]) -> str:
     keys = start["files"] if start["path"] is None else {"path": start["path"]}
     return ", ".join(f"{role}.{key} {value}" for key, value in keys.items())
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mrlhf.checkpoint.frozen import check_frozen, fingerprint, fingerprint_of_start
-from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, Manifest, checkpoint_name
+from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint, set_aside
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
@@ -63,11 +63,10 @@ class Checkpoints:
 
         frozen = {}
         for role, section in config.roles().items():
-            adapted = isinstance(section, AdaptedSection) and section.lora.is_on
-            if role not in models or adapted:
-                frozen[role] = fingerprint(section.path)
-            if adapted:
+            if isinstance(section, AdaptedSection) and section.lora.is_on:
                 frozen[f"{role}.lora"] = fingerprint_of_start(section.lora)
+            if role not in models or f"{role}.lora" in frozen:
+                frozen[role] = fingerprint(section.path)
         self._frozen = frozen
         self._program = type(config).__name__
         identity = RunIdentity(self._program, config.model_dump(), frozen)
@@ -113,7 +112,13 @@ class Checkpoints:
         self._best.load_state_dict(state["best"])
         self._saved_best = copy.copy(self._best)
         if "best_export" in state and not self._best_export.restore(state["best_export"]):
-            self._set_best_aside(checkpoint.manifest)
+            changes = self._run.changes
+            if self._run.is_main_rank:
+                best = self._best_export.directory
+                changes.append(partial(keep_aside, self._run.output_dir, best))
+            if not checkpoint.manifest.unfinished_step:  # this model is the first one to beat
+                row = (checkpoint.manifest.step, checkpoint.manifest.metrics)
+                changes.append(partial(self._best_export.after_step, *row))
         is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
         self._began -= state.get("seconds", 0.0)
         if is_own and checkpoint.manifest.metrics:
@@ -124,15 +129,6 @@ class Checkpoints:
             part = " and a part of the next" if manifest.unfinished_step else ""
             logger.info("going on from %s: step %d%s", checkpoint.path, manifest.step, part)
         return dict(state["trainer"])
-
-    def _set_best_aside(self, manifest: Manifest) -> None:
-        """Have the model of an abandoned step renamed; the checkpoint's is the first to beat."""
-        changes = self._run.changes
-        if self._run.is_main_rank:
-            changes.append(partial(keep_aside, self._run.output_dir, self._best_export.directory))
-        if not manifest.unfinished_step:
-            step = partial(self._best_export.after_step, manifest.step, manifest.metrics)
-            changes.append(step)
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
         """Note the metrics that were validated with the initial model, before the first step.

@@ -208,7 +208,7 @@ def test_an_adapter_is_found_and_protected_as_a_model_is(root: Path, tmp_path: P
         assert any(line.startswith(f"{role}.lora.path nowhere does not exist") for line in missing)
         with pytest.raises(ConfigError, match=f"{role}.lora.path .* holds no adapter_config.json"):
             absent_paths(ppo(actor__path=model, **{f"{role}__lora": {"path": model}}))
-    with pytest.raises(ConfigError, match="actor.tp 8 does not fit"):
+    with pytest.raises(ConfigError, match=r"actor\.tp 8 does not fit"):
         dry_run(ppo(**absent | {"actor__tp": 8, "actor__lora": {"path": "nowhere"}}), 16)
 
 
