@@ -189,6 +189,10 @@ def test_the_base_that_an_adapter_names_is_the_one_of_the_run(
         check(9, str(other))
     assert str(other) in str(refusal.value) and "\n" not in str(refusal.value)
 
+    merge = [str(tmp_path / "9"), "--merge", "--base", str(root / "llama"), "--to", "huggingface"]
+    assert main([*merge, "--out", str(tmp_path / "merged")]) == 2
+    assert not (tmp_path / "merged").exists()
+
 
 def test_an_adapter_is_found_and_protected_as_a_model_is(root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
