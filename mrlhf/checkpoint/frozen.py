@@ -1,44 +1,85 @@
-"""Recognises the files of a model that is read at every start and never saved.
+"""Recognises the files that are read at every start and never saved, of models and adapters.
 
-A checkpoint does not hold the reference and the reward model. It holds a fingerprint of their
-files, so that a change is noticed.
+A checkpoint does not hold the reference, the reward model, the base of adapters, nor the adapter
+from which a run starts. It holds a fingerprint of their files, so that a change is noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from mrlhf.errors import CheckpointError
+from mrlhf.config.sections import LoraSection
+from mrlhf.data.hub_files import read_object
+from mrlhf.errors import CheckpointError, WeightError
+from mrlhf.weights.stored import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 _HASHED_END_BYTES = 64 * 2**10  # at each end of a file
 
 
-def fingerprint(directory: str | Path) -> dict[str, Any]:
-    """Size and hash of both ends of each weight file of a Hugging Face model."""
-    files = {}
-    for file in sorted(Path(directory).glob("*.safetensors")):
-        # The beginning of a safetensors file lists its tensors. Hashing all of the file would take
-        # as long as loading the model.
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            digest = xxhash.xxh3_64(stream.read(_HASHED_END_BYTES))
-            stream.seek(max(0, size - _HASHED_END_BYTES))
+def hash_of(file: Path) -> str:
+    """A hash of both ends of a file, or of all of an adapter's, which is small."""
+    # The beginning of a safetensors file lists its tensors. Hashing all of a model's file would
+    # take as long as loading the model.
+    size = file.stat().st_size
+    begins: Sequence[int] = (0, max(0, size - _HASHED_END_BYTES))
+    if file.name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        begins = range(0, size, _HASHED_END_BYTES)
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as stream:
+        for begin in begins:
+            stream.seek(begin)
             digest.update(stream.read(_HASHED_END_BYTES))
-        files[file.name] = [size, digest.hexdigest()]
+    return digest.hexdigest()
+
+
+def fingerprint(directory: str | Path) -> dict[str, Any]:
+    """Size and hash of each weight file of a Hugging Face model, or of the files of an adapter."""
+    place = Path(directory)
+    found = [*sorted(place.glob("*.safetensors")), *place.glob(ADAPTER_CONFIG)]
+    files = {file.name: [file.stat().st_size, hash_of(file)] for file in found}
     return {"path": str(directory), "files": files}
+
+
+def fingerprint_of_start(section: LoraSection) -> dict[str, Any]:
+    """Of the adapter from which a run starts; of new ones, the keys that their weights lack."""
+    if section.path is not None:
+        return fingerprint(section.path)
+    return {"path": None, "files": {"alpha": section.alpha, "use_rslora": section.use_rslora}}
 
 
 def check_frozen(
     stored: Mapping[str, Mapping[str, Any]], current: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Refuse, with a CheckpointError, another frozen model than the run began with."""
+    """Refuse, with a CheckpointError, another frozen model or adapter than the run began with."""
     for role in sorted(stored.keys() & current.keys()):
         if stored[role]["files"] != current[role]["files"]:
+            holds = "give the adapter" if role.endswith(".lora") else "hold the weights"
             raise CheckpointError(
-                f"{role}.path {current[role]['path']} does not hold the weights with which the run "
-                f"began (those of {stored[role]['path']}); restore them, or begin a new run"
+                f"{_in_words(role, current[role])} does not {holds} with which the run began (as "
+                f"did {_in_words(role, stored[role])}); restore that, or begin a new run"
             )
+
+
+def _in_words(role: str, start: Mapping[str, Any]) -> str:
+    keys = start["files"] if start["path"] is None else {"path": start["path"]}
+    return ", ".join(f"{role}.{key} {value}" for key, value in keys.items())
+
+
+def check_base(adapter: str | Path, base: str | Path) -> tuple[str, ...]:
+    """Return remarks on the base that an adapter names; WeightError if it has other weights."""
+    file = Path(adapter) / ADAPTER_CONFIG
+    stated = read_object(file, WeightError).get("base_model_name_or_path") or str(base)
+    theirs = fingerprint(stated)["files"] if os.path.isdir(stated) else {}
+    if theirs and theirs != fingerprint(base)["files"]:
+        raise WeightError(
+            f"{file}: the adapter is of {stated!r}, which holds other weights than {base}; name "
+            "that as the base, or if they are the same model, name it in base_model_name_or_path"
+        )
+    if theirs or Path(stated).name.lower() in str(base).lower():
+        return ()
+    return (f"{file}: the adapter is of {stated!r}; make sure that {base} holds that model",)

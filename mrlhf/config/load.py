@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import ValidationError
 
+from mrlhf.config.fields import Section
 from mrlhf.config.presets import PRESET, PresetName, preset_file, with_correction
 from mrlhf.config.roots import PROGRAMS, AnyConfig, Program, Root
 from mrlhf.config.schema import unknown_key
@@ -26,7 +27,7 @@ from mrlhf.config.yaml_text import parse_yaml
 from mrlhf.errors import ConfigError
 
 RootT = TypeVar("RootT", bound=Root)
-
+SectionT = TypeVar("SectionT", bound=Section)
 
 _SHOWN_CHARACTERS = 100
 
@@ -103,6 +104,18 @@ def _validated(root_class: type[RootT], values: Mapping[str, Any]) -> RootT:
         return root_class.model_validate(nested(values))
     except ValidationError as error:
         raise ConfigError("\n".join(_in_words(root_class, error))) from None
+
+
+def read_section(kind: type[SectionT], raw: Mapping[str, Any], file: Path) -> SectionT:
+    """The section in another program's file, whose other keys do not count; or a ConfigError."""
+    known = {key: raw[key] for key in kind.model_fields if raw.get(key) is not None}
+    try:
+        return kind.model_validate(known)
+    except ValidationError as error:
+        item = error.errors(include_url=False)[0]
+        name = _dotted(item["loc"])
+        line = f"'{name}' is missing" if item["type"] == "missing" else _line(Root, name, item)
+        raise ConfigError(f"{file}: {' '.join(line.split())}") from None
 
 
 def _values(root_class: type[Root], raw: Mapping[str, Any]) -> dict[str, Any]:

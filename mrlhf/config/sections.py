@@ -207,6 +207,11 @@ class RoleSection(Section):
     offload: Offload = Field(default_factory=list)
     """what waits on the host while no phase needs it (optimizer: moments and float32 weights)"""
 
+    def directories(self) -> dict[str, str]:
+        """The directories from which the model is read, by their keys: its own, an adapter's."""
+        adapter = self.lora.path if isinstance(self, AdaptedSection) else None
+        return {"path": self.path} | ({} if adapter is None else {"lora.path": adapter})
+
 
 ALL_LINEAR = "all-linear"
 _IF_NEW = read_if("path", lambda path: path is None, "is set", "leave that out")
@@ -237,6 +242,21 @@ class LoraSection(Section):
     def is_on(self) -> bool:
         """Whether there are adapters."""
         return self.rank > 0 or self.path is not None
+
+
+class StoredAdapterSection(Section):
+    """The keys of peft's `adapter_config.json` that plain LoRA depends on, checked as ours are."""
+
+    base_model_name_or_path: str = ""
+    r: Count
+    lora_alpha: Positive
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    use_rslora: bool = False
+    rank_pattern: dict[str, Count] = Field(default_factory=dict)
+    alpha_pattern: dict[str, Positive] = Field(default_factory=dict)
+    target_modules: str | list[str] = ""
+    exclude_modules: str | list[str] = ""
+    modules_to_save: list[str] = Field(default_factory=list)
 
 
 class AdaptedSection(Section):

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mrlhf.config.load import read_section
+from mrlhf.config.sections import StoredAdapterSection
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families import family_of
@@ -26,6 +28,8 @@ from mrlhf.models.spec import Lora, ModelSpec
 from mrlhf.weights.hf import FileOptions, read_tensors, write_weights
 from mrlhf.weights.shard import Shape, Slot
 from mrlhf.weights.stored import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     ExpectedTensors,
     FileTensor,
     ModelFiles,
@@ -34,12 +38,14 @@ from mrlhf.weights.stored import (
     read_headers,
 )
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+CONFIG = ADAPTER_CONFIG
+WEIGHTS = ADAPTER_WEIGHTS
 PREFIX = "base_model.model."
 EXPERTS = ".experts."
 _ATTENTION = re.compile(r"\.self_attn\.")
 _FUSED = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.")
+_REPETITION = re.compile(r"(?<!\()[*+?{]")
+_OF_GROUP = re.compile(r"\)[*+{]")
 
 # Keys of `adapter_config.json`. With another value, a layer is not W x + scale * B A x.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -53,6 +59,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "kasa_config": (None,),
+    "monteclora_config": (None,),
+    # The others of peft change the base, so that the adapter is one of another base.
+    "init_lora_weights": (False, "gaussian", "eva", "orthogonal", "mica", None, True),
     "use_bdlora": (False, None),
     "use_qalora": (False, None),
     "velora_config": (None,),
@@ -203,6 +212,7 @@ def stored_lora(directory: Path, spec: ModelSpec) -> Lora:
     if not file.is_file():
         raise ConfigError(f"{directory}: no {CONFIG} there; give a directory that peft has written")
     config = read_object(file, ConfigError)
+    settings = read_section(StoredAdapterSection, config, file)
     for key, allowed in _PLAIN.items():
         if config.get(key, allowed[-1]) not in allowed:
             raise ConfigError(
@@ -211,7 +221,7 @@ def stored_lora(directory: Path, spec: ModelSpec) -> Lora:
     head = family_of(spec).scalar_head.removesuffix(".weight")
     # peft names heads of other models too; only what is in the file counts.
     stored = _stored(directory).tensors
-    saved = set(config.get("modules_to_save") or ()) - {head}
+    saved = set(settings.modules_to_save) - {head}
     others = {module for module in saved if any(f".{module}." in name for name in stored)}
     if others:
         raise ConfigError(
@@ -226,17 +236,20 @@ def stored_lora(directory: Path, spec: ModelSpec) -> Lora:
             f"{directory}: has an adapter of {first_three(unknown) or 'no layer'}, and the base, a "
             f"{spec.family}, has no such linear layer; give the adapter of this base"
         )
-    try:
-        return Lora(
-            rank=int(config["r"]),
-            alpha=float(config["lora_alpha"]),
-            targets=_ends(layers, spec),
-            rank_stabilised=bool(config.get("use_rslora")),
-            ranks=_numbers(config.get("rank_pattern")),
-            alphas=_numbers(config.get("alpha_pattern")),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file}: r, lora_alpha or a pattern cannot be used: {error}") from error
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(settings.value_of(key), str):  # not matched, since the tensors name layers
+            _check_pattern(f"{file}: {key}", settings.value_of(key), is_matched=False)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in settings.value_of(key):
+            _check_pattern(f"{file}: {key}", pattern, is_matched=True)
+    return Lora(
+        rank=settings.r,
+        alpha=settings.lora_alpha,
+        targets=_ends(layers, spec),
+        rank_stabilised=settings.use_rslora,
+        ranks=tuple(settings.rank_pattern.items()),
+        alphas=tuple(settings.alpha_pattern.items()),
+    )
 
 
 def _layers_in(directory: Path) -> set[str]:
@@ -263,8 +276,18 @@ def _ends(layers: set[str], spec: ModelSpec) -> frozenset[str]:
     return last if named == layers else frozenset(layers)
 
 
-def _numbers(patterns: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...]:
-    return tuple((patterns or {}).items())
+def _check_pattern(where: str, pattern: str, is_matched: bool) -> None:
+    """Refuse a regular expression that is broken or, if it `is_matched`, may have no end."""
+    problem = ""
+    repetitions = len(_REPETITION.findall(pattern))
+    if is_matched and (repetitions > 3 or pattern.count("(") > 4 or _OF_GROUP.search(pattern)):
+        problem = "may take for ever; repeat no group, and at most three characters"
+    try:
+        re.compile(rf"(.*\.)?({pattern})$")  # as peft uses it
+    except (re.error, RecursionError, OverflowError) as error:
+        problem = f"is broken: {error}"
+    if problem:
+        raise ConfigError(f"{where}: the regular expression {repr(pattern)[:100]} {problem}")
 
 
 def _stored(directory: Path) -> ModelFiles:

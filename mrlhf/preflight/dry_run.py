@@ -77,7 +77,7 @@ def dry_run(
     if to_come is not None:
         absent.append(to_come)
     config, on = _with_device(config, world_size)
-    specs = check_models(config)
+    specs = check_models(config, absent={path.path for path in absent})
     check_memory(config, specs, world_size)
     if isinstance(config, PPOConfig):
         _check_user_methods(config, absent)

@@ -8,14 +8,15 @@ and builds no model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from mrlhf.checkpoint.frozen import check_base
 from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig
-from mrlhf.config.sections import ActorSection, AdaptedSection, RoleSection, RouterSection
+from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import CacheShape, block_tokens
@@ -24,6 +25,7 @@ from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.adapter_files import check_adapter
+from mrlhf.models.families import load_spec
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.published import published_model
@@ -61,16 +63,20 @@ class CacheNeeds:
         return f"{pairs} x {self.tokens} tokens = {size_text(self.bytes)}"
 
 
-def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, ModelSpec | None]:
+def check_models(
+    config: AnyConfig, need_weights: bool = False, absent: Collection[str] = ()
+) -> dict[str, ModelSpec | None]:
     """Check each role's model, and the layout of each role and of the engine against it.
 
     Args:
         need_weights: refuse a directory that holds only a `config.json`, if the role loads weights;
             otherwise its weights are not checked.
+        absent: paths of adapters that are not on this machine, and so not checked.
 
     Returns:
         The spec of each role's model; None if its `config.json` is not on this machine, nor among
-        those that are shipped, so that nothing was checked. The engine is named `rollout`.
+        those that are shipped, or if its adapter is not, so that not all was checked. The engine is
+        named `rollout`.
 
     Raises:
         ConfigError: one line for each mistake.
@@ -87,19 +93,23 @@ def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, Mod
         if role.path in refused:
             continue
         spec = None
+        adapter = role.directories().get("lora.path")
+        is_whole = adapter not in absent
         try:
             if (Path(role.path) / "config.json").is_file():
-                spec = spec_of_role(role, head_of(config, name))
+                head = head_of(config, name)
+                spec = spec_of_role(role, head) if is_whole else load_spec(role.path, head)
                 if name not in unchecked:
                     needs_head = name == "reward_model"
                     base = without_adapters(spec)
                     remarks += check_weight_files(role.path, base, needs_head=needs_head)
-                if isinstance(role, AdaptedSection) and role.lora.path is not None:
-                    check_adapter(role.lora.path, spec)
+                if adapter is not None and is_whole:
+                    check_adapter(adapter, spec)
+                    remarks += check_base(adapter, role.path) if name not in unchecked else ()
             elif (place := published_model(role.path)) is not None:
-                spec = spec_of_role(
-                    role.model_copy(update={"path": str(place)}), head_of(config, name)
-                )
+                shipped = role.model_copy(update={"path": str(place)})
+                head = head_of(config, name)
+                spec = spec_of_role(shipped, head) if is_whole else load_spec(place, head)
         except (ConfigError, WeightError) as error:
             refused.add(role.path)
             problems.append(f"{name}: {error}")
@@ -112,6 +122,9 @@ def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, Mod
     problems += _position_problems(config, specs)
     if problems:
         raise ConfigError("\n".join(problems))
+    for name, role in config.roles().items():
+        if role.directories().get("lora.path") in absent:
+            specs[name] = None
     for remark in dict.fromkeys(remarks):  # roles often share a model
         logger.warning("%s", remark)
     return specs

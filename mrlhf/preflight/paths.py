@@ -19,6 +19,7 @@ from mrlhf.config.user_code import is_reference
 from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.models.published import how_to_get
+from mrlhf.weights.stored import ADAPTER_CONFIG
 
 Kind = Literal["file", "directory", "file or directory"]
 TOKENIZER = "data.tokenizer"
@@ -101,7 +102,9 @@ def tokenizer_to_come(config: AnyConfig) -> InputPath | None:
 def _named_paths(config: AnyConfig) -> Iterator[InputPath]:
     """Every path that a key names, apart from the checkpoint to go on from."""
     for name, role in config.roles().items():
-        yield InputPath(f"{name}.path", role.path, "directory", holds="config.json")
+        for key, path in role.directories().items():
+            holds = "config.json" if key == "path" else ADAPTER_CONFIG
+            yield InputPath(f"{name}.{key}", path, "directory", holds)
 
     data = config.data
     yield InputPath(TOKENIZER, data.tokenizer, "file or directory")

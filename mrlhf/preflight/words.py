@@ -256,7 +256,7 @@ def _run(config: AnyConfig, steps: int | None) -> Iterator[str]:
     if isinstance(config, PPOConfig) and config.trainer.critic_warmup > 1:
         first = config.trainer.critic_warmup
         yield f"  the actor is trained from step {first} on (trainer.critic_warmup)"
-    policy = next(iter(config.roles()))
-    start = config.value_of(f"{policy}.path") or "random weights"
+    policy = next(iter(config.roles().values()))
+    start = " with the adapter ".join(policy.directories().values())
     yield f"  from {start} on {', '.join(config.data.train_files)}"
     yield f"  everything is written into {trainer.output_dir}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -176,7 +177,8 @@ def _plan(directory: Path, contents: Contents, options: OpeningOptions) -> Openi
 
     # The same command continues the run that it has begun from that checkpoint.
     goes_on = options.resume == "auto" or record.begun_from == asked
-    is_whole = not contents.finished or _ends_with(directory, contents.newest)
+    ended_with = checkpoint_name(_last_step(directory), unfinished_step=False)
+    is_whole = not contents.finished or contents.newest == ended_with
     if goes_on and not options.overwrite and own is not None and is_whole:
         # It is written again at the end; until then the run is not finished.
         finish_anew = partial((directory / SUMMARY).unlink, missing_ok=True)
@@ -193,7 +195,7 @@ def _plan(directory: Path, contents: Contents, options: OpeningOptions) -> Openi
                 f"trainer.overwrite would delete {named}, which trainer.resume names; leave one of "
                 "them out"
             )
-        return Opening(named, record.begun_from, partial(_set_aside_checkpoints_after, named))
+        return Opening(named, record.begun_from, partial(_set_aside_after, directory, named))
 
     if options.overwrite and (contents.is_run or (directory / RUN_RECORD).is_file()):
         return Opening(named, begun_from, partial(_delete_run, directory, options.inputs))
@@ -204,16 +206,14 @@ def _plan(directory: Path, contents: Contents, options: OpeningOptions) -> Openi
     raise _refusal(directory, contents, options)
 
 
-def _ends_with(directory: Path, checkpoint: str | None) -> bool:
-    """Whether the last row of a run's metrics is that of its newest checkpoint."""
-    if checkpoint is None:
-        return False
+def _last_step(directory: Path) -> int:
+    """The step of the last row of a run's metrics; -1 if that cannot be read."""
     try:
         lines = (directory / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return False
+        return -1
     last = parse_metrics_line(lines[-1]) if lines else None
-    return last is not None and checkpoint == checkpoint_name(last["step"], unfinished_step=False)
+    return -1 if last is None else int(last["step"])
 
 
 def _refusal(directory: Path, contents: Contents, options: OpeningOptions) -> ConfigError:
@@ -270,38 +270,64 @@ def _read_record(directory: Path) -> _RunRecord:
 
 def _set_aside_rows(directory: Path) -> None:
     """Rename the rows and curves of a run that left no checkpoint."""
-    number = next(n for n in count(1) if not any(directory.glob(f"*.before_{n}*")))
-    kept = f"metrics.before_{number}.jsonl"
-    aside = {
-        TENSORBOARD: f"{TENSORBOARD}.before_{number}",
-        ALARMS: f"alarms.before_{number}.jsonl",
-        METRICS: kept,
-    }
-    for name, other in aside.items():
+    number = _newest_number(directory) + 1
+    for name in (TENSORBOARD, ALARMS, METRICS):
         with suppress(FileNotFoundError):
-            (directory / name).rename(directory / other)
+            (directory / name).rename(_aside(directory / name, number))
 
     logger.warning(
         "%s holds a run that ended before its first checkpoint: it begins anew, and its metrics "
         "are kept in %s",
         directory,
-        kept,
+        _aside(directory / METRICS, number).name,
     )
 
 
-def _set_aside_checkpoints_after(named: Path) -> None:
-    """Rename the newer checkpoints of the run; otherwise one of them would be the newest again.
+def _set_aside_after(directory: Path, named: Path) -> None:
+    """Set aside all that the run has left after a checkpoint of its own, under one number.
 
-    If `named` is a folder of checkpoints, it stays as it is.
+    Otherwise it would be taken for that of the steps to come. If `named` is a folder of
+    checkpoints, its newest one is meant, and files stay as they are.
     """
+    number = _newest_number(directory) + 1
     newest_first = checkpoints_in(named.parent)
-    newer = newest_first[: newest_first.index(named)] if named in newest_first else []
-    for path in newer:
-        names = (path.with_name(f"before_{number}.{path.name}") for number in count(1))
-        kept = path.rename(next(name for name in names if not name.exists()))
-        logger.warning(
-            "going back to %s: the later %s is kept as %s", named.name, path.name, kept.name
-        )
+    if named in newest_first:
+        step = int(named.name.split("_")[1])
+        later = newest_first[: newest_first.index(named)]
+        for folder in WRITTEN.keys() - {CHECKPOINTS}:
+            for path in sorted((directory / folder).glob("*step_*")):
+                found = re.match(r"(failed_)?step_(\d+)", path.name)
+                later += [path] if found and int(found[2]) > step else []
+        for path in later:
+            kept = path.rename(path.with_name(f"before_{number}.{path.name}"))
+            logger.warning("going back to %s: %s is kept as %s", named.name, path.name, kept.name)
+        if _last_step(directory) > step:
+            for name in (METRICS, ALARMS, TENSORBOARD, SUMMARY):  # earlier rows are still needed
+                path = directory / name
+                if path.exists():
+                    copy = shutil.copytree if path.is_dir() else shutil.copyfile
+                    copy(path, _aside(path, number))
+    (directory / SUMMARY).unlink(missing_ok=True)
+
+
+def keep_aside(directory: Path, path: Path) -> None:
+    """Rename what is of an abandoned step, if it is there, by the newest number that is free."""
+    number = max(1, _newest_number(directory))
+    kept = _aside(path, number + _aside(path, number).exists())
+    if path.exists():
+        path.rename(kept)
+        logger.warning("%s is not of this run's steps now, and is kept as %s", path, kept.name)
+
+
+def _newest_number(directory: Path) -> int:
+    """The number of what was set aside last; 0 if nothing was."""
+    kept = (*directory.glob("*before_*"), *directory.glob("*/before_*"))
+    found = (re.search(r"before_(\d+)", path.name) for path in kept)
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.before_{number}{path.suffix}")
 
 
 def _delete_run(directory: Path, inputs: Collection[Path]) -> None:

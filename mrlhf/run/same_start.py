@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from mrlhf.checkpoint.frozen import hash_of
 from mrlhf.config.roots import Root
 from mrlhf.config.tree import flatten
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.job import Launch, connect, meet, wait_for
+from mrlhf.weights.stored import ADAPTER_WEIGHTS
 
 _CODE = (".py", ".cpp", ".h")
 _MODEL = (".json", ".jinja", ".model", ".txt", ".safetensors")
-_ENDS = 1 << 16  # bytes of each end of a file that are compared
 _SHOWN_KEYS = 3
 _SHOWN_CHARACTERS = 120
 _ALIKE = "alike"
@@ -142,7 +143,7 @@ def _code() -> str:
 
 
 def _content(path: Path) -> str:
-    """Size and a short hash of a file, or of the model or tokenizer in a directory."""
+    """Size and a short hash of a file, or of the model, adapter or tokenizer in a directory."""
     files = [path]
     digest = xxhash.xxh3_64()
     nbytes = 0
@@ -152,14 +153,12 @@ def _content(path: Path) -> str:
         for file in files:
             if not file.is_file():
                 return "missing"
-            with file.open("rb") as stream:
-                size = stream.seek(0, 2)
-                nbytes += size
-                digest.update(f"{file.name} {size} ".encode() if path.is_dir() else b"")
-                if file.suffix != ".safetensors":
-                    for begin in (0, max(0, size - _ENDS)):
-                        stream.seek(begin)
-                        digest.update(stream.read(_ENDS))
+            size = file.stat().st_size
+            nbytes += size
+            digest.update(f"{file.name} {size} ".encode() if path.is_dir() else b"")
+            # Every rank reads the weights of an adapter; of a model, one rank for its replicas.
+            if file.suffix != ".safetensors" or file.name == ADAPTER_WEIGHTS:
+                digest.update(hash_of(file).encode())
     except OSError as error:
         return f"unreadable ({error.strerror})"
     return f"{nbytes} bytes with the hash {digest.hexdigest()}"

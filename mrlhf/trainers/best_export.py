@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.checkpoint.retention import Best
 from mrlhf.errors import CheckpointError
 
@@ -33,8 +34,9 @@ class BestExport:
         """
         self.best = best
         self._export = export
-        self._directory = directory
+        self.directory = directory
         self._world = world
+        self._files: Mapping[str, Any] = {}  # the fingerprint of the exported model, on rank 0
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Export the model if step `step` is the best so far; step 0 is before training.
@@ -49,13 +51,14 @@ class BestExport:
             return
 
         try:
-            self._export(self._directory)
+            self._export(self.directory)
         except CheckpointError as error:
             if dist.get_rank(self._world) == 0:
                 logger.error("the best model so far is not exported: %s; training goes on", error)
             return
         self.best = best
         if dist.get_rank(self._world) == 0:
+            self._files = fingerprint(self.directory)["files"]
             logger.info("best so far: step %d, %s %.4g", step, best.metric, best.value)
 
     def summary(self) -> dict[str, Any]:
@@ -65,16 +68,25 @@ class BestExport:
         return {
             "best_step": self.best.step,
             "best_value": self.best.value,
-            "best_checkpoint": str(self._directory),
+            "best_checkpoint": str(self.directory),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of `best`, unless its model has been deleted.
+    def state_dict(self) -> dict[str, Any]:
+        """The best step, and what its model is known by."""
+        return {**self.best.state_dict(), "files": self._files}
 
-        Every rank calls it. Only rank 0 looks at the disk.
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Go on from a state, unless its model was deleted, or a later step's has replaced it.
+
+        Every rank calls it. The disk of rank 0 counts. Returns whether the model is there.
         """
-        if of_rank_0(self._directory.is_dir(), self._world):
-            self.best.load_state_dict(state)
+        found = fingerprint(self.directory)["files"]
+        is_its_model = self.directory.is_dir() and state.get("files", found) == found
+        if not of_rank_0(is_its_model, self._world):
+            return False
+        self.best.load_state_dict(state)
+        self._files = found
+        return True
 
 
 def of_rank_0(verdict: bool, world: dist.ProcessGroup) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mrlhf.checkpoint.frozen import check_frozen, fingerprint
+from mrlhf.checkpoint.frozen import check_frozen, fingerprint, fingerprint_of_start
 from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint, set_aside
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
@@ -24,6 +24,7 @@ from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig
 from mrlhf.config.sections import AdaptedSection
 from mrlhf.errors import CheckpointError
+from mrlhf.run.directory import keep_aside
 from mrlhf.run.export import ExportedModel, export_result
 from mrlhf.run.report import closing_report
 from mrlhf.run.startup import Run
@@ -62,8 +63,9 @@ class Checkpoints:
 
         frozen = {}
         for role, section in config.roles().items():
-            adapted = isinstance(section, AdaptedSection) and section.lora.is_on
-            if role not in models or adapted:
+            if isinstance(section, AdaptedSection) and section.lora.is_on:
+                frozen[f"{role}.lora"] = fingerprint_of_start(section.lora)
+            if role not in models or f"{role}.lora" in frozen:
                 frozen[role] = fingerprint(section.path)
         self._frozen = frozen
         self._program = type(config).__name__
@@ -109,8 +111,14 @@ class Checkpoints:
             engine.load_state_dict(state["models"][role])
         self._best.load_state_dict(state["best"])
         self._saved_best = copy.copy(self._best)
-        if "best_export" in state:
-            self._best_export.restore(state["best_export"])
+        if "best_export" in state and not self._best_export.restore(state["best_export"]):
+            changes = self._run.changes
+            if self._run.is_main_rank:
+                best = self._best_export.directory
+                changes.append(partial(keep_aside, self._run.output_dir, best))
+            if not checkpoint.manifest.unfinished_step:  # this model is the first one to beat
+                row = (checkpoint.manifest.step, checkpoint.manifest.metrics)
+                changes.append(partial(self._best_export.after_step, *row))
         is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
         self._began -= state.get("seconds", 0.0)
         if is_own and checkpoint.manifest.metrics:
@@ -228,7 +236,7 @@ class Checkpoints:
             "trainer": state,
             "models": {role: engine.state_dict() for role, engine in self._models.items()},
             "best": self._best.state_dict(),
-            "best_export": self._best_export.best.state_dict(),
+            "best_export": self._best_export.state_dict(),
             "seconds": time.monotonic() - self._began,
         }
         return Contents(step, unfinished_step, self._models, whole, metrics, self._exports)

@@ -23,6 +23,7 @@ from torch import Tensor
 from mrlhf.batch import Parts, Sequences
 from mrlhf.config.sections import AdaptedSection, OptimSection, RoleSection, RouterSection
 from mrlhf.device import Device, resolve_dtype
+from mrlhf.errors import WeightError
 from mrlhf.metrics import Tally
 from mrlhf.models.adapter_files import read_adapter, write_adapter
 from mrlhf.models.build import build_model, slots_of
@@ -31,6 +32,7 @@ from mrlhf.models.flops import sequence_flops
 from mrlhf.models.heads import GPTHiddenModel
 from mrlhf.models.lora import is_adapter, trained_shapes, without_adapters
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.collectives import together
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
 from mrlhf.parallel.pack_routing import PassRouting
@@ -157,7 +159,8 @@ class ModelEngine:
             self.residency.forget_copies()
             has_head = read_for_all(path, own, base, needs_head, self.groups)
             if isinstance(section, AdaptedSection) and section.lora.path is not None:
-                has_head = read_adapter(section.lora.path, self.spec, self.slots) or has_head
+                with together(WeightError, self.groups.world):
+                    has_head |= read_adapter(section.lora.path, self.spec, self.slots)
             else:
                 initialise(self.adapters.slots, self._shapes, seed)
             if not has_head:

@@ -23,6 +23,8 @@ from mrlhf.weights.shard import Shape
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 DTYPES = {
     "F64": torch.float64,
@@ -98,7 +100,7 @@ def survey(directory: Path) -> ModelFiles:
     Raises:
         WeightError: there is no safetensors checkpoint, or a file of it is missing or damaged.
     """
-    if (directory / "adapter_config.json").exists():
+    if (directory / ADAPTER_CONFIG).exists():
         raise WeightError(
             f"{directory}: adapter_config.json says that this is an adapter (LoRA); give the base "
             "model as path, and this directory as lora.path, or merge the two "
@@ -143,7 +145,7 @@ def read_headers(directory: Path, files: Iterable[Path]) -> ModelFiles:
 
 def holds_weights(directory: Path) -> bool:
     """Whether anything in a directory looks like weights, in a format that is read here or not."""
-    if (directory / "adapter_config.json").exists() or (directory / INDEX).exists():
+    if (directory / ADAPTER_CONFIG).exists() or (directory / INDEX).exists():
         return True
     return any(path.suffix in (".safetensors", *_OTHERS) for path in directory.iterdir())
 

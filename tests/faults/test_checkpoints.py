@@ -40,6 +40,32 @@ def test_the_newest_and_the_best_checkpoint_stay(
     run_ranks(1, _loads_in_transformers, str(newest))
 
 
+def test_the_best_model_of_abandoned_steps_is_set_aside(inputs: Path, tmp_path: Path) -> None:
+    run = Sequel(settings.sft(inputs), tmp_path / "run")
+    best = ["trainer.export_best=val/loss", "trainer.export_best_mode=min", "trainer.test_freq=1"]
+    run.finish(keys=[*best, "trainer.save_hf=true"])
+    weights = run.directory / "model_best" / "model.safetensors"
+    abandoned = weights.read_bytes()
+    rows = (run.directory / "metrics.jsonl").read_text()
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert summary["best_step"] > 1, "choose another rate: the best step must be a later one"
+
+    # Nothing is learned from step 1 on, so that no later step is better.
+    first = run.directory / "checkpoints" / "step_000001"
+    run.finish(
+        keys=[*best, "optim.lr=0", "optim.lr_decay_style=constant", f"trainer.resume={first}"]
+    )
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert summary["best_step"] == 1
+    assert weights.read_bytes() == (first / "hf" / "model.safetensors").read_bytes()
+    assert summary["best_value"] == run.rows()[0]["val/loss"]
+
+    kept = run.directory / "model_best.before_1" / "model.safetensors"
+    assert kept.read_bytes() == abandoned
+    assert (run.directory / "metrics.before_1.jsonl").read_text() == rows
+    assert (run.directory / "checkpoints" / f"before_1.step_{settings.STEPS:06d}").is_dir()
+
+
 def test_held_out_rows_are_validated_on_at_the_end_alone(inputs: Path, tmp_path: Path) -> None:
     run = Sequel(settings.reward_model(inputs), tmp_path / "run")
     run.finish(keys=["trainer.keep_best=val/accuracy", "trainer.test_freq=0"])

@@ -30,6 +30,13 @@ def flip_a_bit(checkpoint: Path) -> None:
     file.write_bytes(content)
 
 
+def change(file: Path) -> None:
+    """Change one bit."""
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
 def delete_half(checkpoint: Path) -> None:
     for file in sorted(checkpoint.rglob("*.safetensors"))[::2]:
         file.unlink()
@@ -122,13 +129,46 @@ def test_a_frozen_model_that_has_changed_is_refused(
     whole = undisturbed(settings.ppo(inputs))
     reference = tmp_path / "reference"
     shutil.copytree(inputs / "llama-ref", reference)
-    file = reference / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
+    change(reference / "model.safetensors")
 
     run = Sequel(whole.setting, tmp_path / "run")
     checkpoint = whole.directory / "checkpoints" / "step_000002"
     ended = run.run(keys=[f"trainer.resume={checkpoint}", f"reference.path={reference}"])
     assert ended.codes == [2, 2], ended.text
     assert f"CheckpointError: reference.path {reference} does not hold the weights" in ended.text
+
+
+def test_an_adapter_is_an_input_as_a_model_is(inputs: Path, tmp_path: Path) -> None:
+    """Neither another one, nor another scale, is taken when a run goes on."""
+    first = tmp_path / "adapter"
+    shutil.copytree(inputs / "llama-adapter", first)
+    started = Sequel(settings.sft(inputs), tmp_path / "run")
+    started.finish(keys=[f"model.lora.path={first}", "trainer.total_steps=1"])
+    new = Sequel(settings.sft(inputs), tmp_path / "new")
+    of_new = ["model.lora.rank=2", "trainer.total_steps=1"]
+    new.finish(keys=of_new)
+
+    flipped = tmp_path / "flipped"
+    shutil.copytree(first, flipped)
+    change(flipped / "adapter_model.safetensors")
+    scaled = tmp_path / "scaled"
+    shutil.copytree(first, scaled)
+    config = json.loads((scaled / "adapter_config.json").read_text())
+    (scaled / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 5}))
+    cases = (
+        (started, [f"model.lora.path={flipped}"], (f"model.lora.path {flipped}", str(first))),
+        (started, [f"model.lora.path={scaled}"], (f"model.lora.path {scaled}", str(first))),
+        (started, ["model.lora.rank=3"], ("model.lora.alpha 32.0", str(first))),
+        (new, [*of_new[:1], "model.lora.alpha=16"], ("lora.alpha 16.0", "lora.alpha 32.0")),
+        (new, [*of_new[:1], "model.lora.use_rslora=true"], ("rslora True", "rslora False")),
+    )
+    for run, keys, words in cases:
+        ended = run.run(keys=["trainer.total_steps=2", *keys])
+        assert ended.codes == [2, 2], ended.text
+        (line,) = [line for line in ended.text.splitlines() if " ERROR " in line]
+        assert "the adapter with which the run began" in line, line
+        assert all(word in line for word in words), line
+
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(first, elsewhere)
+    started.finish(keys=[f"model.lora.path={elsewhere}", "trainer.total_steps=2"])

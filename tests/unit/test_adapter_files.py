@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,51 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.commands.convert_checkpoint import main
 from mrlhf.config.sections import LoraSection
-from mrlhf.errors import MrlhfError
+from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.models.adapter_choice import with_lora
 from mrlhf.models.adapter_files import check_adapter
 from mrlhf.models.families import load_spec
+from mrlhf.preflight import check_models, dry_run
+from mrlhf.preflight.output import check_output
+from mrlhf.preflight.paths import absent_paths
+from mrlhf.run.same_start import describe_start
 from tests.oracle.plain_lora import PREFIX, adapter_of
 from tests.oracle.plain_models import load, save_models
+from tests.unit.configurations import ppo
 
+SHORT = {"data__max_prompt_length": 8, "data__max_response_length": 8}
 LAYER = f"{PREFIX}model.layers.0.self_attn.q_proj"
 EXPERT = r"layers\.0\.mlp\.experts\.1\.gate_proj"
+BROKEN = ("(q_proj", "[", "*", "q_proj\\", "(?i)q_proj", "[\n")
+ENDLESS = (
+    "(a+)+b",
+    r"(.*)*x",
+    r"(\w|\w)*!",
+    r"(.*\.){30}x",
+    r".*.*.*.*.*.*.*=x",
+    "(_|_)" * 30 + "x",
+    "m?" * 40 + "x",
+)
+# Numbers that scale no layer, and regular expressions that cannot be used.
+BAD: list[tuple[str, Any]] = [
+    *(("r", value) for value in (0, -1, 2.5, "8", True, math.nan, 2**70)),
+    *(("lora_alpha", value) for value in (0, -16, math.nan, math.inf, "16", True)),
+    *(("lora_dropout", value) for value in (1, -0.1, math.nan, "0.1")),
+    *(("use_rslora", value) for value in ("false", "yes", 0, 1)),
+    *(("rank_pattern", {"q_proj": value}) for value in (0, -1, math.nan, "2", None)),
+    *(("alpha_pattern", {"q_proj": value}) for value in (0, -1, math.inf, "2", None)),
+    *(("rank_pattern", value) for value in (3, ["q_proj"], "q_proj")),
+    *(("rank_pattern", {pattern: 2}) for pattern in BROKEN),
+    *(("alpha_pattern", {pattern: 2.0}) for pattern in ENDLESS),
+    *(("target_modules", value) for value in (3, [1], *BROKEN)),
+    *(("exclude_modules", value) for value in (True, *BROKEN)),
+    ("modules_to_save", [["score"]]),
+    ("base_model_name_or_path", 7),
+    ("init_lora_weights", "pissa_niter_4"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +98,8 @@ def _copy(
         ("llama", {"use_dora": True}, ("use_dora is True", "plain LoRA")),
         ("llama", {"peft_type": "LOHA"}, ("peft_type is 'LOHA'",)),
         ("llama", {"bias": "all"}, ("bias is 'all'",)),
-        ("llama", {"r": None}, ("r, lora_alpha or a pattern",)),
+        ("llama", {"r": None}, ("'r' is missing",)),
+        *(("llama", {key: value}, (key,)) for key, value in BAD),
         ("qwen3-moe", {"rank_pattern": {EXPERT: 2}}, ("experts.0.gate_proj", "experts.1.gate_pro")),
         ("qwen3-moe", {"alpha_pattern": {EXPERT: 2}}, ("differ in rank or scale",)),
     ],
@@ -111,6 +148,93 @@ def test_an_adapter_of_another_base(root: Path) -> None:
     assert "qkv_proj" in _refusal(root / "llama", adapter_of(root / "phi3"))
     message = _refusal(root / "llama", adapter_of(root / "olmo2"))  # it has more layers
     assert "layers.2." in message and "no such linear layer" in message
+
+
+def test_patterns_that_end_are_taken(root: Path, tmp_path: Path) -> None:
+    patterns = {
+        r"^model\.layers\.0\.mlp\.up_proj": 3,
+        r".*layers\.(0|1)\..*(q|k)_proj": 3,
+        r"layers\.[0-9]+\.self_attn\.(?:v|o)_proj": 3,
+    }
+    config = {"rank_pattern": patterns, "r": 3, "target_modules": r"(?!x)(.*\.)*(q_proj|o_proj)"}
+    adapter = _copy(adapter_of(root / "llama"), tmp_path / "adapter", config, dict)
+    spec = with_lora(load_spec(root / "llama", "lm"), LoraSection(path=str(adapter)))
+    assert spec.lora is not None and dict(spec.lora.ranks) == patterns
+
+
+def test_the_base_that_an_adapter_names_is_the_one_of_the_run(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(root / "llama", other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
+    copy = tmp_path / "copy"
+    shutil.copytree(root / "llama", copy)
+
+    def check(number: int, base: str) -> None:
+        config = {"base_model_name_or_path": base}
+        adapter = _copy(adapter_of(root / "llama"), tmp_path / f"{number}", config, dict)
+        layout = {"tp": 1, "pp": 1}
+        lora = {"path": str(adapter)}
+        keys = {"path": str(root / "llama"), "micro_batch_tokens": 512, "lora": lora, **layout}
+        check_models(ppo(actor=keys, critic=layout, rollout__tp=1, **SHORT), need_weights=True)
+
+    for number, base in enumerate((str(root / "llama"), str(copy), "meta/llama", "")):
+        check(number, base)
+    assert not caplog.text
+    check(8, "someone/qwen")
+    assert "'someone/qwen'" in caplog.text and str(root / "llama") in caplog.text
+    with pytest.raises(ConfigError, match="holds other weights than") as refusal:
+        check(9, str(other))
+    assert str(other) in str(refusal.value) and "\n" not in str(refusal.value)
+
+    merge = [str(tmp_path / "9"), "--merge", "--base", str(root / "llama"), "--to", "huggingface"]
+    assert main([*merge, "--out", str(tmp_path / "merged")]) == 2
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_is_found_and_protected_as_a_model_is(root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    adapter = run / "actor"
+    run.mkdir()
+    shutil.copytree(adapter_of(root / "llama"), adapter)
+    model = str(root / "llama")
+    for role in ("actor", "critic"):
+        keys = {"actor__path": model, f"{role}__lora": {"path": str(adapter)}}
+        for output, words in ((run, "overwrite"), (adapter, "is the directory")):
+            with pytest.raises(ConfigError, match=f"{words} .*{role}.lora.path {adapter}"):
+                check_output(ppo(**keys, trainer__output_dir=str(output)))
+        check_output(ppo(**keys, trainer__output_dir=str(tmp_path)))
+
+        absent = {"actor__path": model, f"{role}__lora": {"path": "nowhere"}, **SHORT}
+        missing = dry_run(ppo(**absent), 8).missing
+        assert any(line.startswith(f"{role}.lora.path nowhere does not exist") for line in missing)
+        with pytest.raises(ConfigError, match=f"{role}.lora.path .* holds no adapter_config.json"):
+            absent_paths(ppo(actor__path=model, **{f"{role}__lora": {"path": model}}))
+    with pytest.raises(ConfigError, match=r"actor\.tp 8 does not fit"):
+        dry_run(ppo(**absent | {"actor__tp": 8, "actor__lora": {"path": "nowhere"}}), 16)
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+def test_each_bit_of_an_adapter_counts(root: Path, tmp_path: Path, file: str) -> None:
+    """Between ranks and between two starts, in the middle of a large file too."""
+    adapter = _copy(
+        adapter_of(root / "llama"),
+        tmp_path / "adapter",
+        {"note": "x" * 2**18},
+        lambda tensors: tensors | {"zeros": torch.zeros(2**17)},
+    )
+
+    def known_by() -> list[object]:
+        return [describe_start(ppo(), [("actor.lora.path", str(adapter))]), fingerprint(adapter)]
+
+    before = known_by()
+    assert before == known_by()
+    content = bytearray((adapter / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (adapter / file).write_bytes(content)
+    assert all(one != other for one, other in zip(before, known_by(), strict=True))
 
 
 def test_experts_that_peft_has_joined(root: Path, tmp_path: Path) -> None:

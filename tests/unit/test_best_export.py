@@ -44,6 +44,7 @@ class Model:
             raise CheckpointError("no space left")
         directory.mkdir(exist_ok=True)
         (directory / "step").write_text(str(self.step))
+        (directory / "model.safetensors").write_text(f"weights of step {self.step}")
 
     def run(self, values: Sequence[float | None], first: int = 0) -> None:
         for step, value in enumerate(values, start=first):
@@ -87,6 +88,27 @@ def test_a_resumed_run_knows_the_best_step(world: dist.ProcessGroup, tmp_path: P
     elsewhere.best.restore(state)
     elsewhere.run([0.4, 0.3], first=3)
     assert (tmp_path / "other" / "step").read_text() == "3"
+
+
+def test_a_model_of_an_abandoned_step_is_not_taken_for_the_best(
+    world: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    first = Model(world, tmp_path / "actor_best")
+    first.run([0.1, 0.5, 0.2])
+    state = first.best.state_dict()
+    first.run([0.4, 0.6], first=3)  # and step 4 is in no checkpoint
+
+    resumed = Model(world, tmp_path / "actor_best")
+    assert not resumed.best.restore(state)
+    assert resumed.best.summary() == {}
+    resumed.run([0.4, 0.3], first=3)
+    assert resumed.best.summary()["best_step"] == 3
+    assert (tmp_path / "actor_best" / "step").read_text() == "3"
+
+    again = Model(world, tmp_path / "actor_best")
+    assert again.best.restore(resumed.best.state_dict())
+    assert again.best.summary()["best_step"] == 3
+    assert again.best.state_dict() == resumed.best.state_dict()
 
 
 def test_a_full_disk_does_not_end_the_run(

@@ -299,6 +299,50 @@ def test_going_back_in_a_run_sets_the_later_checkpoints_aside(tmp_path, caplog):
     assert "trainer.overwrite would delete" in message and chosen.is_dir()
 
 
+def test_going_back_sets_aside_all_that_is_later(tmp_path):
+    """Under one number each time; the rows up to the checkpoint stay where they are, too."""
+    later = {
+        "rollouts/step_000003.jsonl": "rollouts/before_{}.step_000003.jsonl",
+        "rollouts/step_000010.parquet": "rollouts/before_{}.step_000010.parquet",
+        "profiles/step_000004_rank_0.json.gz": "profiles/before_{}.step_000004_rank_0.json.gz",
+        "failed_step_000005.json": "before_{}.failed_step_000005.json",
+        "checkpoints/step_000004/manifest.json": "checkpoints/before_{}.step_000004/manifest.json",
+        "summary.json": "summary.before_{}.json",
+    }
+    copied = {
+        "metrics.jsonl": "metrics.before_{}.jsonl",
+        "alarms.jsonl": "alarms.before_{}.jsonl",
+        "tensorboard/events.out.tfevents.1": "tensorboard.before_{}/events.out.tfevents.1",
+    }
+    staying = ["rollouts/step_000002.jsonl", "failed_step_000001.json", "rollouts/step_by_step.txt"]
+    run = make_run(tmp_path / "run", checkpoints=["step_000002"])
+    chosen = run / "checkpoints" / "step_000002"
+    for number in (1, 2):
+        for name in (*later, *copied, *staying):
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            (run / name).write_text(f"of turn {number}")
+        (run / "metrics.jsonl").write_text(f'{{"step": 2}}\n{{"step": 4, "turn": {number}}}\n')
+        before = {name: (run / name).read_text() for name in (*later, *copied)}
+        assert open_it(run, resume=str(chosen)) == chosen
+        for name, kept in (later | copied).items():
+            assert (run / kept.format(number)).read_text() == before[name], name
+            assert (run / name).exists() is (name in copied), name
+        assert all((run / name).is_file() for name in staying)
+
+    (run / "actor_best.before_2").mkdir()
+    (run / "actor_best.before_2" / "model.safetensors").write_text("x")
+    open_it(run, overwrite=True)
+    assert files(run) == ["config.yaml", "rollouts/step_by_step.txt", "run.json"]
+
+
+def test_a_step_that_is_the_last_one_leaves_nothing_to_set_aside(tmp_path):
+    run = make_run(tmp_path / "run", finished=True, checkpoints=["step_000001"])
+    kept = set(files(run)) - {"summary.json"}
+    for _ in range(2):
+        open_it(run, resume=str(run / "checkpoints" / "step_000001"))
+        assert set(files(run)) == kept | {"config.yaml", "run.json"}
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("nowhere", "does not exist"), ("empty", "has no whole checkpoint")]
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
+from mrlhf.checkpoint.frozen import check_base
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError
 from mrlhf.models.adapter_choice import with_stored_lora
@@ -45,6 +46,7 @@ class AdapterSource(ModelSource):
         head: Head | None = "scalar" if config.get("task_type") == "SEQ_CLS" else None
         self.base = HuggingFaceSource(path, head=head)
         self.spec = with_stored_lora(self.base.spec, directory)
+        check_base(directory, path)
         self._stored = adapter_tensors(directory, self.spec)
         head_name = family_of(self.spec).scalar_head
         if head is not None and not {head_name} & (self._stored.keys() | self.base.held):

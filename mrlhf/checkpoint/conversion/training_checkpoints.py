@@ -20,7 +20,7 @@ from mrlhf.checkpoint.conversion.model_source import (
     TrackedSource,
     dtype_within,
 )
-from mrlhf.checkpoint.frozen import check_frozen, fingerprint
+from mrlhf.checkpoint.frozen import check_frozen, fingerprint, fingerprint_of_start
 from mrlhf.checkpoint.manifest import WEIGHT, Manifest, StoredModel, check_sizes, read_manifest
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.config.sections import LoraSection
@@ -127,6 +127,7 @@ def _with_adapters(spec: ModelSpec, directory: Path, manifest: Manifest, role: s
         raise CheckpointError(
             f"{directory} holds adapters, and its configuration does not say how {role} uses them"
         ) from error
+    check_frozen(manifest.frozen, {f"{role}.lora": fingerprint_of_start(section)})
     return with_lora(spec, section)
 
 
