@@ -12,8 +12,8 @@ import yaml
 from mrlhf.commands import import_config
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.config.imports.conversions import CONVERSIONS
-from mrlhf.config.imports.source import System, read_source
-from mrlhf.config.imports.translate import name_of, read_table, translate
+from mrlhf.config.imports.source import System, read_source, read_table
+from mrlhf.config.imports.translate import name_of, translate
 from mrlhf.config.roots import PROGRAMS, Program
 from mrlhf.config.tree import nodes
 from tests.oracle import plain_models

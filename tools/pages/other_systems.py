@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from textwrap import fill
 from typing import Any
 
-from mrlhf.config.imports.source import System
-from mrlhf.config.imports.translate import read_table
+from mrlhf.config.imports.source import System, read_table
 from mrlhf.config.verl_names import longest_end, read_names
 
 _TITLES: dict[System, str] = {"trl": "TRL", "openrlhf": "OpenRLHF"}
