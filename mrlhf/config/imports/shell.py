@@ -15,6 +15,7 @@ import re
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from mrlhf.errors import ConfigError
 
 UNKNOWN = "\x1e"
 _LANGUAGE = Language(tree_sitter_bash.language())
-_MOST_STEPS = 20_000  # statements, those of a loop each time
+_MOST_STEPS = 4_000  # statements, those of a loop each time
 _LONGEST = 100_000  # characters of a value; bash takes no argument that is longer than 128 KiB
 _RUNNERS = ("bash", "sh", "zsh", "eval", "ssh", "sbatch", "su", "tmux", "screen")
 _TESTS = ("test_command", "compound_statement", "negated_command", "list")
@@ -347,7 +348,7 @@ class Script:
             for number, item in enumerate(items):
                 pairs += [name if isinstance(value, str) else f"{name}[{number}]", item]
         pairs += [pair for one in self._arguments or [] for pair in ("+", one)]
-        found = None if is_unsafe else _asked_bash(source, pairs)
+        found = None if is_unsafe else _asked_bash(source, *pairs)
         return [_unknown(text)] if found is None else found
 
     def _rendered(self, node: Node, values: dict[str, Any], is_test: bool) -> str:
@@ -410,7 +411,7 @@ class Script:
         for value in taken.values():
             is_known = is_known and re.fullmatch(r"[-+]?\w+", "".join(value)) is not None
         pairs = [part for pair in taken.items() for part in pair if isinstance(part, str)]
-        found = _asked_bash(f"set -- {source}", pairs) if is_known else None
+        found = _asked_bash(f"set -- {source}", *pairs) if is_known else None
         return found[0] if found else _unknown(_text(node))
 
     def _output(self, node: Node) -> str:
@@ -427,7 +428,7 @@ class Script:
             if name == "echo" and not rest[0].startswith("-"):
                 return " ".join(rest)
             if name == "expr" and all(re.fullmatch(r"-?\d+|[-+*/%()]", word) for word in rest):
-                return "".join(_asked_bash(f"set -- $(({' '.join(rest)}))", []) or [])
+                return "".join(_asked_bash(f"set -- $(({' '.join(rest)}))") or [])
         return _unknown(_text(node))
 
 
@@ -455,14 +456,17 @@ def _names(node: Node) -> set[str]:
     return own.union(*(_names(child) for child in node.children)) - {"@", "*"}
 
 
-def _asked_bash(source: str, pairs: list[str]) -> list[str] | None:
+@lru_cache(maxsize=1000)
+def _asked_bash(source: str, *pairs: str) -> list[str] | None:
     """The words or the value that a line of bash leaves; None if it fails."""
+    hidden_pairs = "\0".join(pairs)
     for plain, hidden in _HIDDEN.items():
-        pairs = [part.replace(plain, hidden) for part in pairs]
+        hidden_pairs = hidden_pairs.replace(plain, hidden)
     lines = Path(__file__).with_name("expand.sh").read_text(encoding="utf-8")
     tell = 'set -- "${__v[@]}"\n' if source.startswith("__v=") else ""
     lines += f'{source}\n{tell}for __w; do printf "%s\\0" "$__w"; done\n'
-    command = ["bash", "--noprofile", "--norc", "-c", lines, "expand.sh", *pairs]
+    command = ["bash", "--noprofile", "--norc", "-c", lines, "expand.sh"]
+    command += hidden_pairs.split("\0") if pairs else []
     try:
         done = subprocess.run(
             command, env={"LC_ALL": "C.UTF-8", "HOME": "~"}, capture_output=True, timeout=10
