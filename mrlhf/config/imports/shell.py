@@ -361,7 +361,8 @@ class Script:
 
         kind = node.type
         if kind == "raw_string":
-            return f'"{put(_text(node)[1:-1])}"'
+            original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", _text(node)[1:-1])
+            return f'"{put(original)}"'
         if kind == "command_substitution":
             return put(self._output(node))
         if kind == "arithmetic_expansion":
