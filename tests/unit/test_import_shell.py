@@ -1,4 +1,4 @@
-"""The words that the reader of scripts finds are those that bash itself would start programs with."""
+"""The words that the reader of scripts finds are those that bash would start programs with."""
 
 from __future__ import annotations
 

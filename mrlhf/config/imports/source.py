@@ -38,6 +38,7 @@ _SIGNS: dict[System, str] = {
     "openrlhf": r"\bopenrlhf\b|--actor\.model_name_or_path|--pretrain\b",
     "trl": r"\btrl\b|per_device_train_batch_size|model_name_or_path",
 }
+_NOT_TRAINERS = ("other", "undecided")
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _of_yaml(file: Path, text: str, system: System, program: Program | None) -> 
     told = re.search(r"\btrl (\w+)", text)
     named = _trainer_of(system, told[1] if told else file.stem)
     trainer = program or named or _trainer_by_keys(system, values)
-    if trainer is None:
+    if trainer in _NOT_TRAINERS:
         raise ConfigError(
             f"{file} does not say which program of {system} it is for; give --program"
         )
@@ -133,10 +134,9 @@ def _of_script(file: Path, text: str, system: System, program: Program | None) -
         if at is None:
             continue
         words = command.words[at + 1 :]
-        trainer = program or _trainer_of(system, name)
-        if trainer is None and name.lower() not in read_table(system)["other_programs"]:
-            trainer = _trainer_by_keys(system, dict(_pairs(system, words)))
-        if trainer is not None:
+        named = program or _trainer_of(system, name)
+        trainer = named or _trainer_by_keys(system, dict(_pairs(system, words)))
+        if trainer not in _NOT_TRAINERS:
             runs.setdefault(tuple(command.words), (command, trainer, at))
         elif any(map(_looks_like_a_key, words)):
             unknown.append(f"line {command.line} starts {name} of {system}")
@@ -206,33 +206,33 @@ def _start_of(system: System, words: list[str]) -> tuple[int | None, str]:
 
 
 def _trainer_of(system: System, name: str) -> str | None:
-    """The trainer that a program's name tells, whole or by one of its words."""
+    """The trainer that a program's name tells, whole or by one of its words; None if none does."""
     table = read_table(system)
     parts = re.split(r"[_\-.]", name.lower())
     if name in table["programs"]:
         return str(table["programs"][name])
-    if name.lower() in table["other_programs"] or {*parts} & {*table["other_programs"]}:
-        return None
+    if {name.lower(), *parts} & {*table["other_programs"]}:
+        return "other"
     return next((table["programs"][part] for part in parts if part in table["programs"]), None)
 
 
-def _trainer_by_keys(system: System, values: Mapping[str, Any]) -> str | None:
+def _trainer_by_keys(system: System, values: Mapping[str, Any]) -> str:
     """The trainer that has keys which no other one has."""
     for trainer, pattern in read_table(system)["programs_by_keys"].items():
         if any(re.fullmatch(pattern, key) for key in values):
-            return None if trainer == "other" else str(trainer)
-    return None
+            return str(trainer)
+    return "undecided"
 
 
 def _pairs(system: System, words: list[str]) -> Iterator[tuple[str, Any]]:
     if system == "verl":
-        for word in words:
+        for word, later in zip(words, [*words[1:], ""], strict=True):
             pair = _HYDRA.fullmatch(word)
             option = _OPTION.fullmatch(word)
             if pair:
                 yield pair[1], _value(pair[2])
             elif option:
-                yield f"--{option[1]}", option[2] or True
+                yield f"--{option[1]}", _value(option[2] or later)
         return
     for number, word in enumerate(words):
         found = _OPTION.fullmatch(word)
@@ -264,14 +264,15 @@ def _value(text: str) -> Any:
 def _world_size(system: System, words: list[str], values: Mapping[str, Any]) -> int | None:
     """The ranks that the source names: by its launcher, or by keys of its own."""
     rows: dict[str, Any] = read_table(system).get("world_size", {})
-    options = dict(_pairs("trl", words))
-    total = options.get("num_processes")
-    if isinstance(total, int):
-        return total
-    each = options.get("nproc_per_node", options.get("num_gpus"))
-    if isinstance(each, int):
-        nodes = options.get("nnodes", options.get("num_nodes", 1))
-        return each * nodes if isinstance(nodes, int) else None
+    numbers = {}
+    for option, number in re.findall(r"--([\w-]+)[= ](\d+)(?= |$)", " ".join(words)):
+        numbers[option.replace("-", "_")] = int(number)
+    if "num_processes" in numbers:
+        return numbers["num_processes"]
+    each = numbers.get("nproc_per_node", numbers.get("num_gpus"))
+    if each is not None:
+        is_known = "nnodes" in numbers or "--nnodes" not in " ".join(words)
+        return each * numbers.get("nnodes", numbers.get("num_nodes", 1)) if is_known else None
     for needed, parts in rows.items():
         if not any(re.fullmatch(needed, key) for key in values):
             continue

@@ -91,9 +91,8 @@ def translate(source: Source, world_size: int) -> Imported:
     if not any(name is not None and name.ours for key, name in named.items() if key in given):
         raise ConfigError(f"none of its {len(given)} keys is known of {source.system}")
     for keys, note in table.get("notes", {}).items():
-        if any(
-            source.values[key] not in (False, None) and re.fullmatch(keys, key) for key in given
-        ):
+        found = [source.values[key] for key in given if re.fullmatch(keys, key)]
+        if any(value not in (False, None, *table.get("own_files", ())) for value in found):
             result.notes.append(note)
 
     def order(theirs: str) -> tuple[bool, bool, bool]:
