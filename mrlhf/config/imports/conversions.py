@@ -6,6 +6,7 @@ been translated. It returns our value, or `LeftOut` if our default is right or o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -58,27 +59,19 @@ def _counts_tokens(place: Place) -> bool:
     return bool(own)
 
 
-def _samples(value: Any, place: Place) -> Any:
-    """Samples of full length, in tokens."""
+def tokens_of_samples(value: Any, place: Place) -> Any:
+    """Samples of full length, in tokens; verl's older keys count those of all ranks."""
     if _counts_tokens(place):
         return LeftOut("use_dynamic_bsz is on, so tokens are counted there, not samples")
     lengths = [place.ours.get(f"data.max_{part}_length", 512) for part in ("prompt", "response")]
     longest = place.ours.get("data.max_length", sum(lengths))
-    return max(1, int(value)) * longest
-
-
-def tokens_of_samples(value: Any, place: Place) -> Any:
-    """Samples of a rank, in tokens."""
-    return _samples(value, place)
-
-
-def tokens_of_all_samples(value: Any, place: Place) -> Any:
-    """Samples of all ranks, in tokens of one data-parallel rank."""
-    axes = ("tp", "pp", "cp") if place.is_megatron else ("cp",)
-    parts = place.world_size
-    for axis in axes:
-        parts //= max(1, int(place.ours.get(f"{place.role}.{axis}", 1)))
-    return _samples(int(value) // max(1, parts), place)
+    samples = int(value)
+    if not place.name.endswith("_per_gpu"):
+        parts = place.world_size
+        for axis in ("tp", "pp", "cp") if place.is_megatron else ("cp",):
+            parts //= max(1, int(place.ours.get(f"{place.role}.{axis}", 1)))
+        samples //= max(1, parts)
+    return max(1, samples) * longest
 
 
 def tokens(value: Any, place: Place) -> Any:
@@ -129,11 +122,12 @@ def saves(value: Any, place: Place) -> Any:
 
 def frequency(value: Any, place: Place) -> Any:
     """Steps, or a share of the run; -1 stands for never there, and 0 here."""
-    if 0 < value < 1:
-        steps = place.ours.get("trainer.total_steps")
-        reason = f"{value} of a run whose steps are not known; write it in steps"
-        return max(1, round(value * steps)) if steps else LeftOut(reason, True)
-    return max(0, int(value))
+    if not 0 < value < 1:
+        return max(0, int(value))
+    steps = place.ours.get("trainer.total_steps")
+    if steps is None:
+        return LeftOut(f"{value} of a run whose steps are not known; write it in steps", True)
+    return math.floor(value * steps) if "steps_ratio" in place.name else math.ceil(value * steps)
 
 
 def evaluations(value: Any, place: Place) -> Any:
@@ -208,21 +202,10 @@ def as_list(value: Any, _: Place) -> Any:
     return [one.rstrip(",") if isinstance(one, str) else one for one in values]
 
 
-def number(value: Any, _: Place) -> Any:
-    """A switch there, a number of samples here."""
-    return int(value)
-
-
 def symmetric(value: Any, _: Place) -> Any:
     """Two bounds of a reward as one."""
     low, high = value
     return high if low == -high else LeftOut("both bounds are alike here")
-
-
-def interval(value: Any, _: Place) -> Any:
-    """Two bounds as lower_upper."""
-    low, high = value
-    return f"{low}_{high}"
 
 
 def correction_bounds(value: Any, place: Place) -> Any:
@@ -232,7 +215,7 @@ def correction_bounds(value: Any, place: Place) -> Any:
         return LeftOut("is_correction_enable is not set")
     if kind == "tis":
         return value[1]
-    return interval(value, place) if kind == "icepop" else LeftOut("see is_correction_type")
+    return "_".join(map(str, value)) if kind == "icepop" else LeftOut("see is_correction_type")
 
 
 def kl_of_openrlhf(value: Any, place: Place) -> Any:
@@ -329,7 +312,7 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
 } | {
     function.__name__: function
     for function in (
-        *(tokens_of_samples, tokens_of_all_samples, tokens, at_least_longest, recompute),
+        *(tokens_of_samples, tokens, at_least_longest, recompute),
         *(
             none_below_zero,
             none_below_one,
@@ -345,7 +328,7 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
             share_of_lr,
             schedule,
         ),
-        *(trackers, resume, rewards, as_list, number, symmetric, interval, correction_bounds),
+        *(trackers, resume, rewards, as_list, symmetric, correction_bounds),
         *(high_of_trl, of_adapter, left_out, prompts_a_step, prompts_a_mini_batch, rows_a_step),
         *(steps_of_episodes, prompts_of_samples, prompt_part),
     )

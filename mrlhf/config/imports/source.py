@@ -226,7 +226,7 @@ def _trainer_by_keys(system: System, values: Mapping[str, Any]) -> str:
 
 def _pairs(system: System, words: list[str]) -> Iterator[tuple[str, Any]]:
     if system == "verl":
-        for word, later in zip(words, [*words[1:], ""], strict=True):
+        for word, later in zip(words, [*words[1:], ""], strict=False):
             pair = _HYDRA.fullmatch(word)
             option = _OPTION.fullmatch(word)
             if pair:

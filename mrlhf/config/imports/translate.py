@@ -175,6 +175,9 @@ def _complete(result: Imported, source: Source) -> None:
     if source.program != "ppo":
         return
 
+    if values.get("rollout.engine") == "vllm" and values.get("actor.lora.rank"):
+        values["rollout.lora"] = "merged"
+        result.remarks["rollout.lora"] = "vLLM takes whole weights alone"
     has_critic = _has_critic(values)
     for key in [key for key in result.defaults if key.startswith("critic.") and not has_critic]:
         del values[key]
