@@ -48,6 +48,7 @@ setup(
         "mrlhf": [
             "config/*.yaml",
             "config/imports/*.yaml",
+            "config/imports/*.sh",
             "host/*.cpp",
             "host/*.h",
             "report/page/*",
@@ -89,6 +90,9 @@ setup(
         "tensorboard",
         "matplotlib",
         "xxhash",
+        # reads the syntax of scripts that are imported
+        "tree-sitter",
+        "tree-sitter-bash",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],

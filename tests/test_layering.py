@@ -32,6 +32,8 @@ DOORS = {
     "megatron": {"parallel", "models", "training", "checkpoint"},
     "pydantic": {"config", "environments"},
     "yaml": {"config"},
+    "tree_sitter": {"config"},
+    "tree_sitter_bash": {"config"},
     "sentencepiece": {"data"},
     "pyarrow": {"data"},
     "rich": {"run"},

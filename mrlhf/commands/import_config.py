@@ -34,21 +34,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", type=Path, metavar="FILE", help="a script, or YAML")
     add("--out", type=Path, metavar="FILE", help="where the YAML goes (default: it is printed)")
-    add("--world-size", type=int, default=8, metavar="N", help="ranks of the run (default: 8)")
+    add("--world-size", type=int, metavar="N", help="ranks of the run (default: as there, or 8)")
     add("--from", dest="system", choices=["verl", "trl", "openrlhf"], help="default: found out")
     add("--program", choices=list(PROGRAMS), help="default: found out")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Translate and tell; 0 when done, 2 on bad input."""
+    """Translate and tell; 0 when done, 1 if the result does not run as it is, 2 on bad input."""
     options = parse(arguments)
 
     def translate_it() -> int:
         quiet_transformers()
         source = read_source(options.source, options.system, options.program)
-        result = translate(source, options.world_size)
-        verdict = _verdict(result, source, options.world_size)
+        if options.world_size is not None and options.world_size < 1:
+            raise ConfigError("--world-size should be at least 1")
+        world_size = options.world_size or source.world_size or 8
+        result = translate(source, world_size)
+        verdict, runs = _verdict(result, source, world_size)
         text = as_yaml(result, source.system)
         if options.out is None:
             show(text)
@@ -57,9 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"{options.out} exists; give another --out")
             options.out.write_text(text, encoding="utf-8")
             show(f"wrote {options.out}: {source.program} from {source.system}")
+            show("".join(f"# first: {note}\n" for note in result.notes))
         show("\n".join(_missing(result)))
         show(verdict)
-        return 0
+        return 0 if runs else 1
 
     return end_command(translate_it, options.out or options.source)
 
@@ -76,8 +80,10 @@ def _missing(result: Imported) -> list[str]:
     return lines
 
 
-def _verdict(result: Imported, source: Source, world_size: int) -> str:
-    """What a dry run says of the configuration, without keys that have no effect in it."""
+def _verdict(result: Imported, source: Source, world_size: int) -> tuple[str, bool]:
+    """What a dry run says of the configuration, without keys that have no effect in it, and whether
+    it runs.
+    """
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "imported.yaml"
         try:
@@ -91,6 +97,6 @@ def _verdict(result: Imported, source: Source, world_size: int) -> str:
             found = dry_run(config, world_size)
         except MrlhfError as error:
             said = str(error).replace(f"{file}: ", "")
-            return f"it does not run on {world_size} ranks as it is:\n{said}"
+            return f"it does not run on {world_size} ranks as it is:\n{said}", False
     lines = [f"not on this machine: {line}" for line in found.missing]
-    return "\n".join([*lines, f"a dry run says: {found.text.splitlines()[-1]}"])
+    return "\n".join([*lines, f"a dry run says: {found.text.splitlines()[-1]}"]), True

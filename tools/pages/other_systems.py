@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from textwrap import fill
 from typing import Any
 
-from mrlhf.config.imports.source import System
-from mrlhf.config.imports.translate import read_table
+from mrlhf.config.imports.source import System, read_table
 from mrlhf.config.verl_names import longest_end, read_names
 
 _TITLES: dict[System, str] = {"trl": "TRL", "openrlhf": "OpenRLHF"}
@@ -20,13 +19,22 @@ python tools/import_config.py SCRIPT.sh --out my.yaml --world-size 8
 
 reads a script with verl's command line, or its YAML, and writes ours. A comment stands where more
 than the name changed; what has no counterpart is listed with the reason, and a dry run says
-whether the result fits that many ranks. Nothing of the script is run: variables that it sets are
-put in, with the defaults of `${NAME:-default}`.
+whether the result fits that many ranks. Without `--world-size` these are the ranks that the script
+names. The exit code is 0 if it fits, 1 if it does not run as it is, and 2 if the file cannot be
+read. slime and NeMo-RL are not read.
+
+Nothing of the script is run. Variables, arrays, arithmetic, conditions, loops, functions and
+commands inside of `bash -c` are worked out, with variables from outside unset and without
+arguments. A value that only a run could tell, such as `$(date)`, is left out and listed. A file
+with several runs is refused. What changes the run most, such as tools that are lost or a file of
+keys that was not read, stands first, as `# first: ...`.
 
 `algorithm`, `critic` and most words of the roles have verl's names, and mean the same: they are not
 listed below. Without FSDP, weights are split by `tp` and `pp`; the import takes the engine's `tp`.
-What verl means where nothing is said (`seed: 42`, `rollout.max_num_seqs: 1024`, sequence
-parallelism with `tp`) is written out. Models are local directories, and rewards have names
+Micro-batches count tokens: with `use_dynamic_bsz` those of `ppo_max_token_len_per_gpu`, else the
+samples at full length. What verl means where nothing is said (`seed: 42`,
+`rollout.max_num_seqs: 1024`, gradient checkpointing, the schedule of SFT, sequence parallelism
+with `tp`) is written out. Models are local directories, and rewards have names
 ([data_and_rewards.md](data_and_rewards.md)): `reward.terms` must be looked at by hand.
 
 This page is written by `python tools/write_configuration_page.py` from the tables that the import
@@ -37,8 +45,10 @@ _OTHERS = """\
 
 `tools/import_config.py` reads a script with the command line of TRL or OpenRLHF, or a YAML of such
 arguments, and writes ours; [coming_from_verl.md](coming_from_verl.md) has the command. TRL's batch
-sizes are completions of a device, so give the ranks that you had as `--world-size`. What they mean
-where nothing is said is written out. TRL's RLOO weighs whole sequences by their ratio; here tokens
+sizes are completions of a device, so give the ranks that you had as `--world-size`, unless the
+script's launcher names them. What they mean where nothing is said is written out. SFT, DPO, reward
+models, GRPO (GSPO, CISPO and SAPO too), RLOO and PPO are read; KTO, ORPO, online DPO and other
+trainers are refused, and `--program` overrules that. TRL's RLOO weighs whole sequences by their ratio; here tokens
 are. A reward function has another signature here: `f(data_source, solution_str, ground_truth,
 extra_info)` scores one response.
 

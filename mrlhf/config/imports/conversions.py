@@ -1,22 +1,25 @@
-"""How a value of another system becomes ours, where it is not simply the same.
+"""How a value of another system becomes ours, where a table of values cannot say it.
 
 Each function takes the value, and the place: all values of the other system and those that have
-been translated. It returns our value, or `LEFT_OUT` if our default is right or only the user knows.
+been translated. It returns our value, or `LeftOut` if our default is right or only the user knows.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 
-class _LeftOut:
+@dataclass(frozen=True)
+class LeftOut:
     """Stands for no value."""
 
-
-LEFT_OUT = _LeftOut()
+    reason: str = ""  # "": what the table says
+    is_told: bool = False  # of a default of the other system, too
 
 
 @dataclass(frozen=True)
@@ -27,146 +30,233 @@ class Place:
     ours: Mapping[str, Any]  # our values so far
     key: str  # our key
     world_size: int
+    name: str = ""  # the other system's key
 
     def at(self, *names: str, default: Any = None) -> Any:
         """The first of these values that the other system sets."""
         return next((self.theirs[name] for name in names if name in self.theirs), default)
 
+    def beside(self, name: str, default: Any = None) -> Any:
+        """The value of a key in the same section of the other system."""
+        return self.theirs.get(f"{self.name.rpartition('.')[0]}.{name}", default)
+
+    @property
+    def role(self) -> str:
+        """The role that our key belongs to."""
+        return self.key.partition(".")[0]
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether verl ran it on Megatron, and not on FSDP."""
+        told = str([self.at("model_engine", "engine", "--config-name", "optim")])
+        return "megatron" in told or any(".megatron." in key for key in self.theirs)
+
+
+def _counts_tokens(place: Place) -> bool:
+    """Whether verl cuts micro-batches by tokens (use_dynamic_bsz), and not by samples."""
+    actor = place.at("actor_rollout_ref.actor.use_dynamic_bsz", default=False)
+    own = place.beside("log_prob_use_dynamic_bsz", place.beside("use_dynamic_bsz", actor))
+    return bool(own)
+
 
 def tokens_of_samples(value: Any, place: Place) -> Any:
-    """Samples of full length, in tokens."""
-    lengths = [place.ours.get(f"data.max_{part}_length") for part in ("prompt", "response")]
-    longest = place.ours.get("data.max_length")
-    if longest is None and None not in lengths:
-        longest = sum(lengths)  # type: ignore[arg-type]
-    return value * longest if isinstance(value, int) and longest is not None else LEFT_OUT
+    """Samples of full length, in tokens; verl's older keys count those of all ranks."""
+    if _counts_tokens(place):
+        return LeftOut("use_dynamic_bsz is on, so tokens are counted there, not samples")
+    lengths = [place.ours.get(f"data.max_{part}_length", 512) for part in ("prompt", "response")]
+    longest = place.ours.get("data.max_length", sum(lengths))
+    samples = int(value)
+    if not place.name.endswith("_per_gpu"):
+        parts = place.world_size
+        for axis in ("tp", "pp", "cp") if place.is_megatron else ("cp",):
+            parts //= max(1, int(place.ours.get(f"{place.role}.{axis}", 1)))
+        samples //= max(1, parts)
+    return max(1, samples) * longest
 
 
-def times_cp(value: Any, place: Place) -> Any:
+def tokens(value: Any, place: Place) -> Any:
     """Tokens of one rank, where ours are those of all cp ranks."""
-    role = place.key.partition(".")[0]
-    return value * place.ours.get(f"{role}.cp", 1) if isinstance(value, int) else LEFT_OUT
+    has_samples = any(re.search("micro_batch_size", key) for key in place.theirs)
+    if has_samples and not _counts_tokens(place):
+        return LeftOut("use_dynamic_bsz is off, so samples are counted there, not tokens")
+    return int(value) * int(place.ours.get(f"{place.role}.cp", 1))
 
 
 def at_least_longest(value: Any, place: Place) -> Any:
     """Tokens of a micro-batch, where a longer sequence may stand alone in one there."""
-    return max(value, place.at("data.max_len", default=0)) if isinstance(value, int) else LEFT_OUT
-
-
-def dropped(value: Any, _: Place) -> Any:
-    """Whether rows that are too long are left out."""
-    return "drop" if value else "error"
+    return max(int(value), int(place.at("data.max_len", default=0)))
 
 
 def recompute(value: Any, place: Place) -> Any:
-    """What is computed again in the backward pass."""
-    # With megatron's granularity, FSDP's switch has no effect.
-    if isinstance(value, bool):
-        return "full" if value and "actor.tp" not in place.ours else LEFT_OUT
-    return {"full": "full", "selective": "core_attn"}.get(str(value), LEFT_OUT)
+    """verl's switch, which has no effect on Megatron."""
+    if place.is_megatron:
+        return LeftOut("Megatron has recompute_granularity instead")
+    return "full" if value else LeftOut("none is our default")
 
 
 def offload(value: Any, place: Place, owner: str) -> Any:
     """Whether what `owner` names leaves the device."""
-    is_frozen = place.key.startswith(("reference.", "reward_model."))
-    if value is not True or (is_frozen and owner != "params"):
-        return LEFT_OUT
+    if value is not True:
+        return LeftOut("nothing is offloaded here either, if offload is left out")
+    if place.key.startswith(("reference.", "reward_model.")) and owner != "params":
+        return LeftOut("a model that is not trained has weights alone")
     return [*place.ours.get(place.key, []), owner]
 
 
 def none_below_zero(value: Any, _: Place) -> Any:
     """-1 stands for none there."""
-    return value if isinstance(value, int) and value > 0 else LEFT_OUT
+    return int(value) if int(value) > 0 else LeftOut("there is none, as here")
 
 
-def zero_below_zero(value: Any, _: Place) -> Any:
-    """-1 stands for none there, and 0 here."""
-    return max(0, int(value)) if isinstance(value, (int, float)) else LEFT_OUT
+def none_below_one(value: Any, _: Place) -> Any:
+    """0 stands for none there, and -1 here."""
+    return int(value) if int(value) > 0 else -1
+
+
+def saves(value: Any, place: Place) -> Any:
+    """TRL's steps between checkpoints, if its strategy counts steps."""
+    if place.at("save_strategy", default="steps") != "steps":
+        return LeftOut("save_strategy is another there")
+    return frequency(value, place)
+
+
+def frequency(value: Any, place: Place) -> Any:
+    """Steps, or a share of the run; -1 stands for never there, and 0 here."""
+    if not 0 < value < 1:
+        return max(0, int(value))
+    steps = place.ours.get("trainer.total_steps")
+    if steps is None:
+        return LeftOut(f"{value} of a run whose steps are not known; write it in steps", True)
+    return math.floor(value * steps) if "steps_ratio" in place.name else math.ceil(value * steps)
+
+
+def evaluations(value: Any, place: Place) -> Any:
+    """TRL's steps between evaluations, which need a strategy."""
+    if place.at("eval_strategy", "evaluation_strategy", default="no") == "no":
+        return LeftOut("eval_strategy is no there, so there are no evaluations")
+    return frequency(value, place)
+
+
+def warmup(value: Any, place: Place) -> Any:
+    """Steps; a share of the run where it is below 1 or where that is what the key says."""
+    is_share = 0 < value < 1 or "ratio" in place.name
+    if not is_share:
+        return int(value) if value > 0 else LeftOut("there is none, as here")
+    return frequency(value, place) if value else LeftOut("there is none, as here")
 
 
 def optimizer(value: Any, _: Place) -> Any:
     """The optimizers that exist here."""
     name = str(value).lower()
-    if "muon" in name:
-        return "muon"
-    return "adamw" if name in ("adam", "adamw") else LEFT_OUT
+    return (
+        "muon" if "muon" in name else "adamw" if "adam" in name else LeftOut(f"{name} is not here")
+    )
 
 
-def betas(value: Any, place: Place) -> Any:
-    """Both decays of Adam, of which this is one."""
-    number = 1 if place.key.endswith("2") else 0
-    return value[number] if isinstance(value, list) else LEFT_OUT
+def pair(value: Any, place: Place) -> Any:
+    """Two numbers, whose first is our key's, and whose second that of its sibling."""
+    first, second = value
+    sibling = place.key.replace("adam_beta1", "adam_beta2").replace("ratio_low", "ratio_high")
+    return {place.key: first, sibling: second}
 
 
 def share_of_lr(value: Any, place: Place) -> Any:
     """A learning rate as a share of the peak."""
-    peak = place.ours.get(place.key.replace("min_lr_ratio", "lr"))
-    return round(float(value) / float(peak), 6) if peak and value else LEFT_OUT
+    peak = place.ours[place.key.replace("min_lr_ratio", "lr")]
+    return round(float(value) / float(peak), 6)
 
 
 def schedule(value: Any, _: Place) -> Any:
     """The decay of the learning rate."""
-    name = str(value).lower()
-    for ours in ("cosine", "linear"):
-        if ours in name:
-            return ours
-    return "constant" if "constant" in name else LEFT_OUT
-
-
-def warmup(value: Any, place: Place) -> Any:
-    """A share of the run as steps, where its length is known."""
-    steps = place.ours.get("trainer.total_steps")
-    return round(value * steps) if value and steps else LEFT_OUT
+    names = [name for name in ("cosine", "linear", "constant") if name in str(value).lower()]
+    return names[0] if names else LeftOut(f"{value} is not here; cosine, linear and constant are")
 
 
 def trackers(value: Any, _: Place) -> Any:
     """The trackers that exist here."""
     names = value if isinstance(value, list) else [value]
-    return [name for name in names if name in ("tensorboard", "wandb", "trackio")] or LEFT_OUT
-
-
-def engine(value: Any, _: Place) -> Any:
-    """The inference engine."""
-    return "vllm" if value in ("vllm", True) else "native"
+    found = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
+    return found or LeftOut("the console is always on")
 
 
 def resume(value: Any, _: Place) -> Any:
     """Whether and from where a run goes on."""
-    words = {"auto": "auto", "disable": "never"}
-    return words.get(str(value), LEFT_OUT if str(value) == "resume_path" else value)
-
-
-def every_step(value: Any, _: Place) -> Any:
-    """A directory there is a frequency here."""
-    return 1 if value else LEFT_OUT
-
-
-def replay(value: Any, _: Place) -> Any:
-    """Which choice of experts an update repeats."""
-    return {"R3": "rollout", "R2": "old", True: "rollout"}.get(value, LEFT_OUT)
+    words = {"auto": "auto", "disable": "never", "True": "auto", "False": "never"}
+    return words.get(str(value), LeftOut() if str(value) == "resume_path" else str(value))
 
 
 def rewards(value: Any, place: Place) -> Any:
     """A function of the user's own."""
-    if place.ours.get(place.key) is not None or not isinstance(value, str):
-        return LEFT_OUT
     is_verls = place.at("reward_funcs", "reward.remote_url") is None
     name = place.at(
         "custom_reward_function.name",
         "reward.custom_reward_function.name",
         default="compute_score" if is_verls else "reward_func",
     )
-    return [{"name": f"{value}:{name}"}] if value.endswith(".py") else LEFT_OUT
+    return [{"name": f"{value}:{name}"}] if str(value).endswith(".py") else LeftOut()
 
 
 def as_list(value: Any, _: Place) -> Any:
-    """One file, or several."""
-    return value if isinstance(value, list) else [value]
+    """One, or several."""
+    values = value if isinstance(value, list) else [value]
+    return [one.rstrip(",") if isinstance(one, str) else one for one in values]
+
+
+def symmetric(value: Any, _: Place) -> Any:
+    """Two bounds of a reward as one."""
+    low, high = value
+    return high if low == -high else LeftOut("both bounds are alike here")
+
+
+def correction_bounds(value: Any, place: Place) -> Any:
+    """OpenRLHF's bounds of the weights, which depend on the kind of correction."""
+    kind = place.at("algo.advantage.is_correction_type", default="tis")
+    if not place.at("algo.advantage.is_correction_enable", default=False):
+        return LeftOut("is_correction_enable is not set")
+    if kind == "tis":
+        return value[1]
+    return "_".join(map(str, value)) if kind == "icepop" else LeftOut("see is_correction_type")
+
+
+def kl_of_openrlhf(value: Any, place: Place) -> Any:
+    """The weight or the kind of the KL, which is in the loss or in the reward."""
+    if not place.at("algo.kl.use_loss", default=False):
+        return value
+    of_loss = "kl_loss_type" if place.name.endswith("estimator") else "kl_loss_coef"
+    return {f"actor.{of_loss}": value}
+
+
+def level_of_trl(value: Any, place: Place) -> Any:
+    """What TRL's weights of vLLM's samples are of: a token or a sequence."""
+    if not place.at("use_vllm") or place.at("vllm_importance_sampling_correction") is False:
+        return LeftOut("there is no correction without use_vllm")
+    return str(value).partition("_")[0]
+
+
+def bounds_of_trl(value: Any, place: Place) -> Any:
+    """The bounds of these weights; those outside are clamped (a number) or dropped (two)."""
+    if isinstance(level_of_trl("", place), LeftOut):
+        return level_of_trl("", place)
+    low = place.at("vllm_importance_sampling_clip_min", default=1e-9)
+    is_mask = "mask" in place.at("vllm_importance_sampling_mode", default="sequence_mask")
+    return f"{low}_{value}" if is_mask else value
+
+
+def high_of_trl(value: Any, place: Place) -> Any:
+    """TRL's upper clip distance; with CISPO it is the largest ratio itself."""
+    return round(value - 1, 6) if place.at("loss_type") == "cispo" else value
+
+
+def of_adapter(value: Any, place: Place) -> Any:
+    """Keys of LoRA, without effect where all weights are trained."""
+    if not place.at("use_peft", "ds.lora.rank", default=False):
+        return LeftOut("there are no adapters without use_peft or a rank, so all is trained")
+    return as_list(value, place) if place.key.endswith("modules") else value
 
 
 def left_out(_: Any, __: Place) -> Any:
     """Only the user can choose it here."""
-    return LEFT_OUT
+    return LeftOut()
 
 
 def _samples_a_step(place: Place) -> int:
@@ -195,6 +285,11 @@ def rows_a_step(value: Any, place: Place) -> Any:
     return _samples_a_step(place)
 
 
+def steps_of_episodes(value: Any, place: Place) -> Any:
+    """The responses of TRL's PPO run as steps."""
+    return max(1, -(-int(value) // prompts_a_step(None, place)))
+
+
 def prompts_of_samples(value: Any, place: Place) -> Any:
     """OpenRLHF's samples of an optimizer step as prompts."""
     return max(1, int(value) // int(place.at("rollout.n_samples_per_prompt", default=1)))
@@ -203,38 +298,11 @@ def prompts_of_samples(value: Any, place: Place) -> Any:
 def prompt_part(value: Any, place: Place) -> Any:
     """A longest sequence, as the prompt's part of it."""
     response = place.ours.get("data.max_response_length")
-    return value - response if response is not None and value > response else LEFT_OUT
-
-
-def scaled(value: Any, _: Place) -> Any:
-    """TRL's scale_rewards: by the group, or not at all."""
-    return value not in ("none", False)
-
-
-def aggregation(value: Any, _: Place) -> Any:
-    """The loss type of TRL's GRPO as an aggregation."""
-    return {
-        "grpo": "seq-mean-token-mean",
-        "dapo": "token-mean",
-        "dr_grpo": "seq-mean-token-sum-norm",
-    }.get(str(value), LEFT_OUT)
-
-
-def token_level(value: Any, _: Place) -> Any:
-    """Whether ratios of engine and trainer weigh each token."""
-    return "token" if value else LEFT_OUT
-
-
-def recompute_switch(value: Any, _: Place) -> Any:
-    """Gradient checkpointing on or off."""
-    return "full" if value else "none"
-
-
-def estimator(value: Any, _: Place) -> Any:
-    """OpenRLHF's advantage estimators."""
-    names = {"group_norm": "grpo", "reinforce_baseline": "reinforce_plus_plus_baseline"}
-    names |= {"reinforce": "reinforce_plus_plus", "dr_grpo": "grpo"}
-    return names.get(str(value), value)
+    if response is None or value <= response:
+        return LeftOut(
+            "prompt and response share it; set data.max_prompt_length and data.max_response_length"
+        )
+    return value - response
 
 
 CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
@@ -244,10 +312,24 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
 } | {
     function.__name__: function
     for function in (
-        *(tokens_of_samples, times_cp, at_least_longest, dropped, recompute, none_below_zero),
-        *(zero_below_zero, optimizer, betas),
-        *(share_of_lr, schedule, warmup, trackers, engine, resume, every_step, replay, rewards),
-        *(as_list, left_out, prompts_a_step, prompts_a_mini_batch, rows_a_step, scaled),
-        *(prompts_of_samples, prompt_part, aggregation, recompute_switch, estimator, token_level),
+        *(tokens_of_samples, tokens, at_least_longest, recompute),
+        *(
+            none_below_zero,
+            none_below_one,
+            saves,
+            kl_of_openrlhf,
+            level_of_trl,
+            bounds_of_trl,
+            frequency,
+            evaluations,
+            warmup,
+            optimizer,
+            pair,
+            share_of_lr,
+            schedule,
+        ),
+        *(trackers, resume, rewards, as_list, symmetric, correction_bounds),
+        *(high_of_trl, of_adapter, left_out, prompts_a_step, prompts_a_mini_batch, rows_a_step),
+        *(steps_of_episodes, prompts_of_samples, prompt_part),
     )
 }

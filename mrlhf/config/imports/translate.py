@@ -8,20 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mrlhf.config.imports.conversions import CONVERSIONS, LEFT_OUT, Place
-from mrlhf.config.imports.source import Source, System
+from mrlhf.config.imports.conversions import CONVERSIONS, LeftOut, Place
+from mrlhf.config.imports.source import Source, System, Unknown, read_table
 from mrlhf.config.roots import PROGRAMS, Program
-from mrlhf.config.tree import nodes
+from mrlhf.config.tree import nodes, parents
 from mrlhf.config.verl_names import Name, longest_end, translate_name
+from mrlhf.errors import ConfigError
+from mrlhf.rl.names import policy_loss_traits
 
 _OWN_REWARD = "reward.py:compute_score"
-_ARGUMENT = re.compile(r"\$\{?\d")  # $1 of a script
 
 
 @dataclass
@@ -33,16 +32,7 @@ class Imported:
     # Their keys that are not in `values`: without counterpart, or for the user to choose.
     missing: dict[str, str] = field(default_factory=dict)
     defaults: set[str] = field(default_factory=set)  # keys that hold a default of the other system
-
-
-@cache
-def read_table(system: System) -> Mapping[str, Any]:
-    """Read the table of a system; its reasons by key."""
-    file = Path(__file__).with_name(f"{system}.yaml")
-    table: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
-    reasons = table.get("missing", {}).items()
-    table["missing"] = {key: reason for reason, keys in reasons for key in keys}
-    return table
+    notes: list[str] = field(default_factory=list)  # what is to be read first
 
 
 def name_of(system: System, program: Program, theirs: str, trainer: str = "") -> Name | None:
@@ -62,7 +52,8 @@ def name_of(system: System, program: Program, theirs: str, trainer: str = "") ->
     of_program = table["by_program"][program] | table["by_program"].get(trainer, {})
     row = of_program.get(theirs, table["names"].get(theirs))
     if row is None:
-        reason = table["missing"].get(theirs)
+        around = (table["missing"].get(key) for key in (theirs, *reversed(parents(theirs))))
+        reason = next((found for found in around if found is not None), None)
         return None if reason is None else Name(None, reason=reason)
     name, conversion = row if isinstance(row, list) else (row, None)
     is_ppo = program == "ppo"
@@ -81,29 +72,48 @@ def translate(source: Source, world_size: int) -> Imported:
     """Translate all values, and those that the other system takes where nothing is said.
 
     Keys that convert come last, since they look at the others.
+
+    Args:
+        world_size: the ranks that the values were for, if the source does not name them.
+
+    Raises:
+        ConfigError: none of the keys is known.
     """
-    result = Imported()
+    result = Imported(notes=list(source.notes))
     given = set(source.values)
-    assumed = read_table(source.system).get("assumed", {}).get(source.trainer, {})
+    table = read_table(source.system)
+    assumed = table.get("assumed", {}).get(source.trainer, {})
     source = replace(source, values={**assumed, **source.values})
     named = {
         theirs: name_of(source.system, source.program, theirs, source.trainer)
         for theirs in source.values
     }
+    if not any(name is not None and name.ours for key, name in named.items() if key in given):
+        raise ConfigError(f"none of its {len(given)} keys is known of {source.system}")
+    for keys, note in table.get("notes", {}).items():
+        found = [source.values[key] for key in given if re.fullmatch(keys, key)]
+        if any(value not in (False, None, *table.get("own_files", ())) for value in found):
+            result.notes.append(note)
 
-    def order(theirs: str) -> tuple[bool, bool]:
+    def order(theirs: str) -> tuple[bool, bool, bool]:
         name = named[theirs]
-        return name is not None and name.conversion is not None, theirs in given
+        converts = name is not None and name.conversion is not None
+        is_length = name is not None and name.ours == "trainer.total_steps"
+        return converts, not is_length, theirs in given
 
     for theirs in sorted(named, key=order):
         name = named[theirs]
         value = source.values[theirs]
         if name is None:
-            result.missing[theirs] = "not in the table of names"
+            is_option = source.system == "verl" and theirs.startswith("--")
+            reason = "an option of Hydra" if is_option else "not in the table of names"
+            result.missing[theirs] = reason
         elif name.ours is None:
             result.missing[theirs] = name.reason or "there is no such thing here"
-        elif _ARGUMENT.search(str(value)):
-            result.missing[theirs] = "the script gets it as an argument"
+        elif isinstance(value, Unknown):
+            is_argument = re.search(r"\$\{?\d", value.text)
+            reason = f"only a run could tell its value, {value.text}"
+            result.missing[theirs] = "the script gets it as an argument" if is_argument else reason
         elif value is not None:
             _add(result, source, theirs, name, world_size, theirs in given)
     _complete(result, source)
@@ -114,29 +124,43 @@ def _add(
     result: Imported, source: Source, theirs: str, name: Name, world_size: int, is_given: bool
 ) -> None:
     assert name.ours is not None
-    value = source.values[theirs]
-    if name.conversion is not None:
-        place = Place(source.values, result.values, name.ours, world_size)
-        value = CONVERSIONS[name.conversion](value, place)
-    if value is LEFT_OUT:
-        if name.ours not in result.values and is_given:
-            result.missing[theirs] = name.change or f"{name.ours} keeps its default"
+    value = _converted(result, source, theirs, name, world_size)
+    if isinstance(value, LeftOut):
+        if is_given and (value.reason or name.ours not in result.values):
+            result.missing[theirs] = value.reason or name.change or f"{name.ours} keeps its default"
+        elif value.is_told:
+            result.missing[theirs] = f"{source.system}'s default: {value.reason}"
         return
-    result.values[name.ours] = value
-    if is_given:
-        result.defaults.discard(name.ours)
-    else:
-        result.defaults.add(name.ours)
+
     was = source.values[theirs]
-    if value not in (was, [was]):
-        result.remarks[name.ours] = f"{theirs.lstrip('+~')}: {_shown(was)}"
-    if name.change:
-        said = [result.remarks.get(name.ours, ""), name.change]
-        result.remarks[name.ours] = "; ".join(filter(None, said))
-    if name.ours.endswith("adam_beta1"):
-        other = name.ours.replace("beta1", "beta2")
-        pair = Place(source.values, result.values, other, world_size)
-        result.values[other] = CONVERSIONS["betas"](source.values[theirs], pair)
+    for ours, one in (value if isinstance(value, dict) else {name.ours: value}).items():
+        result.values[ours] = one
+        (result.defaults.discard if is_given else result.defaults.add)(ours)
+        remark = [] if one in (was, [was]) else [f"{theirs}: {_shown(was)}"]
+        if ours == name.ours and name.change:
+            remark.append(name.change)
+        result.remarks[ours] = "; ".join(remark)
+
+
+def _converted(result: Imported, source: Source, theirs: str, name: Name, world_size: int) -> Any:
+    """Our value; a dictionary if it is one of several of our keys."""
+    value = source.values[theirs]
+    of_value = longest_end(read_table(source.system)["choices"], theirs)
+    if of_value is not None:
+        choices = {str(key).lower(): ours for key, ours in of_value.items()}
+        alone = value[0] if isinstance(value, list) and len(value) == 1 else value
+        found = choices.get(str(alone).lower(), choices.get("*", LeftOut()))
+        if isinstance(found, LeftOut):
+            result.notes.append(f"{theirs}: {_shown(value)} has no counterpart; choose another way")
+        return found
+    if name.conversion is None:
+        return value
+    size = source.world_size or world_size
+    place = Place(source.values, result.values, name.ours or "", size, theirs)
+    try:
+        return CONVERSIONS[name.conversion](value, place)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+        return LeftOut(f"{_shown(value)} is no value that can be translated")
 
 
 def _complete(result: Imported, source: Source) -> None:
@@ -151,6 +175,9 @@ def _complete(result: Imported, source: Source) -> None:
     if source.program != "ppo":
         return
 
+    if values.get("rollout.engine") == "vllm" and values.get("actor.lora.rank"):
+        values["rollout.lora"] = "merged"
+        result.remarks["rollout.lora"] = "vLLM takes whole weights alone"
     has_critic = _has_critic(values)
     for key in [key for key in result.defaults if key.startswith("critic.") and not has_critic]:
         del values[key]
@@ -161,6 +188,10 @@ def _complete(result: Imported, source: Source) -> None:
             result.remarks[f"{role}.tp"] = "there all ranks split it; see docs/parallelism.md"
     if source.system == "trl" and values.get("actor.kl_loss_coef"):
         values["actor.use_kl_loss"] = True
+    loss = values.get("actor.policy_loss.loss_mode", "vanilla")
+    is_fixed = source.system == "verl" and policy_loss_traits(loss).sequence_level
+    if is_fixed and values.pop("actor.loss_agg_mode", None):
+        result.missing["actor.loss_agg_mode"] = f"verl does not read it with {loss}"
     if source.trainer == "ppo_trainer":
         for key in [key for key in values if key.startswith("actor.optim.")]:
             values[key.replace("actor", "critic", 1)] = values[key]
@@ -199,7 +230,7 @@ def leave_out(result: Imported, key: str) -> None:
 
 def as_yaml(result: Imported, system: System) -> str:
     """Return the configuration as YAML, with a comment where more than the name changed."""
-    lines: list[str] = []
+    lines = [f"# first: {note}" for note in result.notes]
     open_sections: list[str] = []
     for key in sorted(result.values, key=_by_section):
         *sections, last = key.split(".")
