@@ -77,7 +77,9 @@ def find(pages: Mapping[str, str], topic: str) -> str:
             if wanted in (name, title.lower()):
                 return section
             sections.setdefault(name, section)
-    near = difflib.get_close_matches(wanted, list(dict.fromkeys([*pages, *sections])), n=3)
+    names = list(dict.fromkeys([*pages, *sections]))
+    part = [name for name in names if wanted in name.replace("_", "-").lower()]
+    near = part[:3] or difflib.get_close_matches(wanted, names, n=3)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise ConfigError(f"no page or section is called {topic!r}; {hint}mrlhf docs lists the pages")
 
