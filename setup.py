@@ -107,8 +107,8 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "vllm": ["vllm==0.32.*"],
         "trackers": ["wandb", "trackio"],
-        # what megatron-core's own checkpoints need, to come and go with Megatron-LM; with torch 2.15
-        # megatron-core 0.16 neither reads nor writes them
+        # what megatron-core's own checkpoints need, to come and go with Megatron-LM; it neither
+        # reads nor writes them with torch 2.15
         "megatron-lm": ["psutil", "torch<2.15"],
         "dev": [
             "psutil",
