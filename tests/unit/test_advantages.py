@@ -233,8 +233,8 @@ def test_an_estimator_does_what_its_traits_say(name):
         moved = estimate_advantages(estimator, inputs, AdvantageOptions(**option))
         read = not torch.equal(torch.stack(moved), result)
         assert read == is_read(config, f"algorithm.{key}"), (
-            f"{name} {'reads' if read else 'does not read'} algorithm.{key}; say so in by_estimator "
-            "beside the key, in mrlhf/config/algorithm.py"
+            f"{name} {'reads' if read else 'does not read'} algorithm.{key}; say so in "
+            "by_estimator beside the key, in mrlhf/config/algorithm.py"
         )
 
     needs = {
