@@ -59,6 +59,7 @@ setup(
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
     package_data={
         "mrlhf": [
+            "commands/*.sh",
             "config/*.yaml",
             "config/imports/*.yaml",
             "host/*.cpp",

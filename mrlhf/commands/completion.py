@@ -24,38 +24,6 @@ from mrlhf.version import add_version_option, shipped
 
 # An option, or the name of a parser of its own.
 _OPTION = re.compile(r'(?:\(\s*(?:"-h", )?"(?=--)|add_parser\(\s*")([\w-]+)"')
-# bash takes "=" for a word of its own, zsh does not. A key ends with "=", after which the value
-# follows at once, so no blank is added behind it.
-_SCRIPT = """\
-_mrlhf() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} last=${{COMP_WORDS[COMP_CWORD-1]}}
-  local key= lead= words= command= each
-  for each in "${{COMP_WORDS[@]:0:$COMP_CWORD}}"; do
-    each=${{each##*/}} each=${{each%.py}} each=${{each#mrlhf-}} each=${{each//_/-}}
-    each=${{each%-checkpoint}}
-    case $each in torchrun) ;; {commands}) command=$each; break ;; esac
-  done
-  case $word in
-    =) key=$last word= ;;
-    [!-]*=*) key=${{word%%=*}} lead=$key= ;;
-    *) [ "$last" != = ] || key=${{COMP_WORDS[COMP_CWORD-2]}} ;;
-  esac
-  if [ -n "$key" ]; then
-    case $key in {values}
-    esac
-    words=$(for each in $words; do echo "$lead$each"; done)
-  elif [ -n "$command" ]; then
-    case $command in {options}
-    esac
-    words="$words --help --version"
-  elif [ "${{COMP_WORDS[0]##*/}}" = mrlhf ]; then
-    words="{names} --help --version"
-  fi
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-  case ${{COMPREPLY[0]}} in *=) compopt -o nospace 2>/dev/null ;; esac
-}}
-complete -o default -F _mrlhf mrlhf torchrun {programs} mrlhf-convert-checkpoint"""
-_ZSH = "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,23 +33,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_version_option(parser)
     parser.add_argument("shell", choices=["bash", "zsh"])
-    shell: str = parser.parse_args(arguments).shell
-    show(script() if shell == "bash" else _ZSH + script())
+    parser.parse_args(arguments)
+    show(script())
     return 0
 
 
 def script() -> str:
-    """Return bash's script, which zsh runs too."""
+    """Return the script, which both shells run."""
     names = [row.name for row in SUBCOMMANDS]
     keys = {name: node for root in PROGRAMS.values() for name, node in nodes(root).items()}
     values = {name: " ".join(_values(node.field.annotation)) for name, node in keys.items()}
-    return _SCRIPT.format(
-        names=" ".join(names),
-        commands=" | ".join(names),
-        programs=" ".join(f"mrlhf-{name}" for name in names),
-        values="\n".join(f'{key}) words="{words}" ;;' for key, words in values.items() if words),
-        options="\n".join(f'{row.name}) words="{_words(row)}" ;;' for row in SUBCOMMANDS),
-    )
+    parts = {
+        "names": " ".join(names),
+        "commands": " | ".join(names),
+        "programs": " ".join(f"mrlhf-{name}" for name in names),
+        "values": "\n".join(f'{key}) words="{words}" ;;' for key, words in values.items() if words),
+        "options": "\n".join(f'{row.name}) words="{_words(row)}" ;;' for row in SUBCOMMANDS),
+    }
+    text = Path(__file__).with_suffix(".sh").read_text(encoding="utf-8")
+    return re.sub("@([a-z]+)@", lambda place: parts[place[1]], text)
 
 
 def _words(row: Subcommand) -> str:

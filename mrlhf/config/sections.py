@@ -84,10 +84,8 @@ def _without_adapter(place: Place) -> NotRead | None:
 
 def _one_response(place: Place) -> NotRead | None:
     """The sharing of prompts where each has one response, of one context."""
-    if not hasattr(place.config, "rollout"):
-        return None
-    rollout = place.config.rollout
-    if rollout.n > 1 or rollout.has_turns:
+    config = place.config
+    if not hasattr(config, "rollout") or config.rollout.n > 1 or config.rollout.has_turns:
         return None
     return NotRead(", since rollout.n is 1", "raise that", ("rollout.n",))
 

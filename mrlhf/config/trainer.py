@@ -38,10 +38,9 @@ def _is_named(metric: str | None) -> bool:
 
 def _nothing_held_out(place: Place) -> NotRead | None:
     """A setting of validations without data."""
-    deciders = ("data.val_files", "data.test_files")
-    if any(map(place.value, deciders)):
-        return None
-    return NotRead(f", since {' and '.join(deciders)} are empty", "give files", deciders)
+    keys = ("data.val_files", "data.test_files")
+    why = f", since {' and '.join(keys)} are empty"
+    return None if any(map(place.value, keys)) else NotRead(why, "give files", keys)
 
 
 def _no_critic(place: Place) -> NotRead | None:

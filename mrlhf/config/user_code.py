@@ -90,11 +90,10 @@ def load_function(
 
 
 def load_member(file: Path, name: str, wanted: str = "function") -> Callable[..., Any]:
-    """Load the function or class `name` of `file` (absolute), which is imported once a process.
+    """Load what is called `name` in `file` (absolute), which is imported once a process.
 
     Raises:
-        UserCodeError: the file cannot be imported, or has no such member; the message says what was
-            `wanted` and names the nearest one. If the file raised an error, that is the cause.
+        UserCodeError: the file cannot be imported, which its error caused, or has no such member.
     """
     members = vars(_import_file(file))
     member = members.get(name)
