@@ -60,11 +60,7 @@ def list_of_pages(pages: Mapping[str, str]) -> str:
 
 
 def find(pages: Mapping[str, str], topic: str) -> str:
-    """Return the page, or the section, that is called `topic`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the page, or the section, that is called `topic`; ConfigError if there is none."""
     path = topic.removeprefix("docs/").removeprefix("configs/").replace("/README.md", "")
     page, _, anchor = path.replace(".md", "").partition("#")
     if page in pages and not anchor:

@@ -76,9 +76,7 @@ def load_function(
         by_name: whether these are passed by keyword, else by position.
 
     Raises:
-        UserCodeError: the file cannot be imported, has no such function, or the function takes
-            other arguments or does not return its result. If the file raised an error, that is the
-            cause.
+        UserCodeError: as `load_member`, or it takes other arguments or does not return its result.
     """
     function = load_member(file, name)
     try:

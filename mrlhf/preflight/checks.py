@@ -30,9 +30,7 @@ _AXES_OF_RANKS = ("tp", "cp", "pp", "ep", "etp")
 _TEST = ("test", "test_sampled")
 _PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "dpo"))
 _SUPERVISED = ("perf", "timing_s", "val")
-_NO_DATA = (
-    "needs data to validate on, but data.val_files is empty; give files, or leave the key out"
-)
+_NO_DATA = "needs data to validate on, but data.val_files is empty; give files, or leave it out"
 
 
 def check(config: AnyConfig, world_size: int) -> None:
