@@ -43,18 +43,22 @@ help:
 # What runs need. torch comes first and alone: as a dependency of another package, pip would pick
 # its newest build for CUDA. Python compiles a module when it is first imported, so pip need not
 # compile all of them.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 $(READY): setup.py constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python {v[0]}.{v[1]} is too old; use >= 3.10" if v < (3, 10) else 0)'
-	@echo "Installing into $(VENV): torch, then mrlhf and the rest. This takes a minute or two."
+	@echo "Installing into $(VENV): torch, then mrlhf and the rest. That is 1.2 GB with torch's CPU build;"
+	@echo "PyPI's is for CUDA and takes 5. For the CPU build: make $(or $(MAKECMDGOALS),install) PIP_ARGS='--extra-index-url $(CPU_INDEX)'"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
 	@$(PIP) -e .
 	@touch $@
 
-# What tests and checks of style need as well.
+# What tests and checks of style need as well. Builds of torch for CUDA bring their own Triton; the
+# CPU build has none.
 dev: $(DEV_READY)
 
 $(DEV_READY): $(READY)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.9.0
 	$(PIP) -e '.[dev]'
 	touch $@
 

@@ -2,6 +2,7 @@
 a GPU.
 """
 
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -13,10 +14,13 @@ ROOT = Path(__file__).parent
 
 
 class BuildWithShippedFiles(build_py):
-    """Puts the folders that `mrlhf-init` copies into the package; in a clone they lie beside it."""
+    """Puts the folders and pages that commands show or copy into the package.
+
+    In a clone they lie beside it.
+    """
 
     def run(self) -> None:
-        """Build the package, and copy the folders."""
+        """Build the package, and copy them."""
         super().run()
         if self.editable_mode:
             return
@@ -25,13 +29,22 @@ class BuildWithShippedFiles(build_py):
         for name in ("configs", "docs", "launch"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, shipped / name, ignore=ignored)
+        for page in ROOT.glob("*.md"):
+            shutil.copy(page, shipped)
+
+
+def long_description() -> str:
+    """README without pictures of the repository and links into it, which no index has."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[[^]]*\]\((?!https?://)[^)]*\)\s*", "", text)
+    return re.sub(r"\[([^]]*)\]\((?!https?://)[^)]*\)", r"\1", text)
 
 
 setup(
     name="mrlhf",
     version=runpy.run_path(str(ROOT / "mrlhf" / "version.py"))["__version__"],
     description="RLHF for language models on Megatron-style model parallelism, by plain torchrun",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     keywords=["rlhf", "ppo", "grpo", "dpo", "reward model", "megatron", "torchrun"],
@@ -46,6 +59,7 @@ setup(
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
     package_data={
         "mrlhf": [
+            "commands/*.sh",
             "config/*.yaml",
             "config/imports/*.yaml",
             "config/imports/*.sh",
@@ -98,8 +112,9 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "vllm": ["vllm==0.32.*"],
         "trackers": ["wandb", "trackio"],
-        # what megatron-core's own checkpoints need, to come and go with Megatron-LM
-        "megatron-lm": ["psutil"],
+        # what megatron-core's own checkpoints need, to come and go with Megatron-LM; it neither
+        # reads nor writes them with torch 2.15
+        "megatron-lm": ["psutil", "torch<2.15"],
         "dev": [
             "psutil",
             "pytest",

@@ -1,4 +1,6 @@
-"""Prints the script that lets a shell complete the commands, the options and the keys of mrlhf.
+"""Prints the script that lets a shell complete commands, options, keys of mrlhf and their values.
+
+Options are read in the sources of the commands, most of which would import torch.
 
 Usage: source <(mrlhf completion bash)
        source <(mrlhf completion zsh)
@@ -7,31 +9,21 @@ Usage: source <(mrlhf completion bash)
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
-from mrlhf.commands.entry import SUBCOMMANDS
-from mrlhf.config.roots import PROGRAMS, Root
+from mrlhf.commands.docs import read_pages
+from mrlhf.commands.entry import SUBCOMMANDS, Subcommand
+from mrlhf.config.roots import PROGRAMS, PPOConfig
 from mrlhf.config.tree import nodes
 from mrlhf.printable import show
-from mrlhf.version import add_version_option
+from mrlhf.version import add_version_option, shipped
 
-_OPTIONS = "-n --config --dry-run --world-size --allow-missing --quiet --help"
-# A key ends with "=", after which the value follows at once, so no blank is added behind it.
-_SCRIPT = """\
-_mrlhf() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} words=
-  if [ "$COMP_CWORD" -eq 1 ]; then
-    words="{names} --help --version"
-  else
-    case ${{COMP_WORDS[1]}} in
-{cases}
-    esac
-  fi
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-  case ${{COMPREPLY[0]}} in *=) compopt -o nospace 2>/dev/null ;; esac
-}}
-complete -o default -F _mrlhf mrlhf"""
-_ZSH = "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"
+# An option, or the name of a parser of its own.
+_OPTION = re.compile(r'(?:\(\s*(?:"-h", )?"(?=--)|add_parser\(\s*")([\w-]+)"')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,20 +33,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_version_option(parser)
     parser.add_argument("shell", choices=["bash", "zsh"])
-    shell: str = parser.parse_args(arguments).shell
-    show(script() if shell == "bash" else _ZSH + script())
+    parser.parse_args(arguments)
+    show(script())
     return 0
 
 
 def script() -> str:
-    """Return bash's script, which zsh runs too."""
-    cases = [
-        f'      train-{name}) words="{_OPTIONS} {" ".join(_keys(root))}" ;;'
-        for name, root in PROGRAMS.items()
-    ]
-    names = " ".join(subcommand.name for subcommand in SUBCOMMANDS)
-    return _SCRIPT.format(names=names, cases="\n".join(cases))
+    """Return the script, which both shells run."""
+    names = [row.name for row in SUBCOMMANDS]
+    keys = {name: node for root in PROGRAMS.values() for name, node in nodes(root).items()}
+    values = {name: " ".join(_values(node.field.annotation)) for name, node in keys.items()}
+    parts = {
+        "names": " ".join(names),
+        "commands": " | ".join(names),
+        "programs": " ".join(f"mrlhf-{name}" for name in names),
+        "values": "\n".join(f'{key}) words="{words}" ;;' for key, words in values.items() if words),
+        "options": "\n".join(f'{row.name}) words="{_words(row)}" ;;' for row in SUBCOMMANDS),
+    }
+    text = Path(__file__).with_suffix(".sh").read_text(encoding="utf-8")
+    return re.sub("@([a-z]+)@", lambda place: parts[place[1]], text)
 
 
-def _keys(root: type[Root]) -> list[str]:
-    return [f"{name}=" for name, node in nodes(root).items() if not node.is_section]
+def _words(row: Subcommand) -> str:
+    """What may follow the name of a command."""
+    roots = {f"train-{name}": root for name, root in PROGRAMS.items()}
+    spec = find_spec("mrlhf.config.arguments" if row.name in roots else row.module)
+    assert spec is not None and spec.origin is not None
+    words = _OPTION.findall(Path(spec.origin).read_text(encoding="utf-8"))
+
+    root = roots.get(row.name, PPOConfig if row.name in ("plan", "doctor") else None)
+    if root is not None:
+        words += [f"{name}=" for name, node in nodes(root).items() if not node.is_section]
+    if row.name == "docs":
+        words += read_pages(shipped())
+    return " ".join(words)
+
+
+def _values(annotation: Any) -> list[str]:
+    """The words that a key of this type takes, if it takes any."""
+    if annotation is bool:
+        return ["true", "false"]
+    if get_origin(annotation) is Literal:
+        return list(map(str, get_args(annotation)))
+    parts = () if get_origin(annotation) is list else get_args(annotation)
+    return [word for part in parts for word in _values(part)]

@@ -2,7 +2,8 @@
 
 Usage: mrlhf docs [TOPIC]
 
-In a clone these are the files of `docs/`; an installed package has a copy of them.
+In a clone these are the files of `docs/`, those beside it and those of the recipes; an installed
+package has a copy of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mrlhf.commands.endings import end_command
@@ -34,31 +35,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "(default: list the pages)",
     )
     topic: str | None = parser.parse_args(arguments).topic
-    folder = shipped() / "docs"
 
     def print_it() -> int:
-        show(list_of_pages(folder) if topic is None else find(folder, topic))
+        pages = read_pages(shipped())
+        show(list_of_pages(pages) if topic is None else find(pages, topic))
         return 0
 
-    return end_command(print_it, folder)
+    return end_command(print_it, shipped())
 
 
-def list_of_pages(folder: Path) -> str:
-    """Return the name and the title of each page of the folder, a line each."""
-    pages = sorted(folder.glob("*.md"))
-    width = max(len(page.stem) for page in pages)
-    lines = [f"{page.stem:<{width}}  {_sections(page.read_text('utf-8'))[0][1]}" for page in pages]
+def read_pages(folder: Path) -> dict[str, str]:
+    """Return the text of each page by its name; recipes are `recipes/<name>`."""
+    pages = {path.stem: path for path in (*folder.glob("*.md"), *sorted(folder.glob("docs/*.md")))}
+    for path in sorted(folder.glob("configs/recipes/*/README.md")):
+        pages[f"recipes/{path.parent.name}"] = path
+    return {name: path.read_text("utf-8") for name, path in pages.items()}
+
+
+def list_of_pages(pages: Mapping[str, str]) -> str:
+    """Return the name and the title of each page, a line each."""
+    width = max(map(len, pages))
+    lines = [f"{name:<{width}}  {_sections(text)[0][1]}" for name, text in pages.items()]
     return "\n".join([*lines, "", "mrlhf docs TOPIC prints one of them."])
 
 
-def find(folder: Path, topic: str) -> str:
-    """Return the page, or the section, that is called `topic`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    page, _, anchor = topic.removeprefix("docs/").replace(".md", "").partition("#")
-    pages = {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.md"))}
+def find(pages: Mapping[str, str], topic: str) -> str:
+    """Return the page, or the section, that is called `topic`; ConfigError if there is none."""
+    path = topic.removeprefix("docs/").removeprefix("configs/").replace("/README.md", "")
+    page, _, anchor = path.replace(".md", "").partition("#")
     if page in pages and not anchor:
         return pages[page]
 
@@ -69,7 +73,9 @@ def find(folder: Path, topic: str) -> str:
             if wanted in (name, title.lower()):
                 return section
             sections.setdefault(name, section)
-    near = difflib.get_close_matches(wanted, list(dict.fromkeys([*pages, *sections])), n=3)
+    names = list(dict.fromkeys([*pages, *sections]))
+    part = [name for name in names if wanted in name.replace("_", "-").lower()]
+    near = part[:3] or difflib.get_close_matches(wanted, names, n=3)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise ConfigError(f"no page or section is called {topic!r}; {hint}mrlhf docs lists the pages")
 

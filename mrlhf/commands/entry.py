@@ -78,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(f"mrlhf {__version__}")
         return 0
     if name not in BY_NAME:
-        near = difflib.get_close_matches(name, BY_NAME, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        part = [known for known in BY_NAME if name in known or known in name]
+        near = part or difflib.get_close_matches(name.replace("_", "-"), BY_NAME, n=1)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         sys.stderr.write(f"error: there is no command {name!r}{hint}; mrlhf --help lists all\n")
         return 2
 

@@ -17,17 +17,17 @@ from mrlhf.printable import show
 from mrlhf.version import add_version_option, shipped
 
 _ARITHMETIC = (  # option, default, help
-    ("digits", 2, "largest number of digits of an operand"),
-    ("operations", "+", "one or several of +-*"),
-    ("sft", 9000, "supervised problems"),
-    ("sft-copies", 3, "answers to each supervised problem, each right or wrong"),
-    ("short-factor", 3, "so many times more of them for each operand with fewer digits"),
-    ("train", 9000, "RL prompts"),
-    ("validation", 500, "prompts that are in neither of the two"),
-    ("held-out", 500, "prompts that are in none of the three"),
-    ("wrong-fraction", 0.45, "fraction of the supervised answers that is wrong"),
-    ("vocab-size", 32, "largest vocabulary, tokens; fewer are made if fewer suffice"),
-    ("seed", 0, None),
+    ("--digits", 2, "largest number of digits of an operand"),
+    ("--operations", "+", "one or several of +-*"),
+    ("--sft", 9000, "supervised problems"),
+    ("--sft-copies", 3, "answers to each supervised problem, each right or wrong"),
+    ("--short-factor", 3, "so many times more of them for each operand with fewer digits"),
+    ("--train", 9000, "RL prompts"),
+    ("--validation", 500, "prompts that are in neither of the two"),
+    ("--held-out", 500, "prompts that are in none of the three"),
+    ("--wrong-fraction", 0.45, "fraction of the supervised answers that is wrong"),
+    ("--vocab-size", 32, "largest vocabulary, tokens; fewer are made if fewer suffice"),
+    ("--seed", 0, None),
 )
 
 
@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "arithmetic", help="sums as text, with some supervised answers wrong"
     )
     for name, default, text in _ARITHMETIC:
-        arithmetic.add_argument(f"--{name}", type=type(default), default=default, help=text)
+        arithmetic.add_argument(name, type=type(default), default=default, help=text)
     arithmetic.add_argument(
         "--wrong-kind",
         choices=("uniform", "near", "carry"),

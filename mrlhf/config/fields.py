@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from mrlhf.config.user_code import check_name, is_reference
+from mrlhf.config.user_code import OWN_FUNCTION, check_name, is_reference
 
 MOST = 10**9  # largest whole number where there is no other bound
 _LEAST_BUT_ZERO = 1e-12
@@ -110,11 +110,11 @@ Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _ONE_OR_MANY]
 Name = Annotated[str, Field(pattern=r"\S")]
 
 
-def known_or_own(names: Sequence[str]) -> BeforeValidator:
-    """Refuses what is neither one of `names` nor "path/to/file.py:function"; expands its path."""
+def known_or_own(names: Sequence[str], own: str = OWN_FUNCTION) -> BeforeValidator:
+    """Refuses what is neither one of `names` nor of the form `own`; expands its path."""
 
     def check(value: object) -> str:
-        text = check_name(value, names)
+        text = check_name(value, names, own)
         if not is_reference(text):
             return text
         path, _, function = text.rpartition(":")

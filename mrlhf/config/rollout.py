@@ -59,7 +59,9 @@ def _environments(value: object) -> object:
 class EnvironmentSection(Section):
     """What leads the episodes of some rows."""
 
-    name: Annotated[FunctionReference, known_or_own(())]
+    name: Annotated[
+        FunctionReference, known_or_own((), "path/to/file.py:Class or path/to/file.py:function")
+    ]
     """path/to/file.py:Class, or path/to/file.py:function for an async function that leads the
     episode by itself"""
     data_source: str | None = None
@@ -68,7 +70,7 @@ class EnvironmentSection(Section):
 
 def _has_turns(place: Place) -> NotRead | None:
     """Why a key of episodes has no effect, if there are none."""
-    if place.value("environment") or place.value("tools"):
+    if place.config.rollout.has_turns:
         return None
     return NotRead(
         ", since there are neither rollout.environment nor rollout.tools",
@@ -93,7 +95,7 @@ class PartialSection(Section):
     max_versions: Annotated[Annotated[int, Field(ge=2, le=64)], _IF_PARTIAL] = 2
     """most versions of the policy that draw the samples of one prompt: the last of the steps waits
     for them; at least over"""
-    turn_cost: Annotated[CountOrZero, _IF_PARTIAL] = 64
+    turn_cost: Annotated[CountOrZero, _IF_PARTIAL, _IF_TURNS] = 64
     """in a step all samples draw equally many tokens, and the end of a turn counts for this many:
     about as many as the engine draws of a sample while a tool works"""
 

@@ -157,7 +157,7 @@ class PPOConfig(Root):
     @property
     def unbuilt(self) -> frozenset[str]:
         """The sections of models that this run does not use."""
-        unused = {"critic", "reference"}.difference(self.roles())
+        unused = {"critic", "reference", "reward_model"}.difference(self.roles())
         return frozenset(unused - {"reference"} if self.needs_reference else unused)
 
     @property

@@ -82,6 +82,14 @@ def _without_adapter(place: Place) -> NotRead | None:
     return NotRead(f", since {decider} is 0", "set a rank", (decider,))
 
 
+def _one_response(place: Place) -> NotRead | None:
+    """The sharing of prompts where each has one response, of one context."""
+    config = place.config
+    if not hasattr(config, "rollout") or config.rollout.n > 1 or config.rollout.has_turns:
+        return None
+    return NotRead(", since rollout.n is 1", "raise that", ("rollout.n",))
+
+
 _IF_ADAMW = read_if("name", lambda name: name == "adamw", "is muon", "use adamw")
 _IF_MUON = read_if("name", lambda name: name == "muon", "is adamw", "use muon")
 _UNLESS_BOTH_BOUNDS = ReadIf(_beside_bounds)
@@ -202,7 +210,7 @@ class RoleSection(Section):
     micro_batch_tokens: Count = 16384
     """most tokens in one packed micro-batch; of its tokens each of cp context-parallel ranks holds
     an equal part"""
-    share_prompts: bool = False
+    share_prompts: Annotated[bool, ReadIf(_one_response)] = False
     """compute a prompt once for all of its responses in a micro-batch, in every pass"""
     offload: Offload = Field(default_factory=list)
     """what waits on the host while no phase needs it (optimizer: moments and float32 weights)"""
@@ -230,7 +238,7 @@ class LoraSection(Section):
     use_rslora: Annotated[bool, _IF_NEW, _IF_THERE_IS_ONE] = False
     """divide alpha by the root of the rank instead, so that the learning rate need not depend on
     it"""
-    target_modules: Annotated[Texts, _IF_NEW, _IF_THERE_IS_ONE] = Field(
+    target_modules: Annotated[Texts, Field(min_length=1), _IF_NEW, _IF_THERE_IS_ONE] = Field(
         default_factory=lambda: [ALL_LINEAR]
     )
     """names of linear layers, as peft has them, such as q_proj; all-linear: those of attention and

@@ -36,6 +36,13 @@ def _is_named(metric: str | None) -> bool:
     return metric is not None
 
 
+def _nothing_held_out(place: Place) -> NotRead | None:
+    """A setting of validations without data."""
+    keys = ("data.val_files", "data.test_files")
+    why = f", since {' and '.join(keys)} are empty"
+    return None if any(map(place.value, keys)) else NotRead(why, "give files", keys)
+
+
 def _no_critic(place: Place) -> NotRead | None:
     """The warm-up of a critic that does not exist."""
     if place.config.needs_critic:
@@ -44,13 +51,15 @@ def _no_critic(place: Place) -> NotRead | None:
     return NotRead(why, "use gae", (ESTIMATOR, "algorithm.use_critic"))
 
 
+_IF_HELD_OUT = ReadIf(_nothing_held_out)
+_IF_TRACED = read_if("ranks", bool, "names no rank", "name the ranks there")
 _IF_PROFILED = read_if("steps", bool, "names no step", "name the steps there")
 
 
 class ProfileSection(Section):
     """Traces of torch's profiler, a file for each of the steps on each of the ranks."""
 
-    steps: list[Count] = Field([])
+    steps: Annotated[list[Count], _IF_TRACED] = Field(default_factory=list)
     """training steps that are traced; empty: none"""
     ranks: Annotated[list[CountOrZero], _IF_PROFILED] = Field(default_factory=lambda: [0])
     """ranks that trace them"""
@@ -159,9 +168,9 @@ class PPOTrainerSection(TrainerSection):
     critic_warmup: Annotated[CountOrZero, ReadIf(_no_critic)] = 0
     """first training step that trains the actor; only the critic is trained before; 0: no
     warm-up"""
-    val_before_train: bool = True
+    val_before_train: Annotated[bool, _IF_HELD_OUT] = True
     """validate before the first training step"""
-    val_sampled: bool = False
+    val_sampled: Annotated[bool, _IF_HELD_OUT] = False
     """validate with samples at rollout.temperature as well as with greedy answers"""
     val_n: Annotated[Count, read_if("val_sampled")] = 1
     """samples of each prompt in the validation with samples"""

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+OWN_FUNCTION = "path/to/file.py:function"
+
 
 class UserCodeError(Exception):
     """The function cannot be used; the message says why, on one line."""
@@ -30,18 +32,18 @@ def is_reference(name: str) -> bool:
     return path.endswith(".py") and function.isidentifier()
 
 
-def check_name(name: object, known: Sequence[str]) -> str:
+def check_name(name: object, known: Sequence[str], own: str = OWN_FUNCTION) -> str:
     """`name` if it is one of `known` or has the form "path/to/file.py:function".
 
     Raises:
-        ValueError: it is neither; the message names the nearest known one.
+        ValueError: it is neither; the message names the nearest known one, and `own` as the form.
     """
     if isinstance(name, str) and (name in known or is_reference(name)):
         return name
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     others = f"{', '.join(known)} or " if known else ""
-    raise ValueError(f"should be {others}path/to/file.py:function{hint}")
+    raise ValueError(f"should be {others}{own}{hint}")
 
 
 def read_reference(reference: str) -> tuple[Path, str]:
@@ -74,9 +76,7 @@ def load_function(
         by_name: whether these are passed by keyword, else by position.
 
     Raises:
-        UserCodeError: the file cannot be imported, has no such function, or the function takes
-            other arguments or does not return its result. If the file raised an error, that is the
-            cause.
+        UserCodeError: as `load_member`, or it takes other arguments or does not return its result.
     """
     function = load_member(file, name)
     try:
@@ -87,12 +87,11 @@ def load_function(
     return function
 
 
-def load_member(file: Path, name: str) -> Callable[..., Any]:
-    """Load the function or class `name` of `file` (absolute), which is imported once a process.
+def load_member(file: Path, name: str, wanted: str = "function") -> Callable[..., Any]:
+    """Load what is called `name` in `file` (absolute), which is imported once a process.
 
     Raises:
-        UserCodeError: the file cannot be imported, or has no such member; the message names the
-            nearest one. If the file raised an error, that is the cause.
+        UserCodeError: the file cannot be imported, which its error caused, or has no such member.
     """
     members = vars(_import_file(file))
     member = members.get(name)
@@ -102,7 +101,10 @@ def load_member(file: Path, name: str) -> Callable[..., Any]:
         ]
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
-        raise UserCodeError(f"{file} has no function {name!r}; {hint}")
+        if name in members:
+            kind = type(member).__name__
+            raise UserCodeError(f"{name} in {file} is of type {kind}, and no {wanted}; {hint}")
+        raise UserCodeError(f"{file} has no {wanted} {name!r}; {hint}")
     found: Callable[..., Any] = member
     return found
 

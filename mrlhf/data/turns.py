@@ -76,7 +76,7 @@ class TurnRenderer:
             DataError: there is no chat template, or it ignores `tools` or the results of tools.
         """
         if not tokenizer.has_chat_template:
-            raise DataError(f"turns need a chat template, and the tokenizer has none; {_REMEDY} is")
+            raise DataError("turns need a chat template: there is none; set data.chat_template")
         self._tokenizer = tokenizer
         self._tools = tools
         self._end_ids = {tokenizer.eos_id, *tokenizer.end_ids, *end_ids}

@@ -39,7 +39,7 @@ def load(
     rollout = None
     if environment is not None:
         file, name = environment
-        kind = user_code.load_member(Path(file), name)
+        kind = user_code.load_member(Path(file), name, "class or async function")
         if inspect.iscoroutinefunction(kind):
             kind, rollout = None, kind
         elif not isinstance(kind, type):

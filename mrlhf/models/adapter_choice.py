@@ -52,7 +52,7 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
     _check_names("exclude_modules", lora.excluded, layers)
     adapted = replace(spec, lora=lora)
     _check_rank(adapted)
-    _check_experts("lora.target_modules", adapted)
+    _check_experts(f"lora.{'exclude' if lora.excluded else 'target'}_modules", adapted)
     return adapted
 
 

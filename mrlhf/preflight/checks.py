@@ -30,6 +30,7 @@ _AXES_OF_RANKS = ("tp", "cp", "pp", "ep", "etp")
 _TEST = ("test", "test_sampled")
 _PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "dpo"))
 _SUPERVISED = ("perf", "timing_s", "val")
+_NO_DATA = "needs data to validate on, but data.val_files is empty; give files, or leave it out"
 
 
 def check(config: AnyConfig, world_size: int) -> None:
@@ -330,19 +331,8 @@ def _profile_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
 def _run_problems(config: AnyConfig) -> Iterator[str]:
     """Validation without data, and schedules longer than the run."""
     trainer = config.trainer
-    held_out = isinstance(config, PreferenceConfig) and config.data.held_out_fraction > 0
-    if not config.data.val_files and not held_out:
-        users = []
-        if trainer.test_freq:
-            users.append(f"trainer.test_freq {trainer.test_freq}")
-        has_test = isinstance(config, PPOConfig) and bool(config.data.test_files)
-        if isinstance(trainer, PPOTrainerSection) and trainer.val_sampled and not has_test:
-            users.append("trainer.val_sampled true")
-        if users:
-            yield (
-                f"{_joined(users)} needs data to validate on, but data.val_files is empty; give "
-                "files, or leave the key out"
-            )
+    if trainer.test_freq and not _validates(config):
+        yield f"trainer.test_freq {trainer.test_freq} {_NO_DATA}"
 
     total = trainer.total_steps
     if total is None:
@@ -355,9 +345,15 @@ def _run_problems(config: AnyConfig) -> Iterator[str]:
             too_late.append(f"{name}.lr_warmup_steps {optim.lr_warmup_steps}")
     if too_late:
         yield (
-            f"{_joined(too_late)} would end after trainer.total_steps {total}; lower the first or "
-            "raise the second"
+            f"{_joined(too_late)} would not end before trainer.total_steps {total}; lower the "
+            "first or raise the second"
         )
+
+
+def _validates(config: AnyConfig) -> bool:
+    """Whether there are rows for validation."""
+    held_out = isinstance(config, PreferenceConfig) and config.data.held_out_fraction > 0
+    return bool(config.data.val_files) or held_out
 
 
 def _metric_problems(config: AnyConfig) -> Iterator[str]:
@@ -384,3 +380,7 @@ def _metric_problems(config: AnyConfig) -> Iterator[str]:
                 f"trainer.{key} is {name}, which is no metric of this run; their names begin with "
                 f"{', '.join(f'{known}/' for known in kinds)}"
             )
+        elif kind in ("val", "val_sampled") and not _validates(config):
+            yield f"trainer.{key} {name} {_NO_DATA}"
+        elif kind == "val_sampled" and not config.value_of("trainer.val_sampled"):
+            yield f"trainer.{key} is {name}, but trainer.val_sampled is false; turn that on"

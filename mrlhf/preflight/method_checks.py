@@ -274,8 +274,9 @@ def _component_problems(config: PPOConfig) -> Iterator[str]:
 
 def _correctness_problems(config: PPOConfig) -> Iterator[str]:
     """Keys that need to know which responses are right, although no reward term says it."""
-    # A function of the user's may return acc.
-    if any(term.name in CORRECTNESS_TERMS or ":" in term.name for term in config.reward.terms):
+    # A function or an environment of the user's may return acc.
+    known = (*CORRECTNESS_TERMS, "environment")
+    if any(term.name in known or ":" in term.name for term in config.reward.terms):
         return
 
     users = []

@@ -97,23 +97,6 @@ def test_it_names_every_choice(choice: Any) -> None:
     assert not [name for name in get_args(choice) if f"`{name}`" not in PAGE]
 
 
-@pytest.mark.parametrize(
-    ("start", "choice"),
-    [
-        ("Advantage estimators", AdvantageEstimator),
-        ("Policy losses", LossMode),
-        ("Loss aggregation", LossAggMode),
-        ("KL to the reference", KlKind),
-        ("Rollout correction", CorrectionPreset),
-    ],
-)
-def test_its_tables_hold_each_name_once(start: str, choice: Any) -> None:
-    named = [
-        name for names in first_column(section(start)) for name in names if name != "reinforce"
-    ]
-    assert sorted(named) == sorted(get_args(choice))
-
-
 def test_it_lists_the_shipped_files() -> None:
     shipped = {file.name for file in (ROOT / "configs" / "algorithms").glob("*.yaml")}
     (table,) = re.findall(r"\| file in `configs/algorithms/`.*?\n\n", PAGE, re.DOTALL)

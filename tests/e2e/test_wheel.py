@@ -7,6 +7,7 @@ The wheel is made from the source distribution, as package indexes get it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,10 +45,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the wheel is installed in; what it needs comes from this environment."""
     folder = tmp_path_factory.mktemp("installed")
-    (command,) = commands_of("docs/install.md", r"^pip install \.$")
+    (command,) = commands_of("docs/install.md", r"^pip install .* \.$")
     words = command.removesuffix(".").split()
     options = ["-q", "--no-deps", "--target", str(folder), str(wheel)]
-    _python("-m", *words, *options, cwd=folder)
+    _python("-m", *words, *options, cwd=ROOT)
     return folder
 
 
@@ -69,6 +70,8 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and path.suffix != ".pyc":
                 files[str(Path(inside) / path.relative_to(ROOT))] = path.read_bytes()
+    for path in ROOT.glob("*.md"):
+        files[f"mrlhf/shipped/{path.name}"] = path.read_bytes()
 
     with zipfile.ZipFile(wheel) as archive:
         held = {
@@ -76,6 +79,15 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
         }
     assert held.keys() == files.keys()
     assert held == files
+
+
+def test_an_index_can_show_its_description(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        text = archive.read(name).decode()
+    assert "docs/your_own_task.md goes from an empty directory" in text
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links and all(link.startswith("https://") for link in links)
 
 
 def test_its_commands_run_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:

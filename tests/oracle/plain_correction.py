@@ -28,6 +28,10 @@ _OF_SEQUENCE: dict[str, Callable[[Sequence[float]], float]] = {
 def estimates(statistic: str, rows: Rows) -> Rows:
     """The estimate of each token, or at each token that of its response, which has one."""
     *level, estimate = statistic.split("_")
+    assert estimate in _ESTIMATES and level[-1] in ("token", *_OF_SEQUENCE), (
+        f"the oracle has no plain version of {statistic}; add it to _ESTIMATES or _OF_SEQUENCE in "
+        "tests/oracle/plain_correction.py"
+    )
     of_tokens = [[_ESTIMATES[estimate](_cut(x)) for x in row] for row in rows]
     if level == ["token"]:
         return of_tokens

@@ -97,7 +97,10 @@ def bypass(kind: str, rows: list[Row]) -> list[Row]:
             )
             for r, row in zip(ratios, rows, strict=True)
         ]
-    assert kind == "geo"
+    assert kind == "geo", (
+        f"the oracle has no plain version of {kind}; add it to bypass in "
+        "tests/oracle/plain_losses.py"
+    )
     inside = [
         1 / BAND <= 1 / math.exp(r[row.kept].log().mean().item()) <= BAND
         for r, row in zip(ratios, rows, strict=True)
@@ -183,7 +186,10 @@ def _of_trust_region(name: str, row: Row, o: Numbers) -> RowLoss:
     if name == "dppo_tv":
         valid = torch.where(a > 0, p - q <= o.trust_high, q - p <= o.trust_low)
     else:
-        assert name == "dppo_kl"
+        assert name == "dppo_kl", (
+            f"the oracle has no plain version of {name}; add it to _of_row in "
+            "tests/oracle/plain_losses.py"
+        )
         kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
         valid = torch.where(a > 0, (kl <= o.trust_high) | (p <= q), (kl <= o.trust_low) | (p >= q))
     losses = -a * ratio.clamp(max=o.clip_c) * row.logprobs * valid

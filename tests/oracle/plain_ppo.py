@@ -148,7 +148,10 @@ def _metrics(rows: list[Row], losses: list[RowLoss]) -> Tables:
 def _kl(kind: str, experience: Experience, row: int, log_p: Tensor, reference: Any) -> Tensor:
     if kind == "full":
         return kl_between(log_p, distribution(reference, experience.rollout, row))
-    assert experience.ref_logprobs is not None and kind == "low_var_kl"
+    assert kind == "low_var_kl", (
+        f"the oracle has no plain version of {kind}; add it to _kl in tests/oracle/plain_ppo.py"
+    )
+    assert experience.ref_logprobs is not None
     log_ratio = experience.ref_logprobs[row, : len(log_p)] - drawn(log_p, experience.rollout, row)
     return (log_ratio.exp() - log_ratio - 1).clamp(max=10)
 
@@ -259,4 +262,8 @@ def aggregated(rows: list[Tensor], kept: list[Tensor], mode: str) -> Tensor:
         "seq-mean-token-sum-norm": lambda row: row.sum() / SCALE,
         "seq-mean-token-mean": lambda row: row.sum() / max(1, len(row)),
     }
+    assert mode in of_sequence, (
+        f"the oracle has no plain version of {mode}; add it to aggregated in "
+        "tests/oracle/plain_ppo.py"
+    )
     return torch.stack([of_sequence[mode](row) for row in rows]).mean()

@@ -156,6 +156,25 @@ def test_refuses_in_one_line(argument: str, variables: dict[str, str], message: 
     assert line.startswith("error: ") and message in line
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--dry-run --nodes=2 --gpus-per-node=8 --config x.yaml",
+        "--dry-run -N 2 --config x.yaml",
+        "--dry-run --config x.yaml --nodes=2",
+        "--dry-run --nodes=2 -- --config x.yaml --exclusive",
+        "--nodes=2 --config x.yaml",  # would submit
+        "--config x.yaml --dry-run",
+    ],
+)
+def test_options_of_sbatch_do_not_reach_the_program(arguments: str) -> None:
+    done = run("bash", SCRIPT, *arguments.split())
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "is no option of a training" in line and " -- --config FILE" in line
+    assert not done.stdout
+
+
 def test_check_of_a_node(tmp_path: Path) -> None:
     done = run(sys.executable, CHECK, "--interface=lo", f"--output-dir={tmp_path}/new")
     assert done.returncode == 0, done.stderr

@@ -1,19 +1,30 @@
-"""The configurations in configs/gpu/ pass the dry run on the GPUs that their names say, and fit."""
+"""The configurations in configs/gpu/ pass the dry run on the GPUs that their names say, and fit.
+
+So does the one of docs/first_gpu_run.md, with rows that the page's script has written.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from mrlhf.config import PPOConfig, load_config
+from mrlhf.config import PPOConfig, load_config, parse_args
 from mrlhf.errors import ConfigError
 from mrlhf.models.families import family_of, load_spec
-from mrlhf.preflight import check_models, dry_run
+from mrlhf.preflight import dry_run
 from mrlhf.preflight.footprint import footprint
+from mrlhf.preflight.model_checks import check_models
+from tests.models.chat import chat_tokenizer
 from tests.models.published import write_published
-from tests.pages import ROOT
+from tests.pages import ROOT, commands_of, files
 
 FILES = sorted((ROOT / "configs" / "gpu").glob("*.yaml"))
 MODELS = ROOT / "configs" / "gpu" / "models"
@@ -85,6 +96,36 @@ def test_a_directory_without_a_configuration_is_told_what_gets_it() -> None:
     assert any(get in line for line in dry_run(hub, 8).missing)
     own = load_config(PPOConfig, str(FILES[-2]), ["actor.path=models/my-own"])
     assert not any("hf download" in line for line in dry_run(own, 8).missing)
+
+
+def test_the_first_gpu_run_reads_what_its_script_writes() -> None:
+    for name, text in files("docs/first_gpu_run.md").items():
+        Path(name).write_text(text, encoding="utf-8")
+    Path("data/hub/main").mkdir(parents=True)
+    problems = [
+        {"question": f"What is {number}?", "answer": f"So many.\n#### {number:,}"}
+        for number in range(1000, 1200)
+    ]
+    for split in ("train", "test"):
+        rows = pa.Table.from_pylist(problems)
+        pq.write_table(rows, f"data/hub/main/{split}-00000-of-00001.parquet")
+
+    (make,) = commands_of("docs/first_gpu_run.md", "^python make_data.py$")
+    subprocess.run([sys.executable, *shlex.split(make)[1:]], check=True, timeout=300)
+    assert pq.read_table("data/test.parquet").to_pylist()[1]["answer"] == "1001"
+
+    model = Path("models/Qwen2.5-1.5B-Instruct")
+    shutil.copytree("models/Qwen2.5-1.5B", model)
+    chat_tokenizer("qwen2.5").save_pretrained(model)
+    (check,) = commands_of("docs/first_gpu_run.md", "--dry-run")
+    config, dry, _ = parse_args(PPOConfig, shlex.split(check)[2:])
+    assert dry is not None
+    found = dry_run(config, dry.world_size)
+    assert all("the weights of" in line for line in found.missing), found.missing
+    assert "2 training steps" in found.text
+    assert found.text.endswith(f"fits {dry.world_size} ranks")
+    (phases,) = re.findall(r"^memory of each phase.*", found.text, re.MULTILINE)
+    assert "generation" in phases
 
 
 def _ranks(path: Path) -> int:

@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from mrlhf.errors import ConfigError
 from mrlhf.inference.installed import require_engine
+from tests.pages import ROOT
 
 
 def test_absent_vllm_is_named(monkeypatch):
@@ -30,3 +32,22 @@ def test_another_version_of_vllm_is_named(monkeypatch):
         require_engine("vllm")
     found[0].version = "0.32.4"
     require_engine("vllm")
+
+
+def test_pins_name_nothing_that_a_build_of_torch_pins_itself():
+    """torch 2.13.0 of PyPI needs triton==3.7.1: with another pin pip installs nothing at all."""
+    pins = (ROOT / "constraints-cpu.txt").read_text(encoding="utf-8")
+    names = re.findall(r"^([\w-]+)[=<>]", pins, re.MULTILINE)
+    assert "torch" in names and len(names) > 20
+    assert not [name for name in names if name.startswith(("triton", "nvidia", "cuda"))]
+
+
+def test_the_image_has_what_links_between_nodes_need():
+    recipe = (ROOT / "launch" / "slurm" / "Dockerfile").read_text(encoding="utf-8")
+    for package in ("libibverbs1", "ibverbs-providers", "librdmacm1"):
+        assert re.search(rf"[ ]{package}\b", recipe)
+    tested = re.findall(
+        r"\| Python \| .*\| ([\d.]+) \|", (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    )
+    assert re.findall(r"^FROM python:([\d.]+)-", recipe, re.MULTILINE) == tested
+    assert "-c constraints-cpu.txt" in recipe

@@ -4,13 +4,16 @@ A `Literal` has to be written out for the type checker. So its names cannot be t
 and a test compares the two.
 """
 
+import re
 import subprocess
 import sys
 from typing import get_args
 
+import pytest
 import torch
 
 from mrlhf.config import PPOConfig
+from mrlhf.config.correction import CorrectionPreset
 from mrlhf.config.tree import nodes
 from mrlhf.config.unread import is_read
 from mrlhf.rewards.combine import EXTERNAL_TERMS
@@ -22,6 +25,7 @@ from mrlhf.rl.kl import KlController, kl_penalty
 from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.policy_losses import POLICY_LOSSES
 from mrlhf.rl.preference import PAIR_LOSSES
+from tests.pages import ROOT
 from tests.unit.configurations import ppo
 
 
@@ -71,6 +75,28 @@ def test_the_reward_and_the_loss_share_their_kinds_of_kl():
     # `reinforce` is chosen by algorithm.rollout_correction.loss_type.
     assert set(get_args(names.PolicyLossName)) - set(get_args(names.LossMode)) == {"reinforce"}
     assert "reinforce" in get_args(names.BypassLoss)
+
+
+@pytest.mark.parametrize(
+    ("section", "choice"),
+    [
+        ("Advantage estimators", names.AdvantageEstimator),
+        ("Policy losses", names.LossMode),
+        ("Loss aggregation", names.LossAggMode),
+        ("KL to the reference", names.KlKind),
+        ("Rollout correction", CorrectionPreset),
+    ],
+)
+def test_the_page_of_methods_has_one_row_for_each_name(section, choice):
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    text = page.split(f"\n## {section}")[1].split("\n## ")[0]
+    cells = [line.split(" | ")[0] for line in text.split("\n") if line.startswith("| ")]
+    named = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    for name in get_args(choice):
+        assert named.count(name) == 1, (
+            f"{name} needs one row in the section {section!r} of docs/algorithms.md"
+        )
+    assert set(named) <= {*get_args(choice), "reinforce"}
 
 
 def test_the_configuration_offers_every_name():
