@@ -14,10 +14,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+
+_PREFIX = "user_file"
 
 
 class UserCodeError(Exception):
@@ -168,9 +172,20 @@ def check_parameters(
         raise UserCodeError(f"must accept {needed}: {error}") from None
 
 
+class FindByName(MetaPathFinder):
+    """Lets a process that the user's code has spawned import the file as its parent names it."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Where the user's file of this name is; None for any other name."""
+        if not name.startswith(_PREFIX):
+            return None
+        file = re.sub(r"_([0-9a-f]+)_", lambda code: chr(int(code[1], 16)), name[len(_PREFIX) :])
+        return importlib.util.spec_from_file_location(name, file)
+
+
 def _import_file(file: Path) -> ModuleType:
     # Two files never get the same name.
-    name = "user_file" + re.sub(r"[\W_]", lambda sign: f"_{ord(sign[0]):x}_", str(file))
+    name = _PREFIX + re.sub(r"[\W_]", lambda sign: f"_{ord(sign[0]):x}_", str(file))
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
