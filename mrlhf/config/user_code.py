@@ -20,8 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-
-_PREFIX = "user_file"
+_PREFIX = "user_file"  # of the name of each user's module
 
 
 class UserCodeError(Exception):

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mrlhf.environments.host import EnvironmentHost, ToolLimits
 from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
-from mrlhf.errors import RewardError
+from mrlhf.errors import EnvironmentFault, RewardError
 from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import RewardInput
 
 HELPERS = '''
-import asyncio, concurrent.futures, multiprocessing, os, signal, subprocess, sys, threading, time
+import asyncio, concurrent.futures, multiprocessing, os, signal, subprocess, threading, time
 
 def double(x):
     return 2 * x
@@ -118,6 +120,7 @@ def ends_itself(data_source, solution_str, ground_truth, extra_info):
 
 class Environment:
     def reset(self, row):
+        self.row = row
         return "Begin."
 
     def help(self, way: str) -> str:
@@ -125,7 +128,30 @@ class Environment:
 
     def wait(self, folder: str) -> str:
         return str(waits_for_a_program(folder))
+
+    def scribble(self, text: str) -> str:
+        write(text)
+
+    def reward(self):
+        write(self.row["writes"])
+        return 1.0
+
+    def turn_reward(self):
+        write(self.row.get("writes_a_turn", ""))
+        return 1.0
+
+def write(text):
+    for entry in os.scandir("/proc/self/fd"):
+        if text and os.path.islink(entry) and "socket" in os.readlink(entry):
+            os.write(int(entry.name), text.encode() + b"\\n")
+
+async def rollout(engine, row, sampling):
+    write(row["writes"])
+    await asyncio.sleep(1000)
 '''
+
+
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 9, "max_turns": 9}
 
 
 @pytest.fixture(scope="module")
@@ -133,13 +159,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("users") / "code.py"  # as a module of Python is called
     path.write_text(HELPERS, encoding="utf-8")
     return path
-
-
-@pytest.fixture(scope="module")
-def namespace(file: Path) -> dict[str, object]:
-    found: dict[str, object] = {}
-    exec(HELPERS, found)
-    return found
 
 
 def _ways() -> list[str]:
@@ -160,7 +179,9 @@ def reward(file: Path) -> Iterator[CustomReward]:
 
 @pytest.fixture(scope="module")
 def host(file: Path) -> Iterator[EnvironmentHost]:
-    references = {"": EnvironmentReference(f"{file}:Environment")}
+    references = {
+        name: EnvironmentReference(f"{file}:{name}") for name in ("Environment", "rollout")
+    }
     made = EnvironmentHost(references, ToolLimits(timeout_s=60.0))
     yield made
     made.close()
@@ -184,7 +205,7 @@ def test_helpers_of_a_reward_function_end_as_in_plain_python(
 
 
 def test_helpers_of_an_environment_end_as_in_plain_python(host: EnvironmentHost) -> None:
-    host.begin(0, "", {}, seed=0)
+    host.begin(0, "Environment", {"writes": ""}, seed=0)
     _outcome(host)
     host.turn(0, "", [ToolCall("help", {"way": way}) for way in _ways()])
     assert {result.content for result in _outcome(host).results} == {"True"}
@@ -205,7 +226,6 @@ def test_a_signal_to_all_processes_of_a_job_changes_no_score(
     reward = load_custom(f"{file}:waits", Limits(60.0))
     folder = tmp_path / "calls"
     folder.mkdir()
-    import threading
 
     def send() -> None:
         for pid in _pids(folder)[::-1]:
@@ -217,3 +237,108 @@ def test_a_signal_to_all_processes_of_a_job_changes_no_score(
     sender.join()
     assert len(os.listdir(folder)) == 2
     reward.close()
+
+
+def test_a_reward_function_that_ends_itself_is_told(file: Path) -> None:
+    reward = load_custom(f"{file}:ends_itself", Limits(60.0))
+    with pytest.raises(RewardError, match=r"ended its process \(signal SIGTERM\)"):
+        reward.score([_input("7")])
+    reward.close()
+
+
+def test_a_signal_to_all_processes_of_a_job_is_no_answer(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run stops meanwhile; if it does not, the episode has failed."""
+    references = {"": EnvironmentReference(f"{file}:Environment")}
+    host = EnvironmentHost(references, ToolLimits(timeout_s=60.0))
+    for number in range(2):
+        host.begin(number, "", {}, seed=0)
+        _outcome(host)
+    host.turn(0, "", [ToolCall("wait", {"folder": str(tmp_path)})])
+    host.poll(0.0)
+    helper = _pids(tmp_path)[1]
+    child = _pids(tmp_path)[0]
+    nursery = host._nurseries[""].process._popen.pid
+    for pid in (helper, child, host._episodes[1].pid, nursery):
+        os.kill(pid, signal.SIGTERM)
+    while not all(host._episodes[number].ended for number in range(2)):
+        assert host.poll(0.1) == []
+    host.turn(1, "Go on.", [])
+    assert host.poll(0.0) == []
+
+    for number in range(2):
+        host._episodes[number].deadline = 0.0
+    outcomes = host.poll(60.0)
+    assert [outcome.failure for outcome in outcomes] == [
+        "wait ended its process (signal SIGTERM)",
+        "reply ended its process (signal SIGTERM)",
+    ]
+    host.end(0)
+    host.begin(2, "", {}, seed=0)
+    assert _outcome(host).observation == "Begin."
+    host.close()
+
+
+FORMS = ['"ab"', "{}", "[1, 2, 3]", '{"a": 1, "b": 2}', '["done", 5]', '["done", {"x": 1}]']
+FORMS += ['["failure", 1]', '["failure", [1, 2]]', '["other", {}]', "[" * 100_000, "nonsense"]
+
+
+@pytest.mark.parametrize(
+    ("where", "forms"),
+    [
+        ("call", ['["done", {"content": 5, "is_error": false}]', '["done", {"content": "x"}]']),
+        ("turn_reward", ['["done", {"turn_reward": "much", "ended": false}]']),
+        ("reward", ['["done", {"reward": NaN}]', '["done", {"reward": {"points": 1}}]']),
+        (
+            "rollout",
+            [
+                '["ask", {}]',
+                '["ask", 5]',
+                '["ask", {"number": 0, "what": "generate"}]',
+                '["done", {"trajectories": []}]',
+                '["done", {"trajectories": 5}]',
+                '["done", {"trajectories": [{"token_ids": [1]}]}]',
+                '["done", {"trajectories": [{"token_ids": [1], "turns": [1], "role": "", '
+                '"reward": null, "turn_rewards": []}]}]',
+            ],
+        ),
+    ],
+)
+def test_what_is_written_to_the_connection_fails_its_episode_alone(
+    host: EnvironmentHost, where: str, forms: list[str]
+) -> None:
+    for form in FORMS + forms:
+        if where == "rollout":
+            host.begin(1, "rollout", {"writes": form}, seed=0, sampling=SAMPLING)
+        else:
+            late = {"writes_a_turn": form if where == "turn_reward" else "", "writes": form}
+            host.begin(1, "Environment", late, seed=0)
+            _outcome(host)
+            if where == "reward":
+                host.ask_reward(1)
+            else:
+                call = ("scribble", {"text": form if where == "call" else ""})
+                host.turn(1, "", [ToolCall(*call)])
+        assert (_outcome(host).failure or "").endswith("wrote to its connection"), form
+        host.end(1)
+
+
+def test_a_process_of_environments_that_hangs_is_told_in_a_line(file: Path) -> None:
+    references = {"": EnvironmentReference(f"{file}:Environment")}
+    limits = ToolLimits(timeout_s=0.5)
+    host = EnvironmentHost(references, limits)
+    host._nurseries[""]._limits = replace(limits.of_process, timeout_s=0.5)
+    host.begin(0, "", {}, seed=0)
+    _outcome(host)
+    os.kill(host._nurseries[""].process._popen.pid, signal.SIGSTOP)
+    message = r"the process of .*Environment took more than 0.5 s .* raise rollout.tool_timeout_s"
+    with pytest.raises(EnvironmentFault, match=message):
+        host.begin(1, "", {}, seed=0)
+    host.end(0)
+    host.close()
+
+
+def test_a_process_of_environments_has_the_time_of_its_calls() -> None:
+    seconds = [ToolLimits(timeout_s=given).of_process.timeout_s for given in (0.5, 30.0, 300.0)]
+    assert seconds == [30.5, 60.0, 330.0]
