@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -182,18 +183,27 @@ class FindByName(MetaPathFinder):
         return importlib.util.spec_from_file_location(name, file)
 
 
+def _module_name(file: Path) -> str:
+    """The name by which any process imports the file, or one that no other file has."""
+    if file.stem.isidentifier():
+        with suppress(ValueError):
+            found = importlib.util.find_spec(file.stem)
+            if found is not None and found.origin == str(file):
+                return file.stem
+    return _PREFIX + re.sub(r"[\W_]", lambda sign: f"_{ord(sign[0]):x}_", str(file))
+
+
 def _import_file(file: Path) -> ModuleType:
-    # Two files never get the same name.
-    name = _PREFIX + re.sub(r"[\W_]", lambda sign: f"_{ord(sign[0]):x}_", str(file))
+    # The file may import its neighbours; last in the list, they hide no package.
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    name = _module_name(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or not isinstance(spec.loader, SourceFileLoader):
         raise UserCodeError(f"{file} is not a Python file")
 
-    # The file may import its neighbours; last in the list, they hide no package.
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
