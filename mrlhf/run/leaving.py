@@ -58,7 +58,10 @@ def end_on_signals() -> None:
 
 def is_launcher() -> bool:
     """Whether this process launches or trains, and does not merely import the package."""
-    return bool(sys.argv) and bool(_LAUNCHERS.fullmatch(os.path.basename(sys.argv[0])))
+    words = [os.path.basename(sys.argv[0] if sys.argv else ""), *sys.argv[1:2]]
+    if words[0] == "mrlhf" or sys.orig_argv[1:3] == ["-m", "mrlhf"]:
+        words = words[1:]
+    return bool(words) and bool(_LAUNCHERS.fullmatch(words[0]))
 
 
 def _end_before_start(number: int, frame: FrameType | None) -> None:
