@@ -170,7 +170,7 @@ class Loader(importlib.machinery.SourceFileLoader):
                 _write_whole(_kept_bytecode(source, self.path), marshal.dumps(code))
         return code
 
-    def source_to_code(  # noqa: D102  # type: ignore[override]
+    def source_to_code(  # type: ignore[override]  # noqa: D102
         self, data: Any, path: Any, *, _optimize: int = -1
     ) -> CodeType:
         tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(data, path)))

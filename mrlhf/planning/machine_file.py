@@ -24,7 +24,10 @@ def gpu_of(name: str) -> Gpu:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"--gpu {name} is neither a file nor one of {', '.join(GPUS)}")
-    values = parse_yaml(path.read_text(encoding="utf-8"), name)
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8"), name)
+    except UnicodeDecodeError:
+        raise ConfigError(f"--gpu {name} is not UTF-8 text; save it as such") from None
     read = _fields(Gpu, values, name)
     if "measured" in read:
         read["measured"] = Kernels(**_fields(Kernels, read["measured"], f"{name}: measured"))
@@ -52,8 +55,9 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     if kind is ProductTable:
         return _products(value, where)
     if kind in (int, float):
-        if not _is_positive(value):
-            raise ConfigError(f"{where} must be a number above 0, and is {value!r}")
+        if not _is_positive(value) or (kind is int and value % 1):
+            whole = "whole " * (kind is int)
+            raise ConfigError(f"{where} must be a {whole}number above 0, and is {value!r}")
         return value
     choices = get_args(kind)
     if isinstance(choices[0], str) and value not in choices:
@@ -76,8 +80,10 @@ def _products(value: Any, where: str) -> ProductTable:
     return table
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _is_positive(value: Any) -> bool:
+    """Whether it is such a number, and none that overflows what is computed of it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 1e-30 < value < 1e30
 
 
 def machine_text(gpu: Gpu, about: str) -> str:
