@@ -51,6 +51,20 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_clone_is_found_from_the_folder_above_it(tmp_path: Path) -> None:
+    """The clone is called mrlhf there, so its folder must not hide the package in it."""
+    clone = tmp_path / "mrlhf"
+    shutil.copytree(ROOT, clone, ignore=NOT_SOURCE, symlinks=True)
+    build = "import setuptools.build_meta as build; build.build_editable('dist')"
+    _python("-c", build, cwd=clone)
+
+    (editable,) = (clone / "dist").glob("*.whl")
+    zipfile.ZipFile(editable).extractall(tmp_path / "site")
+    script = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import mrlhf; "
+    found = f"assert mrlhf.__file__ == {str(clone / 'mrlhf/__init__.py')!r}"
+    _python("-c", script + found, cwd=tmp_path)
+
+
 def _run(installed: Path, commands: list[str], *more: str, cwd: Path) -> str:
     """Run commands with the installed package; returns what they print."""
     path = f"{installed}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
