@@ -102,14 +102,14 @@ def test_its_commands_run_from_an_empty_directory(installed: Path, tmp_path: Pat
     assert said.startswith("configs\ndocs\nlaunch\nruns/demo/data/sft.jsonl: ")
     assert os.access(tmp_path / "launch/slurm/train_ppo.sbatch", os.R_OK)
 
-    sft = commands_of("docs/install.md", r"--no-python .*mrlhf-train-sft")
+    sft = commands_of("docs/install.md", r"^mrlhf train-sft")
     more = ["trainer.total_steps=2", "optim.lr_warmup_steps=1"]
     assert "step 2/2, loss" in _run(installed, sft, *more, cwd=tmp_path)
     assert len(read_lines(tmp_path / "runs/demo/sft/metrics.jsonl")) == 2
 
     # The run itself would be that of `make demo`.
-    (ppo,) = commands_of("docs/install.md", r"--no-python .*mrlhf-train-ppo")
-    program = ppo[ppo.index("mrlhf-train-ppo") :]
+    (ppo,) = commands_of("docs/install.md", r"^mrlhf train-ppo")
+    program = ppo.replace("mrlhf train-ppo -n 4", "mrlhf-train-ppo")
     said = _run(installed, [program], "--dry-run", cwd=tmp_path)
     assert said.endswith(" fits 4 ranks\n") and "not checked" not in said
     said = _run(installed, [program], "--dry-run", "algorithm.preset=grpo", cwd=tmp_path)
