@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mrlhf.config.user_code import UserCodeError, read_reference
 from mrlhf.environments import programs
@@ -35,6 +36,7 @@ from mrlhf.workers.child import SIGNALS_OF_THE_JOB
 from mrlhf.workers.process import Limits, WorkerProcess
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _BUILT_IN = Path(__file__).with_name("built_in.py")
 _FORK_S = 30.0  # for a child, besides the time of a call
@@ -317,7 +319,7 @@ class EnvironmentHost:
         elif kind == "ask":
             self._take_question(episode, value)
         elif kind == "failure":
-            summary, trace = map(_text, value)
+            summary, trace = (_is(str, text) for text in value)
             logger.debug("episode %d: %s", episode.number, trace)
             self._report(episode, summary)
         else:
@@ -338,7 +340,7 @@ class EnvironmentHost:
         """Let `poll` tell a rollout function's question; its time stands still until the answer."""
         needed = ["number", "token_ids", "max_tokens", "reads_calls"]
         itemgetter(*needed[: 4 if question["what"] == "generate" else 1])(question)
-        _list(question.get("token_ids", []))
+        _is(list, question.get("token_ids", []))
         seconds = 0.0 if episode.questions else time.monotonic() - episode.asked_at
         episode.questions += 1
         episode.deadline = None
@@ -452,28 +454,18 @@ def _located(reference: str) -> list[str]:
     return [str(file.resolve()), name]
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
+def _is(kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
         raise TypeError(value)
     return value
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(value)
-    return value
-
-
-def _said(value: Any) -> Any:
-    return programs.said(value, "it")
 
 
 def _trajectories(value: Any) -> Any:
-    for one in _list(value):
-        _list(one["token_ids"])
-        dict(_list(one["turns"]))
-        _text(one["role"])
-        for reward in _list(one["turn_rewards"]):
+    for one in _is(list, value):
+        _is(list, one["token_ids"])
+        dict(_is(list, one["turns"]))
+        _is(str, one["role"])
+        for reward in _is(list, one["turn_rewards"]):
             programs.number(reward, "it")
         if one["reward"] is not None:
             programs.reward(one["reward"])
@@ -483,10 +475,10 @@ def _trajectories(value: Any) -> Any:
 # What a child answers to each request, and what returns it or raises an error. The user's code may
 # have written to the connection too.
 _CHECKS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
-    "reset": {"observation": _said},
-    "reply": {"observation": _said},
-    "call": {"content": _text, "is_error": bool},
-    "turn_reward": {"turn_reward": lambda value: programs.number(value, "it"), "ended": bool},
+    "reset": {"observation": partial(programs.said, method="it")},
+    "reply": {"observation": partial(programs.said, method="it")},
+    "call": {"content": partial(_is, str), "is_error": bool},
+    "turn_reward": {"turn_reward": partial(programs.number, method="it"), "ended": bool},
     "reward": {"reward": programs.reward},
     "rollout": {"trajectories": _trajectories},
 }
