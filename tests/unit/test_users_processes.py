@@ -268,7 +268,7 @@ def test_a_signal_to_all_processes_of_a_job_is_no_answer(
     assert host.poll(0.0) == []
 
     for number in range(2):
-        host._episodes[number].deadline = 0.0
+        host._episodes[number].deadline = time.monotonic()
     outcomes = host.poll(60.0)
     assert [outcome.failure for outcome in outcomes] == [
         "wait ended its process (signal SIGTERM)",
