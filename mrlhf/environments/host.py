@@ -316,7 +316,7 @@ class EnvironmentHost:
         if kind == "done":
             checks = _CHECKS[episode.requests[0][0]]
             self._take(episode, {key: checks[key](one) for key, one in dict(value).items()})
-        elif kind == "ask":
+        elif kind == "ask" and episode.kind == "rollout":
             self._take_question(episode, value)
         elif kind == "failure":
             summary, trace = (_is(str, text) for text in value)

@@ -59,7 +59,8 @@ def end_on_signals() -> None:
 def is_launcher() -> bool:
     """Whether this process launches or trains, and does not merely import the package."""
     words = [os.path.basename(sys.argv[0] if sys.argv else ""), *sys.argv[1:2]]
-    if words[0] == "mrlhf" or sys.orig_argv[1:3] == ["-m", "mrlhf"]:
+    # As `python -m mrlhf` imports the package, its name stands in `orig_argv` alone.
+    if words[0] == "mrlhf" or (words[0] == "-m" and "mrlhf" in sys.orig_argv):
         words = words[1:]
     return bool(words) and bool(_LAUNCHERS.fullmatch(words[0]))
 

@@ -56,7 +56,7 @@ class Fault:
 
     where: str  # "module:function" or "module:Class.method"; the fault comes before a call of it
     call: int  # which call, from 1, counted in this process
-    # Names of signals that the process sends itself, separated by spaces (with "ALL=" before one, to
+    # Names of signals that the process sends itself, separated by spaces ("ALL=" before one: to
     # all that it has started as well); or "NAN", from this call
     # on the actor's gradients are no numbers; "FULL", from this call on no file may be longer than
     # 64 kB; "ROOM", files may again have any length; "HOLD", the process waits there until it is

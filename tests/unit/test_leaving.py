@@ -69,7 +69,7 @@ def test_a_process_ends_with_its_launcher(when: str, tmp_path: Path) -> None:
         (["launch/torchrun.py"], None, True),
         (["launch/train_sft.py"], "0", True),
         (["launch/train_ppo.py"], "1", False),
-        (["-m", "mrlhf", "train-ppo"], "0", True),
+        (["-u", "-m", "mrlhf", "train-ppo"], "0", True),  # as launchers start it
         (["-m", "mrlhf", "train-dpo"], "1", False),
         (["-m", "mrlhf", "torchrun"], None, True),
     ],

@@ -287,7 +287,14 @@ FORMS += ['["failure", 1]', '["failure", [1, 2]]', '["other", {}]', "[" * 100_00
 @pytest.mark.parametrize(
     ("where", "forms"),
     [
-        ("call", ['["done", {"content": 5, "is_error": false}]', '["done", {"content": "x"}]']),
+        (
+            "call",
+            [
+                '["ask", {"number": 0, "what": "encode"}]',
+                '["done", {"content": 5, "is_error": false}]',
+                '["done", {"content": "x"}]',
+            ],
+        ),
         ("turn_reward", ['["done", {"turn_reward": "much", "ended": false}]']),
         ("reward", ['["done", {"reward": NaN}]', '["done", {"reward": {"points": 1}}]']),
         (
