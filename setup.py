@@ -56,6 +56,8 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=">=3.10",
+    # A clone is then found by its path, also from a folder in which the clone is called mrlhf.
+    package_dir={"": "."},
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
     package_data={
         "mrlhf": [

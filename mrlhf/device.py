@@ -1,4 +1,8 @@
-"""Chooses the device of a rank; this file knows neither models nor layouts nor other ranks."""
+"""Chooses the device of a rank; this file knows neither models nor layouts nor other ranks.
+
+If there is no GPU, importing it sets what torch reads of the environment, so it must come before
+torch's first tensor.
+"""
 
 from __future__ import annotations
 
@@ -270,10 +274,13 @@ def seed_everything(seed: int) -> None:
 def set_variables_of_torch() -> None:
     """Set the environment variables of torch and oneDNN, if there is no GPU.
 
-    torch reads them at the first tensor and the first product, so the package calls this when it is
-    imported. Variables that the user has set stay. Child processes inherit them.
+    torch reads them at the first tensor and the first product. Variables that the user has set
+    stay. Child processes inherit them.
     """
     if torch.cuda.is_available():
         return
     for name, value in _VARIABLES_OF_TORCH.items():
         os.environ.setdefault(name, value)
+
+
+set_variables_of_torch()

@@ -22,8 +22,8 @@ PAGES = [
 
 # In a block that does not say what it is, a line with one of these as its first word is a command.
 PROGRAMS = {
-    *("bash", "cat", "cd", "export", "git", "hf", "kill", "make", "mkdir", "pip", "printf"),
-    *("python", "sbatch", "scancel", "scontrol", "source", "tensorboard", "torchrun"),
+    *("bash", "cat", "cd", "export", "git", "hf", "kill", "make", "mkdir", "mrlhf", "pip"),
+    *("printf", "python", "sbatch", "scancel", "scontrol", "source", "tensorboard", "torchrun"),
 }
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"(^|\s+)# .*")

@@ -37,13 +37,13 @@ STAGES = (
     ),
     Stage(
         "training a start policy on these answers (1,200 steps, two processes)",
-        "torchrun --nproc-per-node=2 launch/train_sft.py --config configs/demo_sft_cpu.yaml "
+        "mrlhf train-sft -n 2 --config configs/demo_sft_cpu.yaml "
         "trainer.console=view trainer.log_freq=100 trainer.overwrite=true",
         has_view=True,
     ),
     Stage(
         "improving it by PPO, where a right answer is the reward (60 steps, four processes)",
-        "torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/demo_cpu.yaml "
+        "mrlhf train-ppo -n 4 --config configs/demo_cpu.yaml "
         "trainer.console=view trainer.log_freq=10 trainer.overwrite=true",
         has_view=True,
     ),

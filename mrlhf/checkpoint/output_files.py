@@ -40,7 +40,7 @@ FOLDERS = MappingProxyType(
         TENSORBOARD: ("events.out.tfevents.*",),
         "rollouts": ("step_*.jsonl", "step_*.parquet"),
         TIMELINE: ("rank_*.jsonl",),
-        PROFILES: ("step_*.json.gz", ".step_*.json.gz", "out_of_memory_rank_*.pickle"),
+        PROFILES: ("step_*.json.gz", ".step_*.json.gz*", "out_of_memory_rank_*.pickle"),
         "hangs": ("*",),
         "wandb": ("*",),
     }

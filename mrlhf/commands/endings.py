@@ -20,4 +20,7 @@ def end_command(action: Callable[[], int], place: Path) -> int:
         sys.stderr.write(f"error: {error}\n")
     except OSError as error:
         sys.stderr.write(f"error: {error.filename or place}: {error.strerror or error}\n")
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
     return 2

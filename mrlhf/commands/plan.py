@@ -23,6 +23,7 @@ from mrlhf.planning.machine_file import gpu_of
 from mrlhf.planning.search import Found, Plan, search
 from mrlhf.planning.seconds import Lengths
 from mrlhf.preflight.batches import trained_models
+from mrlhf.preflight.dry_run import check_ranks
 from mrlhf.preflight.footprint import GENERATION, Specs
 from mrlhf.preflight.model_checks import check_models, of_shipped_sizes
 from mrlhf.printable import show
@@ -67,16 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     gpu = gpu_of(options.gpu)
-    if options.gpus < 1:
-        raise ConfigError(f"--gpus {options.gpus} is below 1")
+    check_ranks("--gpus", options.gpus)
+    reserve = options.reserve_gb
+    if reserve is None:
+        reserve = min(_RESERVE_GB, gpu.memory_gb / 8)
+    if not 0 <= reserve < gpu.memory_gb:
+        raise ConfigError(f"--reserve-gb {reserve:g} is not between 0 and {gpu.memory_gb:g} GB")
     # On a GPU, "auto" means bfloat16 and other blocks of the KV cache.
     overrides = [*options.overrides, f"distributed.device={gpu.device}"]
     config = read_any(options.program, options.config, overrides)
     specs = _specs(config)
     show("\n".join(of_shipped_sizes(config)))
-    reserve = options.reserve_gb
-    if reserve is None:
-        reserve = min(_RESERVE_GB, gpu.memory_gb / 8)
     lengths = _lengths(options, config)
     found = search(config, specs, options.gpus, gpu, lengths, reserve, _Progress())
     if not found.tried:

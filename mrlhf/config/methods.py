@@ -12,12 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
-
 from mrlhf.config.user_code import UserCodeError, load_function, read_reference, summarise_error
 from mrlhf.errors import ConfigError, MethodError, UserTraceback
-
-_NOT_THE_USERS = (Path(__file__).resolve().parents[1], Path(torch.__file__).resolve().parent)
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -75,5 +71,8 @@ def _users_traceback(error: BaseException, file: Path) -> str:
 
 
 def _is_users(filename: str, file: Path) -> bool:
+    import torch  # which most readers of a configuration do not need
+
+    not_theirs = (Path(__file__).resolve().parents[1], Path(torch.__file__).resolve().parent)
     path = Path(filename).resolve()  # torch may be found through a link
-    return path == file or not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS)
+    return path == file or not any(path.is_relative_to(folder) for folder in not_theirs)

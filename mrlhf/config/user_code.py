@@ -14,12 +14,15 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 OWN_FUNCTION = "path/to/file.py:function"
+_PREFIX = "user_file"  # of the name of each user's module
 
 
 class UserCodeError(Exception):
@@ -170,18 +173,38 @@ def check_parameters(
         raise UserCodeError(f"must accept {needed}: {error}") from None
 
 
+class FindByName(MetaPathFinder):
+    """Lets a process that the user's code has spawned import the file as its parent names it."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Where the user's file of this name is; None for any other name."""
+        if not name.startswith(_PREFIX):
+            return None
+        file = re.sub(r"_([0-9a-f]+)_", lambda code: chr(int(code[1], 16)), name[len(_PREFIX) :])
+        return importlib.util.spec_from_file_location(name, file)
+
+
+def _module_name(file: Path) -> str:
+    """The name by which any process imports the file, or one that no other file has."""
+    if file.stem.isidentifier():
+        with suppress(ValueError):
+            found = importlib.util.find_spec(file.stem)
+            if found is not None and found.origin == str(file):
+                return file.stem
+    return _PREFIX + re.sub(r"[\W_]", lambda sign: f"_{ord(sign[0]):x}_", str(file))
+
+
 def _import_file(file: Path) -> ModuleType:
-    # Two files never get the same name.
-    name = "user_file" + re.sub(r"[\W_]", lambda sign: f"_{ord(sign[0]):x}_", str(file))
+    # The file may import its neighbours; last in the list, they hide no package.
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    name = _module_name(file)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or not isinstance(spec.loader, SourceFileLoader):
         raise UserCodeError(f"{file} is not a Python file")
 
-    # The file may import its neighbours; last in the list, they hide no package.
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -5,7 +5,8 @@ It knows the file's format and its columns. It does not know where the numbers c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -107,9 +108,20 @@ def write_samples(path: Path, table: SampleTable) -> None:
         flat = pyarrow.array(numbers, type=TOKEN_TYPES[name])
         columns[name] = pyarrow.ListArray.from_arrays(offsets, flat)
 
+    with written_whole(path) as temporary:
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd")
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file that takes the place of `path` after the body; if the body fails, nothing is left."""
     temporary = path.with_name(f".{path.name}.tmp")
-    pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd")
-    temporary.replace(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_samples(path: Path) -> SampleTable:

@@ -14,13 +14,16 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mrlhf.config.user_code import UserCodeError, read_reference
+from mrlhf.environments import programs
 from mrlhf.environments.interface import (
     EnvironmentReference,
     Outcome,
@@ -29,13 +32,19 @@ from mrlhf.environments.interface import (
     ToolResult,
 )
 from mrlhf.errors import EnvironmentFault
+from mrlhf.workers.child import SIGNALS_OF_THE_JOB
 from mrlhf.workers.process import Limits, WorkerProcess
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _BUILT_IN = Path(__file__).with_name("built_in.py")
-_FORK_S = 60.0
+_FORK_S = 30.0  # for a child, besides the time of a call
 _END_S = 5.0
+# Held back for so long, as a job that its scheduler stops gives up the episode meanwhile, and does
+# it again when it goes on.
+_STOP_S = 20.0
+_BY_THE_JOB = tuple(f"(signal {number.name})" for number in SIGNALS_OF_THE_JOB)
 _READ_BYTES = 1 << 20
 _SHOWN_FAILURE = 500  # characters
 
@@ -53,7 +62,8 @@ class ToolLimits:
     @property
     def of_process(self) -> Limits:
         """The same, for the processes."""
-        return Limits(_FORK_S, self.memory_mb, "rollout.tool_memory_mb")
+        seconds = _FORK_S + self.timeout_s
+        return Limits(seconds, self.memory_mb, "rollout.tool_memory_mb")
 
 
 class _Nursery:
@@ -66,10 +76,11 @@ class _Nursery:
             [_located(tool) for tool in reference.tools],
         ]
         title = reference.environment or ", ".join(reference.tools) or "no tools"
+        self._limits = limits.of_process
         self.process = WorkerProcess(
             "mrlhf.environments.nursery",
             given,
-            limits.of_process,
+            self._limits,
             title=f"the process of {title}",
             error=EnvironmentFault,
         )
@@ -81,14 +92,19 @@ class _Nursery:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process.send(["fork"], [theirs.fileno()])
-            _, pid = self.process.receive(_FORK_S)
-        return pid, ours
+            pid = self._answer(" to begin an episode")
+        return int(pid), ours
 
     def end(self, child: int, wait_s: float) -> str:
         """Kill a child that does not end by itself within `wait_s` seconds; how it ended."""
+        if self.process.has_ended:  # the run ends with the error that said so
+            return "was stopped"
         self.process.send(["end", child, wait_s])
-        _, status = self.process.receive(_FORK_S)
-        return str(status)
+        return str(self._answer(" to end an episode"))
+
+    def _answer(self, when: str) -> Any:
+        hint = "; if the machine is only slow, raise rollout.tool_timeout_s"
+        return self.process.receive(self._limits.timeout_s, when + hint)[1]
 
 
 @dataclass
@@ -250,11 +266,9 @@ class EnvironmentHost:
         while self._queue and len(self._computing) < self._limits.workers:
             episode = self._queue.popleft()
             self._computing[episode.number] = episode
-            if episode.ended:  # since its last answer
-                what, episode.ended = episode.ended, ""
-                self._give_up(episode, what)
-            else:
-                self._send(episode)
+            if episode.ended:  # since its last answer; it is given up when its time is over
+                continue
+            self._send(episode)
             if episode.questions:  # it waits for more answers
                 self._computing.pop(episode.number, None)
 
@@ -290,33 +304,43 @@ class EnvironmentHost:
         *lines, episode.received = (episode.received + received).split(b"\n")
         for line in lines:
             try:
-                kind, value = json.loads(line)
-            except (TypeError, ValueError):
+                self._take_message(episode, *json.loads(line))
+            except (TypeError, ValueError, LookupError, RecursionError, programs.ProgramError):
                 self._lost(episode, "wrote to its connection")
                 return
-            if not episode.requests:
-                continue
-            if kind == "done":
-                self._take(episode, value)
-            elif kind == "ask":
-                self._take_question(episode, value)
-            else:
-                summary, trace = value
-                logger.debug("episode %d: %s", episode.number, trace)
-                self._report(episode, summary)
+
+    def _take_message(self, episode: _Episode, kind: str, value: Any) -> None:
+        """Take one message; any error if it has another form than a child sends."""
+        if not episode.requests:
+            return
+        if kind == "done":
+            checks = _CHECKS[episode.requests[0][0]]
+            self._take(episode, {key: checks[key](one) for key, one in dict(value).items()})
+        elif kind == "ask" and episode.kind == "rollout":
+            self._take_question(episode, value)
+        elif kind == "failure":
+            summary, trace = (_is(str, text) for text in value)
+            logger.debug("episode %d: %s", episode.number, trace)
+            self._report(episode, summary)
+        else:
+            raise ValueError(kind)
 
     def _take(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
         """Keep the answer to the first request, and report what came of all after the last."""
-        method, *arguments = episode.requests.popleft()
+        method, *arguments = episode.requests[0]
         if method == "call":
             episode.results.append(ToolResult(arguments[0], **answer))
         else:
             episode.facts |= answer
+        episode.requests.popleft()
         if not episode.requests:
             self._report(episode)
 
     def _take_question(self, episode: _Episode, question: Mapping[str, Any]) -> None:
         """Let `poll` tell a rollout function's question; its time stands still until the answer."""
+        needed = ["number", "token_ids", "max_tokens", "reads_calls"]
+        itemgetter(*needed[: 4 if question["what"] == "generate" else 1])(question)
+        _is(list, question.get("token_ids", []))
         seconds = 0.0 if episode.questions else time.monotonic() - episode.asked_at
         episode.questions += 1
         episode.deadline = None
@@ -352,18 +376,19 @@ class EnvironmentHost:
         now = time.monotonic()
         for episode in list(self._computing.values()):
             if episode.deadline is not None and now >= episode.deadline:
-                what = f"took more than {self._limits.timeout_s:g} s and was stopped"
-                self._lost(episode, what)
+                if not episode.ended:
+                    late = f"took more than {self._limits.timeout_s:g} s and was stopped"
+                    self._lost(episode, late)
+                what, episode.ended = episode.ended, ""
+                self._give_up(episode, what)
 
     def _lost(self, episode: _Episode, what: str) -> None:
-        """Go on without the child, which has ended or must be stopped."""
+        """Go on without the child, which has ended or must be stopped; `poll` gives it up."""
         # A child that has closed its connection ends in a moment.
         status = self._drop_child(episode, wait_s=0.0 if what else _END_S)
-        what = what or status
-        if episode.number in self._computing:
-            self._give_up(episode, what)
-        else:  # the next request finds out
-            episode.ended = what
+        episode.ended = what or status
+        held_s = _STOP_S if episode.ended.endswith(_BY_THE_JOB) else 0.0
+        episode.deadline = time.monotonic() + held_s
 
     def _give_up(self, episode: _Episode, what: str) -> None:
         """Go on after a request whose child is gone, if another child is as good."""
@@ -427,3 +452,33 @@ def _located(reference: str) -> list[str]:
     except UserCodeError as error:
         raise EnvironmentFault(f"{reference}: {error}") from None
     return [str(file.resolve()), name]
+
+
+def _is(kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(value)
+    return value
+
+
+def _trajectories(value: Any) -> Any:
+    for one in _is(list, value):
+        _is(list, one["token_ids"])
+        dict(_is(list, one["turns"]))
+        _is(str, one["role"])
+        for reward in _is(list, one["turn_rewards"]):
+            programs.number(reward, "it")
+        if one["reward"] is not None:
+            programs.reward(one["reward"])
+    return [value[0], *value[1:]]
+
+
+# What a child answers to each request, and what returns it or raises an error. The user's code may
+# have written to the connection too.
+_CHECKS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
+    "reset": {"observation": partial(programs.said, method="it")},
+    "reply": {"observation": partial(programs.said, method="it")},
+    "call": {"content": partial(_is, str), "is_error": bool},
+    "turn_reward": {"turn_reward": partial(programs.number, method="it"), "ended": bool},
+    "reward": {"reward": programs.reward},
+    "rollout": {"trajectories": _trajectories},
+}

@@ -117,6 +117,7 @@ def _live(connection: socket.socket, lifeline: int, offer: programs.Offer) -> No
     code = 1
     try:
         os.setsid()
+        child.end_by_signals()
         # Whom the kernel tells belongs to the open file, which the fork shares.
         child.end_with_trainer(os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK))
         with suppress(BrokenPipeError, ConnectionResetError):

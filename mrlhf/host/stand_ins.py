@@ -3,7 +3,7 @@
 megatron-core calls `torch.cuda` in many places. If there is no GPU, an import hook rewrites the
 source of `megatron.core` as it is imported: `torch.cuda` becomes a stand-in, `device="cuda"`
 becomes `device="cpu"`, and so on. No attribute of torch changes, line numbers stay the same, and
-nothing is imported earlier than without the hook. If there is a GPU, the hook is not installed.
+nothing is imported earlier than without the hook, which is in `finder.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import marshal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
@@ -152,7 +151,7 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
 }
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
+class Loader(importlib.machinery.SourceFileLoader):
     """Loads one rewritten module, whose bytecode is kept in the user's cache folder.
 
     It must not lie beside the source, where Python expects bytecode of the unchanged source.
@@ -171,13 +170,13 @@ class _Loader(importlib.machinery.SourceFileLoader):
                 _write_whole(_kept_bytecode(source, self.path), marshal.dumps(code))
         return code
 
-    def source_to_code(  # type: ignore[override]
+    def source_to_code(  # type: ignore[override]  # noqa: D102
         self, data: Any, path: Any, *, _optimize: int = -1
     ) -> CodeType:
         tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(data, path)))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: ModuleType) -> None:  # noqa: D102
         module.__dict__["_stand_ins"] = sys.modules[__name__]
         with warnings.catch_warnings():
             # megatron-core warns that Apex and TransformerEngine are missing; a CPU needs neither.
@@ -214,28 +213,3 @@ def _write_whole(file: Path, content: bytes) -> None:
         unfinished = Path(scratch) / file.name
         unfinished.write_bytes(content)
         unfinished.replace(file)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of megatron.core as usual, and gives their source to `_Loader`."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
-            return None
-
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
-
-
-def install_cpu_stand_ins() -> None:
-    """Rewrite megatron-core for the CPU when it is imported; do nothing if there is a GPU."""
-    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    assert "megatron.core" not in sys.modules, (
-        "megatron.core was imported before mrlhf: import mrlhf first"
-    )
-    sys.meta_path.insert(0, _Finder())

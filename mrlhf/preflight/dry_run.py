@@ -36,6 +36,7 @@ from mrlhf.preflight.paths import (
 from mrlhf.preflight.words import count, describe, describe_cache, describe_memory
 
 _ON = {"cpu": "on a CPU", "cuda": "on a GPU"}
+_MOST_RANKS = 10**6
 
 
 def smallest_world(config: AnyConfig) -> int:
@@ -44,6 +45,13 @@ def smallest_world(config: AnyConfig) -> int:
     if isinstance(config, PPOConfig) and AxisSizes.of(config.actor).shares_experts_across:
         return math.lcm(smallest, config.rollout.tp)
     return smallest
+
+
+def check_ranks(option: str, ranks: int) -> None:
+    """Refuse a number of ranks that no job has; the error names the `option` that gives it."""
+    if not 1 <= ranks <= _MOST_RANKS:
+        bound = "below 1" if ranks < 1 else f"above {_MOST_RANKS}"
+        raise ConfigError(f"{option} {ranks} is {bound}")
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ def dry_run(
     """
     if world_size is None:
         world_size = smallest_world(config)
+    check_ranks("--world-size", world_size)
     check(config, world_size)
     check_output(config)
     absent = absent_paths(config)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mrlhf.data.sample_table import written_whole
 from mrlhf.report.run_files import RunFiles, differing_keys, read_run
 from mrlhf.report.samples import PackedSamples, pack_samples
 
@@ -55,9 +56,8 @@ def write_report(directories: Sequence[Path], output: Path, most_samples: int) -
     data = {"title": title, "differing": differing, "runs": described}
     blocks = [*_phases(runs), *_blocks(samples)]
     text = _page(title, data, "\n".join(blocks))
-    temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(output)
+    with written_whole(output) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     return output.stat().st_size
 
 

@@ -20,6 +20,7 @@ from mrlhf.workers.process import Limits, WorkerProcess
 logger = logging.getLogger(__name__)
 
 _NO_LIMITS_BUT_TIME = Limits()
+_MOST_STARTS = 3  # for one batch, if signals of the job end the process
 
 
 class CustomReward:
@@ -55,10 +56,22 @@ class CustomReward:
     def score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
         """The score, the further numbers and the answer of each input.
 
+        If a signal of the job ends the process, another one scores all of them.
+
         Raises:
             RewardError: a call failed, took too long, ended the process, or returned what cannot be
                 used.
         """
+        for start in range(_MOST_STARTS):
+            try:
+                return self._score(inputs)
+            except RewardError:
+                was_signalled = self._process is not None and self._process.was_signalled
+                if not was_signalled or start == _MOST_STARTS - 1:
+                    raise
+        raise AssertionError
+
+    def _score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
         process = self._started()
         process.send(
             [(row.data_source, row.solution_str, row.ground_truth, row.extra()) for row in inputs]

@@ -34,6 +34,7 @@ def _serve(
     connection: socket.socket,
     lifeline: int,
 ) -> None:
+    child.end_by_signals()
     for calls, _ in messages:
         for arguments in calls:
             try:

@@ -58,7 +58,11 @@ def end_on_signals() -> None:
 
 def is_launcher() -> bool:
     """Whether this process launches or trains, and does not merely import the package."""
-    return bool(sys.argv) and bool(_LAUNCHERS.fullmatch(os.path.basename(sys.argv[0])))
+    words = [os.path.basename(sys.argv[0] if sys.argv else ""), *sys.argv[1:2]]
+    # As `python -m mrlhf` imports the package, its name stands in `orig_argv` alone.
+    if words[0] == "mrlhf" or (words[0] == "-m" and "mrlhf" in sys.orig_argv):
+        words = words[1:]
+    return bool(words) and bool(_LAUNCHERS.fullmatch(words[0]))
 
 
 def _end_before_start(number: int, frame: FrameType | None) -> None:

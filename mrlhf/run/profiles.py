@@ -5,10 +5,13 @@ Both are files for viewers of torch's own formats. This file does not know what 
 
 from __future__ import annotations
 
+import gzip
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -61,11 +64,18 @@ class Profiles:
             yield
 
         file = self._folder / f"step_{number:06d}_rank_{self._rank}.json.gz"
-        temporary = file.with_name(f".{file.name}")
         try:
             self._folder.mkdir(exist_ok=True)
-            trace.export_chrome_trace(str(temporary))
-            temporary.replace(file)
+            # torch leaves files behind where it finds no room, and does not say so.
+            with TemporaryDirectory(prefix=f".{file.name}.", dir=self._folder) as scratch:
+                text = Path(scratch) / "trace.json"
+                trace.export_chrome_trace(str(text))
+                if not text.is_file():
+                    raise OSError(f"torch could not write it; has {self._folder} room?")
+                packed = text.with_suffix(".gz")
+                with text.open("rb") as whole, gzip.open(packed, "wb") as smaller:
+                    shutil.copyfileobj(whole, smaller)
+                packed.replace(file)
         except (OSError, RuntimeError) as error:
             logger.warning("step %d is not traced: %s", number, error)
             return
@@ -83,5 +93,6 @@ class Profiles:
             self._folder.mkdir(exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(file))
         except OSError as problem:
+            file.unlink(missing_ok=True)
             return f"; its memory could not be written down: {problem}"
         return f"; what holds its memory is in {file}: 'mrlhf docs profiling#memory' says more"

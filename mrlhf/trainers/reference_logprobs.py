@@ -24,6 +24,7 @@ from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.checkpoint.output_files import REFERENCE_LOGPROBS
 from mrlhf.config.sections import AdaptedSection, RoleSection
 from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.sample_table import written_whole
 from mrlhf.device import resolve_dtype
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.roles.response_logprobs import ResponseLogprobs
@@ -118,14 +119,11 @@ def _read(file: Path, key: str) -> Tensor | None:
 
 def _write(file: Path, key: str, table: Tensor) -> None:
     """Store the table whole or not at all; with a full disk the next start computes it again."""
-    temporary = file.with_name(f".{file.name}.tmp")
     try:
-        with temporary.open("wb") as stream:
+        with written_whole(file) as temporary, temporary.open("wb") as stream:
             np.savez(stream, key=np.array(key), logprobs=table.numpy())
-        temporary.replace(file)
     except OSError as error:
         logger.warning("%s is not stored: %s; the next start computes it again", file, error)
-        temporary.unlink(missing_ok=True)
 
 
 def _on_every_rank(stored: Tensor | None, pairs: int) -> Tensor | None:

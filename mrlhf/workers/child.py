@@ -17,11 +17,15 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECEIVED_BYTES = 1 << 20
+# What schedulers send to all processes of a job. The trainer decides about it; a process of users'
+# code must neither ignore it, which all that it starts would inherit, nor answer after it: what it
+# has started may have ended.
+SIGNALS_OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Message = tuple[Any, list[int]]  # what the trainer sent, and descriptors that came with it
 
 
@@ -98,7 +102,32 @@ def keep_from_forks(connection: socket.socket) -> None:
     os.register_at_fork(after_in_child=detach)
 
 
-def ignore_signals_of_the_job() -> None:
-    """Ignore what a scheduler sends to all processes of a job; the trainer decides about it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+def outlive_signals_of_the_job() -> None:
+    """Let no signal of the job end this process until `end_by_signals`; its forks end by them.
+
+    A program that is started has no handler, so it too takes signals as it does from any shell.
+    """
+    for number in SIGNALS_OF_THE_JOB:
+        signal.signal(number, _go_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_OF_THE_JOB)  # the launcher holds some back
+    os.register_at_fork(after_in_child=_as_in_plain_python)
+
+
+def end_by_signals() -> None:
+    """Let each signal of the job end this process, unless the user's code has its own handler.
+
+    SIGINT raises nothing, since users' code may catch all exceptions.
+    """
+    for number in SIGNALS_OF_THE_JOB:
+        if signal.getsignal(number) in (_go_on, signal.default_int_handler):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _as_in_plain_python() -> None:
+    end_by_signals()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _go_on(number: int, frame: FrameType | None) -> None:
+    """The handler of a process that outlives a signal."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mrlhf.errors import MrlhfError, UserTraceback
+from mrlhf.workers.child import SIGNALS_OF_THE_JOB
 
 _START = Path(__file__).with_name("start.py")
 _OUTPUT_BYTES = 4000
@@ -69,6 +70,7 @@ class WorkerProcess:
         self._title = title
         self._error = error
         self._limits = limits
+        self.was_signalled = False  # a signal of the job has ended it
         self._socket, theirs = socket.socketpair()
         self._lines = self._socket.makefile("rb")
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
@@ -184,6 +186,7 @@ class WorkerProcess:
             return f"ended its process (exit code {code})"
 
         which = signal.Signals(-code)
+        self.was_signalled = which in SIGNALS_OF_THE_JOB
         hint = ""
         if which == signal.SIGKILL:
             hint = ", which the kernel sends when memory runs out"

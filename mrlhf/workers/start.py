@@ -44,7 +44,7 @@ def main() -> None:
     )
     descriptor, lifeline, memory_mb = map(int, sys.argv[2:])
     child.end_with_trainer(lifeline)
-    child.ignore_signals_of_the_job()
+    child.outlive_signals_of_the_job()
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     child.keep_from_forks(connection)
@@ -68,3 +68,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # the user's code has spawned this process
+    sys.meta_path.append(import_alone("mrlhf.config.user_code")[0].FindByName())

@@ -28,7 +28,7 @@ def demo(start_policy: Path) -> dict[str, Any]:
         "trainer.export_best=val_sampled/arithmetic/acc@1",
         "trainer.log_freq=20",
     ]
-    train = commands_of("README.md", r"launch/train_ppo.py --config configs/demo_cpu.yaml")
+    train = commands_of("README.md", r"train-ppo -n 4 --config configs/demo_cpu.yaml")
     log = succeed(run_commands(train, *places))
 
     return {

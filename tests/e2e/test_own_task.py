@@ -56,7 +56,7 @@ def followed(home: Path) -> str:
     assert list(files(PAGE)) == [
         *("make_task.py", "model/config.json", "sft.yaml", "order.py", "grpo.yaml", "use.py")
     ]
-    return follow(home, PAGE, commands_of("docs/your_own_task.md", r"^(python|torchrun)"))
+    return follow(home, PAGE, commands_of("docs/your_own_task.md", r"^(python|mrlhf)"))
 
 
 def test_the_page_leads_from_an_empty_directory_to_a_policy(home: Path, followed: str) -> None:
@@ -91,7 +91,7 @@ def test_the_page_leads_from_an_empty_directory_to_a_policy(home: Path, followed
 @pytest.mark.usefixtures("followed")
 def test_the_tutorial_goes_on_to_a_reward_model_and_ppo(home: Path) -> None:
     assert list(files(TUTORIAL)) == ["make_pairs.py", "rm.yaml", "ppo.yaml"]
-    output = follow(home, TUTORIAL, commands_of("docs/tutorial.md", r"^(python|torchrun)"))
+    output = follow(home, TUTORIAL, commands_of("docs/tutorial.md", r"^(python|mrlhf)"))
     runs = home / "my_task" / "runs"
 
     assert read_lines(runs / "rm/metrics.jsonl")[-1]["val/accuracy"] > 0.95

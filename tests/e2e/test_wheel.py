@@ -52,6 +52,20 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_clone_is_found_from_the_folder_above_it(tmp_path: Path) -> None:
+    """The clone is called mrlhf there, so its folder must not hide the package in it."""
+    clone = tmp_path / "mrlhf"
+    shutil.copytree(ROOT, clone, ignore=NOT_SOURCE, symlinks=True)
+    build = "import setuptools.build_meta as build; build.build_editable('dist')"
+    _python("-c", build, cwd=clone)
+
+    (editable,) = (clone / "dist").glob("*.whl")
+    zipfile.ZipFile(editable).extractall(tmp_path / "site")
+    script = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import mrlhf; "
+    found = f"assert mrlhf.__file__ == {str(clone / 'mrlhf/__init__.py')!r}"
+    _python("-c", script + found, cwd=tmp_path)
+
+
 def _run(installed: Path, commands: list[str], *more: str, cwd: Path) -> str:
     """Run commands with the installed package; returns what they print."""
     path = f"{installed}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -100,14 +114,14 @@ def test_its_commands_run_from_an_empty_directory(installed: Path, tmp_path: Pat
     assert said.startswith("configs\ndocs\nlaunch\nruns/demo/data/sft.jsonl: ")
     assert os.access(tmp_path / "launch/slurm/train_ppo.sbatch", os.R_OK)
 
-    sft = commands_of("docs/install.md", r"--no-python .*mrlhf-train-sft")
+    sft = commands_of("docs/install.md", r"^mrlhf train-sft")
     more = ["trainer.total_steps=2", "optim.lr_warmup_steps=1"]
     assert "step 2/2, loss" in _run(installed, sft, *more, cwd=tmp_path)
     assert len(read_lines(tmp_path / "runs/demo/sft/metrics.jsonl")) == 2
 
     # The run itself would be that of `make demo`.
-    (ppo,) = commands_of("docs/install.md", r"--no-python .*mrlhf-train-ppo")
-    program = ppo[ppo.index("mrlhf-train-ppo") :]
+    (ppo,) = commands_of("docs/install.md", r"^mrlhf train-ppo")
+    program = ppo.replace("mrlhf train-ppo -n 4", "mrlhf-train-ppo")
     said = _run(installed, [program], "--dry-run", cwd=tmp_path)
     assert said.endswith(" fits 4 ranks\n") and "not checked" not in said
     said = _run(installed, [program], "--dry-run", "algorithm.preset=grpo", cwd=tmp_path)

@@ -14,6 +14,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ class Fault:
 
     where: str  # "module:function" or "module:Class.method"; the fault comes before a call of it
     call: int  # which call, from 1, counted in this process
-    # Names of signals that the process sends itself, separated by spaces; or "NAN", from this call
+    # Names of signals that the process sends itself, separated by spaces ("ALL=" before one: to
+    # all that it has started as well); or "NAN", from this call
     # on the actor's gradients are no numbers; "FULL", from this call on no file may be longer than
     # 64 kB; "ROOM", files may again have any length; "HOLD", the process waits there until it is
     # asked to stop; "TOUCH=<file>" makes a file, "AWAIT=<file>" waits for one; "DATA" raises a
@@ -120,10 +122,21 @@ def _strike(fault: Fault, watchers: Sequence[Watcher], number: int, *args: Any) 
         elif action.startswith("AWAIT="):
             wait_for(Path(action.removeprefix("AWAIT=")))
         else:
-            which = signal.Signals[action]
+            which = signal.Signals[action.removeprefix("ALL=")]
+            if action.startswith("ALL="):  # as schedulers do
+                _send_to_children(os.getpid(), which)
             os.kill(os.getpid(), which)
             if which in STOP_SIGNALS:
                 _wait_until_asked(watchers)
+
+
+def _send_to_children(parent: int, which: signal.Signals) -> None:
+    """Send a signal to all processes that a process has started, and that they have."""
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        with suppress(OSError):
+            for child in map(int, (task / "children").read_text().split()):
+                _send_to_children(child, which)
+                os.kill(child, which)
 
 
 def wait_for(file: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_run_is_interrupted_in_each_phase(
     assert interrupt(run, faults.END_OF_STEP, 1) in ("step_000001", part)
     assert interrupt(run, faults.HAND_OVER, 1, "SIGUSR1") in ("step_000001", part)
     for where, call in ((faults.SCORING, 2), (faults.FORWARD, 2), (faults.VALUES, 1)):
-        assert interrupt(run, where, call, rank=-1) == part
+        assert interrupt(run, where, call, "ALL=SIGTERM", rank=-1) == part
         assert len(run.state(part)["drawn"]["train 2"]["rows"]) == 16
 
     # In the update, its mini-batches are counted: 4 of the critic, then 4 of the actor.
@@ -113,7 +113,7 @@ def test_episodes_of_several_turns(inputs: Path, undisturbed: Undisturbed, tmp_p
     run = Sequel(settings.episodes(inputs), tmp_path / "run")
     assert_killed(run.run(Fault(faults.EPISODE, 9, "SIGKILL", rank=1)), rank=1)
     part = "step_000000_interrupted"
-    assert interrupt(run, faults.EPISODE, 10, "SIGUSR1", -1) == part
+    assert interrupt(run, faults.EPISODE, 10, "ALL=SIGUSR1", -1) == part
     drawn = run.state(part)["drawn"]["train 1"]
     assert len(drawn["episodes"]) == len(drawn["rows"]) > 2
     assert interrupt(run, faults.ACTOR_LOSS, 2) == part
@@ -136,7 +136,7 @@ def test_episodes_that_several_steps_draw(
     begun = run.state("step_000001")["begun"]
     assert begun["samples"]["ended"].tolist().count(0) > 2
     part = "step_000001_interrupted"
-    assert interrupt(run, faults.EPISODE, 3, "SIGUSR1", -1) == part
+    assert interrupt(run, faults.EPISODE, 3, "ALL=SIGUSR1", -1) == part
     drawn = run.state(part)["drawn"]["train 2"]
     assert 0 < drawn["ended"].tolist().count(0) < len(drawn["rows"])
     assert interrupt(run, faults.ACTOR_LOSS, 2) == part

@@ -53,6 +53,26 @@ def test_help_version_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> N
         assert "-n takes the number of ranks" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["nothing"], ["docs"], ["docs", "slurm"], ["init", "--help"]]
+    + [["completion", shell] for shell in ("bash", "zsh")],
+)
+def test_a_command_that_only_prints_does_not_wait_for_torch(arguments: list[str]) -> None:
+    script = """
+import sys
+from mrlhf.commands.entry import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+assert "mrlhf" in sys.modules and "torch" not in sys.modules
+"""
+    subprocess.run(
+        [sys.executable, "-c", script, *arguments], stdout=subprocess.DEVNULL, check=True
+    )
+
+
 def test_a_subcommand_reads_what_follows_its_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

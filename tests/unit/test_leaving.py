@@ -65,10 +65,17 @@ def test_a_process_ends_with_its_launcher(when: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize(
     ("program", "rank", "speaks"),
-    [("torchrun", None, True), ("train_sft", "0", True), ("train_ppo", "1", False)],
+    [
+        (["launch/torchrun.py"], None, True),
+        (["launch/train_sft.py"], "0", True),
+        (["launch/train_ppo.py"], "1", False),
+        (["-u", "-m", "mrlhf", "train-ppo"], "0", True),  # as launchers start it
+        (["-m", "mrlhf", "train-dpo"], "1", False),
+        (["-m", "mrlhf", "torchrun"], None, True),
+    ],
 )
 def test_a_signal_during_the_import_of_torch_is_one_line(
-    program: str, rank: str | None, speaks: bool, number: signal.Signals, tmp_path: Path
+    program: list[str], rank: str | None, speaks: bool, number: signal.Signals, tmp_path: Path
 ) -> None:
     # In the place of torch stands a module whose import does not end.
     (tmp_path / "torch.py").write_text(
@@ -81,7 +88,8 @@ def test_a_signal_during_the_import_of_torch_is_one_line(
         environment["RANK"] = rank
 
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / f"{program}.py")],
+        [sys.executable, *program],
+        cwd=ROOT,
         env=environment,
         stderr=subprocess.PIPE,
         text=True,

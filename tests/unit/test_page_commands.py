@@ -48,7 +48,7 @@ NOT_RUN = [
     ("docs/install.md", ".[gpu]'", "TransformerEngine needs a GPU"),
     ("docs/gpu.md", "pip install --no-build-isolation", "TransformerEngine needs a GPU"),
     ("docs/gpu.md", "--nnodes=2", "two nodes with 8 GPUs each"),
-    ("README.md", "--nproc-per-node=8 launch/train_ppo.py", "a model of 7B parameters on 8 GPUs"),
+    ("README.md", "mrlhf train-ppo -n 8", "a model of 7B parameters on 8 GPUs"),
     ("docs/lora.md", "--nproc-per-node=8 launch/train_ppo.py", "README's model on 8 GPUs"),
     ("configs/recipes/rlvr_gsm8k/README.md", "--nproc-per-node=8", "a model on 8 GPUs"),
     ("docs/vllm.md", "rollout.engine=vllm", "needs `make vllm`; tests/vllm trains with it"),
@@ -85,6 +85,9 @@ def call(command: Command) -> Call | None:
 
     if words[0] == "python":
         words = words[1:]
+    if words[0] == "mrlhf":
+        name, _, ranks, *arguments = words[1:]
+        return Call(name.replace("-", "_"), arguments, int(ranks))
     program = Path(words[0]).stem.removeprefix("mrlhf-").replace("-", "_")
     if program == "torchrun":
         options = get_args_parser().parse_args(words[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -375,12 +376,22 @@ def test_the_reference_of_dpo_takes_nothing_beside_the_policy(place: Path) -> No
 
 def _bad_input() -> Iterator[tuple[list[str], str]]:
     yield ["--gpus", "0"], "--gpus 0 is below 1"
+    yield ["--gpus", f"1{'0' * 20}"], "is above 1000000"
     yield ["--gpus", "8", "--gpu", "z9"], "neither a file nor one of a100, h100, h200, b200"
     yield (
         ["--gpus", "8", "--gpu", "half.yaml"],
         "half.yaml: tflops, memory_gb_s, link_gb_s, network_gb_s, host_gb_s missing",
     )
     yield ["--gpus", "8", "--gpu", "zero.yaml"], "tflops must be a number above 0"
+    for name in ("nan", "infinite", "huge", "tiny"):
+        yield ["--gpus", "8", "--gpu", f"{name}.yaml"], "tflops must be a number above 0"
+    yield ["--gpus", "8", "--gpu", "parts.yaml"], "per_machine must be a whole number above 0"
+    yield ["--gpus", "8", "--gpu", "latin.yaml"], "latin.yaml is not UTF-8 text"
+    yield ["--gpus", "8", "--gpu", "configs"], "configs is neither a file nor one of"
+    for reserve in ("-1", "nan", "inf", "80"):
+        yield ["--gpus", "8", "--reserve-gb", reserve], f"--reserve-gb {reserve} is not between 0"
+    for length in ("nan", "inf", "0"):
+        yield ["--gpus", "8", "--prompt-tokens", length], "longest of the data, 1024 and 3072"
     yield ["--gpus", "8", "--response-tokens", "9000"], "longest of the data, 1024 and 3072"
     yield ["--gpus", "8", "actor.path=models/none"], "models/none holds no config.json"
 
@@ -399,9 +410,22 @@ def test_bad_input_is_one_line(
         "host_gb_s": 1,
     }
     (place / "zero.yaml").write_text(yaml.safe_dump(rates), encoding="utf-8")
+    odd = {"nan": math.nan, "infinite": math.inf, "huge": 10**400, "tiny": 1e-320}
+    for name, tflops in odd.items():
+        text = yaml.safe_dump(rates | {"tflops": tflops})
+        (place / f"{name}.yaml").write_text(text, encoding="utf-8")
+    text = yaml.safe_dump(rates | {"tflops": 1, "per_machine": 1.5})
+    (place / "parts.yaml").write_text(text, encoding="utf-8")
+    (place / "latin.yaml").write_bytes("# \xe9\n".encode("latin-1"))
     assert main(["--config", GRPO, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(("ranks", "what"), [(0, "below 1"), (-1, "below 1"), (10**20, "above")])
+def test_a_number_of_ranks_that_no_job_has_is_refused(ranks: int, what: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--world-size {ranks} is {what}"):
+        dry_run(_config(GRPO), ranks)
 
 
 def test_a_gpu_of_ones_own_decides(place: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,31 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(
     with Profiles(ProfileSection(steps=[1]), "cpu", 0, tmp_path).of_step(1):
         pass
     assert "step 1 is not traced: " in caplog.text
+
+
+def test_a_trace_without_room_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files is as a full disk, but holds for a whole process."""
+    script = """
+import resource, signal, sys, tempfile
+from pathlib import Path
+import torch
+from mrlhf.config.trainer import ProfileSection
+from mrlhf.run.profiles import Profiles
+
+tempfile.tempdir = sys.argv[1] + "/temporary"
+limit = int(sys.argv[2])
+with Profiles(ProfileSection(steps=[1]), "cpu", 0, Path(sys.argv[1])).of_step(1):
+    for _ in range(1000):
+        torch.ones(4).exp()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+"""
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-c", script, str(tmp_path), "10000"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "step 1 is not traced: torch could not write it" in done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_stacks_name_lines_of_python(tmp_path: Path) -> None:
