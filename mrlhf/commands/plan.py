@@ -78,7 +78,8 @@ def _plan(options: argparse.Namespace) -> int:
     overrides = [*options.overrides, f"distributed.device={gpu.device}"]
     config = read_any(options.program, options.config, overrides)
     specs = _specs(config)
-    show("\n".join(of_shipped_sizes(config)))
+    for line in of_shipped_sizes(config):
+        show(line)
     lengths = _lengths(options, config)
     found = search(config, specs, options.gpus, gpu, lengths, reserve, _Progress())
     if not found.tried:
@@ -180,7 +181,8 @@ def _on_own(found: Found, gpus: int, room: float) -> Iterator[str]:
         }
         most = sorted(more, key=lambda phase: -abs(more[phase]))[:2]
         of_it = ", ".join(f"{phase} {more[phase]:+.1f}" for phase in most)
-        yield f"yours beside 1: {seconds:+.1f} s ({of_it})"
+        gigabytes = (own.most - first.most) / 1e9
+        yield f"yours beside 1: {seconds:+.1f} s ({of_it}), {gigabytes:+.0f} GB"
 
 
 def _table(found: Found, gpus: int) -> Iterator[str]:

@@ -336,10 +336,10 @@ def test_what_does_not_fit_is_told_with_what_it_lacks(capsys: pytest.CaptureFixt
     assert "none fits; the nearest:" in said
     assert " GB (actor/" in said
     assert "yours does not fit 1 GPUs: actor: world size 1 is not divisible by tp 2" in said
+    assert "adapters (actor.lora.rank)" in said
     assert main(["--config", GRPO, "--gpus", "2", "actor.micro_batch_tokens=65536"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^yours does not fit: update of actor lacks \d+ GB \(actor/", said, re.M)
-    assert "adapters (actor.lora.rank)" in said
 
 
 def test_supervised_training_is_planned_too(place: Path, capsys: pytest.CaptureFixture) -> None:
