@@ -92,6 +92,31 @@ def rope_of(spec: ModelSpec, kind: str = WHOLE_MODEL) -> Rope:
     return Rope(frequencies.to(torch.float32), float(scale))
 
 
+def keys_of_transformers_4(spec: ModelSpec) -> dict[str, Any]:
+    """Return `rope_parameters` under the keys of `config.json` that transformers 4 reads.
+
+    transformers 5 reads the same from both. Where transformers 4 has no place for the rotation, the
+    base is null, so that it fails and does not take its default.
+    """
+    entries: dict[str, Any] = spec.hf_config["rope_parameters"]
+    by_type = {} if "rope_type" in entries else entries
+    rope = entries["full_attention"] if by_type else entries
+    base = rope["rope_theta"]
+    # With a base for each type of layer, transformers 4 scales those of full attention alone.
+    for layer_type, other in by_type.items():
+        plain = other["rope_type"] == "default" and other["rope_theta"] == base
+        if layer_type != "full_attention" and not plain:
+            return {"rope_theta": None}
+
+    keys: dict[str, Any] = {"rope_theta": base}
+    if "partial_rotary_factor" in rope:  # in transformers 4, it rotates in part in every family
+        is_partial = spec.rotary_dim < spec.head_dim
+        keys["partial_rotary_factor"] = rope["partial_rotary_factor"] if is_partial else 1.0
+    if rope["rope_type"] != "default":
+        keys["rope_scaling"] = {name: value for name, value in rope.items() if name not in keys}
+    return keys
+
+
 def _parameters(spec: ModelSpec, kind: str) -> dict[str, Any]:
     entries: dict[str, Any] = spec.hf_config["rope_parameters"]
     if kind == WHOLE_MODEL:

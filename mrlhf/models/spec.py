@@ -164,6 +164,11 @@ class ModelSpec:
         return self.head == "lm" and self.tied_embeddings
 
     @property
+    def pad_id(self) -> int | None:
+        """The token with which a scalar model's tokenizer must pad; None if any will do."""
+        return self.hf_config.get("pad_token_id") if self.head == "scalar" else None
+
+    @property
     def attention_scale(self) -> float:
         """The factor of products of q and k."""
         if self.attention_multiplier is None:
