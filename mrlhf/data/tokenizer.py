@@ -252,6 +252,18 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     return tokenizer
 
 
+def load_vocabulary(path: str | Path) -> dict[str, int]:
+    """The id of each token of a tokenizer, which `tokenizer.json` says soonest."""
+    file = Path(path) / _FAST_FILE
+    model = read_object(file, DataError) if file.is_file() else {}
+    try:
+        stated = model["model"]["vocab"]
+        tokens = stated if isinstance(stated, dict) else {row[0]: i for i, row in enumerate(stated)}
+        return tokens | {token["content"]: token["id"] for token in model.get("added_tokens", ())}
+    except (LookupError, TypeError):
+        return dict(_load_backend(Path(path)).get_vocab())
+
+
 def holds_tokenizer(directory: Path) -> bool:
     """Whether there is any file of a tokenizer in `directory`."""
     return any((directory / name).is_file() for name in (CONFIG_FILE, *_VOCABULARIES))

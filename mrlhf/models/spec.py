@@ -96,9 +96,12 @@ class Lora:
 
     def scale_of(self, layer: str) -> float:
         """Return the factor of the layer's adapter."""
-        rank = self.rank_of(layer)
         alpha = _matching(self.alphas, layer, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+        return alpha / self.divisor(self.rank_of(layer))
+
+    def divisor(self, rank: int) -> float:
+        """Return what alpha is divided by in an adapter of this rank."""
+        return math.sqrt(rank) if self.rank_stabilised else rank
 
 
 Value = TypeVar("Value", int, float)

@@ -8,6 +8,7 @@ layout of the ranks that saved it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from mrlhf.data.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer
 from mrlhf.data.tokenizer_files import copy_files
 from mrlhf.errors import CheckpointError, ConfigError, DataError
 from mrlhf.models.adapter_choice import with_lora
+from mrlhf.models.adapter_files import written_lora, written_ratios
 from mrlhf.models.families import family_of, spec_of
 from mrlhf.models.lora import is_adapter, trained_shapes
 from mrlhf.models.spec import ModelSpec
@@ -79,14 +81,18 @@ class TrainingSource(ModelSource):
             self.tensors[name] = TensorForm(shape, dtype_within(self.spec, name, self.dtype))
         self._reader = SliceReader(directory, manifest)
         self.description = self._describe(manifest)
+        self._ratios: dict[str, float] = {}
         if self.spec.lora is not None:
+            self._ratios = written_ratios(self.spec)
+            self.spec = replace(self.spec, lora=written_lora(self.spec))
             self.base = self._open_base(directory, manifest, base)
 
     def read(self, name: str) -> Tensor:
         """One tensor, in its dtype in the model."""
         form = self.tensors[name]
         box = whole(name, form.shape)
-        return self._reader.read(self._role, WEIGHT, box).to(form.dtype).contiguous()
+        tensor = self._reader.read(self._role, WEIGHT, box).to(form.dtype).contiguous()
+        return tensor * self._ratios[name] if name in self._ratios else tensor
 
     def write_assets(self, directory: Path) -> None:
         """Write them as the run exports them."""

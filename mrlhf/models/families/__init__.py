@@ -174,6 +174,8 @@ def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype) -> N
         config.num_labels = 1
     values = json.loads(config.to_json_string())
     values |= {"torch_dtype": values["dtype"], **keys_of_transformers_4(spec)}
+    for earlier, name in config.attribute_map.items():
+        values[earlier] = values.get(name)
     text = json.dumps(values, indent=2, sort_keys=True)
     (Path(directory) / "config.json").write_text(text + "\n", encoding="utf-8")
 
