@@ -308,16 +308,16 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
 
 def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
     """Refuse models whose directories hold another tokenizer than the run's."""
-    compared = {os.path.realpath(config.data.tokenizer)}
+    tokens: dict[str, int] = {}
     for name, role in config.roles().items():
-        place = os.path.realpath(role.path)
-        if place in compared or not holds_tokenizer(Path(place)):
+        if role.path == config.data.tokenizer or not holds_tokenizer(Path(role.path)):
             continue
-        compared.add(place)
-        tokens = load_vocabulary(config.data.tokenizer)
-        tokens = {token: i for token, i in tokens.items() if i != tokenizer.pad_id}
-        own = load_vocabulary(place)
-        check_tokens(tokens, own, f"{name}.path {role.path}", must_know=name == "reward_model")
+        tokens = tokens or load_vocabulary(config.data.tokenizer)
+        # A token that only pads is never read.
+        pad = None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id
+        read = {token: number for token, number in tokens.items() if number != pad}
+        own = load_vocabulary(role.path)
+        check_tokens(read, own, f"{name}.path {role.path}", must_know=name == "reward_model")
 
 
 def _rows(key: str, files: Sequence[str]) -> list[Row]:

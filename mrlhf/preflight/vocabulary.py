@@ -66,35 +66,18 @@ def check_vocabularies(
 def check_tokens(
     tokens: Mapping[str, int], own: Mapping[str, int], place: str, must_know: bool
 ) -> None:
-    """Refuse a model to whose own tokenizer the run's ids are other tokens.
+    """Refuse a model in whose own tokenizer the run's `tokens` have other ids; a ConfigError.
 
-    Args:
-        tokens: those of the run's tokenizer, without the one that pads.
-        own: those of the model's tokenizer.
-        place: names the model.
-        must_know: refuse tokens that its tokenizer lacks too, since the model is not trained.
-
-    Raises:
-        ConfigError: it names the first such token.
+    A model that can be trained may lack tokens. With `must_know` it is refused for that too.
     """
     names = {number: token for token, number in own.items()}
-    added = []
     for token, number in sorted(tokens.items() - own.items(), key=lambda pair: pair[1]):
-        if not must_know and number not in names and token not in own:
-            added.append(token)
-            continue
-        raise ConfigError(
-            f"{place} has a tokenizer of its own, in which id {number} is "
-            f"{names.get(number, 'no token')!r}; in data.tokenizer it is {token!r}, so the model "
-            "would read another text; use a model with the run's tokenizer"
-        )
-    if added:
-        logger.warning(
-            "data.tokenizer has %d tokens that are not in the tokenizer of %s, such as %r",
-            len(added),
-            place,
-            added[0],
-        )
+        if must_know or number in names or token in own:
+            raise ConfigError(
+                f"{place} has a tokenizer of its own, in which id {number} is "
+                f"{names.get(number)!r}; in data.tokenizer it is {token!r}, so the model would "
+                "read another text; use a model that was trained with the run's tokenizer"
+            )
 
 
 def ids_without_token(vocab_size: int, token_ids: AbstractSet[int]) -> list[int]:

@@ -64,7 +64,7 @@ MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
 SCALED: dict[str, tuple[str, dict[str, tuple[int, float]]]] = {
     "alphas": ("qwen3-moe", {r"up_proj": (RANK, 9.0)}),
     "ranks": ("qwen3-moe", {r"up_proj": (2, ALPHA), r"q_proj": (1, 3.0)}),
-    "experts": ("mixtral", {r"experts\.1\.w1": (RANK, 1.0), r".*\.w2": (RANK, 7.0)}),
+    "experts": ("mixtral", {r".*\.w1": (RANK, 1.0), r"experts.*w2": (2, 7.0)}),
 }
 PLAIN = (*MODELS, "mixtral", "qwen3-moe-rslora")
 

@@ -49,7 +49,7 @@ class ModelSource:
     spec: ModelSpec
     tensors: dict[str, TensorForm]  # under the names of the family's `tensor_shapes`
     dtype: torch.dtype  # of a converted model, unless the user wants another
-    assets: Path | None  # a directory with the tokenizer and the model's other files, if known
+    assets: Path | None = None  # a directory with the tokenizer and the model's other files
     base: ModelSource | None = None  # of adapters alone: their base, whose directory is `assets`
     description: Description
 

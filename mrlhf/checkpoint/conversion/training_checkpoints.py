@@ -132,17 +132,16 @@ def _tokenizer(checkpoint: Path, config: Mapping[str, Any]) -> Tokenizer | None:
     """The run's tokenizer with its chat template, if its files are still there."""
     data = config.get("data", {})
     template = data.get("chat_template")
-    paths = (data.get("tokenizer"), *(config.get(name, {}).get("path") for name in _POLICIES))
-    for path in paths:
-        if path is None or not (Path(path).is_file() or holds_tokenizer(Path(path))):
-            continue
-        if template is not None and not Path(template).is_file():
-            raise DataError(
-                f"{checkpoint}: the run's data.chat_template, {template}, is not there; put it "
-                "back, or name a model with the tokenizer and the template with --like"
-            )
-        return load_tokenizer(path, template)
-    return None
+    paths = [data.get("tokenizer"), *(config.get(name, {}).get("path") for name in _POLICIES)]
+    there = [
+        path for path in paths if path and (Path(path).is_file() or holds_tokenizer(Path(path)))
+    ]
+    if there and template is not None and not Path(template).is_file():
+        raise DataError(
+            f"{checkpoint}: the run's data.chat_template, {template}, is not there; put it back, "
+            "or name a model with the tokenizer and the template with --like"
+        )
+    return load_tokenizer(there[0], template) if there else None
 
 
 def _pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
