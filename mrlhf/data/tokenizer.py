@@ -257,10 +257,9 @@ def load_vocabulary(path: str | Path) -> dict[str, int]:
     file = Path(path) / _FAST_FILE
     model = read_object(file, DataError) if file.is_file() else {}
     try:
-        stated = model["model"]["vocab"]
-        tokens = stated if isinstance(stated, dict) else {row[0]: i for i, row in enumerate(stated)}
-        return tokens | {token["content"]: token["id"] for token in model.get("added_tokens", ())}
-    except (LookupError, TypeError):
+        added = {token["content"]: token["id"] for token in model["added_tokens"]}
+        return dict(model["model"]["vocab"] | added)
+    except (LookupError, TypeError):  # it is in another file, or a list
         return dict(_load_backend(Path(path)).get_vocab())
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import DataError
 
-__all__ = ["CONFIG_FILE", "FILES", "adapt_files", "copy_files"]
-
 CONFIG_FILE = "tokenizer_config.json"
 FILES = (
     "tokenizer*",
@@ -40,12 +38,9 @@ def adapt_files(
     template: str | None = None,
     pad_token: str | None = None,
 ) -> None:
-    """Make a tokenizer's files readable for transformers 4.
+    """Make a tokenizer's files readable for transformers 4; they get what is given besides.
 
-    Args:
-        class_name: the class of the tokenizer, if its files name none.
-        template: a chat template that replaces all others.
-        pad_token: a padding token that replaces that of the files.
+    `class_name` counts if they name no class.
     """
     files = [directory / CONFIG_FILE, directory / "special_tokens_map.json"]
     config, tokens = (read_object(file, DataError) if file.is_file() else {} for file in files)
@@ -63,8 +58,7 @@ def adapt_files(
         if "chat_template" in config:
             config["chat_template"] = template
     if pad_token is not None:
-        config["pad_token"] = pad_token
-        tokens["pad_token"] = pad_token
+        config["pad_token"] = tokens["pad_token"] = pad_token
     for file, content in zip(files, (config, tokens), strict=True):
         if content:
             text = json.dumps(content, indent=2, ensure_ascii=False)

@@ -95,20 +95,17 @@ def rope_of(spec: ModelSpec, kind: str = WHOLE_MODEL) -> Rope:
 def keys_of_transformers_4(spec: ModelSpec) -> dict[str, Any]:
     """Return `rope_parameters` under the keys of `config.json` that transformers 4 reads.
 
-    transformers 5 reads the same from both. Where transformers 4 has no place for the rotation, the
-    base is null, so that it fails and does not take its default.
+    Where it has no place for the rotation, the base is null, so that it fails and does not guess.
     """
     entries: dict[str, Any] = spec.hf_config["rope_parameters"]
-    by_type = {} if "rope_type" in entries else entries
-    rope = entries["full_attention"] if by_type else entries
-    base = rope["rope_theta"]
-    # With a base for each type of layer, transformers 4 scales those of full attention alone.
-    for layer_type, other in by_type.items():
-        plain = other["rope_type"] == "default" and other["rope_theta"] == base
-        if layer_type != "full_attention" and not plain:
+    rope = entries if "rope_type" in entries else entries["full_attention"]
+    if rope is not entries:  # of other layers than those, it cannot scale the rotation
+        others = [entry for entry in entries.values() if entry is not rope]
+        plain = ("default", rope["rope_theta"])
+        if any((entry["rope_type"], entry["rope_theta"]) != plain for entry in others):
             return {"rope_theta": None}
 
-    keys: dict[str, Any] = {"rope_theta": base}
+    keys: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
     if "partial_rotary_factor" in rope:  # in transformers 4, it rotates in part in every family
         is_partial = spec.rotary_dim < spec.head_dim
         keys["partial_rotary_factor"] = rope["partial_rotary_factor"] if is_partial else 1.0

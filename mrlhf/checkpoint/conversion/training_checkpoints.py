@@ -67,7 +67,7 @@ class TrainingSource(ModelSource):
         if model.dtype not in _DTYPES:
             raise CheckpointError(f"a stored model has the dtype {model.dtype!r}, which is unknown")
         self.assets = assets
-        self._config = manifest.config
+        self._path = Path(manifest.config.get(self._role, {}).get("path", ""))
         self._tokenizer = _tokenizer(directory, manifest.config) if assets is None else None
         self.spec = _with_adapters(model_spec(model), directory, manifest, self._role)
         self.dtype = _DTYPES[model.dtype]
@@ -97,16 +97,14 @@ class TrainingSource(ModelSource):
     def write_assets(self, directory: Path) -> None:
         """Write them as the run exports them."""
         if self._tokenizer is None:
-            super().write_assets(directory)
-            return
+            return super().write_assets(directory)
         self._tokenizer.save_pretrained(directory, self.spec.pad_id)
         if self.spec.head == "lm":
-            model = Path(self._config[self._role]["path"])
-            copy_files(model, directory, ("generation_config.json",))
+            copy_files(self._path, directory, ("generation_config.json",))
 
     def _open_base(self, directory: Path, manifest: Manifest, base: Path | None) -> ModelSource:
         """The base in the dtype in which the run held it, if it is the one of the run."""
-        path = base or Path(manifest.config[self._role]["path"])
+        path = base or self._path
         if not path.is_dir():
             raise ConfigError(
                 f"{directory}: the base of its adapters, {path}, is no directory here; name it "
