@@ -84,11 +84,17 @@ PYTEST = $(BIN)/python -m pytest tests \
 test: $(DEV_READY)
 	$(PYTEST) --tier=verdict --junitxml=runs/tests/verdict.xml
 
-test-full: $(VENV)/vllm-ready $(DEV_READY)
+test-full: $(VENV)/vllm-ready $(VENV)/transformers4/ready $(DEV_READY)
 	$(PYTEST) --tier=full --junitxml=runs/tests/full.xml
 
 test-recipes: $(DEV_READY)
 	$(PYTEST) --tier=recipes --junitxml=runs/tests/recipes.xml
+
+# Python finds there what tests/unit/test_transformers4.py puts before the environment's packages.
+$(VENV)/transformers4/ready: $(READY) requirements-transformers4.txt
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --no-compile $(PIP_ARGS) --no-deps --target $(@D) -r requirements-transformers4.txt
+	touch $@
 
 # The first two need torch >= 2.11, transformers, megatron-core and pydantic alone; the hour trains
 # as well, and so needs what setup.py lists. HOUR_ARGS are options of benchmarks/gpu_hour.py.

@@ -7,7 +7,6 @@ data files or models.
 
 from __future__ import annotations
 
-import copy
 import logging
 import signal
 import threading
@@ -22,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from mrlhf.data.hub_files import read_object, refuse_pointer
 from mrlhf.data.subword import MODEL_FILE, check_sentencepiece, convert_sentencepiece
+from mrlhf.data.tokenizer_files import CONFIG_FILE, adapt_files, copy_files
 from mrlhf.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ Prompt = str | Sequence[Message]
 Tool = Mapping[str, Any]  # a function's name, description and JSON schema, as templates take them
 
 _FAST_FILE = "tokenizer.json"
-_CONFIG_FILE = "tokenizer_config.json"
 _VOCABULARIES = (
     *(_FAST_FILE, MODEL_FILE, "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
@@ -212,15 +211,20 @@ class Tokenizer:
         return [*self.encode(text), self.eos_id]
 
     def save_pretrained(self, directory: Path, pad_id: int | None = None) -> None:
-        """Write the tokenizer's files into `directory`, for `load_tokenizer` to read.
+        """Write the tokenizer's files into `directory`: those that it was loaded from, if it can.
 
         `pad_id` is the padding token of the written tokenizer; None: the same.
         """
         backend = self._backend
-        if pad_id is not None and pad_id != backend.pad_token_id:
-            backend = copy.deepcopy(backend)
-            backend.pad_token = backend.convert_ids_to_tokens(pad_id)
-        backend.save_pretrained(directory)
+        if backend.name_or_path and holds_tokenizer(Path(backend.name_or_path)):
+            copy_files(Path(backend.name_or_path), directory)
+        else:
+            backend.save_pretrained(directory)
+        is_other = pad_id not in (None, backend.pad_token_id)
+        pad_token = backend.convert_ids_to_tokens(pad_id) if is_other else None
+        # A source may hold several templates, each with a name.
+        template = backend.chat_template if isinstance(backend.chat_template, str) else None
+        adapt_files(directory, type(backend).__name__, template, pad_token)
 
 
 def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
@@ -248,9 +252,20 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     return tokenizer
 
 
+def load_vocabulary(path: str | Path) -> dict[str, int]:
+    """The id of each token of a tokenizer, which `tokenizer.json` says soonest."""
+    file = Path(path) / _FAST_FILE
+    model = read_object(file, DataError) if file.is_file() else {}
+    try:
+        added = {token["content"]: token["id"] for token in model["added_tokens"]}
+        return dict(model["model"]["vocab"] | added)
+    except (LookupError, TypeError):  # it is in another file, or a list
+        return dict(_load_backend(Path(path)).get_vocab())
+
+
 def holds_tokenizer(directory: Path) -> bool:
     """Whether there is any file of a tokenizer in `directory`."""
-    return any((directory / name).is_file() for name in (_FAST_FILE, _CONFIG_FILE, MODEL_FILE))
+    return any((directory / name).is_file() for name in (CONFIG_FILE, *_VOCABULARIES))
 
 
 def _set_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> None:
@@ -328,7 +343,7 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
     refuse_pointer(path / MODEL_FILE, DataError)
     model, config = (
         read_object(file, DataError) if file.is_file() else None
-        for file in (path / _FAST_FILE, path / _CONFIG_FILE)
+        for file in (path / _FAST_FILE, path / CONFIG_FILE)
     )
     if (path / MODEL_FILE).is_file() and model is None and config is None:
         return convert_sentencepiece(path / MODEL_FILE)

@@ -8,7 +8,6 @@ them. This file does not know ranks or roles.
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -89,7 +88,14 @@ def write_adapter(
     """Write adapters, and a scalar head, as `write_weights` writes a model; without the config."""
     shapes = _named_shapes(spec)
     options = FileOptions(max_shard_bytes=sys.maxsize, file=WEIGHTS)
-    write_weights(path, _named_slots(slots, shapes), shapes, group, options)
+    ratios = written_ratios(spec)
+    scaled = [
+        replace(slot, parameter=slot.parameter.detach() * ratios[slot.piece.name])
+        if slot.piece.name in ratios
+        else slot
+        for slot in slots
+    ]
+    write_weights(path, _named_slots(scaled, shapes), shapes, group, options)
 
 
 def adapter_tensors(path: str | Path, spec: ModelSpec) -> dict[str, FileTensor]:
@@ -120,15 +126,10 @@ def adapter_config(spec: ModelSpec, base: str) -> dict[str, Any]:
     adapts these as `target_parameters`. It would take names of MLP layers in `target_modules` for
     those of experts; so all of a mixture's MLPs and routers are named as parameters.
     """
-    lora = spec.lora
-    assert lora is not None, "a model without adapters"
+    lora = written_lora(spec)
     family = family_of(spec)
-    layers = {name.removesuffix(A) for name in family.tensor_shapes(spec) if name.endswith(A)}
-    parameters: dict[str, list[str]] = {}
-    if spec.experts is not None:
-        for layer in sorted(layer for layer in layers if not _ATTENTION.search(layer)):
-            parameters.setdefault(_parameter_of(layer), []).append(layer)
-    modules = layers.difference(*parameters.values())
+    parameters = _parameters(spec)
+    modules = _adapted(spec).difference(*parameters.values())
     ranks, alphas = _patterns(lora, parameters)
     is_scalar = spec.head == "scalar"
     return {
@@ -149,6 +150,44 @@ def adapter_config(spec: ModelSpec, base: str) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
     }
+
+
+def written_lora(spec: ModelSpec) -> Lora:
+    """Return the adapters of a model as they are written.
+
+    All have one scale if layers that peft joins have several, so factors B must be multiplied by
+    the ratio of a layer's scale to the written one.
+    """
+    lora = spec.lora
+    assert lora is not None, "a model without adapters"
+    if all(len(set(map(lora.scale_of, layers))) == 1 for layers in _parameters(spec).values()):
+        return lora
+    unit = lora.alpha / lora.divisor(lora.rank)
+    alphas = tuple((pattern, unit * lora.divisor(rank)) for pattern, rank in lora.ranks)
+    return replace(lora, alphas=alphas)
+
+
+def written_ratios(spec: ModelSpec) -> dict[str, float]:
+    """Return by what factors B are multiplied when they are written, by their names."""
+    lora = spec.lora
+    written = written_lora(spec)
+    if lora is None or written is lora:
+        return {}
+    return {layer + B: lora.scale_of(layer) / written.scale_of(layer) for layer in _adapted(spec)}
+
+
+def _adapted(spec: ModelSpec) -> set[str]:
+    names = family_of(spec).tensor_shapes(spec)
+    return {name.removesuffix(A) for name in names if name.endswith(A)}
+
+
+def _parameters(spec: ModelSpec) -> dict[str, list[str]]:
+    """The layers with adapters of mixtures' MLPs and routers, by the parameter that holds them."""
+    parameters: dict[str, list[str]] = {}
+    if spec.experts is not None:
+        for layer in sorted(layer for layer in _adapted(spec) if not _ATTENTION.search(layer)):
+            parameters.setdefault(_parameter_of(layer), []).append(layer)
+    return parameters
 
 
 def _parameter_of(layer: str) -> str:
@@ -174,8 +213,7 @@ def _patterns(
         expert = layers[0].rpartition(".")[0]
         joined = [layer for layer in layers if layer.rpartition(".")[0] == expert]
         rank = sum(lora.rank_of(layer) for layer in joined)
-        divisor = math.sqrt(rank) if lora.rank_stabilised else rank
-        alpha = lora.scale_of(layers[0]) * divisor
+        alpha = lora.scale_of(layers[0]) * lora.divisor(rank)
         if (rank, alpha) != (lora.rank, lora.alpha):
             ranks[re.escape(parameter)] = rank
             alphas[re.escape(parameter)] = alpha
@@ -184,7 +222,7 @@ def _patterns(
 
 def write_adapter_config(spec: ModelSpec, base: str, directory: Path) -> None:
     """Write `adapter_config.json` into a directory."""
-    text = json.dumps(adapter_config(spec, base), indent=2, sort_keys=True)
+    text = json.dumps(adapter_config(spec, base), indent=2)  # the first pattern that fits counts
     (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 

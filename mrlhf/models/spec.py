@@ -96,9 +96,12 @@ class Lora:
 
     def scale_of(self, layer: str) -> float:
         """Return the factor of the layer's adapter."""
-        rank = self.rank_of(layer)
         alpha = _matching(self.alphas, layer, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+        return alpha / self.divisor(self.rank_of(layer))
+
+    def divisor(self, rank: int) -> float:
+        """Return what alpha is divided by in an adapter of this rank."""
+        return math.sqrt(rank) if self.rank_stabilised else rank
 
 
 Value = TypeVar("Value", int, float)
@@ -162,6 +165,11 @@ class ModelSpec:
     def output_is_embedding(self) -> bool:
         """Whether the output layer has no tensor of its own."""
         return self.head == "lm" and self.tied_embeddings
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token with which a scalar model's tokenizer must pad; None if any will do."""
+        return self.hf_config.get("pad_token_id") if self.head == "scalar" else None
 
     @property
     def attention_scale(self) -> float:

@@ -22,7 +22,7 @@ from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.sft import SftExample, encode_sft
-from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.data.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
@@ -37,6 +37,7 @@ from mrlhf.preflight.model_checks import head_of
 from mrlhf.preflight.paths import InputPath
 from mrlhf.preflight.vocabulary import (
     Endings,
+    check_tokens,
     check_vocabularies,
     find_endings,
     warn_of_end_tokens,
@@ -295,6 +296,7 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
         for name, role in config.roles().items()
         if Path(role.path).exists()
     }
+    _check_tokens(config, tokenizer)
     full_kl = isinstance(config, PPOConfig) and config.needs_full_kl
     check_vocabularies(sizes, tokenizer.highest_id, ("actor", "reference") if full_kl else ())
     if "actor" in sizes:
@@ -302,6 +304,20 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
     policy = "actor" if isinstance(config, PPOConfig) else "model"
     if policy in sizes and head_of(config, policy) == "lm":
         warn_of_other_end(end_token_ids(config.roles()[policy].path), tokenizer)
+
+
+def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
+    """Refuse models whose directories hold another tokenizer than the run's."""
+    tokens: dict[str, int] = {}
+    for name, role in config.roles().items():
+        if role.path == config.data.tokenizer or not holds_tokenizer(Path(role.path)):
+            continue
+        tokens = tokens or load_vocabulary(config.data.tokenizer)
+        # A token that only pads is never read.
+        pad = None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id
+        read = {token: number for token, number in tokens.items() if number != pad}
+        own = load_vocabulary(role.path)
+        check_tokens(read, own, f"{name}.path {role.path}", must_know=name == "reward_model")
 
 
 def _rows(key: str, files: Sequence[str]) -> list[Row]:

@@ -63,6 +63,23 @@ def check_vocabularies(
         raise ConfigError("\n".join(problems))
 
 
+def check_tokens(
+    tokens: Mapping[str, int], own: Mapping[str, int], place: str, must_know: bool
+) -> None:
+    """Refuse a model in whose own tokenizer the run's `tokens` have other ids; a ConfigError.
+
+    A model that can be trained may lack tokens. With `must_know` it is refused for that too.
+    """
+    names = {number: token for token, number in own.items()}
+    for token, number in sorted(tokens.items() - own.items(), key=lambda pair: pair[1]):
+        if must_know or number in names or token in own:
+            raise ConfigError(
+                f"{place} has a tokenizer of its own, in which id {number} is "
+                f"{names.get(number)!r}; in data.tokenizer it is {token!r}, so the model would "
+                "read another text; use a model that was trained with the run's tokenizer"
+            )
+
+
 def ids_without_token(vocab_size: int, token_ids: AbstractSet[int]) -> list[int]:
     """The rows of a vocabulary for which the tokenizer has no text; they must not be drawn.
 

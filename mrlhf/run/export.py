@@ -197,7 +197,7 @@ def _write(model: ExportedModel, partial: Path, merged: bool) -> str | None:
             save_config(engine.spec, partial, engine.dtype)
         else:
             write_adapter_config(engine.spec, os.path.abspath(engine.path), partial)
-        model.tokenizer.save_pretrained(partial, _padding(engine))
+        model.tokenizer.save_pretrained(partial, engine.spec.pad_id)
         if model.generation_config is not None:
             write_generation_config(model.generation_config, partial)
         for file in partial.iterdir():
@@ -205,12 +205,6 @@ def _write(model: ExportedModel, partial: Path, merged: bool) -> str | None:
     except Exception as failure:  # the tokenizers package raises nothing more particular
         return f"cannot write {partial}: {' '.join(str(failure).split())}"
     return None
-
-
-def _padding(engine: ModelEngine) -> int | None:
-    """The token with which a reward model's tokenizer must pad; None if any will do."""
-    pad: int | None = engine.spec.hf_config.get("pad_token_id")
-    return pad if engine.spec.head == "scalar" else None
 
 
 def _install(partial: Path, place: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
@@ -25,7 +26,7 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.run.export import ExportedModel, export_result
 from mrlhf.training.engine import ModelEngine
 from tests.models.mixtures import mixture_configs
-from tests.oracle.plain_lora import adapter_of, save_adapter
+from tests.oracle.plain_lora import ALPHA, RANK, adapt, adapter_of, save_adapter
 from tests.oracle.plain_models import EAGER, MODELS, SIZES, load, save_models
 from tests.ranks import run_ranks
 from tests.tiny_task import write_tiny_task
@@ -58,6 +59,13 @@ MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
         {"task_type": "SEQ_CLS", "target_modules": ["q_proj"], "modules_to_save": ["score"]},
     ),
 }
+# Adapters of mixtures in which layers that peft joins have several scales: by name the model, and
+# what matches a layer, with its rank and alpha.
+SCALED: dict[str, tuple[str, dict[str, tuple[int, float]]]] = {
+    "alphas": ("qwen3-moe", {r"up_proj": (RANK, 9.0)}),
+    "ranks": ("qwen3-moe", {r"up_proj": (2, ALPHA), r"q_proj": (1, 3.0)}),
+    "experts": ("mixtral", {r".*\.w1": (RANK, 1.0), r"experts.*w2": (2, 7.0)}),
+}
 PLAIN = (*MODELS, "mixtral", "qwen3-moe-rslora")
 
 
@@ -66,6 +74,8 @@ def _adapters(root: Path) -> dict[str, tuple[Path, Path]]:
     cases = {name: (root / name, adapter_of(root / name)) for name in PLAIN}
     cases["qwen3-moe-rslora"] = (root / "qwen3-moe", adapter_of(root / "qwen3-moe-rslora"))
     for name, (model, _) in MADE_BY_PEFT.items():
+        cases[name] = (root / model, root / f"{name}-adapter")
+    for name, (model, _) in SCALED.items():
         cases[name] = (root / model, root / f"{name}-adapter")
     return cases
 
@@ -91,6 +101,38 @@ def _save_all(root: Path) -> None:
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter, std=0.1)
         adapted.save_pretrained(root / f"{name}-adapter")
+    for name in SCALED:
+        _save_scaled(root, name)
+
+
+def _save_scaled(root: Path, name: str) -> None:
+    """Write an adapter with patterns; and one of the same model without any, as an oracle."""
+    model, patterns = SCALED[name]
+    source = adapter_of(root / model)
+    config = json.loads((source / "adapter_config.json").read_text())
+    tensors = load_file(source / "adapter_model.safetensors")
+    plain = {}
+    for tensor, values in tensors.items():
+        layer = tensor.rpartition(".lora_")[0]
+        fits = [
+            pair for pattern, pair in patterns.items() if re.fullmatch(f".*\\.{pattern}", layer)
+        ]
+        rank, alpha = fits[0] if fits else (RANK, ALPHA)
+        is_first = ".lora_A." in tensor
+        tensors[tensor] = values[:rank] if is_first else values[:, :rank].contiguous()
+        plain[tensor] = tensors[tensor] * (1.0 if is_first else alpha / rank * RANK / ALPHA)
+
+    ranks = {pattern: rank for pattern, (rank, _) in patterns.items()}
+    alphas = {pattern: alpha for pattern, (_, alpha) in patterns.items()}
+    written = {
+        "": (tensors, {"rank_pattern": ranks, "alpha_pattern": alphas}),
+        "-plain": (plain, {}),
+    }
+    for ending, (factors, settings) in written.items():
+        directory = root / f"{name}{ending}-adapter"
+        directory.mkdir()
+        save_file(factors, directory / "adapter_model.safetensors", {"format": "pt"})
+        (directory / "adapter_config.json").write_text(json.dumps(config | settings))
 
 
 def _export(rank: int, world_size: int, root: Path) -> None:
@@ -154,6 +196,28 @@ def test_a_round_trip_keeps_every_bit_and_peft_computes_the_same(root: Path, nam
     torch.testing.assert_close(merged, logits, rtol=0, atol=1e-5)
     if oracle is not None:
         torch.testing.assert_close(logits, _logits(oracle), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_layers_that_peft_joins_may_have_several_scales(
+    root: Path, tmp_path: Path, name: str
+) -> None:
+    """As its base plus the factors says, so do peft, a merge, and a merge of the export."""
+    model, _ = _adapters(root)[name]
+    oracle = load(model)
+    adapt(oracle, root / f"{name}-plain-adapter")
+    wanted = _logits(oracle)
+    found = {"merged": _load_merged(root / "tp1" / f"{name}_merged", model)}
+    for layout in LAYOUTS:
+        exported = root / layout / name
+        found[layout] = PeftModel.from_pretrained(load(model), exported)
+        source = SourceOptions(merge=True, base=model)
+        target = TargetOptions("huggingface")
+        convert(exported, tmp_path / layout, source, target, verify=True, start=_in_silence)
+        found[f"{layout} merged"] = _load_merged(tmp_path / layout, model)
+    for how, theirs in found.items():
+        difference = float((_logits(theirs) - wanted).abs().max())
+        assert difference < 1e-5, (how, difference)
 
 
 def _load_merged(path: Path, model: Path) -> Any:

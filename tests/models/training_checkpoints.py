@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,12 @@ def save_training(
     role: str = "actor",
     step: int = 0,
     dtype: torch.dtype | None = None,
+    config: dict[str, Any] | None = None,
 ) -> None:
-    """Save the weights as one rank does; `dtype`, if given, is that of the model's parameters."""
+    """Save the weights as one rank does; `dtype`, if given, is that of the model's parameters.
+
+    `config` is the configuration of the run, as far as it matters.
+    """
     (directory / role).mkdir(parents=True)
     files = StateCopy.of({}).write(directory)
     source = HuggingFaceSource(model)
@@ -61,7 +66,7 @@ def save_training(
         unfinished_step=False,
         program="test",
         world_size=1,
-        config={},
+        config=config or {},
         versions={},
         files=files,
         models={role: described},

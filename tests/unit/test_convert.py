@@ -26,12 +26,15 @@ from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.checkpoint.manifest import checkpoint_name
 from mrlhf.checkpoint.summary import write_summary
 from mrlhf.commands import convert_checkpoint
-from mrlhf.errors import CheckpointError, MrlhfError, WeightError
+from mrlhf.data.subword import train_sentencepiece
+from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.errors import CheckpointError, DataError, MrlhfError, WeightError
 from mrlhf.models.families import load_spec
 from tests.models.checkpoints import CONFIGS, assert_same_tensors, read_tensors, save_model
 from tests.models.training_checkpoints import save_training
 
 ROOT = Path(__file__).parents[2]
+TALK = [{"role": "user", "content": "hi"}]
 
 
 def _meter(told: list[int]) -> Any:
@@ -203,6 +206,50 @@ def test_a_model_in_another_form_is_read_as_runs_read_it(tmp_path: Path) -> None
 
     _convert(tmp_path / "fused", tmp_path / "back", "huggingface")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+def test_a_runs_tokenizer_comes_as_the_run_exports_it(tmp_path: Path) -> None:
+    """With its chat template and, of a scalar model, its padding; `--like` gives another."""
+    save_model("llama", tmp_path / "model")
+    save_model("llama", tmp_path / "scores", scalar=True)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.5}')
+    texts = [*"0123456789+=", "12+3=15"]
+    train_sentencepiece(texts, tmp_path / "tokenizer", vocab_size=32, byte_fallback=False)
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}!")
+    for role, model, named in (
+        ("actor", "model", "tokenizer"),
+        ("model", "model", "tokenizer/tokenizer.model"),
+        ("model", "scores", "tokenizer"),
+    ):
+        data = {"tokenizer": str(tmp_path / named), "chat_template": str(template)}
+        config = {"data": data, role: {"path": str(tmp_path / model)}}
+        step = tmp_path / f"{role}-{model}" / checkpoint_name(0, unfinished_step=False)
+        save_training(tmp_path / model, step, role=role, config=config)
+        formats = (
+            {"huggingface": "", "megatron": "huggingface"}
+            if model == "model"
+            else {"huggingface": ""}
+        )
+        for to, place in formats.items():
+            out = tmp_path / f"{role}-{model}-{to}"
+            _convert(step, out, to)
+            ours = load_tokenizer(out / place)
+            run = load_tokenizer(tmp_path / named, template)
+            assert ours.apply_chat_template(TALK) == run.apply_chat_template(TALK) == "hi!"
+            assert ours.encode("12+3=") == run.encode("12+3=")
+            assert ours.pad_id == (0 if model == "scores" else run.pad_id)
+            stated = json.loads((out / place / "tokenizer_config.json").read_text())
+            assert stated["tokenizer_class"] == "PreTrainedTokenizerFast"
+            assert (out / place / "generation_config.json").exists() == (model == "model")
+
+    template.unlink()
+    with pytest.raises(DataError, match=r"data.chat_template, .*own.jinja, is not there; .*--like"):
+        _convert(step, tmp_path / "out", "huggingface")
+    shutil.copytree(tmp_path / "tokenizer", tmp_path / "scores", dirs_exist_ok=True)
+    _convert(step, tmp_path / "out", "huggingface", given=SourceOptions(like=tmp_path / "scores"))
+    assert not load_tokenizer(tmp_path / "out").has_chat_template
 
 
 def test_a_result_is_not_replaced_in_silence(tmp_path: Path) -> None:

@@ -361,6 +361,68 @@ def test_one_line_for_what_cannot_be_used(changes, expected):
     assert expected in refusal(ppo(**changes))
 
 
+def _copy_with_tokenizer(place, model, name, change):
+    """A copy of a model that has the run's tokenizer after a change of its `tokenizer.json`."""
+    shutil.copytree(place / model, place / name)
+    for file in (place / "tokenizer").glob("*.json"):
+        shutil.copy(file, place / name)
+    file = place / name / "tokenizer.json"
+    stated = json.loads(file.read_text())
+    change(stated["model"]["vocab"], stated["added_tokens"])
+    file.write_text(json.dumps(stated))
+
+
+def _swap(vocab, added):
+    vocab["8"], vocab["9"] = vocab["9"], vocab["8"]
+
+
+def _lose(vocab, added):
+    del vocab["9"]
+
+
+def _extend(vocab, added):
+    added.append({**added[0], "id": 40, "content": "<more>"})
+
+
+def _rename(vocab, added):
+    (end,) = (token for token in added if token["content"] == "</s>")
+    vocab["<end>"] = vocab.pop("</s>")
+    end["content"] = "<end>"
+
+
+def test_models_with_another_tokenizer_than_the_runs_are_refused(place):
+    """Its size says nothing; a model whose directory has none, or has further tokens, goes on."""
+    _write_model(place / "scores", LlamaForSequenceClassification, 64)
+    for change in (_swap, _lose, _extend, _rename):
+        _copy_with_tokenizer(place, "scores", f"scores{change.__name__}", change)
+        _copy_with_tokenizer(place, "model", f"model{change.__name__}", change)
+    judged = {"reward__terms": [{"name": "reward_model"}]}
+    gae = {"algorithm__adv_estimator": "gae"}
+    kl = {"actor__use_kl_loss": True}
+    for key, path, others, token in (
+        ("reward_model", "scores_swap", judged, "8"),
+        ("reward_model", "scores_lose", judged, "9"),
+        ("reward_model", "scores_rename", judged, "</s>"),
+        ("critic", "scores_swap", gae, "8"),
+        ("reference", "model_swap", kl, "8"),
+        ("actor", "model_rename", {}, "</s>"),
+    ):
+        said = refusal(ppo(**{f"{key}__path": path}, **others))
+        assert f"{key}.path {path} has a tokenizer of its own" in said
+        assert f"in data.tokenizer it is {token!r}" in said, said
+    for key, path, others in (
+        ("reward_model", "scores_extend", judged),
+        ("reward_model", "scores", judged),
+        ("critic", "scores_lose", gae),
+    ):
+        config = ppo(**{f"{key}__path": path}, **others)
+        read_ppo_inputs(config).reward.close()
+
+    for root, file in ((SFTConfig, "train.jsonl"), (RewardModelConfig, "pairs.jsonl")):
+        with pytest.raises(MrlhfError, match=r"model.path model_swap has a tokenizer of its own"):
+            dry_run(supervised(root, file, model__path="model_swap"), 1)
+
+
 def test_a_neighbour_with_a_similar_name_is_offered():
     with pytest.raises(MrlhfError) as caught:
         preflight(ppo(data__train_files="trian.jsonl"), 1)

@@ -77,7 +77,6 @@ class MergedSource(ModelSource):
         self.spec = self._base.spec
         self.tensors = self._base.tensors
         self.dtype = self._base.dtype
-        self.assets = adapters.assets or self._base.assets
         own = adapters.description
         left_out = [*own.left_out, *self._base.description.left_out]
         kind = f"{own.kind}, merged into {self._base.assets}"
@@ -94,3 +93,7 @@ class MergedSource(ModelSource):
         first = self._adapters.read(layer + A).float()
         second = self._adapters.read(layer + B).float()
         return weight.float() + self._lora.scale_of(layer) * (second @ first)
+
+    def write_assets(self, directory: Path) -> None:
+        """Write them as the source of the adapters does."""
+        self._adapters.write_assets(directory)

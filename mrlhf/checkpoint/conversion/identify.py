@@ -54,7 +54,7 @@ class Found:
     format: Literal["huggingface", "adapter", "megatron", "training"]
     kind: str  # the format in words
     path: Path  # the checkpoint itself; a run's output directory holds several
-    assets: Path | None  # a directory with the tokenizer, if it is known
+    assets: Path | None  # a directory with the tokenizer, if there is one beside the weights
     step: int | None = None  # last step of the run, if this is its final policy
     passed_over: list[str] = field(default_factory=list)  # why newer checkpoints are not taken
 
@@ -80,7 +80,7 @@ def identify(path: Path, step: int | None = None, role: str | None = None) -> Fo
         raise CheckpointError(f"{path} is not a directory")
 
     if (path / MANIFEST).is_file():
-        return Found("training", "training checkpoint", path, _run_assets(path))
+        return Found("training", "training checkpoint", path, _export_in(path))
     choice = choose(path, step, role)
     if choice is not None and choice.step is not None:
         kind = "output directory of a finished run"
@@ -88,7 +88,7 @@ def identify(path: Path, step: int | None = None, role: str | None = None) -> Fo
         form: Literal["adapter", "huggingface"] = "adapter" if is_adapter else "huggingface"
         return Found(form, kind, choice.path, choice.path, choice.step)
     if choice is not None:
-        assets = _run_assets(choice.path)
+        assets = _export_in(choice.path)
         kind = "output directory of a run"
         return Found("training", kind, choice.path, assets, passed_over=choice.passed_over)
 
@@ -233,19 +233,9 @@ def _stated(arguments: Mapping[str, Any], words: Mapping[str, str]) -> str:
     return ", ".join(f"{word} {value}" for word, value in there.items() if value is not None)
 
 
-def _run_assets(checkpoint: Path) -> Path | None:
-    """The directory with the tokenizer of a run's models: its export, or the source of the run."""
-    if (checkpoint / EXPORT).is_dir():
-        return checkpoint / EXPORT
-    try:
-        config = read_manifest(checkpoint).config
-    except CheckpointError:
-        return None
-    for section, key in (("data", "tokenizer"), ("actor", "path"), ("model", "path")):
-        stated = config.get(section, {}).get(key) if isinstance(config, dict) else None
-        if isinstance(stated, str) and Path(stated).is_dir():
-            return Path(stated)
-    return None
+def _export_in(checkpoint: Path) -> Path | None:
+    """The policy as a Hugging Face model, whose tokenizer has the run's chat template."""
+    return checkpoint / EXPORT if (checkpoint / EXPORT).is_dir() else None
 
 
 def _model(spec: ModelSpec) -> str:

@@ -16,7 +16,7 @@ import torch
 from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, command_line
 from mrlhf.checkpoint.conversion.megatron_names import LAYERS, extra_states, stored_at, whole_model
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
-from mrlhf.checkpoint.conversion.model_files import copy_assets, write_config
+from mrlhf.checkpoint.conversion.model_files import write_config
 from mrlhf.checkpoint.conversion.model_source import ModelSource
 from mrlhf.checkpoint.conversion.torch_dist import FORMAT, TorchDistWriter
 from mrlhf.errors import CheckpointError
@@ -141,7 +141,7 @@ def _write_beside(source: ModelSource, directory: Path, arguments: Mapping[str, 
     """Write the files beside the weights; the file that names the weights comes last."""
     assets = directory / ASSETS
     assets.mkdir()
-    copy_assets(source.assets, assets)
+    source.write_assets(assets)
     write_config(source.spec, assets, source.dtype)
 
     (directory / OPTIONS_FILE).write_text(command_line(arguments), encoding="utf-8")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,19 +25,6 @@ from mrlhf.weights.files import file_names, publish, split_files, temporary
 from mrlhf.weights.stored import BUFFER, DTYPES, ModelFiles, match, read_tensor, survey
 
 CONFIG_FILE = "config.json"
-ASSET_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "generation_config.json",
-)
-"""Files that belong to a model and hold no weights; code is not among them."""
 
 
 class HuggingFaceSource(ModelSource):
@@ -130,7 +116,7 @@ def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int
     if source.base is not None:
         tensors = [_to_write(source, name, PREFIX) for name in source.tensors]
         write_tensors(directory, WEIGHTS, tensors)
-        copy_assets(source.assets or source.base.assets, directory)
+        source.write_assets(directory)
         path = os.path.abspath(str(source.base.assets))
         write_adapter_config(source.spec, path, directory)
         return [f"an adapter of {path}, for peft and lora.path; --merge makes a whole model"]
@@ -143,7 +129,7 @@ def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int
         write_tensors(directory, temporary(Path(file)).name, tensors)
     publish(directory, files, sum(sizes.values()))
 
-    copy_assets(source.assets, directory)
+    source.write_assets(directory)
     write_config(source.spec, directory, source.dtype)
     if not any(directory.glob("tokenizer*")):
         return ["there is no tokenizer; copy one beside the model"]
@@ -154,16 +140,6 @@ def _to_write(source: ModelSource, name: str, prefix: str = "") -> TensorSource:
     """A tensor that is read when it is written, with `prefix` before its name in the file."""
     form = source.tensors[name]
     return TensorSource(prefix + name, form.dtype, form.shape, lambda: [source.read(name).view(-1)])
-
-
-def copy_assets(source: Path | None, directory: Path) -> None:
-    """Copy the tokenizer and the model's other files without weights from `source`."""
-    if source is None:
-        return
-    for pattern in ASSET_PATTERNS:
-        for file in source.glob(pattern):
-            if file.is_file() and file.suffix != ".py":
-                shutil.copyfile(file, directory / file.name)
 
 
 def write_config(spec: ModelSpec, directory: Path, dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mrlhf.data.tokenizer_files import FILES, adapt_files, copy_files
 from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Shape
@@ -48,13 +49,21 @@ class ModelSource:
     spec: ModelSpec
     tensors: dict[str, TensorForm]  # under the names of the family's `tensor_shapes`
     dtype: torch.dtype  # of a converted model, unless the user wants another
-    assets: Path | None  # a directory with the tokenizer and the model's other files
-    base: ModelSource | None = None  # of adapters alone: their base, whose files are its `assets`
+    assets: Path | None = None  # a directory with the tokenizer and the model's other files
+    base: ModelSource | None = None  # of adapters alone: their base, whose directory is `assets`
     description: Description
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole, contiguous and on the host."""
         raise NotImplementedError
+
+    def write_assets(self, directory: Path) -> None:
+        """Write the tokenizer and the model's other files without weights into a directory."""
+        if self.assets is not None:
+            copy_files(self.assets, directory, (*FILES, "generation_config.json"))
+            adapt_files(directory)
+        elif self.base is not None:
+            self.base.write_assets(directory)
 
 
 def dtype_within(spec: ModelSpec, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -93,3 +102,7 @@ class TrackedSource(ModelSource):
             self.unread.remove(name)
             self._progress(self.tensors[name].nbytes)
         return tensor
+
+    def write_assets(self, directory: Path) -> None:
+        """Write them as the source does."""
+        self._source.write_assets(directory)

@@ -7,7 +7,10 @@ layout of the ranks that saved it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +27,17 @@ from mrlhf.checkpoint.frozen import check_frozen, fingerprint, fingerprint_of_st
 from mrlhf.checkpoint.manifest import WEIGHT, Manifest, StoredModel, check_sizes, read_manifest
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.config.sections import LoraSection
-from mrlhf.errors import CheckpointError, ConfigError
+from mrlhf.data.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer
+from mrlhf.data.tokenizer_files import copy_files
+from mrlhf.errors import CheckpointError, ConfigError, DataError
 from mrlhf.models.adapter_choice import with_lora
+from mrlhf.models.adapter_files import written_lora, written_ratios
 from mrlhf.models.families import family_of, spec_of
 from mrlhf.models.lora import is_adapter, trained_shapes
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.boxes import whole
 
+_POLICIES = ("actor", "model")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -44,13 +51,14 @@ class TrainingSource(ModelSource):
 
         Args:
             role: the model's name in the checkpoint; None for the only one, or the actor.
-            assets: a directory with the tokenizer, if there is one.
+            assets: a directory with the tokenizer; None for the run's, with its chat template.
             base: the base of adapters; None for the one that the run's configuration names.
 
         Raises:
             CheckpointError: the checkpoint is not whole, or has no such model, or the base has
                 other weights than the run began with.
             ConfigError, WeightError: the base of adapters is not there or not supported.
+            DataError: the run's chat template is no longer there.
         """
         manifest = read_manifest(directory)
         check_sizes(directory, manifest.files)
@@ -59,6 +67,8 @@ class TrainingSource(ModelSource):
         if model.dtype not in _DTYPES:
             raise CheckpointError(f"a stored model has the dtype {model.dtype!r}, which is unknown")
         self.assets = assets
+        self._path = Path(manifest.config.get(self._role, {}).get("path", ""))
+        self._tokenizer = _tokenizer(directory, manifest.config) if assets is None else None
         self.spec = _with_adapters(model_spec(model), directory, manifest, self._role)
         self.dtype = _DTYPES[model.dtype]
 
@@ -71,18 +81,30 @@ class TrainingSource(ModelSource):
             self.tensors[name] = TensorForm(shape, dtype_within(self.spec, name, self.dtype))
         self._reader = SliceReader(directory, manifest)
         self.description = self._describe(manifest)
+        self._ratios: dict[str, float] = {}
         if self.spec.lora is not None:
+            self._ratios = written_ratios(self.spec)
+            self.spec = replace(self.spec, lora=written_lora(self.spec))
             self.base = self._open_base(directory, manifest, base)
 
     def read(self, name: str) -> Tensor:
         """One tensor, in its dtype in the model."""
         form = self.tensors[name]
         box = whole(name, form.shape)
-        return self._reader.read(self._role, WEIGHT, box).to(form.dtype).contiguous()
+        tensor = self._reader.read(self._role, WEIGHT, box).to(form.dtype).contiguous()
+        return tensor * self._ratios[name] if name in self._ratios else tensor
+
+    def write_assets(self, directory: Path) -> None:
+        """Write them as the run exports them."""
+        if self._tokenizer is None:
+            return super().write_assets(directory)
+        self._tokenizer.save_pretrained(directory, self.spec.pad_id)
+        if self.spec.head == "lm":
+            copy_files(self._path, directory, ("generation_config.json",))
 
     def _open_base(self, directory: Path, manifest: Manifest, base: Path | None) -> ModelSource:
         """The base in the dtype in which the run held it, if it is the one of the run."""
-        path = base or Path(manifest.config[self._role]["path"])
+        path = base or self._path
         if not path.is_dir():
             raise ConfigError(
                 f"{directory}: the base of its adapters, {path}, is no directory here; name it "
@@ -102,6 +124,22 @@ class TrainingSource(ModelSource):
             left_out.append(f"optimizer state of {self._role}: {', '.join(moments)}")
         left_out.append("the state of the run: schedules, sampler, counters, random numbers")
         return Description(f"training checkpoint ({self._role})", manifest.step, left_out)
+
+
+def _tokenizer(checkpoint: Path, config: Mapping[str, Any]) -> Tokenizer | None:
+    """The run's tokenizer with its chat template, if its files are still there."""
+    data = config.get("data", {})
+    template = data.get("chat_template")
+    paths = [data.get("tokenizer"), *(config.get(name, {}).get("path") for name in _POLICIES)]
+    there = [
+        path for path in paths if path and (Path(path).is_file() or holds_tokenizer(Path(path)))
+    ]
+    if there and template is not None and not Path(template).is_file():
+        raise DataError(
+            f"{checkpoint}: the run's data.chat_template, {template}, is not there; put it back, "
+            "or name a model with the tokenizer and the template with --like"
+        )
+    return load_tokenizer(there[0], template) if there else None
 
 
 def _pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:

@@ -6,6 +6,7 @@ ranks.
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from mrlhf.models.families.seed_oss import SEED_OSS
 from mrlhf.models.families.smollm3 import SMOLLM3
 from mrlhf.models.families.values import check_values
 from mrlhf.models.published import how_to_get
+from mrlhf.models.rope import keys_of_transformers_4
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.stored import are_equal, survey
 
@@ -164,15 +166,20 @@ def spec_of(config: dict[str, Any], head: Head) -> ModelSpec:
 def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype) -> None:
     """Write the `config.json` that goes with exported weights of `dtype`.
 
-    A scalar model becomes a sequence classifier with one label, whose head transformers calls
-    `score` too.
+    It has the keys of transformers 4 beside those of transformers 5. A scalar model becomes a
+    sequence classifier with one label, whose head transformers calls `score` too.
     """
     config = AutoConfig.for_model(**spec.hf_config)
     config.dtype = dtype
     config.architectures = [family_of(spec).class_name(spec.head)]
     if spec.head == "scalar":
         config.num_labels = 1
-    config.save_pretrained(directory)
+    values = json.loads(config.to_json_string())
+    values |= {"torch_dtype": values["dtype"], **keys_of_transformers_4(spec)}
+    for earlier, name in config.attribute_map.items():
+        values[earlier] = values.get(name)
+    text = json.dumps(values, indent=2, sort_keys=True)
+    (Path(directory) / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _completed(stated: dict[str, Any]) -> dict[str, Any]:
