@@ -16,7 +16,14 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import ValidationError
 
-from mrlhf.config.presets import PRESET, PresetName, preset_file, with_correction
+from mrlhf.config.presets import (
+    CORRECTION_PRESET,
+    PRESET,
+    PresetName,
+    is_of_method,
+    preset_file,
+    with_correction,
+)
 from mrlhf.config.roots import PROGRAMS, AnyConfig, Program, Root
 from mrlhf.config.schema import unknown_key
 from mrlhf.config.sources import Sources
@@ -128,7 +135,13 @@ def _lay(sources: Sources, root_class: type[Root], label: str, values: Mapping[s
             preset = _values(root_class, _read_yaml(root_class, preset_file(name)))
         sources.lay_preset(label, name, {**preset, PRESET: None})
         values = {key: value for key, value in values.items() if key != PRESET}
-    sources.lay(label, with_correction(values))
+    full = with_correction(values)
+    implied = full.keys() - values.keys()
+    if implied:
+        sources.lay_correction(label, values[CORRECTION_PRESET], implied)
+    if name == "defaults":  # as the files of the presets begin
+        implied |= {key for key in values if is_of_method(key)}
+    sources.lay(label, full, implied)
 
 
 def dump_yaml(config: Root) -> str:
