@@ -9,7 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import sys
+import textwrap
+from typing import TextIO
 
 STANDARD_OUTPUT = "standard output"
 
@@ -20,6 +23,20 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 def printable(text: str) -> str:
     """`text` with control characters as Python writes them in a string, such as \\x1b."""
     return _UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """`text`, with long lines broken between words if `stream` is a terminal."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False)
+        wrapper.break_on_hyphens = False
+        lines += wrapper.wrap(line) or [""]
+    return "\n".join(lines)
 
 
 def show(text: str) -> None:

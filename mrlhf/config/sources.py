@@ -52,9 +52,10 @@ class Sources:
         self._presets.add(len(self._labels))
         self.lay(f"the preset {name}", values, values)
 
-    def lay_correction(self, label: str, name: str, keys: Collection[str]) -> None:
-        """Replace the correction's `keys` by those of a preset that the next source names."""
-        self._replace(keys, f", since {CORRECTION_PRESET} of {label} is {name}")
+    def lay_correction(self, label: str, values: Mapping[str, Any], keys: Collection[str]) -> None:
+        """Replace the correction's `keys`, which a preset in the next source's `values` sets."""
+        why = f", since {CORRECTION_PRESET} of {label} is {values.get(CORRECTION_PRESET)}"
+        self._replace(keys, why)
 
     def _replace(self, keys: Collection[str], why: str) -> None:
         """Forget keys; those that a user has given are named, if their values are others then."""

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, PROFILES, TIMELINE
+from mrlhf.checkpoint.manifest import CHECKPOINTS, with_manifest
+from mrlhf.checkpoint.output_files import (
+    ALARMS,
+    CONFIG,
+    METRICS,
+    PROFILES,
+    RUN_RECORD,
+    STATUS,
+    TIMELINE,
+)
 from mrlhf.checkpoint.summary import read_summary
 from mrlhf.config.load import read_leaves
 from mrlhf.errors import DataError
@@ -30,6 +39,8 @@ class RunFiles:
     records: Sequence[Mapping[str, Any]]  # a row of metrics for each step
     config: Mapping[str, Any]  # the configuration by dotted keys; empty if there is none
     summary: Mapping[str, Any]  # empty if the run has not ended
+    origin: Mapping[str, Any]  # status.json and run.json by dotted names, as far as there
+    checkpoints: Sequence[str]  # the names of those that are whole
     # The failures that the run has seen in its metrics, in order.
     alarms: Sequence[Mapping[str, Any]]
     processes: Mapping[int, Mapping[str, Any]]  # the description of each rank, by rank
@@ -70,6 +81,8 @@ def read_run(directory: Path) -> RunFiles:
         records=records,
         config=read_leaves(_text(directory / CONFIG)),
         summary=read_summary(directory) or {},
+        origin=read_leaves(_text(directory / STATUS)) | read_leaves(_text(directory / RUN_RECORD)),
+        checkpoints=[path.name for path in with_manifest(directory / CHECKPOINTS)],
         alarms=_records(directory / ALARMS),
         processes=processes,
         phases={step: phases[step] for step in sorted(phases) if step in steps},

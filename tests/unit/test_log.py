@@ -177,8 +177,8 @@ def test_progress_is_log_lines(monkeypatch, caplog):
         progress.update(step, measured)
 
     assert caplog.messages == [
-        f"step 3/12, reward 0.1235, length 34, 0:04:30 left, until {ends[0]}",
-        f"step 4/12, reward 0.5, kl to old nan, 0:02:40 left, until {ends[1]}",
+        f"step 3/12, reward 0.1235, length 34 tokens, 0:04:30 left, until {ends[0]}",
+        f"step 4/12, reward 0.5, kl to old nan nats/token, 0:02:40 left, until {ends[1]}",
         "validation after step 4: val/sums/acc@1 0.125",
         "validation before training: val/loss 2, val_sampled/a 0.3333",
         "test before training: test/loss 3",
