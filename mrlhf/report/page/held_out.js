@@ -3,7 +3,7 @@
 
 const JUDGED = /^((val|test)(_sampled)?\/.*\/(acc@1|reward_mean)|val\/(loss|accuracy|rewards\/accuracies))$/;
 const FALLS = /loss$/; // these fall while a run learns
-const CHANCE = 0.001; // of a fall that is called one in a run that only fluctuates
+const CHANCE = 0.0001; // of a fall that is called one in a run that only fluctuates
 
 // The values of a metric as {name, sign, points: [{step, value, error}], first, best, last}; an error
 // is null where it is not known.

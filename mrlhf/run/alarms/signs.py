@@ -17,7 +17,7 @@ from mrlhf.run.alarms.history import RECENT, History
 _LATEST = 5  # steps whose mean is compared with the beginning
 
 _REFERENCE_KLS = ("actor/reward_kl_penalty", "actor/kl_loss")
-_FALSE_ALARMS = 0.001
+_FALSE_ALARMS = 0.0001
 _SLOW_SECONDS = 120.0
 _COLLAPSED = 0.1
 _MASTERED = 0.9
