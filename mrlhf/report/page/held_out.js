@@ -11,7 +11,7 @@ function course(run, name) {
   const sign = FALLS.test(name) ? -1 : 1;
   const points = [];
   (run.metrics[name] || []).forEach((value, i) => {
-    if (value !== null) points.push({ step: run.steps[i], value, error: standardError(run, name, i) });
+    if (value !== null) points.push({ step: run.steps?.[i] ?? i, value, error: standardError(run, name, i) });
   });
   if (!points.length) return null;
   const best = points.reduce((a, b) => (sign * b.value > sign * a.value ? b : a));
@@ -22,7 +22,7 @@ function course(run, name) {
 function standardError(run, name, i) {
   const measured = run.metrics[`se/${name}`];
   if (measured && measured[i] !== null) return measured[i];
-  const prompts = run.summary.held_out_prompts;
+  const prompts = run.summary?.held_out_prompts;
   const value = run.metrics[name][i];
   return prompts && name.endsWith("/acc@1") ? Math.sqrt((value * (1 - value)) / prompts) : null;
 }
@@ -51,7 +51,7 @@ function placeOf(run, step) {
   if (step === 0) return "the model that the run began with";
   if (step === run.summary.best_step) return run.summary.best_checkpoint;
   if (run.checkpoints.includes(name)) return `checkpoints/${name}`;
-  if (step === run.summary.steps) return run.summary.checkpoint;
+  if (step === run.summary.steps && run.summary.checkpoint) return run.summary.checkpoint;
   return "not kept; see trainer.export_best";
 }
 

@@ -60,7 +60,7 @@ function overview() {
   parts.push(element("h2", {}, "Alarms"), alarms());
   parts.push(element("h2", {}, "Where the time went"), ...report.runs.map(phaseTable));
   if (report.runs.some((run) => run.profiles.length)) parts.push(element("h2", {}, "Profiles"), profiles());
-  parts.push(element("h2", {}, "Machines"), machines());
+  parts.push(element("h2", {}, "Machines"), ...(report.runs.length > 1 ? report.runs.map(origin) : []), machines());
   parts.push(element("h2", {}, "Configuration"), configuration());
   return parts;
 }
@@ -91,7 +91,7 @@ function verdict(run) {
     : [`${steps} steps. `];
   const words = [run.alarms.length ? "" : "No alarm. ", element("span", { class: "next" }, `Next: ${advice(run, head)}`)];
   const line = element("p", { class: "verdict" }, ...lead, ...learned, ...words);
-  return element("div", {}, line, element("p", { class: "chips" }, ...chips(run)), element("p", { class: "faint origin" }, ...origin(run)));
+  return element("div", {}, line, element("p", { class: "chips" }, ...chips(run)), ...(report.runs.length > 1 ? [] : [origin(run)]));
 }
 
 // The best step and where its model is, beside the first and the last value. A test is asked at both
@@ -121,8 +121,9 @@ function origin(run) {
   }
   if (said.host) parts.push(`${said.ranks} rank${said.ranks === 1 ? "" : "s"} on ${said.host}`);
   if (said.code) parts.push(`mrlhf ${said.code}`);
-  const words = parts.join(" · ");
-  return said.command ? [`${words} · `, element("code", {}, said.command)] : [words];
+  const lead = report.runs.length > 1 ? [swatch(run.color), ` ${label(run)}: `] : [];
+  const command = said.command ? [" · ", element("code", {}, said.command)] : [];
+  return element("p", { class: "faint origin" }, ...lead, parts.join(" · "), ...command);
 }
 
 function duration(seconds) {
@@ -155,7 +156,7 @@ function advice(run, head) {
   if (!found || (!judged && found.points.length < 6)) return "look at the samples, and train longer.";
   if (found.points.length < 2) return "it was validated once; set trainer.test_freq, so that its best step is known.";
   const better = trendOf(found);
-  if (judged && (better < 0 || hasFallen(found))) return `it got worse after step ${found.best.step}; keep the best step (trainer.export_best), or lower the learning rate.`;
+  if (judged && (better < 0 || hasFallen(found))) return `it got worse towards the end, after step ${found.best.step}; keep the best step (trainer.export_best), or lower the learning rate.`;
   if (better < 0) return "it got worse towards the end; lower the learning rate.";
   if (!judged && /^critic/.test(found.name)) return `the training reward ${better ? "was still rising" : "has levelled off"}, and nothing held out was measured: set data.val_files before you trust it.`;
   if (better) return "it was still getting better at the end; train longer (trainer.total_steps).";
