@@ -16,7 +16,14 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import ValidationError
 
-from mrlhf.config.presets import PRESET, PresetName, is_of_method, preset_file, with_correction
+from mrlhf.config.presets import (
+    CORRECTION_PRESET,
+    PRESET,
+    PresetName,
+    is_of_method,
+    preset_file,
+    with_correction,
+)
 from mrlhf.config.roots import PROGRAMS, AnyConfig, Program, Root
 from mrlhf.config.schema import unknown_key
 from mrlhf.config.sources import Sources
@@ -130,7 +137,8 @@ def _lay(sources: Sources, root_class: type[Root], label: str, values: Mapping[s
         values = {key: value for key, value in values.items() if key != PRESET}
     full = with_correction(values)
     implied = full.keys() - values.keys()
-    sources.lay_correction(label, values, implied)
+    correction = values.get(CORRECTION_PRESET)
+    sources.replace(implied, f", since {CORRECTION_PRESET} of {label} is {correction}")
     if name == "defaults":  # as the files of the presets begin
         implied |= {key for key in values if is_of_method(key)}
     sources.lay(label, full, implied)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mrlhf.config.presets import CORRECTION_PRESET, PRESET, is_of_method
+from mrlhf.config.presets import PRESET, is_of_method
 from mrlhf.config.roots import Root
 from mrlhf.config.tree import in_yaml, parents, put
 from mrlhf.config.unread import Unread
@@ -32,7 +32,7 @@ class Sources:
         """Forget all keys of `sections`, because the next source replaces them as a whole."""
         for section in sections:
             keys = [key for key in self._of if key == section or key.startswith(f"{section}.")]
-            self._replace(keys, f", since the command line replaces {section} as a whole")
+            self.replace(keys, f", since the command line replaces {section} as a whole")
 
     def lay(self, label: str, values: Mapping[str, Any], implied: Collection[str] = ()) -> None:
         """Lay the next source, with its label and values by dotted names, over the others.
@@ -48,16 +48,11 @@ class Sources:
     def lay_preset(self, label: str, name: str, values: Mapping[str, Any]) -> None:
         """Replace the method by a preset; the source that names it is laid over it next."""
         keys = [key for key in self.values if is_of_method(key)]
-        self._replace(keys, f", since {PRESET} of {label} is {name}")
+        self.replace(keys, f", since {PRESET} of {label} is {name}")
         self._presets.add(len(self._labels))
         self.lay(f"the preset {name}", values, values)
 
-    def lay_correction(self, label: str, values: Mapping[str, Any], keys: Collection[str]) -> None:
-        """Replace the correction's `keys`, which a preset in the next source's `values` sets."""
-        why = f", since {CORRECTION_PRESET} of {label} is {values.get(CORRECTION_PRESET)}"
-        self._replace(keys, why)
-
-    def _replace(self, keys: Collection[str], why: str) -> None:
+    def replace(self, keys: Collection[str], why: str) -> None:
         """Forget keys; those that a user has given are named, if their values are others then."""
         for key in [key for key in keys if key in self._of]:
             number = self._of.pop(key)

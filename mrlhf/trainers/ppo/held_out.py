@@ -98,14 +98,14 @@ class HeldOut:
                 self._samples.show("held-out", title, greedy[split], scores)
             scores = _with_turn_rewards(scores, greedy[split])
             greedy_metrics = summarise(scores, sources, n=1)
-            metrics |= errors_by_prompt(split, scores, sources, n=1)
+            metrics |= prompt_errors(split, scores, sources, n=1)
             sampled_metrics: dict[str, float] = {}
             if split in sampled:
                 n = self._section.val_n
                 scores = score(sampled[split], with_answers=n > 1)
                 scores = _with_turn_rewards(scores, sampled[split])
                 sampled_metrics = summarise(scores, sources, n)
-                metrics |= errors_by_prompt(f"{split}_sampled", scores, sources, n)
+                metrics |= prompt_errors(f"{split}_sampled", scores, sources, n)
             metrics |= held_out_metrics(split, greedy_metrics, sampled_metrics)
         return metrics
 
@@ -171,7 +171,7 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
     return metrics
 
 
-def errors_by_prompt(kind: str, scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
+def prompt_errors(kind: str, scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
     """The standard errors of `acc@1`, or of `reward_mean` if no term tells right from wrong."""
     name, values = "acc@1", scores.correct
     if values is None:
