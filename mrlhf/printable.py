@@ -25,9 +25,9 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def wrapped(text: str, stream: TextIO) -> str:
+def wrapped(text: str, stream: TextIO | None) -> str:
     """`text`, with long lines broken between words if `stream` is a terminal."""
-    if not stream.isatty():
+    if stream is None or not stream.isatty():  # it is None if it is closed
         return text
     width = shutil.get_terminal_size().columns
     lines = []

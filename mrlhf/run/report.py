@@ -169,7 +169,8 @@ def _best_lines(history: History, output_dir: Path, summary: Mapping[str, Any]) 
         return []
 
     saved = output_dir / CHECKPOINTS / checkpoint_name(step, unfinished_step=False)
-    place = str(saved) if saved.is_dir() else f"not kept; see trainer.export_best={name}"
+    mode = " trainer.export_best_mode=min" if name.endswith("loss") else ""
+    place = str(saved) if saved.is_dir() else f"not kept; see trainer.export_best={name}{mode}"
     if step == summary.get("best_step"):
         place = summary["best_checkpoint"]
     elif step == 0:
