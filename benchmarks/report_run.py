@@ -66,7 +66,12 @@ def write_run(
     (directory / "timeline").mkdir()
     config = {
         "seed": seed,
-        "actor": {"path": "models/policy", "optim": {"lr": learning_rate}},
+        "actor": {
+            "path": "models/policy",
+            "optim": {"lr": learning_rate},
+            "policy_loss": {"loss_mode": "vanilla"},
+        },
+        "algorithm": {"adv_estimator": "grpo"},
         "trainer": {"output_dir": str(directory), "total_steps": size.steps},
     }
     (directory / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -78,6 +83,10 @@ def write_run(
     (directory / "summary.json").write_text(
         json.dumps({"steps": size.steps, "held_out_prompts": 400}), encoding="utf-8"
     )
+    status = {"began": 1.7e9, "updated": 1.7e9 + 180, "host": "node-1", "ranks": size.ranks}
+    (directory / "status.json").write_text(json.dumps(status), encoding="utf-8")
+    started = {"command": "launch/train_ppo.py --config my.yaml", "code": "0.8.0 (0123abc)"}
+    (directory / "run.json").write_text(json.dumps(started), encoding="utf-8")
     (directory / "alarms.jsonl").write_text(json.dumps(ALARM) + "\n", encoding="utf-8")
 
     for rank in range(size.ranks):

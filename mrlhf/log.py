@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrlhf.errors import ConfigError, DataError
-from mrlhf.metrics.table import COLUMNS
-from mrlhf.printable import printable
+from mrlhf.metrics.table import COLUMNS, unit_of
+from mrlhf.printable import printable, wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(printable(self.format(record)) + "\n")
+            sys.stderr.write(wrapped(printable(self.format(record)), sys.stderr) + "\n")
             sys.stderr.flush()
         except Exception:
             self.handleError(record)
@@ -46,12 +46,14 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
 
     mrlhf's own lines are shown from INFO on rank 0, unless the console is quiet, and from WARNING
     on other ranks; lines of other packages from WARNING. Warnings about data, models and rollouts
-    are shown on rank 0 alone, since every rank has the same.
+    are shown on rank 0 alone, since every rank has the same. A terminal gets a shorter prefix.
     """
     handler = _StderrHandler()
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s")
-    )
+    form = f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
+    if sys.stderr.isatty():
+        form = f"%(asctime)s {f'[rank {rank}] ' if rank else ''}%(levelname)s %(message)s"
+    times = "%H:%M:%S" if sys.stderr.isatty() else None
+    handler.setFormatter(logging.Formatter(form, times))
 
     root = logging.getLogger()
     for old in [h for h in root.handlers if isinstance(h, _StderrHandler)]:
@@ -166,9 +168,12 @@ class Progress:
         per_step = (time.monotonic() - self._start) / (step - self._first_step)
         return per_step * (self._total_steps - step)
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` is done, and its metrics; step 0 was measured before training."""
-        if step and (step % self._log_freq == 0 or step == self._total_steps):
+    def update(self, step: int, metrics: Mapping[str, float], has_view: bool = False) -> None:
+        """Show that `step` is done, and its metrics; step 0 was measured before training.
+
+        A view on the terminal shows the steps itself, but no earlier validation.
+        """
+        if step and not has_view and (step % self._log_freq == 0 or step == self._total_steps):
             self._show_step(step, metrics)
 
         when = f"after step {step}" if step else "before training"
@@ -179,12 +184,20 @@ class Progress:
                 logger.info("%s %s: %s", title, when, measured)
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = [f"{label} {metrics[name]:.4g}" for label, name in COLUMNS if name in metrics]
+        shown = []
+        for label, name in COLUMNS:
+            if name in metrics:
+                shown.append(f"{label} {in_digits(metrics[name])} {unit_of(name)}".rstrip())
         parts = [f"step {step}/{self._total_steps}", *shown]
         seconds = self.seconds_left(step)
         if seconds is not None:
             parts.append(f"{timedelta(seconds=round(seconds))} left{_until(seconds)}")
         logger.info("%s", ", ".join(parts))
+
+
+def in_digits(value: float) -> str:
+    """A number for people: four digits, or all before the point."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _until(seconds: float) -> str:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import sys
+import textwrap
+from typing import TextIO
 
 STANDARD_OUTPUT = "standard output"
 
@@ -29,6 +32,20 @@ def size_text(nbytes: int) -> str:
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1000  # type: ignore[assignment]
     return f"{nbytes:.4g} TB"
+
+
+def wrapped(text: str, stream: TextIO | None) -> str:
+    """`text`, with long lines broken between words if `stream` is a terminal."""
+    if stream is None or not stream.isatty():  # it is None if it is closed
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False)
+        wrapper.break_on_hyphens = False
+        lines += wrapper.wrap(line) or [""]
+    return "\n".join(lines)
 
 
 def show(text: str) -> None:

@@ -31,7 +31,7 @@ from mrlhf.parallel.job import (
     read_place,
     speaks_without_place,
 )
-from mrlhf.printable import STANDARD_OUTPUT, show
+from mrlhf.printable import STANDARD_OUTPUT, show, wrapped
 from mrlhf.run.failures import (
     BAD_INPUT,
     FAILED,
@@ -150,8 +150,8 @@ def _dry_run(config: AnyConfig, dry: DryRun, left_out: str) -> int:
 
     found = dry_run(config, dry.world_size, lambda: foresee(config))
     if left_out:
-        show(left_out)
-    show(found.text)
+        show(wrapped(left_out, sys.stdout))
+    show(wrapped(found.text, sys.stdout))
 
     count = len(found.missing)
     if dry.allow_missing or not count:
@@ -205,7 +205,7 @@ def _compare(launch: Launch, config: AnyConfig) -> dist.Store | None:
 
 def _refuse(error: MrlhfError) -> int:
     """Report bad input once for all ranks; returns the exit code."""
-    line = f"error: {error}{users_traceback(error)}\n"
+    line = wrapped(f"error: {error}{users_traceback(error)}\n", sys.stderr)
     try:
         launch = read_place()
     except ConfigError:

@@ -17,7 +17,14 @@ import yaml
 from pydantic import ValidationError
 
 from mrlhf.config.fields import Section
-from mrlhf.config.presets import PRESET, PresetName, preset_file, with_correction
+from mrlhf.config.presets import (
+    CORRECTION_PRESET,
+    PRESET,
+    PresetName,
+    is_of_method,
+    preset_file,
+    with_correction,
+)
 from mrlhf.config.roots import PROGRAMS, AnyConfig, Program, Root
 from mrlhf.config.schema import unknown_key
 from mrlhf.config.sources import Sources
@@ -141,7 +148,13 @@ def _lay(sources: Sources, root_class: type[Root], label: str, values: Mapping[s
             preset = _values(root_class, _read_yaml(root_class, preset_file(name)))
         sources.lay_preset(label, name, {**preset, PRESET: None})
         values = {key: value for key, value in values.items() if key != PRESET}
-    sources.lay(label, with_correction(values))
+    full = with_correction(values)
+    implied = full.keys() - values.keys()
+    correction = values.get(CORRECTION_PRESET)
+    sources.replace(implied, f", since {CORRECTION_PRESET} of {label} is {correction}")
+    if name == "defaults":  # as the files of the presets begin
+        implied |= {key for key in values if is_of_method(key)}
+    sources.lay(label, full, implied)
 
 
 def dump_yaml(config: Root) -> str:

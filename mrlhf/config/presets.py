@@ -48,6 +48,7 @@ _METHOD = (
 )
 _TASK = ("algorithm.reward_", "algorithm.missing_eos_penalty", "algorithm.rollout_correction")
 _CORRECTION = "algorithm.rollout_correction."
+CORRECTION_PRESET = f"{_CORRECTION}preset"
 
 
 def is_of_method(key: str) -> bool:

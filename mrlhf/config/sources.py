@@ -12,7 +12,7 @@ from typing import Any
 
 from mrlhf.config.presets import PRESET, is_of_method
 from mrlhf.config.roots import Root
-from mrlhf.config.tree import in_yaml, put
+from mrlhf.config.tree import in_yaml, parents, put
 from mrlhf.config.unread import Unread
 
 
@@ -24,35 +24,43 @@ class Sources:
         self._labels: list[str] = []
         self._of: dict[str, int] = {}  # the number of the last source that has the key
         self._presets: set[int] = set()  # the numbers of the sources that are presets
-        self._begun_anew: list[tuple[str, Unread]] = []  # with the labels of their sources
+        self._implied: set[str] = set()  # the keys whose present value is that of a preset
+        self._replaced: list[tuple[str, Unread]] = []  # with the labels of their sources
         self._left_out: dict[tuple[str, str], list[str]] = {}  # by source and reason
 
     def forget(self, sections: Collection[str]) -> None:
         """Forget all keys of `sections`, because the next source replaces them as a whole."""
-        below = tuple(f"{section}." for section in sections)
-        for key in list(self._of):
-            if key in sections or key.startswith(below):
-                self.values.pop(key, None)
-                del self._of[key]
+        for section in sections:
+            keys = [key for key in self._of if key == section or key.startswith(f"{section}.")]
+            self.replace(keys, f", since the command line replaces {section} as a whole")
 
-    def lay(self, label: str, values: Mapping[str, Any]) -> None:
-        """Lay the next source, with its label and values by dotted names, over the others."""
+    def lay(self, label: str, values: Mapping[str, Any], implied: Collection[str] = ()) -> None:
+        """Lay the next source, with its label and values by dotted names, over the others.
+
+        A preset in it stands for the keys `implied`: the source does not name them itself.
+        """
         for key, value in values.items():
             put(self.values, key, value)
             self._of[key] = len(self._labels)
+        self._implied = (self._implied - values.keys()) | set(implied)
         self._labels.append(label)
 
     def lay_preset(self, label: str, name: str, values: Mapping[str, Any]) -> None:
         """Replace the method by a preset; the source that names it is laid over it next."""
-        why = f", since {PRESET} of {label} is {name}"
-        for key in [key for key in self.values if is_of_method(key)]:
-            value = self.values.pop(key)
-            if self._of[key] not in self._presets:
-                unread = Unread(key, value, why)
-                self._begun_anew.append((self._labels[self._of[key]], unread))
-            del self._of[key]
+        keys = [key for key in self.values if is_of_method(key)]
+        self.replace(keys, f", since {PRESET} of {label} is {name}")
         self._presets.add(len(self._labels))
-        self.lay(f"the preset {name}", values)
+        self.lay(f"the preset {name}", values, values)
+
+    def replace(self, keys: Collection[str], why: str) -> None:
+        """Forget keys; those that a user has given are named, if their values are others then."""
+        for key in [key for key in keys if key in self._of]:
+            number = self._of.pop(key)
+            if key not in self.values:
+                continue
+            unread = Unread(key, self.values.pop(key), why)
+            if number not in self._presets:
+                self._replaced.append((self._labels[number], unread))
 
     def decided_elsewhere(self, unread: Unread) -> bool:
         """Whether another source than the key's own decides that the key has no effect.
@@ -73,11 +81,16 @@ class Sources:
     def left_out(self, config: Root) -> str:
         """One line with all keys that were left out, their sources and the reason; or "".
 
-        A key that has the same value in `config` after all is not named.
+        A key that has the same value in `config` after all, or one that a later source has given,
+        is not named.
         """
-        for label, unread in self._begun_anew:
-            if unread.key not in self.values and config.value_of(unread.key) != unread.value:
-                self._note(label, unread)
+        for label, unread in self._replaced:
+            given = [key for key in (unread.key, *parents(unread.key)) if key in self.values]
+            if not self._implied.issuperset(given):
+                continue
+            now = config.value_of(unread.key)
+            if now != unread.value:
+                self._note(label, unread, f" (now {in_yaml(now)})")
 
         parts = []
         for (label, why), keys in self._left_out.items():
@@ -85,9 +98,9 @@ class Sources:
             parts.append(f"{', '.join(keys)} of {label} {has} no effect{why}")
         return f"left out: {'; '.join(parts)}" if parts else ""
 
-    def _note(self, label: str, unread: Unread) -> None:
+    def _note(self, label: str, unread: Unread, now: str = "") -> None:
         keys = self._left_out.setdefault((label, unread.why), [])
-        keys.append(f"{unread.key} {in_yaml(unread.value)}")
+        keys.append(f"{unread.key} {in_yaml(unread.value)}{now}")
 
     def _deciding(self, unread: Unread) -> int | None:
         """The last source that has a deciding key; None if all of them have their defaults."""

@@ -149,5 +149,7 @@ HELD_OUT = Chapter(
     Metric("val/rewards/{chosen,rejected,margins}", "mean", "pairs", "score",
            "as `dpo/rewards/...`"),
     Metric("val/rewards/accuracies", "mean", "pairs", "share", "as `dpo/rewards/accuracies`"),
+    Metric("se/<held-out mean>", "whole", "", "as the mean",
+           "its standard error, from the held-out rows; of the metric by which a run is judged"),
     Metric("val/logps/{chosen,rejected}", "mean", "pairs", "nats", "as `dpo/logps/...`"),
 )

@@ -37,6 +37,12 @@ def row_of(name: str) -> Metric:
     raise KeyError(f"metric {name} has no row in mrlhf/metrics/; add one")
 
 
+def unit_of(name: str) -> str:
+    """The unit of a metric, if it tells a reader more than the metric's name does."""
+    unit = row_of(name).unit
+    return "" if unit in ("loss", "ratio", "score", "share") else unit
+
+
 def without_row(names: Iterable[str]) -> list[str]:
     """The names that have no row, apart from `step`, which is no metric but the key of a line."""
     return [

@@ -94,6 +94,16 @@ class Tally:
         return tally
 
 
+def standard_errors(numbers: Mapping[str, Sequence[float] | Tensor]) -> dict[str, float]:
+    """The standard error of each mean as `se/<name>`, from one number of each held-out row."""
+    errors = {}
+    for name, each in numbers.items():
+        values = torch.as_tensor(each, dtype=torch.float64, device="cpu")
+        if len(values) > 1:
+            errors[f"se/{name}"] = float(values.std()) / math.sqrt(len(values))
+    return errors
+
+
 def _detached(number: Tensor | float) -> Tensor | float:
     return number.detach().double() if isinstance(number, Tensor) else float(number)
 

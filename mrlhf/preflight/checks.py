@@ -28,7 +28,7 @@ from mrlhf.rewards.term_names import term_names
 _AXES_OF_RANKS = ("tp", "cp", "pp", "ep", "etp")
 # The prefixes of the metrics by which a step may be chosen.
 _TEST = ("test", "test_sampled")
-_PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "dpo"))
+_PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "dpo", "se"))
 _SUPERVISED = ("perf", "timing_s", "val")
 _NO_DATA = "needs data to validate on, but data.val_files is empty; give files, or leave it out"
 

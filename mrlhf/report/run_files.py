@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, PROFILES, TIMELINE
+from mrlhf.checkpoint import output_files as files
+from mrlhf.checkpoint.manifest import CHECKPOINTS, with_manifest
 from mrlhf.checkpoint.summary import read_summary
 from mrlhf.config.load import read_leaves
 from mrlhf.errors import DataError
@@ -30,6 +31,8 @@ class RunFiles:
     records: Sequence[Mapping[str, Any]]  # a row of metrics for each step
     config: Mapping[str, Any]  # the configuration by dotted keys; empty if there is none
     summary: Mapping[str, Any]  # empty if the run has not ended
+    origin: Mapping[str, Any]  # status.json and run.json by dotted names, as far as there
+    checkpoints: Sequence[str]  # the names of those that are whole
     # The failures that the run has seen in its metrics, in order.
     alarms: Sequence[Mapping[str, Any]]
     processes: Mapping[int, Mapping[str, Any]]  # the description of each rank, by rank
@@ -56,25 +59,30 @@ def read_run(directory: Path) -> RunFiles:
     Raises:
         DataError: there are no metrics, or a file is damaged.
     """
-    metrics = directory / METRICS
+    metrics = directory / files.METRICS
     if not metrics.is_file():
         raise DataError(
-            f"{directory} holds no {METRICS}; give the trainer.output_dir of a run that has begun"
+            f"{directory} holds no {metrics.name}; give the trainer.output_dir of a run that began"
         )
     records = read_metrics(metrics)
     steps = {record["step"] for record in records}
 
-    processes, phases = _timeline(directory / TIMELINE)
+    processes, phases = _timeline(directory / files.TIMELINE)
     return RunFiles(
         directory=directory,
         records=records,
-        config=read_leaves(_text(directory / CONFIG)),
+        config=read_leaves(_text(directory / files.CONFIG)),
         summary=read_summary(directory) or {},
-        alarms=_records(directory / ALARMS),
+        origin={
+            **read_leaves(_text(directory / files.STATUS)),
+            **read_leaves(_text(directory / files.RUN_RECORD)),
+        },
+        checkpoints=[path.name for path in with_manifest(directory / CHECKPOINTS)],
+        alarms=_records(directory / files.ALARMS),
         processes=processes,
         phases={step: phases[step] for step in sorted(phases) if step in steps},
         dumps=_dumps(directory / "rollouts", steps),
-        profiles=sorted((directory / PROFILES).glob("[!.]*")),
+        profiles=sorted((directory / files.PROFILES).glob("[!.]*")),
     )
 
 

@@ -18,7 +18,9 @@ from typing import Any
 from mrlhf.data.sample_table import written_whole
 from mrlhf.report.run_files import RunFiles, differing_keys, read_run
 from mrlhf.report.samples import PackedSamples, pack_samples
+from mrlhf.run.terminal import PHASES
 
+_ORIGIN = ("began", "updated", "ranks", "host", "command", "code")  # keys of the two files
 _PAGE = Path(__file__).with_name("page")
 _STYLES = ("uplot/uPlot.min.css", "report.css")
 _SCRIPTS = (
@@ -26,6 +28,7 @@ _SCRIPTS = (
     "elements.js",
     "data.js",
     "charts.js",
+    "held_out.js",
     "overview.js",
     "curves.js",
     "histograms.js",
@@ -53,7 +56,7 @@ def write_report(directories: Sequence[Path], output: Path, most_samples: int) -
     ]
 
     title = ", ".join(run.name for run in runs)
-    data = {"title": title, "differing": differing, "runs": described}
+    data = {"title": title, "differing": differing, "runs": described, "phases": {**PHASES}}
     blocks = [*_phases(runs), *_blocks(samples)]
     text = _page(title, data, "\n".join(blocks))
     with written_whole(output) as temporary:
@@ -72,6 +75,8 @@ def _describe(run: RunFiles, packed: PackedSamples, folder: Path) -> dict[str, A
         "metrics": run.metrics(),
         "config": run.config,
         "summary": run.summary,
+        "origin": {key: run.origin.get(key) for key in _ORIGIN},
+        "checkpoints": run.checkpoints,
         "alarms": run.alarms,
         "processes": run.processes,
         "profiles": [os.path.relpath(file, folder) for file in run.profiles],

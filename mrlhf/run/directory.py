@@ -12,7 +12,9 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ from mrlhf.config.roots import Root
 from mrlhf.config.tree import flatten
 from mrlhf.errors import ConfigError
 from mrlhf.log import parse_metrics_line
+from mrlhf.version import code_version
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +131,8 @@ def open_directory(
         "started_by": list(options.names),
         "resumed_from": str(resume_from) if resume_from else None,
         "begun_from": opening.begun_from,
+        "command": shlex.join(sys.argv),
+        "code": code_version(),
     }
     files = {CONFIG: dump_yaml(config), RUN_RECORD: json.dumps(record) + "\n"}
     written = []

@@ -14,12 +14,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mrlhf.checkpoint.manifest import CHECKPOINTS, with_manifest
+from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoint_name, with_manifest
 from mrlhf.checkpoint.output_files import METRICS
 from mrlhf.checkpoint.summary import write_summary
 from mrlhf.errors import CheckpointError, ConfigError, MrlhfError
 from mrlhf.log import is_held_out, read_metrics
 from mrlhf.metrics.table import CURVES
+from mrlhf.run.alarms.history import History
+from mrlhf.run.alarms.signs import best_step
+from mrlhf.run.alarms.watch import Alarm, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +37,12 @@ def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
             finished.
     """
     lines = _result_lines(summary)
+    watch = Watch()
+    raised: list[Alarm] = []
     try:
         records = read_metrics(output_dir / METRICS)
+        raised = watch.replay(records)
+        lines += _best_lines(watch.history, output_dir, summary)
         lines += _phase_lines(records)
         measured = _curves(records)
         if measured:
@@ -52,7 +59,7 @@ def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
             f"cannot write the summary into {output_dir}: {error}; the model is exported, so start "
             "the same command again when there is room, or leave it"
         ) from error
-    lines += _next_lines(output_dir)
+    lines += _next_lines(output_dir, [alarm for alarm in raised if alarm.severity == "error"])
     logger.info("finished\n%s", "\n".join(f"  {line}" for line in lines))
 
 
@@ -151,6 +158,26 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _best_lines(history: History, output_dir: Path, summary: Mapping[str, Any]) -> list[str]:
+    """The best held-out result and where its model is, if the run has ended with another one."""
+    judged = [(name, values) for name, values, _ in history.judged()]
+    if not judged:
+        return []
+    name, values = max(judged, key=lambda item: len(item[1]))
+    step = best_step(name, values)
+    if values[step] == values[max(values)]:
+        return []
+
+    saved = output_dir / CHECKPOINTS / checkpoint_name(step, unfinished_step=False)
+    mode = " trainer.export_best_mode=min" if name.endswith("loss") else ""
+    place = str(saved) if saved.is_dir() else f"not kept; see trainer.export_best={name}{mode}"
+    if step == summary.get("best_step"):
+        place = summary["best_checkpoint"]
+    elif step == 0:
+        place = "what the run began with"
+    return [f"best: {name} {_short(values[step])} after step {step}; its model: {place}"]
+
+
 def _phase_lines(records: Sequence[Record]) -> list[str]:
     """Which part of the time each phase of the steps took, the longest first, on one line."""
     totals: dict[str, float] = {}
@@ -170,15 +197,19 @@ def _phase_lines(records: Sequence[Record]) -> list[str]:
     return [f"time: {', '.join(parts[:6])}"] if parts else []
 
 
-def _next_lines(output_dir: Path) -> list[str]:
-    """What to do now."""
+def _next_lines(output_dir: Path, errors: Sequence[Alarm]) -> list[str]:
+    """What to do now; a run with errors does not just go on."""
     place = shlex.quote(str(output_dir))
+    told = {
+        alarm.key: f"  change {alarm.key}: {alarm.name} at step {alarm.step}" for alarm in errors
+    }
     lines = [
         "next:",
+        *told.values(),
         f"  mrlhf report {place}    one HTML file with its curves and samples",
         "  mrlhf docs conversion    where else its model can go",
     ]
-    if with_manifest(output_dir / CHECKPOINTS):
+    if with_manifest(output_dir / CHECKPOINTS) and not errors:
         lines.append("  the same command with a larger trainer.total_steps goes on")
     return lines
 

@@ -24,7 +24,7 @@ from mrlhf.log import (
     parse_metrics_line,
     read_metrics,
 )
-from mrlhf.metrics.table import COLUMNS
+from mrlhf.metrics.table import COLUMNS, unit_of
 from mrlhf.metrics.trackers import Tracked, TrackedRun, Trackers, finite
 from mrlhf.run.alarms.watch import Watch, write_alarms
 from mrlhf.run.board import Board
@@ -94,12 +94,11 @@ class Reporter:
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of `step`; step 0 was measured before training."""
         self._writer.write(step, metrics)
-        self._progress.update(step, metrics)
-        if step:
-            raised = self._watch.look(step, metrics)
-            for alarm in raised:
-                logger.warning("%s", alarm.line)
-            write_alarms(self._alarms_file, raised)
+        self._progress.update(step, metrics, self._board.has_view)
+        raised = self._watch.look(step, metrics)
+        for alarm in raised:
+            logger.warning("%s", alarm.line)
+        write_alarms(self._alarms_file, raised)
 
         board = self._board
         self._add_to_curves(metrics)
@@ -135,6 +134,7 @@ class Reporter:
         for label, name in [*COLUMNS, *zip(validation, validation, strict=True)]:
             value = metrics.get(name)
             if value is not None and math.isfinite(value):
+                label = f"{label} {unit_of(name)}".rstrip()
                 self._curves.setdefault(label, deque(maxlen=_CURVE_POINTS)).append(value)
         self._board.curves = {label: list(values) for label, values in self._curves.items()}
 

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mrlhf.log import Console
+from mrlhf.log import Console, in_digits
 from mrlhf.parallel.device_memory import in_words
 from mrlhf.parallel.phases import PhaseProgress
 from mrlhf.printable import printable, size_text
@@ -31,19 +31,21 @@ _TREND_POINTS = 24
 _BAR_WIDTH = 24
 _MOST_ALARMS = 4
 _SAMPLE_LINES = 6
-_PHASES = MappingProxyType(
+PHASES = MappingProxyType(
     {
+        "start": "starting",
         "reshard": "handing over weights",
         "gen": "generating",
         "reward": "scoring",
-        "old_log_prob": "evaluating the policy",
-        "ref": "evaluating the reference",
-        "values": "evaluating the critic",
+        "old_log_prob": "log-probs of the policy",
+        "ref": "log-probs of the reference",
+        "values": "values of the critic",
         "adv": "computing advantages",
         "update_critic": "updating the critic",
         "update_actor": "updating the policy",
         "step": "training",
         "testing": "validating",
+        "dump": "writing rollouts down",
         "save_checkpoint": "saving a checkpoint",
         "export": "writing the model",
     }
@@ -188,7 +190,7 @@ def _progress(board: Board) -> Table:
     phases = board.phases
     progress = phases.progress
     bar = ("", "") if progress is None else _bar(progress)
-    name = Text(_PHASES.get(phases.name, phases.name))
+    name = Text(PHASES.get(phases.name, phases.name))
     table.add_row(name, *bar, f"{phases.seconds:.0f} s")
     return table
 
@@ -200,7 +202,7 @@ def _curves(curves: Mapping[str, Sequence[float]]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="cyan")
     for label, values in curves.items():
-        table.add_row(Text(label), f"{values[-1]:.4g}", arrow(values), trend(values))
+        table.add_row(Text(label), in_digits(values[-1]), arrow(values), trend(values))
     return table
 
 

@@ -17,7 +17,7 @@ from mrlhf.batch import Sequences
 from mrlhf.config.roots import DPOConfig
 from mrlhf.config.sections import DPOSection
 from mrlhf.data.preferences import PreferencePairs
-from mrlhf.metrics import Tally
+from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
@@ -119,7 +119,8 @@ class PreferenceOptimization(SupervisedTask[ScoredPairs]):
         logprobs = ResponseLogprobs(engine).of_pairs(self._held_out.pairs)
         seen = self._held_out.seen(range(len(logprobs)), logprobs)
         measured = measure_pairs(self._loss_type, seen, self._options)
-        return {f"val/{name}": float(each.double().mean()) for name, each in measured.items()}
+        means = {f"val/{name}": float(each.double().mean()) for name, each in measured.items()}
+        return means | standard_errors({"val/rewards/accuracies": measured["rewards/accuracies"]})
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Pair accuracy and margin on the held-out pairs; without them, those of the last step."""

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from mrlhf.batch import Sequences
 from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferencePairs
-from mrlhf.metrics import Tally
+from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import gather_rows
@@ -78,6 +78,7 @@ class PreferenceLearning(SupervisedTask[PreferencePairs]):
         return {
             "val/accuracy": float((margin > 0).float().mean()),
             "val/loss": float(-logsigmoid(margin).mean()),
+            **standard_errors({"val/accuracy": margin > 0}),
         }
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mrlhf.batch import Sequences
 from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
-from mrlhf.metrics import Tally
+from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.vocab import TokenRange
@@ -75,7 +75,13 @@ class FineTuning(SupervisedTask[Sequence[SftExample]]):
 
         shape = (len(sequences), sequences.width)
         logprobs = TokenLogprobs(engine, temperature=1.0).of_batch(packs, shape)
-        return {"val/loss": float(-logprobs.sum(dtype=torch.float64) / response_tokens)}
+        loss = float(-logprobs.sum(dtype=torch.float64) / response_tokens)
+
+        # The mean is over tokens. A row moves it by what it has above the mean for its length.
+        lengths = (sequences.lengths - sequences.prompt_lengths).to(logprobs.device)
+        above = -logprobs.sum(dim=1, dtype=torch.float64) - loss * lengths
+        errors = standard_errors({"val/loss": above * (len(above) / response_tokens)})
+        return {"val/loss": loss, **errors}
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """`sft_loss` on the held-out rows; without them, that of the last step."""

@@ -104,7 +104,7 @@ def test_the_tutorial_goes_on_to_a_reward_model_and_ppo(home: Path) -> None:
     assert accuracies[1] > 0.5 and accuracies[-1] < 0.5
     assert held_back[-1]["val/test/acc@1"] > 0.9
     alarms = [line["name"] for line in read_lines(runs / "ppo" / "alarms.jsonl")]
-    assert "kl_explosion" in alarms
+    assert "kl_explosion" in alarms and "held_out" in alarms
 
     wrong, early, right = (float(found[1]) for found in ACCURACY.finditer(output))
     assert wrong < 0.5 and early > 0.5 and right > 0.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -87,16 +88,18 @@ def test_the_first_view_says_whether_the_run_learned(page: Any, reports: dict[st
     assert page.title().endswith("slow")
     # 400 held-out prompts: the standard error of 0.7681 is 0.0211.
     assert page.locator(".verdict").inner_text() == (
-        "Held-out accuracy (sampled) 0.16 → 0.7681 ± 0.021 after 30 steps. "
+        "Held-out accuracy (validation, sampled) 0.16 → 0.7681 ± 0.021 after 30 steps. "
         "Next: clip_fraction at step 3: change actor.optim.lr."
     )
     chips = page.locator(".chip").all_inner_texts()
-    assert "clipping: look (step 3)" in chips and "KL: ok" in chips and len(chips) == 8
+    assert "clipping: look (step 3)" in chips and "KL: ok" in chips and len(chips) == 9
+    assert "held out: ok" in chips
     assert "0.62 of the tokens" in page.locator(".chip.look").get_attribute("title")
 
     shown = page.locator(".card:visible figcaption")
     assert shown.all_inner_texts() == [
-        *("Reward", "Held-out accuracy (greedy)", "Held-out accuracy (sampled)"),
+        *("Reward", "Held-out accuracy (validation, greedy)"),
+        "Held-out accuracy (validation, sampled)",
         *("KL to the reference", "KL of the update", "Entropy"),
     ]
     page.wait_for_selector(".card canvas")
@@ -106,10 +109,11 @@ def test_the_first_view_says_whether_the_run_learned(page: Any, reports: dict[st
     for title in ("Response length", "Clip fraction", "Engine against trainer"):
         assert title in titles
     text = page.locator("main").inner_text()
-    assert "a processor" in text and "actor.optim.lr" in text and "update_actor" in text
+    assert "a processor" in text and "actor.optim.lr" in text
+    assert "updating the policy" in text and "update_actor" not in text
     assert "clip_fraction" in text and "0.62 of the tokens are clipped" in text
     assert not re.search(r"^step\t\d", text, re.MULTILINE)  # the sum of the phases
-    assert re.search(r"^gen\t[\d.]+\t\d+ %", text, re.MULTILINE)
+    assert re.search(r"^generating\t[\d.]+\t\d+ %", text, re.MULTILINE)
 
 
 def test_what_to_do_next_follows_the_curve(page: Any, reports: dict[str, str]) -> None:
@@ -127,6 +131,109 @@ def test_what_to_do_next_follows_the_curve(page: Any, reports: dict[str, str]) -
             }}"""
         )
         assert words in told
+
+
+def _held_out(name: str, values: dict[int, float], **summary: Any) -> str:
+    """A run of 40 steps in JavaScript: a reward that rises, and a held-out metric at its steps."""
+    held_out = [values.get(step) for step in range(41)]
+    rewards = [None, *(float(step) for step in range(1, 41))]
+    run = {
+        "alarms": [],
+        "steps": list(range(41)),
+        "metrics": {"critic/score/mean": rewards, name: held_out},
+        "summary": summary,
+        "checkpoints": ["step_000010", "step_000030"],
+    }
+    return json.dumps(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("val/t/acc@1", {0: 0.04, 10: 0.86, 40: 0.14}, "got worse towards the end, after step 10"),
+        ("val/t/acc@1", {0: 0.9, 40: 0.1}, "got worse towards the end, after step 0"),
+        ("val/t/acc@1", {0: 0.1, 20: 0.5, 40: 0.9}, "still getting better"),
+        ("val/t/acc@1", {0: 0.5, 20: 0.52, 40: 0.49}, "levelled off"),
+        ("val/loss", {20: 1.0, 40: 1.4}, "got worse towards the end, after step 20"),
+        ("val/t/acc@1", {40: 0.4}, "trainer.test_freq"),
+        ("other", {40: 0.4}, "nothing held out was measured"),
+    ],
+)
+def test_advice_is_that_of_the_validation_however_few_its_points(
+    page: Any, reports: dict[str, str], name: str, values: dict[int, float], words: str
+) -> None:
+    page.goto(reports["one"])
+    run = _held_out(name, values, held_out_prompts=100, steps=40)
+    assert words in page.evaluate(
+        f"(() => {{ const r = {run}; return advice(r, headline(r)); }})()"
+    )
+
+
+def test_the_best_step_is_told_with_the_place_of_its_model(
+    page: Any, reports: dict[str, str]
+) -> None:
+    page.goto(reports["one"])
+    for values, summary, words, place in (
+        ({0: 0.1, 10: 0.9, 40: 0.2}, {}, "best 0.9 ± 0.03 at step 10", "checkpoints/step_000010"),
+        ({0: 0.1, 20: 0.9, 40: 0.2}, {}, "best 0.9 ± 0.03 at step 20", "not kept"),
+        (
+            {0: 0.1, 20: 0.9, 40: 0.2},
+            {"best_step": 20, "best_checkpoint": "o/actor_best"},
+            "best 0.9 ± 0.03 at step 20",
+            "o/actor_best",
+        ),
+        ({0: 0.9, 40: 0.2}, {}, "best 0.9 ± 0.03 at step 0", "the run began with"),
+        ({0: 0.1, 40: 0.9}, {}, "", ""),
+    ):
+        run = _held_out("val/t/acc@1", values, held_out_prompts=100, **summary)
+        told, where, fell = page.evaluate(
+            f"""(() => {{
+              const found = judgedCourses({run})[0];
+              return [bestInWords({run}, found), placeOf({run}, found.best.step), hasFallen(found)];
+            }})()"""
+        )
+        assert told == words and (place in where) and fell == bool(words)
+
+
+def test_the_page_says_which_run_it_is(page: Any, reports: dict[str, str]) -> None:
+    page.goto(reports["one"])
+    assert page.locator(".origin").inner_text() == (
+        "PPO program, estimator grpo, loss vanilla · model models/policy · "
+        "started 2023-11-14 22:13 UTC, 3 min · 4 ranks on node-1 · mrlhf 0.8.0 (0123abc) · "
+        "launch/train_ppo.py --config my.yaml"
+    )
+
+
+def test_equal_curves_share_a_chart_and_few_charts_the_width(
+    page: Any, reports: dict[str, str]
+) -> None:
+    _open(page, reports["turns"], "Curves")
+    page.wait_for_selector("figure canvas")
+    titles = page.locator("figcaption").all_inner_texts()
+    assert "perf/memory/actor/grads" in titles or len(set(titles)) == len(titles)
+    grid = page.locator(".grid.curves").first
+    wide = grid.bounding_box()["width"]
+    figures = [figure.bounding_box()["width"] for figure in grid.locator("figure").all()]
+    assert sum(figures) > 0.9 * wide
+    copies = page.evaluate(
+        "(() => { report.runs[0].metrics.copy = report.runs[0].metrics['actor/entropy'];"
+        "return withoutCopies(['actor/entropy', 'copy', 'actor/ppo_kl']); })()"
+    )
+    assert copies == [["actor/entropy", "copy"], ["actor/ppo_kl"]]
+
+
+@pytest.mark.parametrize("run", ["one", "turns"])
+def test_a_phone_shows_responses_beside_their_prompts(
+    browser: Any, reports: dict[str, str], run: str
+) -> None:
+    for page in _watched(browser.new_page(viewport={"width": 390, "height": 800})):
+        _open(page, reports[run], "Rollouts")
+        _wait_for_texts(page)
+        box = page.locator(".rows").bounding_box()
+        response = page.locator(".rows tbody tr td").last.bounding_box()
+        assert response["width"] > 60
+        assert response["x"] + response["width"] <= box["x"] + box["width"]
+        assert page.locator(".rows tbody tr td:nth-child(2)").first.bounding_box()["width"] < 160
 
 
 def test_dark_or_light_and_keys(browser: Any, reports: dict[str, str]) -> None:
@@ -366,11 +473,11 @@ def test_the_timeline_has_a_lane_for_each_rank(page: Any, reports: dict[str, str
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     reading = page.locator("section[aria-label=Lanes] p output").inner_text()
-    assert reading == "rank 3, gen: from 0.2 s for 3 s, 2.85 s of processor time"
+    assert reading == "rank 3, generating: from 0.2 s for 3 s, 2.85 s of processor time"
     assert "rank 3: 2.85" in page.locator("section[aria-label=Lanes] table").inner_text()
 
     phases, owners = page.locator("main > .scroll table").all_inner_texts()[-2:]
-    assert phases.split("\n")[1:] == ["update_actor\t44", "gen\t21.5"]
+    assert phases.split("\n")[1:] == ["updating the policy\t44", "generating\t21.5"]
     assert owners.split("\n")[1:] == ["actor/grads\t16", "actor/params\t8"]
 
 
@@ -382,7 +489,9 @@ def test_two_runs_are_told_apart_by_the_key_in_which_they_differ(
     assert "actor.optim.lr=0.00001" in names and "actor.optim.lr=0.00005" in names
     rows = page.locator("main table").first.locator("tr").all_inner_texts()
     assert rows[1:] == [
-        "Held-out accuracy (sampled)\t0.16 → 0.7681 ± 0.021\t0.16 → 0.8 ± 0.02",
+        "Held-out accuracy (validation, sampled)\t0.16 → 0.7681 ± 0.021\t0.16 → 0.8 ± 0.02",
+        "best validation\t0.7681 at step 30 (not kept; see trainer.export_best)"
+        "\t0.8 at step 30 (not kept; see trainer.export_best)",
         "steps\t30\t30",
         "alarms\t1\t1",
         "actor.optim.lr\t0.00001\t0.00005",

@@ -44,10 +44,13 @@ KEPT = (
     "rollout_corr/kl",
     "rollout_corr/rollout_is_mean",
     "rollout_corr/rollout_rs_masked_fraction",
+    "se/",
     "sft/grad_norm",
     "sft/lr",
+    "timing_s/step",
     "training/equal_",
     "training/rollout_probs_diff_mean",
+    "val/",
 )
 
 REWARDS = """
@@ -116,7 +119,7 @@ forward_pack = Pipeline._forward_pack
 
 def slow_pack(self, *arguments):
     if os.environ["RANK"] == "1":
-        time.sleep(0.5)
+        time.sleep(3.0)
     return forward_pack(self, *arguments)
 
 
@@ -162,6 +165,13 @@ def _preset(name: str, *overrides: str, seed: int) -> Recorded:
 
 # By the alarm that each of them raises.
 FAILING = {
+    "held_out": _ppo(
+        "reward.terms=[{name: 'REWARDS:length'}, {name: exact_match, weight: 0.0}]",
+        "data.val_files=runs/demo/data/validation.jsonl",
+        "trainer.test_freq=4",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.kl_coef=0.01",
+    ),
     "kl_explosion": _ppo("actor.optim.lr=1.0e-2", steps=6),
     "entropy_collapse": _ppo("actor.dtype=bfloat16", "actor.optim.lr=1.0e-2", steps=12),
     "over_optimisation": _ppo(
@@ -201,9 +211,9 @@ FAILING = {
     ),
     "zero_learning_rate": _ppo("actor.optim.lr=0.0", steps=4),
     "constant_term": _ppo("reward.terms=[{name: exact_match}, {name: format, weight: 0.1}]"),
-    "slow_rank": _ppo(steps=8, ranks=2, through=SLOW),
+    "slow_rank": _ppo(steps=60, ranks=2, through=SLOW),
     "slow_update": Recorded(
-        (*_SFT, "model.path=configs/models/demo_llama"), steps=8, ranks=2, through=SLOW_MODEL
+        (*_SFT, "model.path=configs/models/demo_llama"), steps=48, ranks=2, through=SLOW_MODEL
     ),
     "everything_rejected": _ppo(
         f"{_CORRECTION}.rollout_rs=seq_mean_k1",
@@ -227,7 +237,13 @@ FAILING = {
 HEALTHY = {
     "ppo_1": _preset("ppo", seed=1),
     "ppo_2": _preset("ppo", seed=2),
-    "demo_3": _ppo("seed=3", steps=20, ranks=2),
+    "demo_3": _ppo(
+        "seed=3",
+        "data.val_files=runs/demo/data/validation.jsonl",
+        "trainer.test_freq=2",
+        steps=20,
+        ranks=2,
+    ),
     "grpo_4": _preset("grpo", "rollout.n=4", seed=4),
     "dr_grpo_5": _preset("dr_grpo", "rollout.n=4", seed=5),
     "rloo_6": _preset("rloo", "rollout.n=4", "actor.ppo_mini_batch_size=64", seed=6),

@@ -1,6 +1,8 @@
 """Each alarm is raised by a recorded run that has its failure, and none by runs without one."""
 
 import json
+import math
+import random
 import re
 from pathlib import Path
 
@@ -104,6 +106,94 @@ def test_key_and_section_of_the_page_exist(rule):
     assert anchor in {re.sub(r"[^a-z -]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
+# The prefix of what is measured, its values with their standard error in order, what else the run
+# measures; the key to change, or "" without an alarm.
+FAR = {"actor/ppo_kl": 0.9}
+IN_REWARD = {"actor/ppo_kl": 0.01, "actor/reward_kl_penalty": 0.4, "critic/score/mean": 1.0}
+IN_LOSS = {"actor/kl_loss": 0.4, "critic/score/mean": 1.0}
+FALLS = {
+    "spoiled": (
+        "val/t/acc@1",
+        [0.04, 0.86, 0.63, 0.27],
+        0.05,
+        IN_REWARD,
+        "algorithm.kl_ctrl.kl_coef",
+    ),
+    "in the loss": ("val/t/acc@1", [0.04, 0.86, 0.27], 0.05, IN_LOSS, "actor.kl_loss_coef"),
+    "no KL": (
+        "val/t/acc@1",
+        [0.8, 0.3],
+        0.05,
+        {"critic/score/mean": 1.0},
+        "algorithm.use_kl_in_reward",
+    ),
+    "large steps": ("val/t/acc@1", [0.8, 0.3], 0.05, IN_REWARD | FAR, "actor.optim.lr"),
+    "sampled": ("val_sampled/t/acc@1", [0.8, 0.3], 0.05, IN_LOSS, "actor.kl_loss_coef"),
+    "both ends": ("test/t/acc@1", [0.8, 0.3], 0.05, IN_LOSS, "actor.kl_loss_coef"),
+    "reward": ("val/t/reward_mean", [-3.0, 2.0, -1.0], 0.5, IN_LOSS, "actor.kl_loss_coef"),
+    "loss": ("val/loss", [2.0, 1.0, 1.5], 0.05, {"sft/loss": 0.1}, "trainer.total_steps"),
+    "pairs": ("val/accuracy", [0.5, 0.9, 0.6], 0.03, {"rm/loss": 0.1}, "trainer.total_steps"),
+    "few rows": ("val/t/acc@1", [0.4, 0.9, 0.7], 0.14, IN_LOSS, ""),
+    "a little": ("val/t/acc@1", [0.4, 0.9, 0.85], 0.03, IN_LOSS, ""),
+    "better": ("val/loss", [2.0, 1.0, 0.5], 0.01, {"sft/loss": 0.1}, ""),
+    "recovered": ("val/t/acc@1", [0.9, 0.3, 0.9], 0.03, IN_LOSS, "actor.kl_loss_coef"),
+}
+
+
+@pytest.mark.parametrize("case", FALLS)
+def test_held_out_results_that_fall_raise_an_alarm_with_the_key_that_helps(case):
+    name, values, error, others, key = FALLS[case]
+    watch = Watch()
+    found = []
+    for number, value in enumerate(values):
+        step = 10 * number
+        found += watch.look(step, {name: value, f"se/{name}": error, **(others if step else {})})
+        found += [alarm for later in range(1, 10) for alarm in watch.look(step + later, others)]
+    found = [alarm for alarm in found if alarm.name == "held_out"]
+    assert [alarm.key for alarm in found] == ([key] if key else [])
+    if key:
+        assert name in found[0].message and f"after step {found[0].step}" in found[0].message
+        best = max(values, key=lambda value: -value if name.endswith("loss") else value)
+        assert f"{best:.3g} ±" in found[0].message
+    on = [alarm for alarm in watch.on if alarm.name == "held_out"]
+    assert bool(on) == (bool(key) and case != "recovered")
+
+
+def test_noise_is_no_fall():
+    noise = random.Random(7)
+    for share in (0.1, 0.5, 0.9):
+        for _ in range(60):
+            watch = Watch()
+            for step in range(20):
+                right = sum(noise.random() < share for _ in range(50)) / 50
+                error = math.sqrt(right * (1 - right) / 49)
+                assert not watch.look(step, {"val/t/acc@1": right, "se/val/t/acc@1": error})
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.1, 1200), (1.0, 120), (600.0, 5), (None, 5)])
+def test_a_slow_replica_is_told_after_minutes(seconds, steps):
+    for kind, role in (("slowest_replica", ""), ("slowest_update", "/sft")):
+        row = {f"perf/{kind}{role}": 3.0, f"perf/{kind}_rank{role}": 1}
+        row |= {} if seconds is None else {"timing_s/step": seconds}
+        watch = Watch()
+        raised = [alarm.step for step in range(1, steps + 3) for alarm in watch.look(step, row)]
+        assert raised == [steps]
+
+
+@pytest.mark.parametrize(
+    ("measured", "key"),
+    [
+        ({"actor/ppo_kl": 3.0, "actor/reward_kl_penalty": 5.0}, "actor.optim.lr"),
+        ({"actor/ppo_kl": 0.0, "actor/reward_kl_penalty": 5.0}, "algorithm.kl_ctrl.kl_coef"),
+        ({"actor/kl_loss": 5.0}, "actor.kl_loss_coef"),
+    ],
+)
+def test_a_policy_far_from_the_reference_names_what_holds_it(measured, key):
+    watch = Watch()
+    raised = [alarm for step in (1, 2, 3) for alarm in watch.look(step, measured)]
+    assert [alarm.key for alarm in raised if alarm.name == "kl_explosion"] == [key]
+
+
 def test_an_alarm_is_raised_when_it_begins_and_again_only_after_five_quiet_steps():
     assert raised([0, 2, 2, 2]) == [2]
     assert raised([2, 0, 0, 0, 0, 2, 2]) == [1]
@@ -142,9 +232,9 @@ def test_a_resumed_run_has_the_alarms_of_its_earlier_steps(tmp_path):
 
 def test_the_history_keeps_what_is_asked_for_in_little_memory():
     history = History()
-    for step in range(1, 1001):
+    for step in range(1, 3001):
         history.add(step, {"x": step, "y": step if step < 10 else None})
-    assert history.recent("x", 3) == [998, 999, 1000] and history.first("x") == [1, 2, 3]
+    assert history.recent("x", 3) == [2998, 2999, 3000] and history.first("x") == [1, 2, 3]
     assert history.recent("y", 3) == [] and history.now("y") is None and history.count("y") == 9
-    assert history.extremes("x") == (1, 1000)
-    assert len(history._series["x"].recent) == 24
+    assert history.extremes("x") == (1, 3000)
+    assert len(history._series["x"].recent) == 2048

@@ -146,13 +146,74 @@ def test_keys_beside_a_preset_win_and_those_of_earlier_files_do_not(tmp_path: Pa
         64,
     )
     assert config.algorithm.lam == 1.0 and config.algorithm.reward_clip == 5.0
-    assert "algorithm.lam 0.9, " in said
+    assert "algorithm.lam 0.9 (now 1.0), " in said and "rollout.n 3 (now 64)" in said
+    assert "actor.kl_loss_coef" not in said  # given beside the preset
     assert f" of {base} have no effect, since algorithm.preset of {over} is grpo" in said
     assert "algorithm.adv_estimator" not in said.replace("algorithm.adv_estimator gae", "")
 
     # a later preset replaces an earlier one
     later = load_config(PPOConfig, over, [*ARGUMENTS, "algorithm.preset=dr_grpo"])
     assert method(later) == method(load(CONFIGS / "algorithms" / "dr_grpo.yaml"))
+
+
+MINE = """
+actor: {path: m, use_kl_loss: true, kl_loss_coef: 0.001, loss_agg_mode: seq-mean-token-mean}
+algorithm:
+  adv_estimator: grpo
+  kl_ctrl: {target_kl: 0.2, type: adaptive}
+  rollout_correction: {rollout_is: token, rollout_is_threshold: 3.0}
+rollout: {n: 8}
+"""
+GRPO = "actor.kl_loss_coef 0.001 (now 0.04), "
+OF_GRPO = "algorithm.kl_ctrl.target_kl 0.2 (now 0.1), algorithm.kl_ctrl.type adaptive (now fixed)"
+CORRECTION = "algorithm.rollout_correction"
+THRESHOLD = f"{CORRECTION}.rollout_is_threshold 3.0 (now 2.0)"
+# The arguments; what is named, and as whose doing.
+REPLACED = {
+    "preset": (
+        ["algorithm.preset=grpo"],
+        f"{GRPO}{OF_GRPO}, rollout.n 8 (now 64)",
+        "since algorithm.preset of the command line is grpo",
+    ),
+    "keys beside it": (
+        ["algorithm.preset=grpo", "rollout.n=16", "actor.kl_loss_coef=0.2"],
+        OF_GRPO,
+        "since algorithm.preset of the command line is grpo",
+    ),
+    "its file": (
+        [f"--config={CONFIGS / 'algorithms' / 'grpo.yaml'}"],
+        f"{GRPO}{OF_GRPO}, rollout.n 8 (now 64)",
+        f"since algorithm.preset of {CONFIGS / 'algorithms' / 'grpo.yaml'} is defaults",
+    ),
+    "correction": (
+        [f"{CORRECTION}.preset=decoupled_token_is"],
+        THRESHOLD,
+        f"since {CORRECTION}.preset of the command line is decoupled_token_is",
+    ),
+    "section": (
+        ["algorithm.kl_ctrl={type: adaptive}"],
+        "algorithm.kl_ctrl.target_kl 0.2 (now 0.1)",
+        "since the command line replaces algorithm.kl_ctrl as a whole",
+    ),
+    "no section": (["reward_model=null"], "", ""),
+    "nothing": (["rollout.n=4"], "", ""),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_each_replaced_key_is_named_with_both_values(case: str, tmp_path: Path) -> None:
+    base = tmp_path / "mine.yaml"
+    base.write_text(f"{MINE}reward_model: {{path: r}}\n")
+    arguments, named, why = REPLACED[case]
+    files = [base, *(Path(text[9:]) for text in arguments if text.startswith("--config="))]
+    overrides = [text for text in arguments if not text.startswith("--config=")]
+    _, said = read_config(PPOConfig, files, [*ARGUMENTS, *overrides])
+    if not named:
+        assert said.count("(now") == 0
+        return
+    first, *_ = said.removeprefix("left out: ").split(" of ")
+    assert sorted(first.split(", ")) == sorted(named.split(", "))
+    assert why in said and str(base) in said
 
 
 def test_a_key_without_effect_beside_a_preset_is_refused() -> None:

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from mrlhf.rollout.scoring import Scores, _correctness_column, _join_answers
-from mrlhf.trainers.ppo.held_out import held_out_metrics, majority, summarise
+from mrlhf.trainers.ppo.held_out import (
+    held_out_metrics,
+    majority,
+    prompt_errors,
+    summarise,
+)
 
 
 def scores(
@@ -85,6 +90,15 @@ def test_responses_that_no_term_judges_count_in_no_share_and_are_counted() -> No
     }
 
     assert summarise(scores([1.0], [nan]), ["a"], 1) == {"a/reward_mean": 1.0, "a/acc_unknown": 1.0}
+
+
+def test_errors_are_those_of_the_prompts() -> None:
+    right = [1.0, 0.0, 1.0, 1.0, math.nan, 0.0, 0.0, 0.0]
+    found = prompt_errors("val", scores([0.0] * 8, right), ["a", "a", "b", "a"], 2)
+    # Of a the prompts have 0.5, 1 and 0; of b it is not known.
+    assert found == {"se/val/a/acc@1": pytest.approx(0.5 / 3**0.5)}
+    found = prompt_errors("test_sampled", scores([1.0, 3.0, 7.0]), ["a", "a", "b"], 1)
+    assert found == {"se/test_sampled/a/reward_mean": pytest.approx(1.0)}
 
 
 def test_scores_must_fit_the_prompts() -> None:

@@ -1,8 +1,10 @@
 """Log lines, metrics files, progress and curves, each read back from where it was written."""
 
+import io
 import json
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -47,6 +49,46 @@ def test_rank_zero_informs_and_every_rank_warns(rank, informs, clean_logging, ca
     for about in ("mrlhf.data.rows", "mrlhf.preflight.inputs", "mrlhf.rollout.partial"):
         logging.getLogger(about).warning("the same on every rank")
     assert len(capsys.readouterr().err.splitlines()) == (3 if rank == 0 else 0)
+
+
+def test_a_terminal_gets_short_prefixes_and_whole_words(clean_logging, monkeypatch):
+    text = "64 a replica if equally long, 256 decoded at once-and-again, " * 3
+    shown = {}
+    for kind in ("terminal", "file"):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda kind=kind: kind == "terminal")
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("COLUMNS", "50")
+        configure_logging(0)
+        logging.getLogger("mrlhf.run").info("the run\n  %s", text.strip())
+        logging.getLogger("mrlhf.run").warning("slow disk")
+        configure_logging(3)
+        logging.getLogger("mrlhf.run").warning("slow disk")
+        shown[kind] = stream.getvalue().splitlines()
+
+    first, *middle, own, other = shown["terminal"]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO the run", first)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING slow disk", own)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \[rank 3\] WARNING slow disk", other)
+    assert max(map(len, middle)) <= 50 and " ".join(middle).split() == text.split()
+    assert middle[0].startswith("  64") and all(line.startswith("    ") for line in middle[1:])
+
+    first, whole, *_ = shown["file"]
+    assert re.fullmatch(r"\d{4}-.* \[rank 0\] INFO mrlhf\.run: the run", first)
+    assert whole == f"  {text.strip()}"
+
+
+def test_a_view_shows_the_steps_itself(caplog):
+    caplog.set_level(logging.INFO, logger="mrlhf")
+    progress = Progress(2)
+    for has_view in (True, False):
+        progress.update(1, {"perf/throughput": 17030.4, "val/loss": 2.0}, has_view)
+    assert [line.split(",")[0] for line in caplog.messages] == [
+        "validation after step 1: val/loss 2",
+        "step 1/2",
+        "validation after step 1: val/loss 2",
+    ]
+    assert "throughput 17,030 tokens/s" in caplog.messages[1]
 
 
 def test_a_quiet_console_shows_warnings_alone(clean_logging, capsys):
@@ -177,8 +219,8 @@ def test_progress_is_log_lines(monkeypatch, caplog):
         progress.update(step, measured)
 
     assert caplog.messages == [
-        f"step 3/12, reward 0.1235, length 34, 0:04:30 left, until {ends[0]}",
-        f"step 4/12, reward 0.5, kl to old nan, 0:02:40 left, until {ends[1]}",
+        f"step 3/12, reward 0.1235, length 34 tokens, 0:04:30 left, until {ends[0]}",
+        f"step 4/12, reward 0.5, kl to old nan nats/token, 0:02:40 left, until {ends[1]}",
         "validation after step 4: val/sums/acc@1 0.125",
         "validation before training: val/loss 2, val_sampled/a 0.3333",
         "test before training: test/loss 3",

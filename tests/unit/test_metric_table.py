@@ -2,12 +2,14 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from mrlhf.metrics.metric import Metric
 from mrlhf.metrics.table import COLUMNS, CURVES, KINDS, TABLE, names_of, row_of, without_row
+from tests.faults.runs import FREE, FREE_WITH_ADAPTERS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mrlhf"
@@ -76,3 +78,23 @@ def test_every_name_in_the_code_has_a_row():
 def test_names_of_an_update():
     assert {"critic/vf_loss", "critic/grad_norm"} <= set(names_of("critic"))
     assert names_of("rm")[:3] == ("rm/loss", "rm/accuracy", "rm/margin")
+
+
+def test_the_page_names_every_metric_that_is_not_exact():
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    section = page.split("### What is exact")[1].split("\n### ")[0]
+    named = {
+        name
+        for row in section.splitlines()
+        if row.startswith("| `")
+        for name in re.findall(r"`([a-z_]+/[a-z_]*)`", row.split("|")[1])
+    }
+    assert {*FREE, *FREE_WITH_ADAPTERS} <= named
+    # Whatever a clock measures is among those that are never exact.
+    always = next(row for row in section.splitlines() if "| always" in row)
+    for row in TABLE:
+        if row.unit in ("seconds", "milliseconds", "tokens/s"):
+            assert all(
+                any(name.startswith(free) and f"`{free}`" in always for free in FREE)
+                for name in row.names
+            ), row.name

@@ -73,6 +73,36 @@ def test_the_closing_report(tmp_path, caplog):
     assert "a larger trainer.total_steps goes on" in caplog.messages[-1]
 
 
+SPOILED = [
+    {"step": step, "val/a/acc@1": share, "se/val/a/acc@1": 0.03, "actor/reward_kl_penalty": 0.5}
+    for step, share in ((0, 0.04), (10, 0.86), (20, 0.63), (40, 0.14))
+]
+
+
+@pytest.mark.parametrize(
+    ("kept", "summary", "place"),
+    [
+        ("step_000010", {}, "checkpoints/step_000010"),
+        ("step_000040", {}, "not kept; see trainer.export_best=val/a/acc@1"),
+        ("step_000040", {"best_step": 10, "best_checkpoint": "o/actor_best"}, "o/actor_best"),
+    ],
+)
+def test_a_spoiled_run_says_where_its_best_model_is_and_does_not_just_go_on(
+    kept, summary, place, tmp_path, caplog
+):
+    checkpoint = tmp_path / "checkpoints" / kept
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SPOILED))
+    with caplog.at_level(logging.INFO):
+        closing_report(tmp_path, summary)
+    (best,) = (line for line in caplog.text.splitlines() if line.startswith("  best: "))
+    assert best.startswith("  best: val/a/acc@1 0.86 after step 10; its model: ")
+    assert best.endswith(place)
+    assert "change algorithm.kl_ctrl.kl_coef: held_out at step 20" in caplog.text
+    assert "goes on" not in caplog.text
+
+
 def test_without_validation_the_reward_is_that_of_training(tmp_path):
     summary = summary_of(tmp_path, RECORDS[1:2])
     assert (summary["reward_start"], summary["reward_final"]) == (0.1, 0.1)

@@ -12,6 +12,7 @@ const GROUPS = {
   response_length: "Response length",
   training: "Progress, and engine against trainer",
   rollout_corr: "Rollout correction",
+  se: "Standard errors of held-out results",
   timing_s: "Seconds of each phase",
   perf: "Speed and memory",
 };
@@ -89,13 +90,23 @@ function curveGroups() {
   return firsts.map((first, number) => curveGroup(first, groups.get(first), number < 4 || listing.text));
 }
 
+// Metrics with the same values in every run share a chart, so that a group does not open with copies.
+function withoutCopies(names) {
+  const byContent = new Map();
+  for (const name of names) {
+    const content = JSON.stringify(report.runs.map((run) => run.metrics[name]));
+    byContent.set(content, [...(byContent.get(content) ?? []), name]);
+  }
+  return [...byContent.values()];
+}
+
 function curveGroup(first, names, open) {
-  const grid = element("div", { class: "grid" });
+  const grid = element("div", { class: "grid curves" });
   const title = GROUPS[first] || first;
   const details = element("details", { open: Boolean(open) }, element("summary", {}, `${title} (${names.length})`), grid);
   const fill = () => {
     if (details.open && !grid.children.length) {
-      grid.append(...names.map((name) => lineChart(name, name, report.runs).figure));
+      grid.append(...withoutCopies(names).map((alike) => lineChart(alike.join(" = "), alike[0], report.runs).figure));
     }
   };
   fill();

@@ -28,6 +28,11 @@ function valueOf(run) {
   return value === undefined ? "unset" : typeof value === "string" ? value : JSON.stringify(value);
 }
 
+// A phase in words; the names of others are the program's own.
+function phaseName(phase) {
+  return report.phases[phase] ?? phase;
+}
+
 const loaded = new Promise((resolve) => {
   if (document.readyState !== "loading") resolve();
   else document.addEventListener("DOMContentLoaded", resolve);

@@ -16,6 +16,7 @@ const ORDERS = {
   shortest: ["shortest", (s) => (a, b) => s.length[a] - s.length[b] || a - b],
 };
 
+const MAIN_COLUMNS = new Set(["step", "prompt", "reward", "response"]); // a phone has these alone
 const OF_TURNS = new Set(["turns", "errors"]);
 
 function hasTurns(run) {
@@ -121,7 +122,7 @@ function fillList(run, list, opened) {
   const found = matching(run);
   const rows = found.slice(0, MOST_ROWS).map((i) => listRow(run, i, opened));
   const titles = ["step", "prompt", "sample", "reward", "length", ...(hasTurns(run) ? ["turns", "errors"] : []), "end", "response"];
-  const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
+  const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col", class: MAIN_COLUMNS.has(title) ? null : "minor" }, title)));
   const body = element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
 
   const more = found.length > MOST_ROWS ? `; the first ${MOST_ROWS} are listed` : "";
@@ -147,9 +148,15 @@ function listRow(run, i, opened) {
       other.setAttribute("aria-selected", String(inspecting.opened.includes(Number(other.dataset.sample))));
     }
   };
-  row.append(...[prompt.slice(0, 80), s.sample[i], s.score[i], s.length[i]].map(dataCell));
-  if (hasTurns(run)) row.append(dataCell(s.turns[i]), dataCell(s.errors[i]));
-  row.append(element("td", {}, s.finish_reason[i]), dataCell(response.slice(0, 160)));
+  const minor = (cell) => {
+    cell.classList.add("minor");
+    return cell;
+  };
+  const asked = dataCell(prompt.slice(0, 80));
+  asked.classList.add("asked");
+  row.append(asked, minor(dataCell(s.sample[i])), dataCell(s.score[i]), minor(dataCell(s.length[i])));
+  if (hasTurns(run)) row.append(minor(dataCell(s.turns[i])), minor(dataCell(s.errors[i])));
+  row.append(minor(element("td", {}, s.finish_reason[i])), dataCell(response.slice(0, 160)));
   return row;
 }
 

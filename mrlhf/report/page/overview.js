@@ -23,6 +23,7 @@ const MAIN_CURVES = 6;
 
 // What a healthy run is checked for: the alarms that watch it, and the metric that they read.
 const CHECKS = [
+  ["held out", ["held_out"], JUDGED],
   ["KL", ["kl_explosion"], /^actor\/ppo_kl$/],
   ["entropy", ["entropy_collapse"], /^actor\/entropy$/],
   ["clipping", ["clip_fraction"], /^actor\/pg_clipfrac$/],
@@ -45,8 +46,6 @@ const HEADLINES = [
   ["Reward", /^critic\/score\/mean$/],
   ["Loss", /^(sft|rm|dpo)\/loss$/],
 ];
-const FALLS = /loss$/; // these fall while a run learns
-
 function overview() {
   const parts = [element("section", { "aria-label": "Summary" }, ...report.runs.map(verdict))];
   if (report.runs.length > 1) parts.push(element("h2", {}, "The runs beside each other"), comparison());
@@ -61,32 +60,24 @@ function overview() {
   parts.push(element("h2", {}, "Alarms"), alarms());
   parts.push(element("h2", {}, "Where the time went"), ...report.runs.map(phaseTable));
   if (report.runs.some((run) => run.profiles.length)) parts.push(element("h2", {}, "Profiles"), profiles());
-  parts.push(element("h2", {}, "Machines"), machines());
+  parts.push(element("h2", {}, "Machines"), ...(report.runs.length > 1 ? report.runs.map(origin) : []), machines());
   parts.push(element("h2", {}, "Configuration"), configuration());
   return parts;
 }
 
-function firstAndLast(values) {
-  const known = values.filter((value) => value !== null);
-  return known.length ? [known[0], known[known.length - 1]] : null;
-}
-
-// The metric by which the run is judged: its name, and its first and last value.
+// The metric by which the run is judged: its title and course.
 function headline(run) {
   for (const [title, pattern] of HEADLINES) {
     for (const name of Object.keys(run.metrics).filter((name) => pattern.test(name))) {
-      const ends = firstAndLast(run.metrics[name]);
-      if (ends) return { title: `${title}${way(name)}`, name, first: ends[0], last: ends[1] };
+      const found = course(run, name);
+      if (found) return { title: `${title}${way(name)}`, ...found };
     }
   }
   return null;
 }
 
-// The standard error of a share, from the number of held-out prompts; "" where that is not known.
-function uncertainty(run, { name, last }) {
-  const prompts = run.summary.held_out_prompts;
-  if (!prompts || !/^(val|test)(_sampled)?\/.*\/acc@1$/.test(name)) return "";
-  return ` ± ${short(Number(Math.sqrt((last * (1 - last)) / prompts).toPrecision(2)))}`;
+function firstToLast({ first, last }) {
+  return `${short(first.value)} → ${short(last.value)}${plusMinus(last)}`;
 }
 
 // One line for each run: did it learn, is it healthy, what next. Below it a chip for each check.
@@ -96,11 +87,48 @@ function verdict(run) {
   const steps = run.steps.length ? run.steps[run.steps.length - 1] : 0;
   const state = Object.keys(run.summary).length ? "after" : "so far, after";
   const learned = head
-    ? [element("span", { class: "headline" }, `${head.title} ${short(head.first)} → ${short(head.last)}${uncertainty(run, head)}`), ` ${state} ${steps} steps. `]
+    ? [element("span", { class: "headline" }, `${head.title} ${firstToLast(head)}`), ` ${state} ${steps} steps. `, ...bestStep(run, head)]
     : [`${steps} steps. `];
   const words = [run.alarms.length ? "" : "No alarm. ", element("span", { class: "next" }, `Next: ${advice(run, head)}`)];
   const line = element("p", { class: "verdict" }, ...lead, ...learned, ...words);
-  return element("div", {}, line, element("p", { class: "chips" }, ...chips(run)));
+  return element("div", {}, line, element("p", { class: "chips" }, ...chips(run)), ...(report.runs.length > 1 ? [] : [origin(run)]));
+}
+
+// The best step and where its model is, beside the first and the last value. A test is asked at both
+// ends alone, so that it is the validation which has a best step.
+function bestStep(run, head) {
+  const found = head.points.length > 2 ? head : judgedCourses(run)[0];
+  const words = bestInWords(run, found);
+  if (!words) return [];
+  const of = found.name === head.name ? "" : ` of${way(found.name)}`;
+  return [element("strong", {}, `${words[0].toUpperCase()}${words.slice(1)}${of}`), ` (${placeOf(run, found.best.step)}). `];
+}
+
+// Which run this is: method and model, when and where it ran, with which code, and by which command.
+function origin(run) {
+  const { config, origin: said } = run;
+  const parts = [];
+  const adv = config["algorithm.adv_estimator"];
+  const kind = ["sft", "rm", "dpo"].find((name) => run.metrics[`${name}/loss`]);
+  const names = { sft: "supervised fine-tuning", rm: "reward modelling", dpo: "DPO" };
+  if (adv) parts.push(`PPO program, estimator ${adv}, loss ${config["actor.policy_loss.loss_mode"]}`);
+  else if (kind) parts.push(names[kind]);
+  const model = config["actor.path"] ?? config["model.path"];
+  if (model) parts.push(`model ${model}`);
+  if (said.began) {
+    const date = new Date(1000 * said.began).toISOString().slice(0, 16).replace("T", " ");
+    parts.push(`started ${date} UTC, ${duration(said.updated - said.began)}`);
+  }
+  if (said.host) parts.push(`${said.ranks} rank${said.ranks === 1 ? "" : "s"} on ${said.host}`);
+  if (said.code) parts.push(`mrlhf ${said.code}`);
+  const lead = report.runs.length > 1 ? [swatch(run.color), ` ${label(run)}: `] : [];
+  const command = said.command ? [" · ", element("code", {}, said.command)] : [];
+  return element("p", { class: "faint origin" }, ...lead, parts.join(" · "), ...command);
+}
+
+function duration(seconds) {
+  if (seconds < 120) return `${Math.round(seconds)} s`;
+  return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
 function chips(run) {
@@ -109,7 +137,9 @@ function chips(run) {
   for (const [title, rules, pattern] of CHECKS) {
     const raised = run.alarms.filter((alarm) => rules.includes(alarm.name));
     if (!raised.length && !names.some((name) => pattern.test(name))) continue;
-    const worst = raised.find((alarm) => alarm.severity === "error") || raised[0];
+    // A run of an older version has no alarm for a fall.
+    const fell = rules.includes("held_out") && judgedCourses(run).find(hasFallen);
+    const worst = raised.find((alarm) => alarm.severity === "error") || raised[0] || (fell && { step: fell.last.step, message: bestInWords(run, fell) });
     const kind = worst ? (worst.severity === "error" ? "alarm" : "look") : "ok";
     const told = worst ? `step ${worst.step}: ${worst.message}` : "no alarm";
     made.push(element("span", { class: `chip ${kind}`, title: told }, `${title}: ${kind}${worst ? ` (step ${worst.step})` : ""}`));
@@ -117,29 +147,34 @@ function chips(run) {
   return made;
 }
 
-// What to do now, by the alarms, or else by how the last third of the curve went.
+// What to do now, by the alarms, or else by how the validation went, or the reward without one.
 function advice(run, head) {
   const worst = run.alarms.find((alarm) => alarm.severity === "error") || run.alarms[run.alarms.length - 1];
   if (worst) return `${worst.name} at step ${worst.step}: change ${worst.key}.`;
-  const name = head && run.metrics[head.name].filter((value) => value !== null).length >= 6 ? head.name : "critic/score/mean";
-  const values = (run.metrics[name] || []).filter((value) => value !== null);
-  if (values.length < 6) return "look at the samples, and train longer.";
-  const third = Math.floor(values.length / 3);
-  const mean = (some) => some.reduce((sum, value) => sum + value, 0) / some.length;
-  const spread = Math.max(...values) - Math.min(...values);
-  const sign = FALLS.test(name) ? -1 : 1;
-  const change = sign * (mean(values.slice(-third)) - mean(values.slice(-2 * third, -third)));
-  if (change > 0.05 * spread) return "it was still getting better at the end; train longer (trainer.total_steps).";
-  if (change < -0.05 * spread) return "it got worse towards the end; keep the best step (trainer.export_best), or lower the learning rate.";
+  const judged = judgedCourses(run)[0];
+  const found = judged || course(run, "critic/score/mean") || head;
+  if (!found || (!judged && found.points.length < 6)) return "look at the samples, and train longer.";
+  if (found.points.length < 2) return "it was validated once; set trainer.test_freq, so that its best step is known.";
+  const better = trendOf(found);
+  if (judged && (better < 0 || hasFallen(found))) return `it got worse towards the end, after step ${found.best.step}; keep the best step (trainer.export_best), or lower the learning rate.`;
+  if (better < 0) return "it got worse towards the end; lower the learning rate.";
+  if (!judged && /^critic/.test(found.name)) return `the training reward ${better ? "was still rising" : "has levelled off"}, and nothing held out was measured: set data.val_files before you trust it.`;
+  if (better) return "it was still getting better at the end; train longer (trainer.total_steps).";
   return "it has levelled off; look at the samples, or make the task harder.";
+}
+
+function bestOfRun(run) {
+  const found = judgedCourses(run)[0];
+  return found ? `${short(found.best.value)} at step ${found.best.step} (${placeOf(run, found.best.step)})` : "–";
 }
 
 // A column for each run: how it ended, and the keys in which they differ.
 function comparison() {
   const heads = report.runs.map(headline);
-  const told = report.runs.map((run, i) => (heads[i] ? `${short(heads[i].first)} → ${short(heads[i].last)}${uncertainty(run, heads[i])}` : "–"));
+  const told = report.runs.map((run, i) => (heads[i] ? firstToLast(heads[i]) : "–"));
   const rows = [
     [heads.find((head) => head)?.title || "Result", ...told],
+    ["best validation", ...report.runs.map((run) => bestOfRun(run))],
     ["steps", ...report.runs.map((run) => run.steps[run.steps.length - 1] ?? 0)],
     ["alarms", ...report.runs.map((run) => run.alarms.length)],
   ];
@@ -172,7 +207,7 @@ function alarms() {
 function way(name) {
   const found = /^(val|test)(_sampled)?\/.*\/(acc@1|reward_mean)$/.exec(name);
   if (!found) return "";
-  return ` (${found[1] === "test" ? "test, " : ""}${found[2] ? "sampled" : "greedy"})`;
+  return ` (${found[1] === "test" ? "test" : "validation"}, ${found[2] ? "sampled" : "greedy"})`;
 }
 
 // The cards of the main curves, and of the others. What was measured once or twice has no curve, and
@@ -182,13 +217,15 @@ function highlightCards() {
   const seen = new Set();
   for (const [title, pattern, words] of HIGHLIGHTS) {
     for (const name of metricNames().filter((name) => pattern.test(name))) {
-      const runs = report.runs.filter((run) => run.metrics[name] && firstAndLast(run.metrics[name]));
+      const runs = report.runs.filter((run) => course(run, name));
       const content = JSON.stringify(runs.map((run) => run.metrics[name]));
       if (!runs.length || seen.has(content)) continue;
       seen.add(content);
       const numbers = runs.map((run) => {
-        const [first, last] = firstAndLast(run.metrics[name]);
-        return element("div", { class: "numbers" }, ...(report.runs.length > 1 ? [swatch(run.color), " "] : []), `${short(first)} → ${short(last)}`);
+        const found = course(run, name);
+        const best = JUDGED.test(name) && bestInWords(run, found);
+        const parts = [`${short(found.first.value)} → ${short(found.last.value)}`, ...(best ? [element("span", { class: "faint best" }, `  ${best}`)] : [])];
+        return element("div", { class: "numbers" }, ...(report.runs.length > 1 ? [swatch(run.color), " "] : []), ...parts);
       });
       const heading = `${title}${way(name)}`;
       const most = Math.max(...runs.map((run) => run.metrics[name].filter((value) => value !== null).length));
@@ -220,7 +257,7 @@ function phaseTable(run) {
   const rows = totals.map(([phase, seconds]) => {
     const bar = element("div", { class: "bar" });
     bar.style.width = `${(100 * seconds) / longest}%`;
-    return [phase, Number(seconds.toFixed(1)), `${Math.round((100 * seconds) / whole)} %`, element("div", { class: "bar-room" }, bar)];
+    return [phaseName(phase), Number(seconds.toFixed(1)), `${Math.round((100 * seconds) / whole)} %`, element("div", { class: "bar-room" }, bar)];
   });
   const title = report.runs.length > 1 ? [element("h3", {}, label(run))] : [];
   return element("section", {}, ...title, table(["phase", "seconds", "share", ""], rows));

@@ -19,7 +19,7 @@ function timeline() {
   }
 
   const phases = phaseNames(run);
-  const keys = phases.map((phase, i) => element("span", {}, swatch(phaseColor(i)), phase));
+  const keys = phases.map((phase, i) => element("span", {}, swatch(phaseColor(i)), phaseName(phase)));
   const lanes = element("section", { "aria-label": "Lanes" });
   parts.push(element("h2", {}, "Seconds of each step, by phase"));
   parts.push(stackedChart(run, phases), element("div", { class: "keys" }, ...keys));
@@ -61,7 +61,7 @@ function stackedChart(run, phases) {
   const read = (index) => {
     const words = phases.map((phase, i) => [phase, columns[i][index]]).filter(([, seconds]) => seconds);
     words.sort((a, b) => b[1] - a[1]);
-    return `step ${run.steps[index]}: ${words.map(([phase, seconds]) => `${phase} ${short(seconds)} s`).join(", ")}`;
+    return `step ${run.steps[index]}: ${words.map(([phase, seconds]) => `${phaseName(phase)} ${short(seconds)} s`).join(", ")}`;
   };
   return new Chart("Seconds of each phase", make, read, 260).figure;
 }
@@ -112,7 +112,7 @@ function lane(rank, spans, phases, end, reading) {
   const tell = (i) => {
     at = i;
     const [phase, begin, seconds, busy] = spans[i];
-    reading.textContent = `rank ${rank}, ${phase}: from ${short(begin)} s for ${short(seconds)} s, ${short(busy)} s of processor time`;
+    reading.textContent = `rank ${rank}, ${phaseName(phase)}: from ${short(begin)} s for ${short(seconds)} s, ${short(busy)} s of processor time`;
   };
   const bars = spans.map(([phase, begin, seconds, busy], i) => {
     const color = phaseColor(phases.indexOf(phase));
@@ -139,7 +139,7 @@ function memoryTables(run) {
   const last = run.steps.length - 1;
   const rows = (prefix) => {
     const names = Object.keys(run.metrics).filter((name) => name.startsWith(prefix) && run.metrics[name][last] !== null);
-    const held = names.map((name) => [name.slice(prefix.length), run.metrics[name][last]]);
+    const held = names.map((name) => [phaseName(name.slice(prefix.length)), run.metrics[name][last]]);
     return held.sort((a, b) => b[1] - a[1]);
   };
   const phases = rows("perf/memory_in/");
@@ -161,7 +161,7 @@ function spreadTable(byRank, ranks, phases) {
     if (!Math.max(...seconds)) continue;
     const busiest = sums.reduce((a, b) => (b[2] > a[2] ? b : a));
     const mean = sums.reduce((sum, [, , busy]) => sum + busy, 0) / sums.length;
-    rows.push([phase, Math.min(...seconds), Math.max(...seconds), mean, `rank ${busiest[0]}: ${short(busiest[2])}`]);
+    rows.push([phaseName(phase), Math.min(...seconds), Math.max(...seconds), mean, `rank ${busiest[0]}: ${short(busiest[2])}`]);
   }
   return table(["phase", "shortest, s", "longest, s", "processor, mean s", "processor, most s"], rows);
 }

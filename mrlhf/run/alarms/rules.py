@@ -43,18 +43,35 @@ _SECTIONS = {
     "dpo": ("model", "optim"),
 }
 
+# The key that pulls the policy to the reference, by the metric of its KL.
+_PULLS = {
+    "actor/reward_kl_penalty": "algorithm.kl_ctrl.kl_coef",
+    "actor/kl_loss": "actor.kl_loss_coef",
+}
 # fmt: off
+# Cause and key by what has gone wrong, see `signs.faults`; "" is a run without rewards.
+_EXPLOITS = "the policy exploits the reward"
+_REMEDIES = {
+    "actor/ppo_kl": ("the learning rate is too high", "actor.optim.lr"),
+    **{kl: (f"{_EXPLOITS}, and its pull to the reference is weak", key)
+       for kl, key in _PULLS.items()},
+    "critic/score/mean": (f"{_EXPLOITS}, and nothing holds it near the reference",
+                          "algorithm.use_kl_in_reward"),
+    "": ("the model learns the training rows by heart", "trainer.total_steps"),
+}
+
 # A row a rule: alarm, severity, sign; likely cause; key to change.
 RULES: tuple[Rule, ...] = (
-    Rule("kl_explosion", "error", signs.kl_explosion,
-         "the learning rate is too high, or nothing holds the policy near the reference",
-         "actor.optim.lr"),
+    *(Rule("held_out", "error", partial(signs.held_out, fault=fault), cause, key)
+      for fault, (cause, key) in _REMEDIES.items()),
+    *(Rule("kl_explosion", "error", partial(signs.kl_explosion, fault=fault), *_REMEDIES[fault])
+      for fault in ("actor/ppo_kl", *_PULLS)),
     Rule("entropy_collapse", "warning", signs.entropy_collapse,
          "the policy repeats one kind of answer before it has found a better one",
          "actor.entropy_coeff"),
-    Rule("over_optimisation", "warning", signs.over_optimisation,
-         "the policy exploits the reward, for instance by longer answers",
-         "algorithm.kl_ctrl.kl_coef"),
+    *(Rule("over_optimisation", "warning", partial(signs.over_optimisation, kl=kl),
+           f"{_EXPLOITS}, for instance by longer answers", key)
+      for kl, key in _PULLS.items()),
     Rule("value_loss_not_falling", "warning", signs.value_loss_not_falling,
          "the critic learns too slowly or not at all",
          "critic.optim.lr"),

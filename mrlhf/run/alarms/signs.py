@@ -7,14 +7,18 @@ here. No function knows the cause or the remedy; `rules` does.
 
 from __future__ import annotations
 
-from statistics import fmean, median
+import math
+from collections.abc import Mapping
+from statistics import NormalDist, fmean, median
 
 from mrlhf.metrics.table import lower_bound, upper_bound
-from mrlhf.run.alarms.history import History
+from mrlhf.run.alarms.history import RECENT, History
 
 _LATEST = 5  # steps whose mean is compared with the beginning
 
 _REFERENCE_KLS = ("actor/reward_kl_penalty", "actor/kl_loss")
+_FALSE_ALARMS = 0.0001
+_SLOW_SECONDS = 120.0
 _COLLAPSED = 0.1
 _MASTERED = 0.9
 _GROWN_KL = 0.1
@@ -25,24 +29,59 @@ _SPIKE = 4.0
 _CONSTANT_STEPS = 8
 
 
-def kl_explosion(history: History) -> str | None:
-    """One step moves the policy far, or it is far from the reference."""
-    step_kl = history.now("actor/ppo_kl")
-    bound = upper_bound("actor/ppo_kl")
-    if step_kl is not None and step_kl > bound:
-        return (
-            f"actor/ppo_kl is {step_kl:.3g} nats a token and should be below {bound:g}: one step "
-            "moves the policy too far"
-        )
-    for name in _REFERENCE_KLS:
-        latest = history.recent(name, 2)
-        bound = upper_bound(name)
-        if latest and min(latest) > bound:
-            return (
-                f"{name} is {latest[-1]:.3g} nats a token and should be below {bound:g}: "
-                "the policy is far from the reference"
+def kl_explosion(history: History, fault: str) -> str | None:
+    """One step moves the policy far, or it is far from the reference, in the KL named `fault`."""
+    if fault not in faults(history):
+        return None
+    is_step = fault == "actor/ppo_kl"
+    latest = history.recent(fault, 1 if is_step else 2)
+    bound = upper_bound(fault)
+    if not latest or min(latest) <= bound:
+        return None
+    what = (
+        "one step moves the policy too far" if is_step else "the policy is far from the reference"
+    )
+    return f"{fault} is {latest[-1]:.3g} nats a token and should be below {bound:g}: {what}"
+
+
+def faults(history: History) -> list[str]:
+    """What may be wrong if a model gets worse, the worst first, by metrics; see `rules`.
+
+    Steps that are too large come alone; the score stands for a run that has no KL.
+    """
+    step_kl = "actor/ppo_kl"
+    if history.count(step_kl) and history.extremes(step_kl)[1] > upper_bound(step_kl):
+        return [step_kl]
+    kls = [name for name in _REFERENCE_KLS if history.count(name)]
+    return kls or ["critic/score/mean"] * bool(history.count("critic/score/mean"))
+
+
+def held_out(history: History, fault: str) -> str | None:
+    """A held-out result is worse than its best one, by more than the noise of its rows.
+
+    The bound is one that a run which only fluctuates passes with the chance `_FALSE_ALARMS`, in any
+    pair of its results.
+    """
+    if fault != next(iter(faults(history)), ""):
+        return None
+    for name, values, errors in history.judged():
+        best = best_step(name, values)
+        last = max(values)
+        pairs = max(1, math.comb(len(values), 2))
+        bound = NormalDist().inv_cdf(1 - _FALSE_ALARMS / pairs)
+        noise = bound * math.sqrt(2) * max(errors[best], errors[last])
+        if abs(values[best] - values[last]) > noise:
+            was, now = (
+                f"{values[at]:.3g} ± {errors[at]:.2g} after step {at}" for at in (best, last)
             )
+            return f"{name} is {now} and was {was}"
     return None
+
+
+def best_step(name: str, values: Mapping[int, float]) -> int:
+    """The first step with the best value of a held-out result; a loss falls while a run learns."""
+    best = min if name.endswith("loss") else max
+    return best(sorted(values), key=lambda step: values[step])
 
 
 def entropy_collapse(history: History) -> str | None:
@@ -64,12 +103,11 @@ def entropy_collapse(history: History) -> str | None:
     )
 
 
-def over_optimisation(history: History) -> str | None:
-    """The reward rises together with the KL and the length."""
+def over_optimisation(history: History, kl: str) -> str | None:
+    """The reward rises together with the KL that is named `kl` and the length."""
     score = "critic/score/mean"
     length = "response_length/mean"
-    kl = next((name for name in _REFERENCE_KLS if history.now(name) is not None), None)
-    if kl is None or history.count(kl) < 2 * _LATEST:
+    if history.count(kl) < 2 * _LATEST:
         return None
     names = (score, kl, length)
     if any(not history.recent(name, _LATEST) for name in names):
@@ -197,20 +235,23 @@ def constant_term(history: History) -> str | None:
 
 
 def slow_replica(history: History, role: str | None = None) -> str | None:
-    """The same replica is slower than the others, step after step.
+    """The same replica is slower than the others, step after step and for minutes.
 
     It is a replica of the model `role` in updates, or of the engine if that is None.
     """
     name = "perf/slowest_replica" if role is None else f"perf/slowest_update/{role}"
     rank_name = "perf/slowest_replica_rank" if role is None else f"perf/slowest_update_rank/{role}"
-    slower = history.recent(name, _LATEST)
-    replicas = history.recent(rank_name, _LATEST)
+    seconds = history.recent("timing_s/step", _LATEST)
+    steps = math.ceil(_SLOW_SECONDS / fmean(seconds)) if seconds else _LATEST
+    steps = min(RECENT, max(_LATEST, steps))
+    slower = history.recent(name, steps)
+    replicas = history.recent(rank_name, steps)
     if not slower or not replicas or min(slower) < upper_bound(name) or len(set(replicas)) > 1:
         return None
 
     rank = f"rank {replicas[-1]:.0f}"
-    times = f"{fmean(slower):.2g} times as long for"
-    end = f"as the median, for {_LATEST} steps"
+    times = f"{fmean(slower):.3g} times as long for"
+    end = f"as the median, for {steps} steps"
     if role is None:
         return f"{rank} needs {times} a pass of the engine {end}"
     return f"the replica of {rank} needs {times} its part of the update ({role}) {end}"

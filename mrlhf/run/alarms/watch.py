@@ -46,7 +46,7 @@ class Watch:
 
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self._rules = rules
-        self._history = History()
+        self.history = History()
         self._on: dict[int, Alarm] = {}
         self._absent: dict[int, int] = {}
 
@@ -56,11 +56,11 @@ class Watch:
         return sorted(self._on.values(), key=lambda alarm: alarm.step)
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
-        """Take the metrics of training step `step`; returns the alarms that it raises."""
-        self._history.add(step, metrics)
+        """Take the metrics of `step`, 0 before training; returns the alarms that it raises."""
+        self.history.add(step, metrics)
         raised = []
         for number, rule in enumerate(self._rules):
-            message = rule.sign(self._history)
+            message = rule.sign(self.history)
             self._absent[number] = 0 if message else self._absent.get(number, 0) + 1
             if self._absent[number] >= _END_AFTER:
                 self._on.pop(number, None)
@@ -76,9 +76,7 @@ class Watch:
         """Take the records of `metrics.jsonl` so far; returns the alarms that they have raised."""
         raised = []
         for record in records:
-            step = record["step"]
-            if step:  # step 0 was measured before training
-                raised += self.look(int(step), record)
+            raised += self.look(int(record["step"] or 0), record)
         return raised
 
 

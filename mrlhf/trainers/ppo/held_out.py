@@ -15,6 +15,7 @@ from statistics import fmean
 from mrlhf.batch import Rollout
 from mrlhf.config.trainer import PPOTrainerSection
 from mrlhf.inference.base import SamplingParams
+from mrlhf.metrics.tally import standard_errors
 from mrlhf.parallel.phases import Phases
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.ppo.report import SampleViewer
@@ -95,13 +96,16 @@ class HeldOut:
             if split == "val":
                 title = "held-out prompts, greedy"
                 self._samples.show("held-out", title, greedy[split], scores)
-            greedy_metrics = summarise(_with_turn_rewards(scores, greedy[split]), sources, n=1)
+            scores = _with_turn_rewards(scores, greedy[split])
+            greedy_metrics = summarise(scores, sources, n=1)
+            metrics |= prompt_errors(split, scores, sources, n=1)
             sampled_metrics: dict[str, float] = {}
             if split in sampled:
                 n = self._section.val_n
                 scores = score(sampled[split], with_answers=n > 1)
                 scores = _with_turn_rewards(scores, sampled[split])
                 sampled_metrics = summarise(scores, sources, n)
+                metrics |= prompt_errors(f"{split}_sampled", scores, sources, n)
             metrics |= held_out_metrics(split, greedy_metrics, sampled_metrics)
         return metrics
 
@@ -165,6 +169,19 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
         if scores.answers is not None:
             metrics[f"{source}/maj@{n}"] = fmean(votes)
     return metrics
+
+
+def prompt_errors(kind: str, scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
+    """The standard errors of `acc@1`, or of `reward_mean` if no term tells right from wrong."""
+    name, values = "acc@1", scores.correct
+    if values is None:
+        name, values = "reward_mean", scores.total.tolist()
+    means: dict[str, list[float]] = {}
+    for prompt, source in enumerate(sources):
+        answers = values[prompt * n : prompt * n + n]
+        if not any(map(math.isnan, answers)):
+            means.setdefault(f"{kind}/{source}/{name}", []).append(fmean(answers))
+    return standard_errors(means)
 
 
 def _with_turn_rewards(scores: Scores, rollout: Rollout) -> Scores:
