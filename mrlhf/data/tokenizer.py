@@ -8,7 +8,9 @@ data files or models.
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import re
 import signal
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -41,6 +43,7 @@ _LONGEST_TEMPLATE = 1_000_000  # characters; known ones have fewer than 20,000
 _LONGEST_RENDER_S = 10.0
 _MOST_COPIES = 10  # of a conversation in what a template makes of it
 _LONGEST_EXCERPT = 40  # characters of a text that are shown
+_TESTS_NONE = re.compile(r"content\W{0,3} is (not )?none")
 _TORN = "\ufffd"  # what stands in a text for a part of a character
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
@@ -198,18 +201,27 @@ class Tokenizer:
         The chat template writes `tools` beside messages; a string has none.
         """
         if isinstance(prompt, str):
-            ids = self.encode(prompt, add_special_tokens=True)
-            # Some tokenizers append eos, but the response must still follow.
-            if ids and ids[-1] == self.eos_id:
-                ids = ids[:-1]
-            return prompt, ids
-
+            return prompt, self._with_begin(prompt)
         text = self.apply_chat_template(prompt, tools=tools)
         return text, self.encode(text)
 
+    def _with_begin(self, text: str) -> list[int]:
+        """Tokens of a text that begins a sequence, with what the model family puts before it.
+
+        That is not repeated if it stands in the text, as in one that a chat template has made.
+        """
+        ids = self.encode(text)
+        whole = self.encode(text, add_special_tokens=True)
+        added = len(whole) - len(ids)
+        # What a tokenizer adds behind the text is left out, since the response must still follow.
+        begins = [begin for begin in range(added, 0, -1) if whole[begin : begin + len(ids)] == ids]
+        begin = whole[: begins[0]] if begins else []
+        return ids if ids[: len(begin)] == begin else begin + ids
+
     def encode_response(self, text: str) -> list[int]:
-        """Tokens of a response: the tokens of its text, then eos."""
-        return [*self.encode(text), self.eos_id]
+        """Tokens of a response: the tokens of its text, then eos, if that is not the last."""
+        ids = self.encode(text)
+        return ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id]
 
     def save_pretrained(self, directory: Path, pad_id: int | None = None) -> None:
         """Write the tokenizer's files into `directory`, for `load_tokenizer` to read.
@@ -285,7 +297,53 @@ def _render(
     add_generation_prompt: bool = False,
     tools: Sequence[Tool] | None = None,
 ) -> str:
-    """Apply the chat template to a conversation, within limits of time and length.
+    """Apply the chat template to a conversation, with calls in the form that it takes.
+
+    Some templates take arguments as an object, others as JSON text; and beside calls, some take
+    None as an empty content.
+    """
+    if not any(message.get("tool_calls") for message in conversation):
+        return _apply(backend, conversation, add_generation_prompt, tools)
+
+    empty = None if _TESTS_NONE.search(str(backend.chat_template)) else ""
+    failures: list[Exception] = []
+    for as_text in (False, True):
+        form = [_with_arguments(message, as_text, empty) for message in conversation]
+        try:
+            text = _apply(backend, form, add_generation_prompt, tools)
+        except _TemplateLimitError:
+            raise
+        except Exception as error:  # a template is a program, and may fail in any way
+            failures.append(error)
+            continue
+        calls = chain.from_iterable(message.get("tool_calls") or () for message in form)
+        objects = (call["function"]["arguments"] for call in calls)
+        # A template that wants text writes an object as Python does.
+        if as_text or not any(value and str(value) in text for value in objects):
+            return text
+    raise failures[0]
+
+
+def _with_arguments(message: Mapping[str, Any], as_text: bool, empty: str | None) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text, or as objects."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if as_text != isinstance(arguments, str):
+            arguments = json.dumps(arguments) if as_text else json.loads(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "content": message.get("content") or empty, "tool_calls": calls}
+
+
+def _apply(
+    backend: PreTrainedTokenizerBase,
+    conversation: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Tool] | None,
+) -> str:
+    """Apply the chat template to messages as they are, within limits of time and length.
 
     The time is that of the processor, so that a busy machine does not count. The limit needs a
     signal, which Python delivers only to the main thread; so in other threads there is none.
