@@ -166,8 +166,9 @@ def _parts(row: Row) -> tuple[Prompt, str, str]:
     chosen = row.require("chosen")
     rejected = row.require("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):
-        responses = (plain_text(row, name, row.text(name)) for name in ("chosen", "rejected"))
-        return (prompt_of(row), *responses)
+        plain_text(row, "chosen", chosen)
+        plain_text(row, "rejected", rejected)
+        return prompt_of(row), chosen, rejected
 
     for name, response in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(response, str | list):

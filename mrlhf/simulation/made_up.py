@@ -53,6 +53,8 @@ class MadeUpPrompts:
     size: int
     longest: int
 
+    fingerprint = ""
+
     def __len__(self) -> int:
         return self.size
 

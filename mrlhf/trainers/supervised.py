@@ -101,7 +101,11 @@ class SupervisedTrainer:
         self._section = config.trainer
         self._steps = inputs.steps
         self._sampler = StatefulSampler(
-            len(task), config.data.batch_size, seed=config.seed, shuffle=config.data.shuffle
+            len(task),
+            config.data.batch_size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            fingerprint=inputs.fingerprint,
         )
 
         checkpoint = find_checkpoint(run)

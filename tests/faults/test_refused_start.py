@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,18 @@ def other_rows(inputs: Path, directory: Path) -> Path:
     return file
 
 
+def changed_rows(inputs: Path, directory: Path) -> Iterator[Path]:
+    """Copies of the training rows: in another order, and with another response in one of them."""
+    lines = (inputs / "data" / "sft.jsonl").read_text().splitlines(keepends=True)
+    last = {**json.loads(lines[-1]), "response": "7"}
+    for name, changed in {
+        "reversed.jsonl": lines[::-1],
+        "other.jsonl": [*lines[:-1], json.dumps(last) + "\n"],
+    }.items():
+        (directory / name).write_text("".join(changed))
+        yield directory / name
+
+
 @pytest.mark.parametrize("state", ["finished", "interrupted"])
 def test_a_refused_start_changes_no_run(
     state: str, inputs: Path, undisturbed: Undisturbed, tmp_path: Path
@@ -56,6 +69,8 @@ def test_a_refused_start_changes_no_run(
         f"model.path={inputs / 'qwen3'}": "holds another model",
         "trainer.resume=never": "or give another trainer.output_dir",
     }
+    for file in changed_rows(inputs, tmp_path) if state == "interrupted" else ():
+        refused[f"data.train_files={file}"] = "the rows of data.train_files are not those"
     for key, message in refused.items():
         assert message in refusal(run.run(keys=[key])), key
         assert contents(run.directory) == before, key

@@ -110,7 +110,11 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     tokenizer = inputs.tokenizer
     prompts = inputs.prompts
     sampler = StatefulSampler(
-        len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
+        len(prompts),
+        config.data.gen_batch_size,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        fingerprint=prompts.fingerprint,
     )
 
     reward_model = _reward_model(config, run)
