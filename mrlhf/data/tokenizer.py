@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from itertools import chain, groupby
 from pathlib import Path
 from types import FrameType
@@ -51,7 +52,13 @@ _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 class Tokenizer:
     """A Hugging Face tokenizer, narrowed to what training needs."""
 
-    def __init__(self, backend: PreTrainedTokenizerBase, end_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        backend: PreTrainedTokenizerBase,
+        end_ids: Collection[int] = (),
+        date: str | None = None,
+    ) -> None:
+        """`end_ids` end a response too; `date` is today's for the chat template."""
         if backend.eos_token_id is None:
             raise DataError(
                 f"tokenizer {backend.name_or_path!r} has no eos token; set eos_token in "
@@ -59,6 +66,7 @@ class Tokenizer:
             )
 
         self._backend = backend
+        self._date = date
         self.eos_id: int = backend.eos_token_id  # ends a response
         # eos can stand for padding, because padding is always masked.
         self.pad_id: int = self.eos_id if backend.pad_token_id is None else backend.pad_token_id
@@ -145,7 +153,7 @@ class Tokenizer:
 
     def ending_with(self, end_ids: Collection[int]) -> Tokenizer:
         """The same tokenizer, with these further tokens that end a response."""
-        return Tokenizer(self._backend, end_ids)
+        return Tokenizer(self._backend, end_ids, self._date)
 
     def shows(self, string: str) -> bool:
         """Whether the text of a response can contain `string`."""
@@ -185,9 +193,13 @@ class Tokenizer:
                 "strings"
             )
 
-        conversation = [dict(message) for message in messages]
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        if tools:
+            options["tools"] = [dict(tool) for tool in tools]
+        if self._date is not None:
+            options["strftime_now"] = datetime.fromisoformat(self._date).strftime
         try:
-            return _render(self._backend, conversation, add_generation_prompt, tools)
+            return _render(self._backend, [dict(message) for message in messages], **options)
         except _TemplateLimitError as error:
             raise DataError(f"the chat template {error}; mend it") from None
         except Exception as error:  # a template is a program, and may fail in any way
@@ -235,18 +247,21 @@ class Tokenizer:
         backend.save_pretrained(directory)
 
 
-def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path, chat_template: str | Path | None = None, date: str | None = None
+) -> Tokenizer:
     """Load a tokenizer from local files; DataError if they are missing or malformed.
 
     Args:
         path: a Hugging Face directory, a directory with only sentencepiece's tokenizer.model, or
             that file itself.
         chat_template: a jinja file that replaces the tokenizer's own chat template.
+        date: the day that a chat template writes as today, such as "2026-01-31"; None: today.
     """
     backend = _load_backend(Path(path))
     if chat_template is not None:
         _set_chat_template(backend, chat_template)
-    tokenizer = Tokenizer(backend)
+    tokenizer = Tokenizer(backend, date=date)
     if len(tokenizer.chat_template) > _LONGEST_TEMPLATE:
         raise DataError(
             f"the chat template of {chat_template or path} has more than {_LONGEST_TEMPLATE} "
@@ -292,10 +307,7 @@ class _TemplateLimitError(Exception):
 
 
 def _render(
-    backend: PreTrainedTokenizerBase,
-    conversation: list[dict[str, Any]],
-    add_generation_prompt: bool = False,
-    tools: Sequence[Tool] | None = None,
+    backend: PreTrainedTokenizerBase, conversation: list[dict[str, Any]], **options: Any
 ) -> str:
     """Apply the chat template to a conversation, with calls in the form that it takes.
 
@@ -303,14 +315,14 @@ def _render(
     None as an empty content.
     """
     if not any(message.get("tool_calls") for message in conversation):
-        return _apply(backend, conversation, add_generation_prompt, tools)
+        return _apply(backend, conversation, **options)
 
     empty = None if _TESTS_NONE.search(str(backend.chat_template)) else ""
     failures: list[Exception] = []
     for as_text in (False, True):
         form = [_with_arguments(message, as_text, empty) for message in conversation]
         try:
-            text = _apply(backend, form, add_generation_prompt, tools)
+            text = _apply(backend, form, **options)
         except _TemplateLimitError:
             raise
         except Exception as error:  # a template is a program, and may fail in any way
@@ -338,10 +350,7 @@ def _with_arguments(message: Mapping[str, Any], as_text: bool, empty: str | None
 
 
 def _apply(
-    backend: PreTrainedTokenizerBase,
-    conversation: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    tools: Sequence[Tool] | None,
+    backend: PreTrainedTokenizerBase, conversation: list[dict[str, Any]], **options: Any
 ) -> str:
     """Apply the chat template to messages as they are, within limits of time and length.
 
@@ -353,18 +362,13 @@ def _apply(
         before = signal.signal(signal.SIGVTALRM, _end_template)
         signal.setitimer(signal.ITIMER_VIRTUAL, _LONGEST_RENDER_S)
     try:
-        text: str = backend.apply_chat_template(
-            conversation,
-            tools=[dict(tool) for tool in tools] if tools else None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
+        text: str = backend.apply_chat_template(conversation, tokenize=False, **options)
     finally:
         if is_main_thread:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
             signal.signal(signal.SIGVTALRM, before)
 
-    given = len(str(conversation)) + len(str(tools))
+    given = len(str(conversation)) + len(str(options))
     if len(text) > _LONGEST_TEMPLATE + _MOST_COPIES * given:
         raise _TemplateLimitError(f"makes {len(text)} characters of one conversation")
     return text

@@ -290,7 +290,8 @@ def load_rewards(section: RewardSection) -> RewardFunction:
 def _tokenizer(config: AnyConfig) -> Tokenizer:
     """The tokenizer with its template; it has no token that a model on this machine lacks."""
     try:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+        data = config.data
+        tokenizer = load_tokenizer(data.tokenizer, data.chat_template, data.date)
     except DataError as error:
         raise DataError(f"data.tokenizer: {error}") from error
     _check_vocabularies(config, tokenizer)
