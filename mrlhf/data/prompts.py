@@ -14,7 +14,7 @@ from typing import Any, Literal
 from mrlhf.batch import Prompts
 from mrlhf.data.conversations import encode_prompt, prompt_of
 from mrlhf.data.reference_answers import AnswerRules, reference_answer
-from mrlhf.data.rows import Row, fingerprint, of_rows, read_rows, warn_of_dropped
+from mrlhf.data.rows import Row, of_rows, read_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 
@@ -69,7 +69,6 @@ class PromptDataset:
                 response right.
         """
         rows = read_rows(files)
-        self.fingerprint = fingerprint(rows)
         entries: list[tuple[Any, ...]] = []
         for uid, row in enumerate(rows):
             source = _data_source(row)

@@ -20,7 +20,6 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-import xxhash
 
 from mrlhf.errors import DataError
 
@@ -79,15 +78,6 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8", newline="\n")
     return len(lines)
-
-
-def fingerprint(rows: Iterable[Row]) -> str:
-    """A hash of the rows in their order, wherever they stand, so that a change is noticed."""
-    digest = xxhash.xxh3_128()
-    for row in rows:
-        fields = {name: value for name, value in row.fields.items() if value is not None}
-        digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
-    return digest.hexdigest()
 
 
 def of_rows(count: int, rows: Sequence[Row]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from mrlhf.errors import DataError
 
@@ -20,16 +19,7 @@ class StatefulSampler:
     short, it is dropped.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        batch_size: int,
-        *,
-        seed: int,
-        shuffle: bool = True,
-        fingerprint: str = "",
-    ) -> None:
-        """Begin with the first epoch; `fingerprint` tells these rows from others."""
+    def __init__(self, num_rows: int, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
         if not 1 <= batch_size <= num_rows:
             raise DataError(
                 f"a batch of {batch_size} cannot be drawn from {num_rows} rows; "
@@ -40,7 +30,6 @@ class StatefulSampler:
         self._batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
-        self._fingerprint = fingerprint
         self.epoch = 0
         self.position = 0  # rows of the current epoch already drawn
         self._order = self._epoch_order()
@@ -58,7 +47,7 @@ class StatefulSampler:
         self.position += self._batch_size
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """The state that `load_state_dict` needs to continue from here."""
         return {
             "epoch": self.epoch,
@@ -66,10 +55,9 @@ class StatefulSampler:
             "num_rows": self._num_rows,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "fingerprint": self._fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from `state`; the batch size may differ, the rows may not."""
         own = self.state_dict()
         for key in ("num_rows", "seed", "shuffle"):
@@ -78,13 +66,6 @@ class StatefulSampler:
                     f"cannot resume the data order: {key} was {state[key]} in the checkpoint and "
                     f"is {own[key]} now; restore it, or start a new run"
                 )
-
-        # Checkpoints of earlier versions have no fingerprint.
-        if state.get("fingerprint", self._fingerprint) != self._fingerprint:
-            raise DataError(
-                "cannot resume the data order: the rows of data.train_files are not those, or not "
-                "in the order, with which the run began; restore them, or start a new run"
-            )
 
         self.epoch = state["epoch"]
         self.position = state["position"]

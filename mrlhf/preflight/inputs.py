@@ -20,7 +20,7 @@ from mrlhf.config.reward import RewardSection
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
 from mrlhf.data.prompts import PromptDataset
-from mrlhf.data.rows import Row, fingerprint, read_rows
+from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.sft import SftExample, encode_sft
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
@@ -30,7 +30,7 @@ from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.preflight.environments import (
     EnvironmentInputs,
     check_sources,
-    draw_episode,
+    draw_episodes,
     read_environments,
 )
 from mrlhf.preflight.model_checks import head_of
@@ -74,7 +74,6 @@ class SFTInputs:
     examples: list[SftExample]
     held_out: list[SftExample]  # the validation rows
     steps: int  # training steps of the run
-    fingerprint: str  # of the training rows
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,6 @@ class PreferenceInputs:
     pairs: PreferencePairs
     held_out: PreferencePairs | None  # the validation pairs, if there are any
     steps: int  # training steps of the run
-    fingerprint: str  # of the training rows
 
 
 def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
@@ -112,23 +110,21 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
 def read_sft_inputs(config: SFTConfig) -> SFTInputs:
     """Read the inputs of supervised fine-tuning, whose paths exist; raises as `check_inputs`."""
     tokenizer = _tokenizer(config)
-    examples, held_out, rows = _examples_and_held_out(config, tokenizer)
+    examples, held_out = _examples_and_held_out(config, tokenizer)
     steps = _supervised_steps(config, len(examples), "rows")
     generation_config = read_generation_config(config.model.path)
-    return SFTInputs(tokenizer, generation_config, examples, held_out, steps, fingerprint(rows))
+    return SFTInputs(tokenizer, generation_config, examples, held_out, steps)
 
 
 def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
     """Read the inputs of a training on pairs, whose paths exist; raises as `check_inputs`."""
     tokenizer = _tokenizer(config)
-    split = not config.data.val_files
-    pairs, held_out, rows = _pairs_and_held_out(config, tokenizer, split)
+    pairs, held_out = _pairs_and_held_out(config, tokenizer, split=not config.data.val_files)
     assert pairs is not None, "train_files names a file, and each has rows"
     steps = _supervised_steps(config, len(pairs), "pairs")
     generates = head_of(config, "model") == "lm"
     generation_config = read_generation_config(config.model.path) if generates else None
-    known = fingerprint(rows)
-    return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps, known)
+    return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
 
 
 def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> tuple[int | None, list[str]]:
@@ -148,7 +144,8 @@ def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> tuple[int 
         inputs.reward.close()
         shown = []
         if inputs.environments is not None:
-            shown = draw_episode(inputs.environments, inputs.tokenizer, inputs.prompts[0])
+            every = inputs.prompts.batch(range(len(inputs.prompts)))
+            shown = draw_episodes(inputs.environments, inputs.tokenizer, every)
         return inputs.steps, shown
     if isinstance(config, SFTConfig):
         return read_sft_inputs(config).steps, []
@@ -241,25 +238,20 @@ def _distinct(prompts: Prompts, environments: EnvironmentInputs | None) -> list[
 
 def _examples_and_held_out(
     config: SFTConfig, tokenizer: Tokenizer
-) -> tuple[list[SftExample], list[SftExample], list[Row]]:
-    """The examples to train and to validate on, and the rows of the former."""
-    train_rows = _rows("data.train_files", config.data.train_files)
-    examples = _examples(config.data, "data.train_files", train_rows, tokenizer)
-    held_out_rows = _rows("data.val_files", config.data.val_files)
-    held_out = _examples(config.data, "data.val_files", held_out_rows, tokenizer)
+) -> tuple[list[SftExample], list[SftExample]]:
+    """The rows to train and to validate on."""
+    examples = _examples(config.data, "data.train_files", config.data.train_files, tokenizer)
+    held_out = _examples(config.data, "data.val_files", config.data.val_files, tokenizer)
     rows = [tuple(example.token_ids) for example in held_out]
     others = (tuple(example.token_ids) for example in examples)
     _warn_of_shared_rows("data.val_files", rows, "data.train_files", others)
-    return examples, held_out, train_rows
+    return examples, held_out
 
 
 def _pairs_and_held_out(
     config: PreferenceConfig, tokenizer: Tokenizer, split: bool
-) -> tuple[PreferencePairs | None, PreferencePairs | None, list[Row]]:
-    """The pairs to train and to validate on, and the rows of the former.
-
-    `split`: pairs to validate on are taken from them.
-    """
+) -> tuple[PreferencePairs | None, PreferencePairs | None]:
+    """The pairs to train and to validate on; `split`: the latter are some of the former's rows."""
     data = config.data
     train_rows = _rows("data.train_files", data.train_files)
     held_out_rows = _rows("data.val_files", data.val_files)
@@ -276,7 +268,7 @@ def _pairs_and_held_out(
     held_out = _pairs(data, held_out_rows, tokenizer)
     if pairs is not None and held_out is not None:
         _warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
-    return pairs, held_out, train_rows
+    return pairs, held_out
 
 
 def load_rewards(section: RewardSection) -> RewardFunction:
@@ -345,8 +337,9 @@ def _prompts(
 
 
 def _examples(
-    data: SupervisedDataSection, key: str, rows: Sequence[Row], tokenizer: Tokenizer
+    data: SupervisedDataSection, key: str, files: Sequence[str], tokenizer: Tokenizer
 ) -> list[SftExample]:
+    rows = _rows(key, files)
     if not rows:
         return []
     examples = encode_sft(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)

@@ -53,8 +53,6 @@ class MadeUpPrompts:
     size: int
     longest: int
 
-    fingerprint = ""
-
     def __len__(self) -> int:
         return self.size
 

@@ -101,11 +101,7 @@ class SupervisedTrainer:
         self._section = config.trainer
         self._steps = inputs.steps
         self._sampler = StatefulSampler(
-            len(task),
-            config.data.batch_size,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            fingerprint=inputs.fingerprint,
+            len(task), config.data.batch_size, seed=config.seed, shuffle=config.data.shuffle
         )
 
         checkpoint = find_checkpoint(run)

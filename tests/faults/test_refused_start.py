@@ -65,12 +65,12 @@ def test_a_refused_start_changes_no_run(
     before = contents(run.directory)
 
     refused = {
-        f"data.train_files={other_rows(inputs, tmp_path)}": "cannot resume the data order",
+        f"data.train_files={other_rows(inputs, tmp_path)}": "does not hold the rows",
         f"model.path={inputs / 'qwen3'}": "holds another model",
         "trainer.resume=never": "or give another trainer.output_dir",
     }
     for file in changed_rows(inputs, tmp_path) if state == "interrupted" else ():
-        refused[f"data.train_files={file}"] = "the rows of data.train_files are not those"
+        refused[f"data.train_files={file}"] = "does not hold the rows, in their order,"
     for key, message in refused.items():
         assert message in refusal(run.run(keys=[key])), key
         assert contents(run.directory) == before, key
@@ -78,7 +78,7 @@ def test_a_refused_start_changes_no_run(
     new = Sequel(whole.setting, tmp_path / "below" / "new")
     checkpoint = whole.directory / "checkpoints" / whole.checkpoints[0]
     keys = [*list(refused)[:1], f"trainer.resume={checkpoint}"]
-    assert "cannot resume the data order" in refusal(new.run(keys=keys))
+    assert "does not hold the rows" in refusal(new.run(keys=keys))
     assert not new.directory.exists()
 
 

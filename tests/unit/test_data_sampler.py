@@ -60,17 +60,6 @@ def test_refuses_the_state_of_another_order(change, word):
         sampler.load_state_dict({**sampler.state_dict(), **change})
 
 
-def test_refuses_to_go_on_with_other_rows():
-    first = StatefulSampler(12, 4, seed=3, fingerprint="a")
-    with pytest.raises(DataError, match=r"data\.train_files are not those.*restore them, or start"):
-        StatefulSampler(12, 4, seed=3, fingerprint="b").load_state_dict(first.state_dict())
-    StatefulSampler(12, 4, seed=3, fingerprint="a").load_state_dict(first.state_dict())
-
-    of_earlier_version = first.state_dict()
-    del of_earlier_version["fingerprint"]
-    StatefulSampler(12, 4, seed=3, fingerprint="b").load_state_dict(of_earlier_version)
-
-
 @pytest.mark.parametrize("batch_size", [0, 6])
 def test_refuses_impossible_batches(batch_size):
     with pytest.raises(DataError, match=r"1\.\.5"):

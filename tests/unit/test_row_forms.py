@@ -15,7 +15,7 @@ from mrlhf.data.messages import read_message
 from mrlhf.data.preferences import encode_preferences
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.reference_answers import reference_answer
-from mrlhf.data.rows import fingerprint, read_rows
+from mrlhf.data.rows import read_rows
 from mrlhf.data.sft import encode_sft
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.environments.programs import ProgramError, said
@@ -124,24 +124,6 @@ def test_a_decimal_with_more_digits_than_a_float_is_kept(tmp_path):
     table = pyarrow.table({"answer": pyarrow.array([Decimal(digits)], kind)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert reference_answer(read_rows([tmp_path / "a.parquet"])[0], {}) == digits
-
-
-def test_a_fingerprint_tells_rows_apart_and_not_files(tmp_path):
-    rows = [{"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2"}]
-
-    def of(name, every):
-        path = tmp_path / name
-        if path.suffix == ".parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(every), path)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in every))
-        return fingerprint(read_rows([path]))
-
-    known = of("a.jsonl", rows)
-    assert of("b.jsonl", [dict(reversed(row.items())) for row in rows]) == known
-    assert of("a.parquet", rows) == known
-    changed = [rows[::-1], [rows[0], {**rows[1], "level": 4}], [rows[0], {**rows[1], "answer": 2}]]
-    assert len({known, *(of("c.jsonl", every) for every in changed)}) == 4
 
 
 def prompt_ids(tmp_path, tokenizer, prompt, **columns):
@@ -334,3 +316,12 @@ def test_tools_may_be_json_text(tmp_path):
         path.write_text(json.dumps({"prompt": [ASK], "response": "3", "tools": tools}) + "\n")
         found.append(encode_sft(read_rows([path]), tokenizer, max_length=999))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["llama3.1", "smollm3", "harmony"])
+def test_a_template_writes_the_day_that_is_given(family):
+    backend = chat_tokenizer(family)._backend
+    tokenizer = Tokenizer(backend, date="2020-02-03")
+    for one in (tokenizer, tokenizer.ending_with([1])):
+        text = one.apply_chat_template([ASK])
+        assert "2020-02-03" in text or "03 Feb" in text

@@ -110,11 +110,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     tokenizer = inputs.tokenizer
     prompts = inputs.prompts
     sampler = StatefulSampler(
-        len(prompts),
-        config.data.gen_batch_size,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        fingerprint=prompts.fingerprint,
+        len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
     )
 
     reward_model = _reward_model(config, run)
