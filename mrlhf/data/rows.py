@@ -177,10 +177,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _as_json(value: Any, kind: pyarrow.DataType) -> Any:
     """A value of a parquet file as a JSON file of the same rows has it; bytes stay bytes."""
-    while isinstance(kind, (pyarrow.DictionaryType, pyarrow.BaseExtensionType)):
-        is_dictionary = isinstance(kind, pyarrow.DictionaryType)
-        kind = kind.value_type if is_dictionary else kind.storage_type
-
+    kind = getattr(kind, "storage_type", kind)  # of an extension
     if isinstance(value, dict):
         kept = {key: item for key, item in value.items() if item is not None}
         if pyarrow.types.is_map(kind):
@@ -188,9 +185,9 @@ def _as_json(value: Any, kind: pyarrow.DataType) -> Any:
         return {key: _as_json(item, kind.field(key).type) for key, item in kept.items()}
     if isinstance(value, list):
         return [_as_json(item, kind.value_type) for item in value]
-
-    if isinstance(value, float) and not pyarrow.types.is_float64(kind):
-        return float(str(kind.to_pandas_dtype()(value)))  # 0.1 and not 0.10000000149011612
+    if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
+        # 0.1 and not 0.10000000149011612
+        return None if value is None else float(str(kind.to_pandas_dtype()(value)))
     if isinstance(value, Decimal):
         if value == int(value):
             return int(value)

@@ -53,10 +53,7 @@ class Tokenizer:
     """A Hugging Face tokenizer, narrowed to what training needs."""
 
     def __init__(
-        self,
-        backend: PreTrainedTokenizerBase,
-        end_ids: Collection[int] = (),
-        date: str | None = None,
+        self, backend: PreTrainedTokenizerBase, end_ids: Collection[int] = (), date: str = ""
     ) -> None:
         """`end_ids` end a response too; `date` is today's for the chat template."""
         if backend.eos_token_id is None:
@@ -196,7 +193,7 @@ class Tokenizer:
         options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
         if tools:
             options["tools"] = [dict(tool) for tool in tools]
-        if self._date is not None:
+        if self._date:
             options["strftime_now"] = datetime.fromisoformat(self._date).strftime
         try:
             return _render(self._backend, [dict(message) for message in messages], **options)
@@ -224,11 +221,11 @@ class Tokenizer:
         """
         ids = self.encode(text)
         whole = self.encode(text, add_special_tokens=True)
-        added = len(whole) - len(ids)
-        # What a tokenizer adds behind the text is left out, since the response must still follow.
-        begins = [begin for begin in range(added, 0, -1) if whole[begin : begin + len(ids)] == ids]
-        begin = whole[: begins[0]] if begins else []
-        return ids if ids[: len(begin)] == begin else begin + ids
+        for begin in range(len(whole) - len(ids), -1, -1):
+            end = begin + len(ids)  # what is added behind is left out: the response must follow
+            if whole[begin:end] == ids:
+                return ids if ids[:begin] == whole[:begin] else whole[:end]
+        return whole
 
     def encode_response(self, text: str) -> list[int]:
         """Tokens of a response: the tokens of its text, then eos, if that is not the last."""
@@ -248,7 +245,7 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    path: str | Path, chat_template: str | Path | None = None, date: str | None = None
+    path: str | Path, chat_template: str | Path | None = None, date: str = ""
 ) -> Tokenizer:
     """Load a tokenizer from local files; DataError if they are missing or malformed.
 
@@ -256,7 +253,7 @@ def load_tokenizer(
         path: a Hugging Face directory, a directory with only sentencepiece's tokenizer.model, or
             that file itself.
         chat_template: a jinja file that replaces the tokenizer's own chat template.
-        date: the day that a chat template writes as today, such as "2026-01-31"; None: today.
+        date: the day that a chat template writes as today, such as "2026-01-31"; "": today's.
     """
     backend = _load_backend(Path(path))
     if chat_template is not None:

@@ -23,7 +23,6 @@ from mrlhf.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 1.0
 _ALL = ""  # the name of the program of all rows that no other program is for
 
 
@@ -172,7 +171,7 @@ def _reset(environments: EnvironmentInputs, program: Program, prompt: Prompts) -
         host.begin(0, program.name, prompt.row(0), seed=0)
         outcomes: list[Outcome] = []
         while not outcomes:
-            outcomes = host.poll(_POLL_S)
+            outcomes = host.poll(timeout_s=1.0)
         return outcomes[0]
 
 

@@ -283,7 +283,7 @@ def _tokenizer(config: AnyConfig) -> Tokenizer:
     """The tokenizer with its template; it has no token that a model on this machine lacks."""
     try:
         data = config.data
-        tokenizer = load_tokenizer(data.tokenizer, data.chat_template, data.date)
+        tokenizer = load_tokenizer(data.tokenizer, data.chat_template, data.date or "")
     except DataError as error:
         raise DataError(f"data.tokenizer: {error}") from error
     _check_vocabularies(config, tokenizer)

@@ -118,14 +118,14 @@ def describe_opening(directory: Path, options: OpeningOptions) -> str:
 
 def first_day(directory: Path, options: OpeningOptions) -> str:
     """The day of the first start of the run that a start would go on with; today's of a new one."""
+    day = None
     with suppress(MrlhfError, OSError):
         source = _plan(directory, _contents(directory), options).resume_from
-        folders = () if source is None else (source, *with_manifest(source))
-        for folder in folders:
+        for folder in () if source is None else (*with_manifest(source), source):
             with suppress(CheckpointError):
-                stored = read_manifest(folder).config["data"].get("date")
-                return str(stored or date.today().isoformat())
-    return date.today().isoformat()
+                day = read_manifest(folder).config["data"].get("date")
+                break
+    return day or date.today().isoformat()
 
 
 def open_directory(
