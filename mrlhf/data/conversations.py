@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mrlhf.data.messages import read_message, refuse_media, refuse_messages_as_text
 from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
+from mrlhf.messages import read_message, refuse_media, refuse_messages_as_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ReadT = TypeVar("ReadT")

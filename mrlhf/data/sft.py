@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrlhf.data.conversations import encode_prompt, encode_response, plain_text, prompt_of
-from mrlhf.data.messages import as_templates_show
 from mrlhf.data.prompts import Overlong
 from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
+from mrlhf.messages import as_templates_show
 
 logger = logging.getLogger(__name__)
 

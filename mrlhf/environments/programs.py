@@ -16,8 +16,8 @@ from typing import Any
 import pydantic
 
 from mrlhf.config.user_code import UserCodeError, check_kind, check_parameters
-from mrlhf.data.messages import read_message
 from mrlhf.errors import DataError
+from mrlhf.messages import read_message
 
 _TAKES = {"reset": ("row",), "reply": ("text",), "reward": (), "turn_reward": ()}
 

@@ -11,7 +11,6 @@ import pyarrow.parquet
 import pytest
 from tokenizers import processors
 
-from mrlhf.data.messages import read_message
 from mrlhf.data.preferences import encode_preferences
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.reference_answers import reference_answer
@@ -20,6 +19,7 @@ from mrlhf.data.sft import encode_sft
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.environments.programs import ProgramError, said
 from mrlhf.errors import DataError
+from mrlhf.messages import read_message
 from tests.models.chat import chat_tokenizer
 
 ASK = {"role": "user", "content": "What is 1 + 2?"}
