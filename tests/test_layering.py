@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"printable"},
     {"errors", "version"},
-    {"batch", "rl"},
+    {"batch", "messages", "rl"},
     {"metrics"},
     {"config", "device", "gpu", "host", "log", "workers"},
     {"parallel", "data", "rewards", "environments"},
@@ -82,7 +82,7 @@ def test_imports_point_down(path: Path) -> None:
     for name in _imports(path):
         if name.startswith("mrlhf."):
             other = name.split(".")[1]
-            # errors are below everything, though messages stand on their line
+            # errors are below everything, though batch and rl stand on their line
             assert other == own or LEVEL[other] < LEVEL[own] or other == "errors", (
                 f"{path} imports {name}"
             )
