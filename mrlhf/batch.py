@@ -177,6 +177,15 @@ class Prompts:
         """The prompts at `indices`, in that order."""
         return Prompts(*([column[i] for i in indices] for column in self._columns()))
 
+    def row(self, index: int) -> dict[str, Any]:
+        """The row of prompt `index`, as an environment gets it."""
+        return {
+            **self.extra_info[index],
+            "answer": self.ground_truth[index],
+            "data_source": self.data_source[index],
+            "uid": self.uid[index],
+        }
+
     def begun_as(self, episodes: Sequence[Episode]) -> Prompts:
         """The same prompts, where an environment has added to one as its episode has it."""
         ids = [episode.prompt_ids for episode in episodes]

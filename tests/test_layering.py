@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"printable"},
     {"errors", "version"},
-    {"batch", "rl"},
+    {"batch", "messages", "rl"},
     {"metrics"},
     {"config", "device", "gpu", "host", "log", "workers"},
     {"parallel", "data", "rewards", "environments"},

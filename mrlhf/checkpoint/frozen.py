@@ -1,7 +1,7 @@
-"""Recognises the files that are read at every start and never saved, of models and adapters.
+"""Recognises files that are read at every start and never saved: of models, adapters and data.
 
-A checkpoint does not hold the reference, the reward model, the base of adapters, nor the adapter
-from which a run starts. It holds a fingerprint of their files, so that a change is noticed.
+A checkpoint does not hold the reference, the reward model, the base of adapters, the adapter from
+which a run starts, nor its rows. It holds fingerprints of their files, so that a change is noticed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mrlhf.data.hub_files import read_object
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.weights.stored import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
+ROWS = "data.train_files"  # their fingerprint stands beside those of models
 _HASHED_END_BYTES = 64 * 2**10  # at each end of a file
 
 
@@ -52,13 +53,21 @@ def fingerprint_of_start(section: LoraSection) -> dict[str, Any]:
     return {"path": None, "files": {"alpha": section.alpha, "use_rslora": section.use_rslora}}
 
 
+def fingerprint_of_rows(files: Sequence[str]) -> dict[str, Any]:
+    """Hash of each file of rows, all of it, in their order."""
+    hashes = [xxhash.xxh3_64(Path(file).read_bytes()).hexdigest() for file in files]
+    return {"path": ", ".join(files), "files": hashes}
+
+
 def check_frozen(
     stored: Mapping[str, Mapping[str, Any]], current: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Refuse, with a CheckpointError, another frozen model or adapter than the run began with."""
+    """Refuse, with a CheckpointError, other models, adapters or rows than the run began with."""
     for role in sorted(stored.keys() & current.keys()):
         if stored[role]["files"] != current[role]["files"]:
             holds = "give the adapter" if role.endswith(".lora") else "hold the weights"
+            if role == ROWS:
+                holds = "hold the rows, in their order,"
             raise CheckpointError(
                 f"{_in_words(role, current[role])} does not {holds} with which the run began (as "
                 f"did {_in_words(role, stored[role])}); restore that, or begin a new run"
@@ -66,6 +75,8 @@ def check_frozen(
 
 
 def _in_words(role: str, start: Mapping[str, Any]) -> str:
+    if role == ROWS:
+        return f"{role} {start['path']}"
     keys = start["files"] if start["path"] is None else {"path": start["path"]}
     return ", ".join(f"{role}.{key} {value}" for key, value in keys.items())
 

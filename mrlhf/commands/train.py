@@ -116,7 +116,8 @@ def main(root: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequence[s
         launch = read_launch()
         end_with_launcher()
         configure_logging(launch.rank, console_of_log(config.trainer.console))
-        before = _compare(launch, config)
+        before, day = _compare(launch, config)
+        config = _on_day(config, day)
         if left_out:
             logger.info("%s", left_out)
         from mrlhf.preflight import preflight
@@ -143,11 +144,12 @@ def main(root: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequence[s
     leave(code)
 
 
-def _dry_run(config: AnyConfig, dry: DryRun, left_out: str) -> int:
+def _dry_run(config: ConfigT, dry: DryRun, left_out: str) -> int:
     """Report what a run would be; the exit code is not 0 if something it needs was not checked."""
     from mrlhf.preflight import dry_run
-    from mrlhf.run.startup import foresee
+    from mrlhf.run.startup import first_day_of, foresee
 
+    config = _on_day(config, first_day_of(config))
     found = dry_run(config, dry.world_size, lambda: foresee(config))
     if left_out:
         show(wrapped(left_out, sys.stdout))
@@ -190,17 +192,27 @@ def _train(config: ConfigT, train: Callable[[ConfigT], None], launch: Launch) ->
     return code
 
 
-def _compare(launch: Launch, config: AnyConfig) -> dist.Store | None:
-    """Refuse ranks that were not started alike; returns the store, which rank 0 must keep."""
+def _on_day(config: ConfigT, day: str) -> ConfigT:
+    """The configuration with `data.date`: chat templates write that day, whenever a run goes on."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
+
+
+def _compare(launch: Launch, config: AnyConfig) -> tuple[dist.Store | None, str]:
+    """Refuse ranks that were not started alike.
+
+    Returns the store, which rank 0 must keep, and the day of the run's first start by its clock.
+    """
     from mrlhf.preflight.paths import input_paths
+    from mrlhf.run.startup import first_day_of
 
     if launch.world_size == 1:
-        return None
+        return None, first_day_of(config)
     timeout_s = max(STORE_S, config.distributed.timeout_s)
     failures = Failures(connect_before_start(timeout_s), launch.rank, launch.world_size)
     paths = [path for path in input_paths(config) if path.key != "trainer.resume"]
     facts = describe_start(config, [(path.key, path.path) for path in paths])
-    return require_same_start(launch, facts, timeout_s, failures.raise_if_reported)
+    look = failures.raise_if_reported
+    return require_same_start(launch, facts, timeout_s, look, lambda: first_day_of(config))
 
 
 def _refuse(error: MrlhfError) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrlhf.config.fields import Count, Files, PathText, Section, Tokens
+from mrlhf.config.fields import Count, Day, Files, PathText, Section, Tokens
 from mrlhf.config.reads import NotRead, Place, ReadIf, read_if
 
 Overlong = Literal["error", "drop"]
@@ -51,6 +51,8 @@ class PromptDataSection(Section):
     """use a new order in every epoch, made from seed"""
     chat_template: PathText | None = None
     """jinja file; null: the tokenizer's own template"""
+    date: Day = None
+    """the day that a chat template writes as today; null: that of the run's first start"""
 
     @property
     def max_length(self) -> int:
@@ -75,6 +77,8 @@ class SupervisedDataSection(Section):
     """use a new order in every epoch, made from seed"""
     chat_template: PathText | None = None
     """jinja file; null: the tokenizer's own template"""
+    date: Day = None
+    """the day that a chat template writes as today; null: that of the run's first start"""
 
 
 class SFTDataSection(SupervisedDataSection):

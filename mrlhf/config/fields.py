@@ -11,6 +11,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import reduce
 from typing import Annotated, Any
 
@@ -102,6 +103,15 @@ def _value(match: re.Match[str]) -> str:
     return value
 
 
+def _day(value: object) -> object:
+    """A day as text, which YAML reads as a date."""
+    try:
+        return None if value is None else date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError("should be a day, such as 2026-01-31") from None
+
+
+Day = Annotated[str | None, BeforeValidator(_day)]
 PathText = Annotated[str, AfterValidator(expand_path)]
 
 _ONE_OR_MANY = BeforeValidator(one_or_many, json_schema_input_type=str | list[str])

@@ -102,8 +102,8 @@ class OptimSection(Section):
 
     name: OptimizerName = "adamw"
     """muon: Muon for the matrices of hidden layers, each orthogonalised whole, and AdamW for
-    embeddings, output layers, routers and vectors, with the same lr and weight_decay; it does not
-    split its states over the ranks that hold the same weights"""
+    embeddings, output layers, routers and vectors, with the same lr and weight_decay, vectors
+    without decay; it does not split its states over the ranks that hold the same weights"""
     lr: UpToOne = 1e-5
     """peak learning rate; 0: nothing is learned"""
     min_lr_ratio: Annotated[Fraction, _IF_IT_DECAYS] = 0.0

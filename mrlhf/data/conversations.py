@@ -6,14 +6,16 @@ It knows which messages make sense as a prompt. It does not know what a row is u
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
+from mrlhf.messages import read_message, refuse_media, refuse_messages_as_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+ReadT = TypeVar("ReadT")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant"}
 
 
@@ -29,29 +31,32 @@ def prompt_of(row: Row) -> Prompt:
         )
     if not prompt:
         raise DataError(f"{row.where}: the prompt is empty; remove the row")
-    return prompt
+    return plain_text(row, "prompt", prompt)
+
+
+def plain_text(row: Row, column: str, text: str) -> str:
+    """The text of a column; DataError if it is meant as chat messages."""
+    _named(row, repr(column), refuse_messages_as_text, text)
+    return text
+
+
+def read_messages(row: Row, column: str, messages: list[Any]) -> list[Message]:
+    """Each message with a string as its content; DataError if one has no role or no text."""
+    return [
+        _named(row, f"message {number} of {column!r}", read_message, message)
+        for number, message in enumerate(messages, start=1)
+    ]
 
 
 def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
-    """The messages that a response follows, each with a string as its content.
+    """The messages that a response follows, read.
 
-    A DataError says that one of them has no role or no text, that all texts are empty, or that the
-    last message is the assistant's.
+    A DataError says what is wrong with one of them, that all texts are empty, or that the last
+    message is the assistant's.
     """
     if not messages:
         raise DataError(f"{row.where}: {column!r} is an empty list; give at least one message")
-    for number, message in enumerate(messages, start=1):
-        problem = _problem(message)
-        if problem:
-            raise DataError(f"{row.where}: message {number} of {column!r} {problem}")
-
-    # Many templates would write a list of parts as Python writes a list.
-    checked: list[Message] = []
-    for message in messages:
-        content = message["content"]
-        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        checked.append({**message, "content": text})
-
+    checked = read_messages(row, column, messages)
     if not any(message["content"] for message in checked):
         raise DataError(f"{row.where}: all messages of {column!r} are empty; remove the row")
     if checked[-1]["role"] == "assistant":
@@ -62,6 +67,14 @@ def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
     return checked
 
 
+def _named(row: Row, name: str, read: Callable[[Any], ReadT], value: Any) -> ReadT:
+    """What `read` makes of a value of the row; its DataErrors follow row and name."""
+    try:
+        return read(value)
+    except DataError as error:
+        raise DataError(f"{row.where}: {name} {error}") from None
+
+
 def encode_prompt(
     row: Row, prompt: Prompt, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[str, list[int]]:
@@ -70,6 +83,7 @@ def encode_prompt(
     A DataError says that there is no token, that a message has a role that neither we nor the chat
     template know, or that the template fails.
     """
+    _named(row, "the row", refuse_media, row.fields)
     try:
         if not isinstance(prompt, str) and tokenizer.has_chat_template:
             _check_roles(prompt, tokenizer)
@@ -90,30 +104,6 @@ def encode_response(row: Row, text: str, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode_response(text)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
-
-
-def _problem(message: Any) -> str | None:
-    """The fault of one message of a list, or None."""
-    if not isinstance(message, dict):
-        return f'must be an object with "role" and "content", found {type(message).__name__}'
-
-    for field in ("role", "content"):
-        if message.get(field) is None:
-            return f'has no "{field}"; it has {sorted(key for key in message if message[key])}'
-    if not isinstance(message["role"], str) or not message["role"]:
-        return f'must have a name as "role", found {message["role"]!r}'
-
-    content = message["content"]
-    if isinstance(content, str) or (isinstance(content, list) and all(map(_is_text, content))):
-        return None
-    return 'must have text as "content": a string, or a list of {"type": "text", "text"} objects'
-
-
-def _is_text(part: Any) -> bool:
-    """Whether an entry of a message's content is text, and not an image or a sound."""
-    return (
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    )
 
 
 def _check_roles(messages: Sequence[Message], tokenizer: Tokenizer) -> None:

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrlhf.batch import Sequences
-from mrlhf.data.conversations import encode_prompt, encode_response, message_list, prompt_of
+from mrlhf.data.conversations import (
+    encode_prompt,
+    encode_response,
+    message_list,
+    plain_text,
+    prompt_of,
+    read_messages,
+)
 from mrlhf.data.prompts import Overlong
 from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
@@ -159,6 +166,8 @@ def _parts(row: Row) -> tuple[Prompt, str, str]:
     chosen = row.require("chosen")
     rejected = row.require("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):
+        plain_text(row, "chosen", chosen)
+        plain_text(row, "rejected", rejected)
         return prompt_of(row), chosen, rejected
 
     for name, response in (("chosen", chosen), ("rejected", rejected)):
@@ -190,11 +199,7 @@ def _parts(row: Row) -> tuple[Prompt, str, str]:
 
 def _conversation(row: Row, name: str, messages: Any) -> tuple[list[Message], str]:
     """The messages before the last one, and the text of the last one."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if not (
-        isinstance(last, dict)
-        and last.get("role") == "assistant"
-        and isinstance(last.get("content"), str)
-    ):
+    *context, last = read_messages(row, name, messages) or [{}]
+    if last.get("role") != "assistant" or "tool_calls" in last:
         raise DataError(f"{row.where}: {name!r} {_RESPONSE}")
-    return messages[:-1], last["content"]
+    return context, last["content"]

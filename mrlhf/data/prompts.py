@@ -193,7 +193,8 @@ def _extra_info(row: Row, uid: int, split: str) -> dict[str, Any]:
     if own is not None and not isinstance(own, dict):
         raise DataError(f"{row.where}: extra_info must be an object, found {type(own).__name__}")
 
-    info = {key: value for key, value in row.fields.items() if key not in _KNOWN_COLUMNS}
+    columns = {key: value for key, value in row.fields.items() if value is not None}
+    info = {key: value for key, value in columns.items() if key not in _KNOWN_COLUMNS}
     info |= own or {}
     for key, default in {"split": split, "index": uid}.items():
         if info.get(key) is None:

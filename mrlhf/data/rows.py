@@ -1,6 +1,8 @@
 """Reads jsonl and parquet files into rows that know the file and line they came from.
 
-It knows file formats. It does not know what a column means, nor what tokens are.
+Equal rows are read alike from both: as JSON has them, and objects without their null entries, since
+parquet gives each object the keys of all rows. It knows file formats. It does not know what a
+column means, nor what tokens are.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +120,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
 
         try:
-            fields = json.loads(text)
+            fields = _without_nulls(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not a JSON object a line: {error}") from error
         if not isinstance(fields, dict):
@@ -164,10 +167,41 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{path}: not a readable parquet file: {' '.join(str(error).split())}"
         ) from error
     try:
-        rows = table.to_pylist()
-    except (ValueError, OverflowError):
+        rows = table.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, OverflowError, KeyError):
         raise DataError(_find_bad_value(path, table)) from None
-    yield from enumerate(rows, start=1)
+    kinds = {field.name: field.type for field in table.schema}
+    for number, fields in enumerate(rows, start=1):
+        yield number, {name: _as_json(value, kinds[name]) for name, value in fields.items()}
+
+
+def _as_json(value: Any, kind: pyarrow.DataType) -> Any:
+    """A value of a parquet file as a JSON file of the same rows has it; bytes stay bytes."""
+    kind = getattr(kind, "storage_type", kind)  # of an extension
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if item is not None}
+        if pyarrow.types.is_map(kind):
+            return {str(key): _as_json(item, kind.item_type) for key, item in kept.items()}
+        return {key: _as_json(item, kind.field(key).type) for key, item in kept.items()}
+    if isinstance(value, list):
+        return [_as_json(item, kind.value_type) for item in value]
+    if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
+        # 0.1 and not 0.10000000149011612
+        return None if value is None else float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, Decimal):
+        if value == int(value):
+            return int(value)
+        number = float(value)
+        return number if Decimal(repr(number)) == value else format(value, "f").rstrip("0")
+    return value if value is None or isinstance(value, (str, int, float, bytes)) else str(value)
+
+
+def _without_nulls(value: Any, is_row: bool = True) -> Any:
+    """A value of JSON without the null entries of objects, except those of the row itself."""
+    if isinstance(value, dict):
+        kept = {key: _without_nulls(item, False) for key, item in value.items()}
+        return kept if is_row else {k: item for k, item in kept.items() if item is not None}
+    return [_without_nulls(item, False) for item in value] if isinstance(value, list) else value
 
 
 def _find_bad_value(path: Path, table: pyarrow.Table) -> str:
@@ -175,8 +209,8 @@ def _find_bad_value(path: Path, table: pyarrow.Table) -> str:
     for number in range(len(table)):
         for column in table.column_names:
             try:
-                table[column][number].as_py()
-            except (ValueError, OverflowError) as error:
+                table[column][number].as_py(maps_as_pydicts="strict")
+            except (ValueError, OverflowError, KeyError) as error:
                 return (
                     f"{path}:{number + 1}: cannot read {column!r}: {' '.join(str(error).split())}; "
                     "write the file anew, with text as UTF-8"

@@ -5,16 +5,19 @@ It knows which tokens the loss is over. It does not know the loss itself or the 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mrlhf.data.conversations import encode_prompt, encode_response, prompt_of
+from mrlhf.data.conversations import encode_prompt, encode_response, plain_text, prompt_of
 from mrlhf.data.prompts import Overlong
 from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
+from mrlhf.messages import as_templates_show
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +71,10 @@ def encode_sft(
 
 
 def _tools(row: Row) -> list[dict[str, Any]]:
-    """The tools of a row; DataError if they are no list of objects."""
-    tools = row.fields.get("tools") or []
+    """The tools of a row; DataError if they are no list of objects, and no JSON text of one."""
+    tools = as_templates_show(row.fields.get("tools") or [])
+    with suppress(ValueError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f'{row.where}: "tools" must be a list of JSON schemas of functions')
     return tools
@@ -78,8 +83,8 @@ def _tools(row: Row) -> list[dict[str, Any]]:
 def _response(row: Row) -> str:
     """The text to imitate."""
     if row.fields.get("response") is None and row.fields.get("answer") is not None:
-        return row.text("answer")
-    return row.text("response")
+        return plain_text(row, "answer", row.text("answer"))
+    return plain_text(row, "response", row.text("response"))
 
 
 def _check_responses(rows: Sequence[Row], empty: int) -> None:

@@ -7,10 +7,13 @@ data files or models.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import signal
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from itertools import chain, groupby
 from pathlib import Path
 from types import FrameType
@@ -40,6 +43,7 @@ _LONGEST_TEMPLATE = 1_000_000  # characters; known ones have fewer than 20,000
 _LONGEST_RENDER_S = 10.0
 _MOST_COPIES = 10  # of a conversation in what a template makes of it
 _LONGEST_EXCERPT = 40  # characters of a text that are shown
+_TESTS_NONE = re.compile(r"content\W{0,3} is (not )?none")
 _TORN = "\ufffd"  # what stands in a text for a part of a character
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
@@ -47,7 +51,10 @@ _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 class Tokenizer:
     """A Hugging Face tokenizer, narrowed to what training needs."""
 
-    def __init__(self, backend: PreTrainedTokenizerBase, end_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self, backend: PreTrainedTokenizerBase, end_ids: Collection[int] = (), date: str = ""
+    ) -> None:
+        """`end_ids` end a response too; `date` is today's for the chat template."""
         if backend.eos_token_id is None:
             raise DataError(
                 f"tokenizer {backend.name_or_path!r} has no eos token; set eos_token in "
@@ -55,6 +62,7 @@ class Tokenizer:
             )
 
         self._backend = backend
+        self._date = date
         self.eos_id: int = backend.eos_token_id  # ends a response
         # eos can stand for padding, because padding is always masked.
         self.pad_id: int = self.eos_id if backend.pad_token_id is None else backend.pad_token_id
@@ -141,7 +149,7 @@ class Tokenizer:
 
     def ending_with(self, end_ids: Collection[int]) -> Tokenizer:
         """The same tokenizer, with these further tokens that end a response."""
-        return Tokenizer(self._backend, end_ids)
+        return Tokenizer(self._backend, end_ids, self._date)
 
     def shows(self, string: str) -> bool:
         """Whether the text of a response can contain `string`."""
@@ -181,9 +189,13 @@ class Tokenizer:
                 "strings"
             )
 
-        conversation = [dict(message) for message in messages]
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        if tools:
+            options["tools"] = [dict(tool) for tool in tools]
+        if self._date:
+            options["strftime_now"] = datetime.fromisoformat(self._date).strftime
         try:
-            return _render(self._backend, conversation, add_generation_prompt, tools)
+            return _render(self._backend, [dict(message) for message in messages], **options)
         except _TemplateLimitError as error:
             raise DataError(f"the chat template {error}; mend it") from None
         except Exception as error:  # a template is a program, and may fail in any way
@@ -197,18 +209,27 @@ class Tokenizer:
         The chat template writes `tools` beside messages; a string has none.
         """
         if isinstance(prompt, str):
-            ids = self.encode(prompt, add_special_tokens=True)
-            # Some tokenizers append eos, but the response must still follow.
-            if ids and ids[-1] == self.eos_id:
-                ids = ids[:-1]
-            return prompt, ids
-
+            return prompt, self._with_begin(prompt)
         text = self.apply_chat_template(prompt, tools=tools)
         return text, self.encode(text)
 
+    def _with_begin(self, text: str) -> list[int]:
+        """Tokens of a text that begins a sequence, with what the model family puts before it.
+
+        That is not repeated if it stands in the text, as in one that a chat template has made.
+        """
+        ids = self.encode(text)
+        whole = self.encode(text, add_special_tokens=True)
+        for begin in range(len(whole) - len(ids), -1, -1):
+            end = begin + len(ids)  # what is added behind is left out: the response must follow
+            if whole[begin:end] == ids:
+                return ids if ids[:begin] == whole[:begin] else whole[:end]
+        return whole
+
     def encode_response(self, text: str) -> list[int]:
-        """Tokens of a response: the tokens of its text, then eos."""
-        return [*self.encode(text), self.eos_id]
+        """Tokens of a response: the tokens of its text, then eos, if that is not the last."""
+        ids = self.encode(text)
+        return ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id]
 
     def save_pretrained(self, directory: Path, pad_id: int | None = None) -> None:
         """Write the tokenizer's files into `directory`: those that it was loaded from, if it can.
@@ -227,18 +248,21 @@ class Tokenizer:
         adapt_files(directory, type(backend).__name__, template, pad_token)
 
 
-def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path, chat_template: str | Path | None = None, date: str = ""
+) -> Tokenizer:
     """Load a tokenizer from local files; DataError if they are missing or malformed.
 
     Args:
         path: a Hugging Face directory, a directory with only sentencepiece's tokenizer.model, or
             that file itself.
         chat_template: a jinja file that replaces the tokenizer's own chat template.
+        date: the day that a chat template writes as today, such as "2026-01-31"; "": today's.
     """
     backend = _load_backend(Path(path))
     if chat_template is not None:
         _set_chat_template(backend, chat_template)
-    tokenizer = Tokenizer(backend)
+    tokenizer = Tokenizer(backend, date=date)
     if len(tokenizer.chat_template) > _LONGEST_TEMPLATE:
         raise DataError(
             f"the chat template of {chat_template or path} has more than {_LONGEST_TEMPLATE} "
@@ -295,12 +319,52 @@ class _TemplateLimitError(Exception):
 
 
 def _render(
-    backend: PreTrainedTokenizerBase,
-    conversation: list[dict[str, Any]],
-    add_generation_prompt: bool = False,
-    tools: Sequence[Tool] | None = None,
+    backend: PreTrainedTokenizerBase, conversation: list[dict[str, Any]], **options: Any
 ) -> str:
-    """Apply the chat template to a conversation, within limits of time and length.
+    """Apply the chat template to a conversation, with calls in the form that it takes.
+
+    Some templates take arguments as an object, others as JSON text; and beside calls, some take
+    None as an empty content.
+    """
+    if not any(message.get("tool_calls") for message in conversation):
+        return _apply(backend, conversation, **options)
+
+    empty = None if _TESTS_NONE.search(str(backend.chat_template)) else ""
+    failures: list[Exception] = []
+    for as_text in (False, True):
+        form = [_with_arguments(message, as_text, empty) for message in conversation]
+        try:
+            text = _apply(backend, form, **options)
+        except _TemplateLimitError:
+            raise
+        except Exception as error:  # a template is a program, and may fail in any way
+            failures.append(error)
+            continue
+        calls = chain.from_iterable(message.get("tool_calls") or () for message in form)
+        objects = (call["function"]["arguments"] for call in calls)
+        # A template that wants text writes an object as Python does.
+        if as_text or not any(value and str(value) in text for value in objects):
+            return text
+    raise failures[0]
+
+
+def _with_arguments(message: Mapping[str, Any], as_text: bool, empty: str | None) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text, or as objects."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if as_text != isinstance(arguments, str):
+            arguments = json.dumps(arguments) if as_text else json.loads(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "content": message.get("content") or empty, "tool_calls": calls}
+
+
+def _apply(
+    backend: PreTrainedTokenizerBase, conversation: list[dict[str, Any]], **options: Any
+) -> str:
+    """Apply the chat template to messages as they are, within limits of time and length.
 
     The time is that of the processor, so that a busy machine does not count. The limit needs a
     signal, which Python delivers only to the main thread; so in other threads there is none.
@@ -310,18 +374,13 @@ def _render(
         before = signal.signal(signal.SIGVTALRM, _end_template)
         signal.setitimer(signal.ITIMER_VIRTUAL, _LONGEST_RENDER_S)
     try:
-        text: str = backend.apply_chat_template(
-            conversation,
-            tools=[dict(tool) for tool in tools] if tools else None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
+        text: str = backend.apply_chat_template(conversation, tokenize=False, **options)
     finally:
         if is_main_thread:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
             signal.signal(signal.SIGVTALRM, before)
 
-    given = len(str(conversation)) + len(str(tools))
+    given = len(str(conversation)) + len(str(options))
     if len(text) > _LONGEST_TEMPLATE + _MOST_COPIES * given:
         raise _TemplateLimitError(f"makes {len(text)} characters of one conversation")
     return text

@@ -10,6 +10,13 @@ Said = str | list[dict[str, Any]] | None
 """What an environment says: a text, which is the user's, or chat messages; None: nothing."""
 
 
+def as_messages(said: str | Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
+    """What an environment or a row says, as messages; a text is the user's."""
+    if said is None:
+        return []
+    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+
+
 @dataclass(frozen=True)
 class EnvironmentReference:
     """What leads an episode: a class, or functions that are tools, or both."""

@@ -16,6 +16,8 @@ from typing import Any
 import pydantic
 
 from mrlhf.config.user_code import UserCodeError, check_kind, check_parameters
+from mrlhf.errors import DataError
+from mrlhf.messages import read_message
 
 _TAKES = {"reset": ("row",), "reply": ("text",), "reward": (), "turn_reward": ()}
 
@@ -163,18 +165,15 @@ def said(value: Any, method: str) -> str | list[Any] | None:
         return None
     if isinstance(value, str):
         return as_text(value)
-    fits = isinstance(value, Sequence) and all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in value
-    )
-    if not fits:
-        raise ProgramError(
-            f"{method} returned {repr(value)[:100]}; return a text, a list of "
-            '{"role", "content"} messages, or None'
-        )
-    return [{**message, "content": as_text(message["content"])} for message in value]
+    problem = 'return a text, a list of {"role", "content"} messages, or None'
+    try:
+        messages = list(map(read_message, value)) if isinstance(value, Sequence) else None
+    except DataError as error:
+        messages = None
+        problem = f"a message {error}"
+    if messages is None:
+        raise ProgramError(f"{method} returned {repr(value)[:100]}; {problem}")
+    return [{**message, "content": as_text(message["content"])} for message in messages]
 
 
 def number(value: Any, method: str) -> float:

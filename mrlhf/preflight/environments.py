@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.data.tool_calls import ParsedTurn, parser_for
 from mrlhf.data.turns import Mismatch, Turn, TurnRenderer
-from mrlhf.environments.host import ToolLimits, describe
-from mrlhf.environments.interface import EnvironmentReference, Program
+from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
+from mrlhf.environments.interface import EnvironmentReference, Outcome, Program, as_messages
 from mrlhf.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -112,29 +113,66 @@ def check_sources(config: PPOConfig, sources: Collection[str]) -> None:
         )
 
 
-def draw_episode(
+def draw_episodes(
+    environments: EnvironmentInputs, tokenizer: Tokenizer, prompts: Prompts
+) -> list[str]:
+    """Try the first prompt of each program; the first of all is drawn, see `_draw_episode`."""
+    programs = list(map(environments.program_of, prompts.data_source))
+    firsts = sorted(map(programs.index, set(programs)))
+    drawn = [_draw_episode(environments, tokenizer, prompts.select([first])) for first in firsts]
+    return drawn[0]
+
+
+def _draw_episode(
     environments: EnvironmentInputs, tokenizer: Tokenizer, prompt: Prompts
 ) -> list[str]:
     """The tokens of an episode of two turns as text, line by line, with those that train marked.
 
-    What the policy says is left open, and so is what it is told. A first observation is missing.
+    What the policy says is left open, and so is what it is told. An environment is reset with the
+    row. DataError if the chat template refuses what it says first.
     """
     program = environments.programs[environments.program_of(prompt.data_source[0])]
     if program.is_function:
         return ["  a rollout function leads the episodes; what it has drawn trains"]
     renderer = environments.renderers[program.name]
+    prompt_ids = prompt.token_ids[0]
+    lines = ["  an episode, as tokens; what the policy says trains"]
+    if not program.is_stateless:
+        begun = _reset(environments, program, prompt)
+        if begun.failure is not None:
+            lines.append(f"    reset fails here: {begun.failure}")
+        elif begun.observation is not None:
+            messages = as_messages(prompt.extra_info[0]["prompt"]) + as_messages(begun.observation)
+            try:
+                prompt_ids = renderer.first(messages)
+            except DataError as error:
+                raise DataError(
+                    "rollout.environment: what reset returns is no message that may follow the "
+                    f"prompt: {error}"
+                ) from None
+
     said = [*tokenizer.encode("..."), tokenizer.eos_id]
     parts = [
-        ("prompt", prompt.token_ids[0]),
+        ("prompt", prompt_ids),
         ("trains", said),
         ("told", renderer.after(said, True, [_answer(program, "...")])),
         ("trains", said),
     ]
-    lines = ["  an episode, as tokens; what the policy says trains"]
     for label, tokens in parts:
         text = tokenizer.decode(tokens, skip_special_tokens=False)
         lines.append(f"    {label:<7} {len(tokens):>4} {text!r}")
     return lines
+
+
+def _reset(environments: EnvironmentInputs, program: Program, prompt: Prompts) -> Outcome:
+    """What comes of the begin of an episode with the prompt's row."""
+    references = {program.name: environments.references[program.name]}
+    with closing(EnvironmentHost(references, environments.limits)) as host:
+        host.begin(0, program.name, prompt.row(0), seed=0)
+        outcomes: list[Outcome] = []
+        while not outcomes:
+            outcomes = host.poll(timeout_s=1.0)
+        return outcomes[0]
 
 
 def _answer(program: Program, content: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.preflight.environments import (
     EnvironmentInputs,
     check_sources,
-    draw_episode,
+    draw_episodes,
     read_environments,
 )
 from mrlhf.preflight.model_checks import head_of
@@ -145,7 +145,8 @@ def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> tuple[int 
         inputs.reward.close()
         shown = []
         if inputs.environments is not None:
-            shown = draw_episode(inputs.environments, inputs.tokenizer, inputs.prompts[0])
+            every = inputs.prompts.batch(range(len(inputs.prompts)))
+            shown = draw_episodes(inputs.environments, inputs.tokenizer, every)
         return inputs.steps, shown
     if isinstance(config, SFTConfig):
         return read_sft_inputs(config).steps, []
@@ -282,7 +283,8 @@ def load_rewards(section: RewardSection) -> RewardFunction:
 def _tokenizer(config: AnyConfig) -> Tokenizer:
     """The tokenizer with its template; it has no token that a model on this machine lacks."""
     try:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+        data = config.data
+        tokenizer = load_tokenizer(data.tokenizer, data.chat_template, data.date or "")
     except DataError as error:
         raise DataError(f"data.tokenizer: {error}") from error
     _check_vocabularies(config, tokenizer)

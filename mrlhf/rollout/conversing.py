@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from mrlhf.batch import Episode
 from mrlhf.data.tokenizer import Message
 from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import Turn
-from mrlhf.environments.interface import Outcome, ToolCall
+from mrlhf.environments.interface import Outcome, ToolCall, as_messages
 from mrlhf.errors import DataError
 from mrlhf.inference.base import InferenceEngine, Sample
 from mrlhf.rollout.asked_turns import AskedTurns
@@ -89,7 +88,7 @@ class Conversing(Drawing[Conversation]):
             self._waiting[number] = one.row
             if self._host is not None:
                 seed = mix_seed(one.request.sampling.seed, f"{one.request.uid} {one.sample_index}")
-                row = self._data_row(self._prompt_of(one))
+                row = self._prompts.row(self._prompt_of(one))
                 self._host.begin(number, program, row, seed, self._functions.sampling)
         if self._pace is not None:
             self._owner.end_waiting()
@@ -116,16 +115,6 @@ class Conversing(Drawing[Conversation]):
 
         turns = zip(one.begins, one.turns, strict=False)
         one.replays = [one.said.token_ids[begin:end].tolist() for begin, end in turns]
-
-    def _data_row(self, prompt: int) -> dict[str, Any]:
-        """The row of the data that an environment gets."""
-        prompts = self._prompts
-        return {
-            **prompts.extra_info[prompt],
-            "answer": prompts.ground_truth[prompt],
-            "data_source": prompts.data_source[prompt],
-            "uid": prompts.uid[prompt],
-        }
 
     def _look_around(self) -> None:
         """Go on with the conversations that need wait no longer."""
@@ -234,7 +223,7 @@ class Conversing(Drawing[Conversation]):
     def _first_messages(self, one: Conversation, outcome: Outcome) -> list[Message]:
         """The messages of the prompt, given what the environment said at its reset."""
         prompt = self._prompts.extra_info[self._prompt_of(one)]["prompt"]
-        return _messages(prompt) + _messages(outcome.observation)
+        return as_messages(prompt) + as_messages(outcome.observation)
 
     def _has_begun(self, one: Conversation) -> None:
         """Draw the first turn of all samples of a request once all have their prompt."""
@@ -437,7 +426,7 @@ class Conversing(Drawing[Conversation]):
 def _answers(outcome: Outcome) -> list[Message]:
     """What tools and environment say after a turn."""
     results = [_told(result.name, result.content) for result in outcome.results]
-    return results + _messages(outcome.observation)
+    return results + as_messages(outcome.observation)
 
 
 def _unreadable(error: str) -> Message:
@@ -448,10 +437,3 @@ def _unreadable(error: str) -> Message:
 def _told(name: str, content: str) -> Message:
     """What a tool says."""
     return {"role": "tool", "name": name, "content": content}
-
-
-def _messages(said: str | Sequence[Message] | None) -> list[Message]:
-    """What an environment or a row says, as messages; a text is the user's."""
-    if said is None:
-        return []
-    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)

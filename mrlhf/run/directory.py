@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,6 +29,7 @@ from mrlhf.checkpoint.manifest import (
     checkpoint_name,
     checkpoints_in,
     named_checkpoint,
+    read_manifest,
     with_manifest,
 )
 from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, RUN_RECORD, TENSORBOARD, WRITTEN
@@ -35,7 +37,7 @@ from mrlhf.checkpoint.summary import SUMMARY
 from mrlhf.config.load import changed_keys, dump_yaml
 from mrlhf.config.roots import Root
 from mrlhf.config.tree import flatten
-from mrlhf.errors import ConfigError
+from mrlhf.errors import CheckpointError, ConfigError, MrlhfError
 from mrlhf.log import parse_metrics_line
 from mrlhf.version import code_version
 
@@ -116,6 +118,18 @@ def describe_opening(directory: Path, options: OpeningOptions) -> str:
     if options.overwrite and contents.is_run:
         begins = f"delete the run in {directory} and {begins}"
     return f"a start would {begins}"
+
+
+def first_day(directory: Path, options: OpeningOptions) -> str:
+    """The day of the first start of the run that a start would go on with; today's of a new one."""
+    day = None
+    with suppress(MrlhfError, OSError):
+        source = _plan(directory, _contents(directory), options).resume_from
+        for folder in () if source is None else (*with_manifest(source), source):
+            with suppress(CheckpointError):
+                day = read_manifest(folder).config["data"].get("date")
+                break
+    return day or date.today().isoformat()
 
 
 def open_directory(

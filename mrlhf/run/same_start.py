@@ -50,16 +50,22 @@ def describe_start(config: Root, inputs: Iterable[tuple[str, str]]) -> dict[str,
 
 
 def require_same_start(
-    launch: Launch, facts: Mapping[str, str], timeout_s: float, look: Callable[[], None]
-) -> dist.Store | None:
+    launch: Launch,
+    facts: Mapping[str, str],
+    timeout_s: float,
+    look: Callable[[], None],
+    to_all: Callable[[], str] = str,
+) -> tuple[dist.Store | None, str]:
     """Refuse ranks that differ in `facts` (see `describe_start`); every rank calls it.
 
     Args:
         timeout_s: longest wait for the other ranks, seconds.
         look: called again and again while this process waits for the others; it may raise.
+        to_all: what rank 0 tells the others.
 
     Returns:
-        On rank 0 the connection, which it must keep while others may still read; else None.
+        On rank 0 the connection, which it must keep while others may still read; else None. And
+        what rank 0 tells.
 
     Raises:
         ConfigError: on every rank, naming what differs and the ranks.
@@ -86,12 +92,13 @@ def require_same_start(
         differing = [other for other, value in enumerate(wait(hashes)) if value != mine]
         store.set("facts of rank 0", text if differing else _ALIKE)
         told = wait([f"differences of rank {other}" for other in differing]) if differing else []
-        verdict = describe_differences(dict(zip(differing, told, strict=True))) or _ALIKE
+        verdict = describe_differences(dict(zip(differing, told, strict=True)))
+        verdict = verdict or _ALIKE + to_all()
         store.set("verdict", verdict)
 
-    if verdict != _ALIKE:
+    if not verdict.startswith(_ALIKE):
         raise ConfigError(verdict)
-    return connection if rank == 0 else None
+    return connection if rank == 0 else None, verdict.removeprefix(_ALIKE)
 
 
 def differences(first: str, own: Mapping[str, str]) -> list[str]:

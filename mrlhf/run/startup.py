@@ -42,6 +42,7 @@ from mrlhf.run.board import Board
 from mrlhf.run.directory import (
     OpeningOptions,
     describe_opening,
+    first_day,
     inputs_in,
     open_directory,
     plan_opening,
@@ -315,6 +316,12 @@ def foresee(config: AnyConfig) -> str:
     if holder is not None:
         return f"a start would be refused: {holder} is using {directory}"
     return describe_opening(directory, _opening_options(config))
+
+
+def first_day_of(config: AnyConfig) -> str:
+    """`data.date`, or the day of the run's first start; see `first_day`."""
+    directory = Path(config.trainer.output_dir)
+    return config.data.date or first_day(directory, _opening_options(config))
 
 
 def _opening_options(config: AnyConfig) -> OpeningOptions:

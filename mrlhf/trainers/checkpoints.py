@@ -16,7 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mrlhf.checkpoint.frozen import check_frozen, fingerprint, fingerprint_of_start
+from mrlhf.checkpoint.frozen import (
+    ROWS,
+    check_frozen,
+    fingerprint,
+    fingerprint_of_rows,
+    fingerprint_of_start,
+)
 from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint, set_aside
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
@@ -61,7 +67,7 @@ class Checkpoints:
         self._last_step = last_step
         self._exports = {"hf": export} if config.trainer.save_hf else {}
 
-        frozen = {}
+        frozen = {ROWS: fingerprint_of_rows(config.data.train_files)}
         for role, section in config.roles().items():
             if isinstance(section, AdaptedSection) and section.lora.is_on:
                 frozen[f"{role}.lora"] = fingerprint_of_start(section.lora)

@@ -41,7 +41,8 @@ def _start(rank: int, world_size: int, root: str) -> list[str]:
     said = []
     for facts in starts:
         try:
-            require_same_start(launch, facts, 120.0, lambda: None)
+            _, told = require_same_start(launch, facts, 120.0, lambda: None, lambda: f"day {rank}")
+            assert told == "day 0"
             said.append(ALIKE)
         except ConfigError as error:
             said.append(str(error))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,18 @@ def other_rows(inputs: Path, directory: Path) -> Path:
     return file
 
 
+def changed_rows(inputs: Path, directory: Path) -> Iterator[Path]:
+    """Copies of the training rows: in another order, and with another response in one of them."""
+    lines = (inputs / "data" / "sft.jsonl").read_text().splitlines(keepends=True)
+    last = {**json.loads(lines[-1]), "response": "7"}
+    for name, changed in {
+        "reversed.jsonl": lines[::-1],
+        "other.jsonl": [*lines[:-1], json.dumps(last) + "\n"],
+    }.items():
+        (directory / name).write_text("".join(changed))
+        yield directory / name
+
+
 @pytest.mark.parametrize("state", ["finished", "interrupted"])
 def test_a_refused_start_changes_no_run(
     state: str, inputs: Path, undisturbed: Undisturbed, tmp_path: Path
@@ -52,10 +65,12 @@ def test_a_refused_start_changes_no_run(
     before = contents(run.directory)
 
     refused = {
-        f"data.train_files={other_rows(inputs, tmp_path)}": "cannot resume the data order",
+        f"data.train_files={other_rows(inputs, tmp_path)}": "does not hold the rows",
         f"model.path={inputs / 'qwen3'}": "holds another model",
         "trainer.resume=never": "or give another trainer.output_dir",
     }
+    for file in changed_rows(inputs, tmp_path) if state == "interrupted" else ():
+        refused[f"data.train_files={file}"] = "does not hold the rows, in their order,"
     for key, message in refused.items():
         assert message in refusal(run.run(keys=[key])), key
         assert contents(run.directory) == before, key
@@ -63,7 +78,7 @@ def test_a_refused_start_changes_no_run(
     new = Sequel(whole.setting, tmp_path / "below" / "new")
     checkpoint = whole.directory / "checkpoints" / whole.checkpoints[0]
     keys = [*list(refused)[:1], f"trainer.resume={checkpoint}"]
-    assert "cannot resume the data order" in refusal(new.run(keys=keys))
+    assert "does not hold the rows" in refusal(new.run(keys=keys))
     assert not new.directory.exists()
 
 

@@ -1,5 +1,6 @@
 """An output directory that holds a run is gone on with, kept, deleted as told, or refused."""
 
+import datetime
 import json
 import re
 import shutil
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from mrlhf.checkpoint.manifest import Manifest
 from mrlhf.config.load import changed_keys, dump_yaml
 from mrlhf.errors import ConfigError
 from mrlhf.run.directory import (
     OpeningOptions,
     describe_opening,
+    first_day,
     inputs_in,
     open_directory,
     plan_opening,
@@ -72,6 +75,23 @@ def files(directory):
     return sorted(
         str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
     )
+
+
+def test_the_day_of_the_first_start_is_that_of_the_checkpoint_to_go_on_from(tmp_path):
+    def day_of(directory, resume="auto", overwrite=False):
+        return first_day(directory, OpeningOptions(resume, overwrite, (), (), ()))
+
+    today = datetime.date.today().isoformat()
+    assert day_of(tmp_path / "new") == today
+    names = ("step_000001", "step_000002")
+    run = make_run(tmp_path / "run", checkpoints=names)
+    for name, data in zip(names, ({"date": "2020-02-03"}, {}), strict=True):
+        manifest = Manifest(int(name[-1]), False, "PPOConfig", 1, {"data": data}, {}, (), {})
+        (run / "checkpoints" / name / "manifest.json").write_bytes(manifest.to_bytes())
+    assert day_of(run) == today  # the newest is of a version that did not write it
+    (run / "checkpoints" / names[1] / "manifest.json").write_text("damaged")
+    assert day_of(run) == day_of(tmp_path / "new", str(run)) == "2020-02-03"
+    assert day_of(run, overwrite=True) == day_of(run, "never") == today
 
 
 def test_an_empty_directory_begins_anew_and_gets_the_configuration(tmp_path):

@@ -149,6 +149,25 @@ def test_episodes_are_shown_and_their_faults_refused(caplog):
         config = ppo(**keys_of_case, rollout__environment=f"rewards.py:{name}")
         assert words in refusal(config)
 
+    first = (
+        "class {}:\n    def reset(self, row):\n        {}\n\n    reply = lambda self, text: None\n"
+    )
+    code = [first.format("Greets", "return '2=' + row['answer']")]
+    code.append(first.format("Fails", "raise KeyError('no server here')"))
+    Path("greets.py").write_text("\n\n".join(code))
+    shown = dry_run(ppo(**keys, rollout__environment="greets.py:Greets"), 1).text
+    assert re.search(r"prompt +\d+ '0\+1==2=1='\n", shown)
+    shown = dry_run(ppo(**keys, rollout__environment="greets.py:Fails"), 1).text
+    assert "reset fails here" in shown and "no server here" in shown
+    Path("alternates.jinja").write_text(
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}={% endfor %}"
+    )
+    keys_alternate = keys | {"data__chat_template": "alternates.jinja"}
+    with pytest.raises(MrlhfError, match=r"rollout\.environment: what reset returns .*alternate"):
+        dry_run(ppo(**keys_alternate, rollout__environment="greets.py:Greets"), 1)
+    dry_run(ppo(**keys_alternate, rollout__environment="rewards.py:Asks"), 1)
+
     shown = dry_run(ppo(**keys, rollout__environment="rewards.py:leads"), 1).text
     assert "a rollout function leads the episodes" in shown
 

@@ -171,7 +171,7 @@ def test_numbers_become_the_text_that_a_response_has(tokenizer, tmp_path):
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     data = PromptDataset([tmp_path / "a.parquet"], tokenizer, max_prompt_length=8)
-    assert data.batch([0, 1]).ground_truth == ["18", "2.50"]
+    assert data.batch([0, 1]).ground_truth == ["18", "2.5"]
 
 
 def test_rows_need_no_answer_where_no_rule_compares_with_one(tokenizer, tmp_path):
