@@ -49,8 +49,8 @@ sizes are completions of a device, so give the ranks that you had as `--world-si
 script's launcher names them. What they mean where nothing is said is written out. SFT, DPO, reward
 models, GRPO (GSPO, CISPO and SAPO too), RLOO and PPO are read; KTO, ORPO, online DPO and other
 trainers are refused, and `--program` overrules that. TRL's RLOO weighs whole sequences by their
-ratio; here tokens are. A reward function has another signature here: `f(data_source, solution_str, ground_truth,
-extra_info)` scores one response.
+ratio; here tokens are. A reward function has another signature here: `f(data_source, solution_str,
+ground_truth, extra_info)` scores one response.
 
 `{role}` is `actor` in PPO and GRPO, else `model`; `{optim}` is its optimizer. This page is
 written by `python tools/write_configuration_page.py` from the tables that the import reads.
