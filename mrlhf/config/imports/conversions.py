@@ -83,8 +83,17 @@ def tokens(value: Any, place: Place) -> Any:
 
 
 def at_least_longest(value: Any, place: Place) -> Any:
-    """Tokens of a micro-batch, where a longer sequence may stand alone in one there."""
+    """OpenRLHF's tokens of a micro-batch, in which a longer sequence may stand alone."""
+    if not place.at("train.dynamic_batch_enable"):
+        return LeftOut("train.dynamic_batch_enable is off, so samples are counted there")
     return max(int(value), int(place.at("data.max_len", default=0)))
+
+
+def samples_of_openrlhf(value: Any, place: Place) -> Any:
+    """OpenRLHF's samples of a micro-batch, in tokens."""
+    if place.at("train.dynamic_batch_enable"):
+        return LeftOut("train.dynamic_batch_enable is on, so tokens are counted there")
+    return int(value) * int(place.at("data.max_len", default=2048))
 
 
 def recompute(value: Any, place: Place) -> Any:
@@ -312,7 +321,7 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
 } | {
     function.__name__: function
     for function in (
-        *(tokens_of_samples, tokens, at_least_longest, recompute),
+        *(tokens_of_samples, tokens, at_least_longest, samples_of_openrlhf, recompute),
         *(
             none_below_zero,
             none_below_one,

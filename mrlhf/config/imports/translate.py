@@ -181,6 +181,13 @@ def _complete(result: Imported, source: Source) -> None:
     has_critic = _has_critic(values)
     for key in [key for key in result.defaults if key.startswith("critic.") and not has_critic]:
         del values[key]
+    if not has_critic:
+        told = result.missing.items()
+        result.missing = {
+            key: reason
+            for key, reason in told
+            if not (key.startswith("critic.") and "default:" in reason)
+        }
     if "actor.tp" not in values and "rollout.tp" in values:
         # FSDP and ZeRO split weights over all ranks.
         for role in ("actor", "critic") if has_critic else ("actor",):
