@@ -19,17 +19,19 @@ from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.weights.stored import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 ROWS = "data.train_files"  # their fingerprint stands beside those of models
-_HASHED_END_BYTES = 64 * 2**10  # at each end of a file
+_HASHED_END_BYTES = 64 * 2**10  # read at once; of a model, at each end of a file
 
 
 def hash_of(file: Path) -> str:
-    """A hash of both ends of a file, or of all of an adapter's, which is small."""
-    # The beginning of a safetensors file lists its tensors. Hashing all of a model's file would
-    # take as long as loading the model.
+    """A hash of both ends of a model's file, or of all of another one.
+
+    Hashing all of a model's file would take as long as loading the model. The beginning of a
+    safetensors file lists its tensors.
+    """
     size = file.stat().st_size
-    begins: Sequence[int] = (0, max(0, size - _HASHED_END_BYTES))
-    if file.name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        begins = range(0, size, _HASHED_END_BYTES)
+    begins: Sequence[int] = range(0, size, _HASHED_END_BYTES)
+    if file.suffix == ".safetensors" and file.name != ADAPTER_WEIGHTS:
+        begins = (0, max(0, size - _HASHED_END_BYTES))
     digest = xxhash.xxh3_64()
     with file.open("rb") as stream:
         for begin in begins:
@@ -55,8 +57,7 @@ def fingerprint_of_start(section: LoraSection) -> dict[str, Any]:
 
 def fingerprint_of_rows(files: Sequence[str]) -> dict[str, Any]:
     """Hash of each file of rows, all of it, in their order."""
-    hashes = [xxhash.xxh3_64(Path(file).read_bytes()).hexdigest() for file in files]
-    return {"path": ", ".join(files), "files": hashes}
+    return {"path": ", ".join(files), "files": [hash_of(Path(file)) for file in files]}
 
 
 def check_frozen(

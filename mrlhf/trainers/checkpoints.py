@@ -67,7 +67,9 @@ class Checkpoints:
         self._last_step = last_step
         self._exports = {"hf": export} if config.trainer.save_hf else {}
 
-        frozen = {ROWS: fingerprint_of_rows(config.data.train_files)}
+        files = config.data.train_files
+        machine = run.factory.machine
+        frozen = {ROWS: machine.compute_on_leader(lambda: fingerprint_of_rows(files))}
         for role, section in config.roles().items():
             if isinstance(section, AdaptedSection) and section.lora.is_on:
                 frozen[f"{role}.lora"] = fingerprint_of_start(section.lora)
