@@ -6,6 +6,7 @@ share no code with mrlhf but the types of the rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,12 @@ def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcom
 
     metrics = _train("sft", policy, SFT_STEPS, step, case)
     with torch.no_grad():
-        held_out = torch.cat([losses(example) for example in examples[:HELD_OUT]])
-    return Outcome(metrics | {"val/loss": held_out.mean().item()}, weights_of(policy))
+        held_out = [losses(example) for example in examples[:HELD_OUT]]
+    mean = torch.cat(held_out).mean().item()
+    # Of a ratio of two sums: https://en.wikipedia.org/wiki/Ratio_estimator
+    above = sum((row.sum().item() - mean * len(row)) ** 2 for row in held_out)
+    error = math.sqrt(HELD_OUT / (HELD_OUT - 1) * above) / sum(map(len, held_out))
+    return Outcome(metrics | {"val/loss": mean, "se/val/loss": error}, weights_of(policy))
 
 
 def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outcome:
@@ -102,7 +107,9 @@ def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outco
     metrics = _train("rm", judge, PAIR_STEPS, step, case)
     with torch.no_grad():
         margin = margins(range(HELD_OUT))
-    metrics["val/accuracy"] = (margin > 0).float().mean().item()
+    share = (margin > 0).float().mean().item()
+    metrics["val/accuracy"] = share
+    metrics["se/val/accuracy"] = math.sqrt(share * (1 - share) / (HELD_OUT - 1))
     metrics["val/loss"] = (1 + (-margin).exp()).log().mean().item()
     return Outcome(metrics, weights_of(judge))
 

@@ -138,8 +138,11 @@ def test_the_validation_before_training_shows_a_wrong_name(
 ) -> None:
     def before_training(metric: str) -> None:
         trainer = TrainerSection.model_validate({"output_dir": str(tmp_path), key: metric})
-        config = SimpleNamespace(trainer=trainer, roles=dict, model_dump=dict)
-        run = SimpleNamespace(output_dir=tmp_path, lock=None, is_main_rank=True)
+        data = SimpleNamespace(train_files=[])
+        config = SimpleNamespace(trainer=trainer, data=data, roles=dict, model_dump=dict)
+        machine = SimpleNamespace(compute_on_leader=lambda compute: compute())
+        factory = SimpleNamespace(machine=machine)
+        run = SimpleNamespace(output_dir=tmp_path, lock=None, is_main_rank=True, factory=factory)
         checkpoints = Checkpoints(
             run,  # type: ignore[arg-type]
             config,  # type: ignore[arg-type]

@@ -115,7 +115,8 @@ def test_the_first_gpu_run_reads_what_its_script_writes() -> None:
     assert pq.read_table("data/test.parquet").to_pylist()[1]["answer"] == "1001"
 
     model = Path("models/Qwen2.5-1.5B-Instruct")
-    shutil.copytree("models/Qwen2.5-1.5B", model)
+    write_published(Path("published"))
+    shutil.copytree("published/Qwen2.5-1.5B", model)
     chat_tokenizer("qwen2.5").save_pretrained(model)
     (check,) = commands_of("docs/first_gpu_run.md", "--dry-run")
     config, dry, _ = parse_args(PPOConfig, shlex.split(check)[2:])
