@@ -149,12 +149,13 @@ def _lay(sources: Sources, root_class: type[Root], label: str, values: Mapping[s
         sources.lay_preset(label, name, {**preset, PRESET: None})
         values = {key: value for key, value in values.items() if key != PRESET}
     full = with_correction(values)
-    implied = full.keys() - values.keys()
+    expanded = full.keys() - values.keys()
     correction = values.get(CORRECTION_PRESET)
-    sources.replace(implied, f", since {CORRECTION_PRESET} of {label} is {correction}")
+    sources.replace(expanded, f", since {CORRECTION_PRESET} of {label} is {correction}")
+    implied = set(expanded)
     if name == "defaults":  # as the files of the presets begin
         implied |= {key for key in values if is_of_method(key)}
-    sources.lay(label, full, implied)
+    sources.lay(label, full, implied, expanded)
 
 
 def dump_yaml(config: Root) -> str:

@@ -25,6 +25,7 @@ class Sources:
         self._of: dict[str, int] = {}  # the number of the last source that has the key
         self._presets: set[int] = set()  # the numbers of the sources that are presets
         self._implied: set[str] = set()  # the keys whose present value is that of a preset
+        self._expanded: set[str] = set()  # those that a source has by such a preset alone
         self._replaced: list[tuple[str, Unread]] = []  # with the labels of their sources
         self._left_out: dict[tuple[str, str], list[str]] = {}  # by source and reason
 
@@ -34,15 +35,22 @@ class Sources:
             keys = [key for key in self._of if key == section or key.startswith(f"{section}.")]
             self.replace(keys, f", since the command line replaces {section} as a whole")
 
-    def lay(self, label: str, values: Mapping[str, Any], implied: Collection[str] = ()) -> None:
+    def lay(
+        self,
+        label: str,
+        values: Mapping[str, Any],
+        implied: Collection[str] = (),
+        expanded: Collection[str] = (),
+    ) -> None:
         """Lay the next source, with its label and values by dotted names, over the others.
 
-        A preset in it stands for the keys `implied`: the source does not name them itself.
+        A preset in it decides the keys `implied`; of these, the source does not name `expanded`.
         """
         for key, value in values.items():
             put(self.values, key, value)
             self._of[key] = len(self._labels)
         self._implied = (self._implied - values.keys()) | set(implied)
+        self._expanded = (self._expanded - values.keys()) | set(expanded)
         self._labels.append(label)
 
     def lay_preset(self, label: str, name: str, values: Mapping[str, Any]) -> None:
@@ -59,7 +67,7 @@ class Sources:
             if key not in self.values:
                 continue
             unread = Unread(key, self.values.pop(key), why)
-            if number not in self._presets:
+            if number not in self._presets and key not in self._expanded:
                 self._replaced.append((self._labels[number], unread))
 
     def decided_elsewhere(self, unread: Unread) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+_FEWEST_ROWS = 8
+
 
 class Tally:
     """Sums by name. Most have a count, by which they are divided once all are merged."""
@@ -95,12 +97,21 @@ class Tally:
 
 
 def standard_errors(numbers: Mapping[str, Sequence[float] | Tensor]) -> dict[str, float]:
-    """The standard error of each mean as `se/<name>`, from one number of each held-out row."""
+    """The standard error of each mean as `se/<name>`, from one number of each held-out row.
+
+    A share is taken nearer to a half (Agresti and Coull, https://doi.org/10.2307/2685469): rows
+    that are all right, or all wrong, are no proof that others are. Of other numbers, few rows tell
+    too little of how they vary, so there is no error.
+    """
     errors = {}
     for name, each in numbers.items():
         values = torch.as_tensor(each, dtype=torch.float64, device="cpu")
-        if len(values) > 1:
-            errors[f"se/{name}"] = float(values.std()) / math.sqrt(len(values))
+        count = len(values)
+        if bool(((values == 0) | (values == 1)).all()):
+            share = (float(values.sum()) + 2) / (count + 4)
+            errors[f"se/{name}"] = math.sqrt(share * (1 - share) / max(1, count))
+        elif count >= _FEWEST_ROWS:
+            errors[f"se/{name}"] = float(values.std()) / math.sqrt(count)
     return errors
 
 

@@ -31,7 +31,7 @@ class RunFiles:
     records: Sequence[Mapping[str, Any]]  # a row of metrics for each step
     config: Mapping[str, Any]  # the configuration by dotted keys; empty if there is none
     summary: Mapping[str, Any]  # empty if the run has not ended
-    origin: Mapping[str, Any]  # status.json and run.json by dotted names, as far as there
+    origin: Mapping[str, Any]  # status.json and run.json, as far as there
     checkpoints: Sequence[str]  # the names of those that are whole
     # The failures that the run has seen in its metrics, in order.
     alarms: Sequence[Mapping[str, Any]]
@@ -73,10 +73,7 @@ def read_run(directory: Path) -> RunFiles:
         records=records,
         config=read_leaves(_text(directory / files.CONFIG)),
         summary=read_summary(directory) or {},
-        origin={
-            **read_leaves(_text(directory / files.STATUS)),
-            **read_leaves(_text(directory / files.RUN_RECORD)),
-        },
+        origin={**_object(directory / files.STATUS), **_object(directory / files.RUN_RECORD)},
         checkpoints=[path.name for path in with_manifest(directory / CHECKPOINTS)],
         alarms=_records(directory / files.ALARMS),
         processes=processes,
@@ -155,6 +152,14 @@ def _records(file: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):  # a line that was being written as the process ended
             records.append(json.loads(line))
     return records
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The object in a file of JSON; empty if there is none."""
+    with suppress(ValueError):
+        values = json.loads(_text(file))
+        return values if isinstance(values, dict) else {}
+    return {}
 
 
 def _text(file: Path) -> str:

@@ -129,7 +129,8 @@ def _page(title: str, data: Any, blocks: str) -> str:
 def script_text(data: Any) -> str:
     """JSON that may stand in a script element: no text in it can end the element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
-    return text.replace("<", "\\u003c")
+    # A command may hold bytes that are no text.
+    return text.encode("utf-8", "replace").decode().replace("<", "\\u003c")
 
 
 def _policy(style: str, script: str) -> str:

@@ -145,7 +145,7 @@ def open_directory(
         "started_by": list(options.names),
         "resumed_from": str(resume_from) if resume_from else None,
         "begun_from": opening.begun_from,
-        "command": shlex.join(sys.argv),
+        "command": f"{sys.argv[0]} {shlex.join(sys.argv[1:])}",
         "code": code_version(),
     }
     files = {CONFIG: dump_yaml(config), RUN_RECORD: json.dumps(record) + "\n"}

@@ -38,10 +38,9 @@ def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
     """
     lines = _result_lines(summary)
     watch = Watch()
-    raised: list[Alarm] = []
     try:
         records = read_metrics(output_dir / METRICS)
-        raised = watch.replay(records)
+        watch.replay(records)
         lines += _best_lines(watch.history, output_dir, summary)
         lines += _phase_lines(records)
         measured = _curves(records)
@@ -59,7 +58,7 @@ def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
             f"cannot write the summary into {output_dir}: {error}; the model is exported, so start "
             "the same command again when there is room, or leave it"
         ) from error
-    lines += _next_lines(output_dir, [alarm for alarm in raised if alarm.severity == "error"])
+    lines += _next_lines(output_dir, [alarm for alarm in watch.on if alarm.severity == "error"])
     logger.info("finished\n%s", "\n".join(f"  {line}" for line in lines))
 
 

@@ -182,6 +182,8 @@ def _train_sft(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, flo
     metrics: dict[str, float] = {}
     for rows in SFT_STEPS:
         metrics = task.step(engine, rows)
+    every = FineTuning(examples, examples).validate(engine)
+    metrics |= {f"all/{name}": value for name, value in every.items()}
     return engine, metrics | task.validate(engine)
 
 

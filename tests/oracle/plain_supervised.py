@@ -74,12 +74,15 @@ def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcom
 
     metrics = _train("sft", policy, SFT_STEPS, step, case)
     with torch.no_grad():
-        held_out = [losses(example) for example in examples[:HELD_OUT]]
-    mean = torch.cat(held_out).mean().item()
+        every = [losses(example) for example in examples]
+    metrics["val/loss"] = torch.cat(every[:HELD_OUT]).mean().item()
+    mean = torch.cat(every).mean().item()
+    metrics["all/val/loss"] = mean
     # Of a ratio of two sums: https://en.wikipedia.org/wiki/Ratio_estimator
-    above = sum((row.sum().item() - mean * len(row)) ** 2 for row in held_out)
-    error = math.sqrt(HELD_OUT / (HELD_OUT - 1) * above) / sum(map(len, held_out))
-    return Outcome(metrics | {"val/loss": mean, "se/val/loss": error}, weights_of(policy))
+    count = len(every)
+    above = sum((row.sum().item() - mean * len(row)) ** 2 for row in every)
+    metrics["all/se/val/loss"] = math.sqrt(count / (count - 1) * above) / sum(map(len, every))
+    return Outcome(metrics, weights_of(policy))
 
 
 def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outcome:
@@ -109,7 +112,8 @@ def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outco
         margin = margins(range(HELD_OUT))
     share = (margin > 0).float().mean().item()
     metrics["val/accuracy"] = share
-    metrics["se/val/accuracy"] = math.sqrt(share * (1 - share) / (HELD_OUT - 1))
+    share = (share * HELD_OUT + 2) / (HELD_OUT + 4)  # Agresti and Coull
+    metrics["se/val/accuracy"] = math.sqrt(share * (1 - share) / HELD_OUT)
     metrics["val/loss"] = (1 + (-margin).exp()).log().mean().item()
     return Outcome(metrics, weights_of(judge))
 

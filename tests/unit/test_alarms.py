@@ -1,15 +1,17 @@
 """Each alarm is raised by a recorded run that has its failure, and none by runs without one."""
 
+import itertools
 import json
-import math
 import random
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.tree import nodes
+from mrlhf.metrics.tally import standard_errors
 from mrlhf.run.alarms.history import History
 from mrlhf.run.alarms.rules import PAGE, RULES, Rule
 from mrlhf.run.alarms.watch import Watch, write_alarms
@@ -161,13 +163,43 @@ def test_held_out_results_that_fall_raise_an_alarm_with_the_key_that_helps(case)
 
 def test_noise_is_no_fall():
     noise = random.Random(7)
-    for share in (0.1, 0.5, 0.9):
-        for _ in range(60):
+    for rows, share in itertools.product((2, 3, 8, 50), (0.0, 0.1, 0.5, 0.9)):
+        for _ in range(20):
             watch = Watch()
             for step in range(20):
-                right = sum(noise.random() < share for _ in range(50)) / 50
-                error = math.sqrt(right * (1 - right) / 49)
-                assert not watch.look(step, {"val/t/acc@1": right, "se/val/t/acc@1": error})
+                right = [float(noise.random() < share) for _ in range(rows)]
+                rewards = [noise.gauss(share, 1.0) for _ in range(rows)]
+                values = {"val/t/acc@1": right, "val/u/reward_mean": rewards}
+                means = {name: fmean(each) for name, each in values.items()}
+                assert not watch.look(step, means | standard_errors(values)), (rows, share)
+
+
+def test_a_result_of_few_rows_that_all_turn_wrong_is_told_by_enough_of_them():
+    for rows, is_told in ((2, False), (50, True)):
+        watch = Watch()
+        found = []
+        for step, right in enumerate((0.2, 1.0, 0.0)):
+            values = [float(row < right * rows) for row in range(rows)]
+            measured = {"val/t/acc@1": fmean(values), "critic/score/mean": 0.5}
+            found += watch.look(step, measured | standard_errors({"val/t/acc@1": values}))
+        assert [alarm.name for alarm in found] == ["held_out"] * is_told
+
+
+def test_a_fall_is_told_once_and_an_old_spike_silences_no_alarm():
+    watch = Watch()
+    fallen = {"val/t/acc@1": 0.1, "se/val/t/acc@1": 0.01}
+    kls = {"actor/ppo_kl": 0.01, "actor/kl_loss": 0.1}
+    watch.look(0, {"val/t/acc@1": 0.9, "se/val/t/acc@1": 0.01})
+    (first,) = watch.look(1, fallen | kls)
+    assert (first.name, first.key) == ("held_out", "actor.kl_loss_coef")
+    later = watch.look(2, fallen | kls | {"actor/ppo_kl": 0.5})
+    assert [alarm.name for alarm in later] == ["kl_explosion"]
+
+    found = []
+    for step in range(3, 60):
+        far = {"actor/kl_loss": 9.0} if step > 55 else {}
+        found += watch.look(step, kls | far)
+    assert "actor/kl_loss is 9" in found[-1].message
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.1, 1200), (1.0, 120), (600.0, 5), (None, 5)])

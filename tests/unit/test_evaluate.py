@@ -93,12 +93,20 @@ def test_responses_that_no_term_judges_count_in_no_share_and_are_counted() -> No
 
 
 def test_errors_are_those_of_the_prompts() -> None:
-    right = [1.0, 0.0, 1.0, 1.0, math.nan, 0.0, 0.0, 0.0]
-    found = prompt_errors("val", scores([0.0] * 8, right), ["a", "a", "b", "a"], 2)
-    # Of a the prompts have 0.5, 1 and 0; of b it is not known.
-    assert found == {"se/val/a/acc@1": pytest.approx(0.5 / 3**0.5)}
-    found = prompt_errors("test_sampled", scores([1.0, 3.0, 7.0]), ["a", "a", "b"], 1)
-    assert found == {"se/test_sampled/a/reward_mean": pytest.approx(1.0)}
+    right = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, math.nan] * 2 + [math.nan] * 4
+    rewards = [0.0] * 16 + [0.0, 1.0, 1.0, 1.0]
+    sources = ["a"] * 8 + ["b", "c"]
+    found = prompt_errors("val", scores(rewards, right), sources, 2)
+    # Of a the prompts have 0.5, 1, 0 and 0, twice. Of the others nothing is right or wrong; one
+    # reward of 0.5 tells no error, and one of 1 is a share.
+    spread = (2 * (0.125**2 + 0.625**2 + 2 * 0.375**2) / 7) ** 0.5
+    share = 3 / 5
+    assert found == {
+        "se/val/a/acc@1": pytest.approx(spread / 8**0.5),
+        "se/val/c/reward_mean": pytest.approx((share * (1 - share)) ** 0.5),
+    }
+    found = prompt_errors("test_sampled", scores([1.0, 3.0] * 4 + [7.0]), ["a"] * 8 + ["b"], 1)
+    assert found == {"se/test_sampled/a/reward_mean": pytest.approx((8 / 7 / 8) ** 0.5)}
 
 
 def test_scores_must_fit_the_prompts() -> None:

@@ -24,7 +24,8 @@ function standardError(run, name, i) {
   if (measured && measured[i] !== null) return measured[i];
   const prompts = run.summary?.held_out_prompts;
   const value = run.metrics[name][i];
-  return prompts && name.endsWith("/acc@1") ? Math.sqrt((value * (1 - value)) / prompts) : null;
+  const share = (value * prompts + 2) / (prompts + 4);
+  return prompts && name.endsWith("/acc@1") ? Math.sqrt((share * (1 - share)) / prompts) : null;
 }
 
 // The courses of the metrics by which a run is judged: accuracies, where there are some, and the
@@ -41,8 +42,9 @@ function judgedCourses(run) {
 function hasFallen({ sign, points, best, last }) {
   if (best.error === null || last.error === null) return false;
   const pairs = Math.max(1, (points.length * (points.length - 1)) / 2);
-  const noise = Math.sqrt(2 * Math.log(pairs / CHANCE)) * Math.SQRT2 * Math.max(best.error, last.error);
-  return sign * (best.value - last.value) > noise;
+  const error = Math.max(...points.map((point) => point.error ?? 0));
+  const noise = Math.sqrt(2 * Math.log(pairs / CHANCE)) * Math.SQRT2 * error;
+  return noise > 0 && sign * (best.value - last.value) > noise;
 }
 
 // Where the model of a step is.

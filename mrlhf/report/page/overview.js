@@ -117,7 +117,7 @@ function origin(run) {
   if (model) parts.push(`model ${model}`);
   if (said.began) {
     const date = new Date(1000 * said.began).toISOString().slice(0, 16).replace("T", " ");
-    parts.push(`started ${date} UTC, ${duration(said.updated - said.began)}`);
+    parts.push(`last start ${date} UTC, ran ${duration(said.updated - said.began)}`);
   }
   if (said.host) parts.push(`${said.ranks} rank${said.ranks === 1 ? "" : "s"} on ${said.host}`);
   if (said.code) parts.push(`mrlhf ${said.code}`);

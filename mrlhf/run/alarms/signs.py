@@ -18,6 +18,7 @@ _LATEST = 5  # steps whose mean is compared with the beginning
 
 _REFERENCE_KLS = ("actor/reward_kl_penalty", "actor/kl_loss")
 _FALSE_ALARMS = 0.0001
+_FAULT_STEPS = 50  # a step that was too large has no part in what happens so many steps later
 _SLOW_SECONDS = 120.0
 _COLLAPSED = 0.1
 _MASTERED = 0.9
@@ -50,7 +51,8 @@ def faults(history: History) -> list[str]:
     Steps that are too large come alone; the score stands for a run that has no KL.
     """
     step_kl = "actor/ppo_kl"
-    if history.count(step_kl) and history.extremes(step_kl)[1] > upper_bound(step_kl):
+    latest = history.recent(step_kl, min(history.count(step_kl), _FAULT_STEPS))
+    if latest and max(latest) > upper_bound(step_kl):
         return [step_kl]
     kls = [name for name in _REFERENCE_KLS if history.count(name)]
     return kls or ["critic/score/mean"] * bool(history.count("critic/score/mean"))
@@ -69,8 +71,8 @@ def held_out(history: History, fault: str) -> str | None:
         last = max(values)
         pairs = max(1, math.comb(len(values), 2))
         bound = NormalDist().inv_cdf(1 - _FALSE_ALARMS / pairs)
-        noise = bound * math.sqrt(2) * max(errors[best], errors[last])
-        if abs(values[best] - values[last]) > noise:
+        noise = bound * math.sqrt(2) * max(errors.values())
+        if noise and abs(values[best] - values[last]) > noise:
             was, now = (
                 f"{values[at]:.3g} ± {errors[at]:.2g} after step {at}" for at in (best, last)
             )
@@ -81,7 +83,7 @@ def held_out(history: History, fault: str) -> str | None:
 def best_step(name: str, values: Mapping[int, float]) -> int:
     """The first step with the best value of a held-out result; a loss falls while a run learns."""
     best = min if name.endswith("loss") else max
-    return best(sorted(values), key=lambda step: values[step])
+    return best(values, key=lambda step: values[step])
 
 
 def entropy_collapse(history: History) -> str | None:
@@ -242,7 +244,7 @@ def slow_replica(history: History, role: str | None = None) -> str | None:
     name = "perf/slowest_replica" if role is None else f"perf/slowest_update/{role}"
     rank_name = "perf/slowest_replica_rank" if role is None else f"perf/slowest_update_rank/{role}"
     seconds = history.recent("timing_s/step", _LATEST)
-    steps = math.ceil(_SLOW_SECONDS / fmean(seconds)) if seconds else _LATEST
+    steps = math.ceil(_SLOW_SECONDS / max(fmean(seconds), 1e-3)) if seconds else _LATEST
     steps = min(RECENT, max(_LATEST, steps))
     slower = history.recent(name, steps)
     replicas = history.recent(rank_name, steps)

@@ -172,15 +172,22 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
 
 
 def prompt_errors(kind: str, scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
-    """The standard errors of `acc@1`, or of `reward_mean` if no term tells right from wrong."""
-    name, values = "acc@1", scores.correct
-    if values is None:
-        name, values = "reward_mean", scores.total.tolist()
-    means: dict[str, list[float]] = {}
+    """The standard errors of `acc@1`, or of `reward_mean` if nothing tells right from wrong."""
+    totals = scores.total.tolist()
+    correct = scores.correct or [math.nan] * len(totals)
+    right: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
     for prompt, source in enumerate(sources):
-        answers = values[prompt * n : prompt * n + n]
-        if not any(map(math.isnan, answers)):
-            means.setdefault(f"{kind}/{source}/{name}", []).append(fmean(answers))
+        rows = range(prompt * n, prompt * n + n)
+        rewards.setdefault(source, []).append(fmean(totals[row] for row in rows))
+        known = [correct[row] for row in rows if not math.isnan(correct[row])]
+        if known:
+            right.setdefault(source, []).append(fmean(known))
+
+    means = {}
+    for source in rewards:
+        name, values = ("acc@1", right) if source in right else ("reward_mean", rewards)
+        means[f"{kind}/{source}/{name}"] = values[source]
     return standard_errors(means)
 
 
