@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from mrlhf.config.methods import find_method
 from mrlhf.config.roots import AnyConfig, PPOConfig
@@ -18,6 +19,7 @@ from mrlhf.inference.installed import require_engine
 from mrlhf.metrics.trackers import check_trackers
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.families import family_of
+from mrlhf.models.published import published_model
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.checks import check
@@ -120,23 +122,28 @@ def _with_device(config: AnyConfig, world_size: int) -> tuple[AnyConfig, str]:
     kind = device_kind(config.distributed.device)
     if kind == "cuda" or config.distributed.device == "cpu":
         return config, _ON[kind]
-    is_large = world_size > cores() or _least_bytes(config) > host_memory_bytes()
+    is_large = world_size > cores() or _least_bytes(config, world_size) > host_memory_bytes()
     kind, other = ("cuda", "cpu") if is_large else ("cpu", "cuda")
     words = f"{_ON[kind]}, assumed; distributed.device={other} changes that"
     return with_keys(config, {"distributed.device": kind}), words
 
 
-def _least_bytes(config: AnyConfig) -> int:
-    """Bytes of all models together in float32, with gradients and states of those trained whole."""
+def _least_bytes(config: AnyConfig, world_size: int) -> int:
+    """Bytes of all replicas together in float32, with gradients and states of what trains whole."""
     total = 0
     for name, role in config.roles().items():
+        place = published_model(role.path)
+        if place is not None and not (Path(role.path) / "config.json").is_file():
+            role = role.model_copy(update={"path": str(place)})
         try:
             spec = spec_of_role(role, head_of(config, name))
         except (ConfigError, WeightError):
             continue  # that it is missing or wrong is told elsewhere
         shapes = family_of(spec).tensor_shapes(spec).values()
         is_whole = name in trained_models(config) and spec.lora is None
-        total += (16 if is_whole else 4) * sum(map(math.prod, shapes))
+        replicas = world_size // AxisSizes.of(role).ranks
+        of_weight = 8 * replicas + 8 if is_whole else 4 * replicas  # replicas share states
+        total += of_weight * sum(map(math.prod, shapes))
     return total
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from mrlhf.config import PPOConfig, load_config, parse_args
 from mrlhf.errors import ConfigError
@@ -57,6 +58,20 @@ def test_the_dry_run_accepts_it(path: Path) -> None:
     assert "memory of actor on a rank: weights " in found.text
     last = found.text.splitlines()[-1]
     assert last.startswith(f"what could be checked fits {_ranks(path)} rank")
+
+
+def test_memory_is_that_of_gpus_on_a_machine_of_many_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("auto means the GPU of this machine")
+    module = sys.modules["mrlhf.preflight.dry_run"]  # mrlhf.preflight has a function of that name
+    monkeypatch.setattr(module, "cores", lambda: 128)
+    monkeypatch.setattr(module, "host_memory_bytes", lambda: 256 * 10**9)
+    for path in FILES[-2:]:  # of 8 GPUs, and of 1 with adapters
+        found = dry_run(load_config(PPOConfig, str(path), []), _ranks(path))
+        device = "on a GPU" if _ranks(path) == 8 else "on a CPU"
+        assert re.search(rf"^memory of actor on a rank: .* {device}, assumed", found.text, re.M)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
