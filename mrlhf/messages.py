@@ -13,10 +13,16 @@ from typing import Any
 from mrlhf.errors import DataError
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_KEY = r"['\"](?:{})['\"]\s*:\s*"
-_FIRST_KEY = _KEY.format("role|from|content|value|messages|conversations")
-_SPEAKER = _KEY.format("role|from") + "['\"](?:system|developer|user|assistant|tool|human|gpt)['\"]"
-_MESSAGES_AS_TEXT = re.compile(rf"\s*\[?\s*\{{\s*(?={_FIRST_KEY}).*?{_SPEAKER}", re.DOTALL)
+_QUOTE = r"\\*['\"]"
+_KEY = rf"{_QUOTE}(?:{{}}){_QUOTE}\s*:\s*"
+_ROLE = rf"{_QUOTE}(?:system|developer|user|assistant|tool|human|gpt){_QUOTE}"
+_SPEAKER = _KEY.format("role|from") + _ROLE
+_CONTENT = _KEY.format("content|value")
+# As JSON, as Python or NumPy writes it, or encoded twice.
+_MESSAGES_AS_TEXT = re.compile(
+    rf"[\s\"']*(?:array\(\s*)?\[?\s*\{{(?=.*?{_SPEAKER})(?=.*?{_CONTENT})", re.DOTALL
+)
+_ARGUMENTS = ("arguments", "parameters", "input")  # what calls name them
 _LARGEST_WHOLE = 2.0**53
 
 
@@ -31,7 +37,7 @@ def read_message(message: Any) -> dict[str, Any]:
             f'must be an object with "role" and "content", found {type(message).__name__}'
         )
     read = {key: value for key, value in message.items() if value is not None}
-    calls = read.get("tool_calls") or []
+    calls = read.pop("tool_calls", None) or []
     for field in ("role", *([] if calls else ["content"])):
         if field not in read:
             hint = "" if "from" not in read else '; write "role" (user, assistant) and "content"'
@@ -82,7 +88,10 @@ def _call(call: Any) -> dict[str, Any]:
     given = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
         raise DataError('has a call that is no {"function": {"name", "arguments"}}')
-    arguments = given.get("arguments") or {}
+    key = next((key for key in _ARGUMENTS if given.get(key) is not None), "")
+    arguments = given.get(key, "")
+    if arguments == "":
+        arguments = {}
     try:
         is_object = isinstance(arguments, Mapping) or isinstance(json.loads(arguments), dict)
     except (TypeError, ValueError, RecursionError):
@@ -92,7 +101,8 @@ def _call(call: Any) -> dict[str, Any]:
 
     function = {"name": given["name"], "arguments": as_templates_show(arguments)}
     if "function" in call:
-        return {**call, "function": {**given, **function}}
+        others = {name: value for name, value in given.items() if name != key}
+        return {**call, "function": {**others, **function}}
     return {"type": "function", "function": function} | {k: call[k] for k in ("id",) if k in call}
 
 

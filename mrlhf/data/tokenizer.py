@@ -227,9 +227,16 @@ class Tokenizer:
         return whole
 
     def encode_response(self, text: str) -> list[int]:
-        """Tokens of a response: the tokens of its text, then eos, if that is not the last."""
+        """Tokens of a response: the tokens of its text, then eos, if that does not end it already.
+
+        Blanks behind an eos, as a chat template may write them, are left out.
+        """
         ids = self.encode(text)
-        return ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id]
+        if self.eos_id in ids:
+            end = len(ids) - ids[::-1].index(self.eos_id)
+            if not self.decode(ids[end:], skip_special_tokens=False).strip():
+                return ids[:end]
+        return [*ids, self.eos_id]
 
     def save_pretrained(self, directory: Path, pad_id: int | None = None) -> None:
         """Write the tokenizer's files into `directory`: those that it was loaded from, if it can.
@@ -289,7 +296,12 @@ def load_vocabulary(path: str | Path) -> dict[str, int]:
 
 def holds_tokenizer(directory: Path) -> bool:
     """Whether there is any file of a tokenizer in `directory`."""
-    return any((directory / name).is_file() for name in (CONFIG_FILE, *_VOCABULARIES))
+    return (directory / CONFIG_FILE).is_file() or holds_vocabulary(directory)
+
+
+def holds_vocabulary(directory: Path) -> bool:
+    """Whether there is a file of a tokenizer in `directory` that has its tokens."""
+    return any((directory / name).is_file() for name in _VOCABULARIES)
 
 
 def _set_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> None:
@@ -341,9 +353,10 @@ def _render(
             failures.append(error)
             continue
         calls = chain.from_iterable(message.get("tool_calls") or () for message in form)
-        objects = (call["function"]["arguments"] for call in calls)
-        # A template that wants text writes an object as Python does.
-        if as_text or not any(value and str(value) in text for value in objects):
+        objects = [str(call["function"]["arguments"]) for call in calls]
+        # A template that wants text writes an object as Python does, as contents may do too.
+        quoted = "\n".join(str(message.get("content")) for message in form)
+        if as_text or all(text.count(shown) <= quoted.count(shown) for shown in objects):
             return text
     raise failures[0]
 
@@ -356,7 +369,9 @@ def _with_arguments(message: Mapping[str, Any], as_text: bool, empty: str | None
     for call in message["tool_calls"]:
         arguments = call["function"]["arguments"]
         if as_text != isinstance(arguments, str):
-            arguments = json.dumps(arguments) if as_text else json.loads(arguments)
+            arguments = (
+                json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
+            )
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "content": message.get("content") or empty, "tool_calls": calls}
 

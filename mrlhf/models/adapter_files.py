@@ -321,7 +321,7 @@ def _check_pattern(where: str, pattern: str, is_matched: bool) -> None:
     if is_matched and (repetitions > 3 or pattern.count("(") > 4 or _OF_GROUP.search(pattern)):
         problem = "may take for ever; repeat no group, and at most three characters"
     try:
-        re.compile(rf"(.*\.)?({pattern})$")  # as peft uses it
+        re.compile(rf"(.*\.)?({pattern})$" if is_matched else pattern)  # as peft uses it
     except (re.error, RecursionError, OverflowError) as error:
         problem = f"is broken: {error}"
     if problem:

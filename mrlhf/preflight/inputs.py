@@ -22,7 +22,7 @@ from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.sft import SftExample, encode_sft
-from mrlhf.data.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer, load_vocabulary
+from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
@@ -33,7 +33,7 @@ from mrlhf.preflight.environments import (
     draw_episodes,
     read_environments,
 )
-from mrlhf.preflight.model_checks import head_of
+from mrlhf.preflight.model_checks import head_of, loads_weights
 from mrlhf.preflight.paths import InputPath
 from mrlhf.preflight.vocabulary import (
     Endings,
@@ -298,7 +298,8 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
         for name, role in config.roles().items()
         if Path(role.path).exists()
     }
-    _check_tokens(config, tokenizer)
+    if loads_weights(config):
+        _check_tokens(config, tokenizer)
     full_kl = isinstance(config, PPOConfig) and config.needs_full_kl
     check_vocabularies(sizes, tokenizer.highest_id, ("actor", "reference") if full_kl else ())
     if "actor" in sizes:
@@ -312,13 +313,17 @@ def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
     """Refuse models whose directories hold another tokenizer than the run's."""
     tokens: dict[str, int] = {}
     for name, role in config.roles().items():
-        if role.path == config.data.tokenizer or not holds_tokenizer(Path(role.path)):
+        if role.path == config.data.tokenizer or not holds_vocabulary(Path(role.path)):
+            continue
+        try:
+            own = load_vocabulary(role.path)
+        except DataError as error:  # no run reads it
+            logger.warning("%s: its tokens are not compared: %s", role.path, error)
             continue
         tokens = tokens or load_vocabulary(config.data.tokenizer)
         # A token that only pads is never read.
         pad = None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id
         read = {token: number for token, number in tokens.items() if number != pad}
-        own = load_vocabulary(role.path)
         check_tokens(read, own, f"{name}.path {role.path}", must_know=name == "reward_model")
 
 

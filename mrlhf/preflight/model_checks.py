@@ -84,7 +84,7 @@ def check_models(
     problems: list[str] = []
     remarks: list[str] = []
     specs: dict[str, ModelSpec | None] = {}
-    if _loads_weights(config):
+    if loads_weights(config):
         unchecked = set() if need_weights else set(without_weights(config))
     else:
         unchecked = set(config.roles())
@@ -139,7 +139,7 @@ def head_of(config: AnyConfig, name: str) -> Head:
 
 def without_weights(config: AnyConfig) -> list[str]:
     """The roles that load weights, but whose directories hold only a `config.json`."""
-    if not _loads_weights(config):
+    if not loads_weights(config):
         return []
     roles = []
     for name, role in config.roles().items():
@@ -160,7 +160,7 @@ def of_shipped_sizes(config: AnyConfig) -> list[str]:
     return lines
 
 
-def _loads_weights(config: AnyConfig) -> bool:
+def loads_weights(config: AnyConfig) -> bool:
     """Whether models begin with stored weights; supervised training may draw random ones."""
     return isinstance(config, PPOConfig) or config.model.init != "random"
 

@@ -7,6 +7,7 @@ but those of `rollout`.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 # Models round their rows up, or reserve some; more rows without a token than this are unusual.
 _USUAL_SHARE = 0.1
 _USUAL_COUNT = 1024
+# Tokens that a vocabulary keeps free for its users.
+_RESERVED = re.compile(r"reserved|unused|control|extra|dummy", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,13 @@ def check_tokens(
 ) -> None:
     """Refuse a model in whose own tokenizer the run's `tokens` have other ids; a ConfigError.
 
-    A model that can be trained may lack tokens. With `must_know` it is refused for that too.
+    A model that can be trained may lack tokens, or have reserved ones in their place. With
+    `must_know` it is refused for that too.
     """
     names = {number: token for token, number in own.items()}
     for token, number in sorted(tokens.items() - own.items(), key=lambda pair: pair[1]):
-        if must_know or number in names or token in own:
+        is_free = number not in names or _RESERVED.search(names[number]) is not None
+        if must_know or not is_free or token in own:
             raise ConfigError(
                 f"{place} has a tokenizer of its own, in which id {number} is "
                 f"{names.get(number)!r}; in data.tokenizer it is {token!r}, so the model would "

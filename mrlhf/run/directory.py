@@ -329,11 +329,17 @@ def _set_aside_after(directory: Path, named: Path) -> None:
     (directory / SUMMARY).unlink(missing_ok=True)
 
 
-def keep_aside(directory: Path, path: Path) -> None:
-    """Rename what is of an abandoned step, if it is there, by the newest number that is free."""
+def keep_aside(directory: Path, path: Path, is_replayed: bool) -> None:
+    """Rename what is of an abandoned step, if it is there, by the newest number that is free.
+
+    If the run does that step again, as after a crash, the number is 0, so that one copy is kept
+    however often it stops.
+    """
     number = max(1, _newest_number(directory))
-    kept = _aside(path, number + _aside(path, number).exists())
+    kept = _aside(path, 0 if is_replayed else number + _aside(path, number).exists())
     if path.exists():
+        if is_replayed:
+            shutil.rmtree(kept, ignore_errors=True)
         path.rename(kept)
         logger.warning("%s is not of this run's steps now, and is kept as %s", path, kept.name)
 

@@ -123,7 +123,8 @@ class Checkpoints:
             changes = self._run.changes
             if self._run.is_main_rank:
                 best = self._best_export.directory
-                changes.append(partial(keep_aside, self._run.output_dir, best))
+                is_replayed = self._section.resume == "auto"
+                changes.append(partial(keep_aside, self._run.output_dir, best, is_replayed))
             if not checkpoint.manifest.unfinished_step:  # this model is the first one to beat
                 row = (checkpoint.manifest.step, checkpoint.manifest.metrics)
                 changes.append(partial(self._best_export.after_step, *row))

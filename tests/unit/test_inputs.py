@@ -409,6 +409,24 @@ def _rename(vocab, added):
     end["content"] = "<end>"
 
 
+def _free(vocab, added):
+    """An ordinary token of the run stands where the model keeps one free."""
+    vocab["<reserved_0>"] = vocab.pop("9")
+
+
+def _empty(vocab, added):
+    """No vocabulary at all, as if only the configuration had been copied."""
+
+
+def test_a_model_may_keep_tokens_free_or_have_no_vocabulary(place):
+    _copy_with_tokenizer(place, "model", "model_free", _free)
+    _copy_with_tokenizer(place, "model", "model_empty", _empty)
+    for file in ("tokenizer.json", "tokenizer.model"):
+        (place / "model_empty" / file).unlink(missing_ok=True)
+    for path in ("model_free", "model_empty"):
+        read_ppo_inputs(ppo(actor__path=path)).reward.close()
+
+
 def test_models_with_another_tokenizer_than_the_runs_are_refused(place):
     """Its size says nothing; a model whose directory has none, or has further tokens, goes on."""
     _write_model(place / "scores", LlamaForSequenceClassification, 64)

@@ -192,6 +192,8 @@ def test_calls_of_other_forms_are_those_of_templates(family, tmp_path):
     assert ids(as_text, content=None) == expected
     assert ids(ADD, content=[{"type": "text", "text": ""}]) == expected
     assert ids({"id": "call00000", **function}) == expected
+    for key in ("parameters", "input"):
+        assert ids({"id": "call00000", "name": "add", key: {"a": 1}}) == expected
     assert ids({**ADD, "function": {**function, "arguments": {"a": 1.0}}}) == expected
 
 
@@ -200,6 +202,7 @@ WANTS_NONE = (  # and text, as the templates of DeepSeek do
     "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
     "{% endif %}{% endfor %}"
 )
+TO_JSON = ("c.function.arguments", "(c.function.arguments | tojson(ensure_ascii=False))")
 WRITES_TEXT = (
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
     "{{ c.function.name }}{{ c.function.arguments }}{% endfor %}{% endfor %}"
@@ -216,6 +219,14 @@ def test_a_template_may_take_arguments_as_text(template, tmp_path):
             ids = prompt_ids(tmp_path, tokenizer, [said_before, TOLD])
             assert 'add{"a": 1}' in tokenizer.decode(ids, False)
             assert "None" not in tokenizer.decode(ids, False)
+
+    # Text of other scripts stays as it is, and what a tool quotes as Python does decides nothing.
+    call = {**ADD, "function": {"name": "add", "arguments": {"a": "東"}}}
+    told = {**TOLD, "content": "{'a': '東'} is 3"}
+    for form in (template, template.replace(*TO_JSON)):
+        messages = [{"role": "assistant", "tool_calls": [call]}, told]
+        ids = prompt_ids(tmp_path, chat_tokenizer("qwen2.5", form), messages)
+        assert 'add{"a": "東"}' in tokenizer.decode(ids, False)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x.png"}}
@@ -273,6 +284,9 @@ def test_an_environment_may_say_messages_of_these_forms():
         str([ASK]),
         json.dumps({"messages": [ASK]}),
         json.dumps([OF_SHAREGPT], indent=1),
+        json.dumps([{"id": 1, "name": None, **ASK}]),
+        json.dumps(json.dumps([ASK])),
+        f"array([{ASK}], dtype=object)",
     ],
 )
 def test_messages_as_text_are_refused_in_every_column(text, tmp_path):
@@ -284,7 +298,8 @@ def test_messages_as_text_are_refused_in_every_column(text, tmp_path):
         encode = encode_sft if column == "response" else encode_preferences
         with pytest.raises(DataError, match=rf"a\.jsonl:1: '{column}' is a text that holds chat"):
             encode(read_rows([path]), tokenizer, max_length=999)
-    for other in ("[1, 2] is a list", '{"value": 3}', 'What does {"role": "user"} mean?'):
+    mail = '{"from": "system", "to": "user"}'
+    for other in ("[1, 2] is a list", '{"value": 3}', 'What does {"role": "user"} mean?', mail):
         prompt_ids(tmp_path, tokenizer, other)
 
 
@@ -325,3 +340,15 @@ def test_a_template_writes_the_day_that_is_given(family):
     for one in (tokenizer, tokenizer.ending_with([1])):
         text = one.apply_chat_template([ASK])
         assert "2020-02-03" in text or "03 Feb" in text
+
+
+def test_empty_calls_are_none_and_blanks_behind_an_end_are_left_out(tmp_path):
+    tokenizer = chat_tokenizer("qwen2.5")
+    last = {"role": "assistant", "content": "3", "tool_calls": []}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"chosen": [ASK, last], "rejected": [ASK, last | {"content": "4"}]}))
+    pairs = encode_preferences(read_rows([path]), tokenizer, max_length=999)
+    assert tokenizer.decode(pairs.chosen_ids[0], False).endswith("3<|im_end|>")
+    ended = tokenizer.encode_response("3<|im_end|>\n")
+    assert ended == tokenizer.encode_response("3")
+    assert tokenizer.encode_response("3<|im_end|>\n4")[-1] == tokenizer.eos_id
