@@ -27,8 +27,8 @@ def test_its_command_says_what_a_sequence_takes() -> None:
     output = succeed(run_commands(commands_of("docs/generation.md"), "--allow-missing"))
     # 13 tokens take one block of 16.
     factors = "2 x 4 layers x 2 KV heads x 16 x 4 bytes x 16 tokens"
-    assert f"a sample at full length: {factors} = 16384 bytes" in output
-    assert "rollout.kv_cache_mb 1 = 1048576 bytes: 64 samples at full length" in output
+    assert f"a sample at full length: {factors} = 16.38 kB" in output
+    assert "rollout.kv_cache_mb 1 = 1.049 MB: 64 samples at full length" in output
 
 
 def test_its_program_prints_what_the_page_says() -> None:

@@ -61,9 +61,10 @@ def test_a_clone_is_found_from_the_folder_above_it(tmp_path: Path) -> None:
 
     (editable,) = (clone / "dist").glob("*.whl")
     zipfile.ZipFile(editable).extractall(tmp_path / "site")
+    # Without this environment's packages, among which is the clone that is tested.
     script = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import mrlhf; "
     found = f"assert mrlhf.__file__ == {str(clone / 'mrlhf/__init__.py')!r}"
-    _python("-c", script + found, cwd=tmp_path)
+    _python("-S", "-c", script + found, cwd=tmp_path)
 
 
 def _run(installed: Path, commands: list[str], *more: str, cwd: Path) -> str:

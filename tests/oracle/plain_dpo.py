@@ -6,6 +6,7 @@ shares no code with mrlhf but the type of the pairs; the formulas are written ou
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ def train(
     metrics |= {"dpo/optimizer_steps": 1, "dpo/skipped_steps": 0, "dpo/lr": LR}
     with torch.no_grad():
         _, held_out = _mini_batch("val", policy, frozen, pairs, range(HELD_OUT), method)
+    share = (held_out["val/rewards/accuracies"] * HELD_OUT + 2) / (HELD_OUT + 4)  # Agresti, Coull
+    held_out["se/val/rewards/accuracies"] = math.sqrt(share * (1 - share) / HELD_OUT)
     return Outcome(metrics | held_out, weights_of(policy))
 
 
