@@ -77,11 +77,10 @@ def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcom
         every = [losses(example) for example in examples]
     metrics["val/loss"] = torch.cat(every[:HELD_OUT]).mean().item()
     mean = torch.cat(every).mean().item()
-    metrics["all/val/loss"] = mean
     # Of a ratio of two sums: https://en.wikipedia.org/wiki/Ratio_estimator
     count = len(every)
     above = sum((row.sum().item() - mean * len(row)) ** 2 for row in every)
-    metrics["all/se/val/loss"] = math.sqrt(count / (count - 1) * above) / sum(map(len, every))
+    metrics["se/val/loss"] = math.sqrt(count / (count - 1) * above) / sum(map(len, every))
     return Outcome(metrics, weights_of(policy))
 
 
