@@ -129,10 +129,29 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
         f"run > {trace}; : > {trace}; exec > {trace}; cat <<< x > {trace}",
         f"PATH=/bin:/usr/bin; run ${{X:=$({evil})}} $(({evil.replace(' ', '+')}))",
         f"enable {evil}; BASH_ENV={trace}; LD_PRELOAD={trace}; IFS=/; run $LD_PRELOAD $IFS",
+        f"V='a[$(>{trace})]'; test $V -eq 1; [ $V -eq 1 ]; [[ -v $V ]]; [ -v $V ]; [[ -n ${{!V}} ]]",
+        f"V='a[$(>{trace})]'; printf -v $V 1; for ((V; V < 1; V++)); do :; done; let $V; unset $V",
         f"trap '{evil}' EXIT DEBUG; f() {{ {evil}; }}; f; coproc {evil}",
     ):
         _found(line)
         assert not trace.exists(), line
+    # Two parts join to code where bash expands an index or computes: 2 is what the code prints.
+    (tmp_path / "two").write_text("2")
+    for code in ("(printf 2)", f"(<{tmp_path}/two)"):
+        for joined in (
+            f"V='B[$'; W='{code}]'; run ${{A[$V$W]}}",
+            f"V='B[$'; W='{code}]'; run ${{HOME:0:$V$W}}",
+            f"run ${{A[B[\\${code}]]}}",
+            f'run ${{A[B["$"{code}]]}}',
+            f"run ${{A[$'B[\\x24{code}]']}}",
+            f"run ${{A[B[$'\\x24'{code}]]}}",
+            f"E=; run ${{A[${{E:-B[$}}{code}]]}}",
+            f"run ${{A[$({code[1:-1]});{code}]}}",
+            f"run $(({code[1:-1]});{code})",
+        ):
+            found = _found(f"A=(p q r s t u); B=(0 0 5); {joined}")
+            runs = [words for words in found if words[0] == "run"]
+            assert not {"u", "2", "22"} & {*sum(runs, [])}, joined
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,13 @@ _TESTS = ("test_command", "compound_statement", "negated_command", "list")
 _BY_DEFAULT = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
 _PLAIN = re.compile(r"[\w./:,@%^=-]*")
 _ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)|\+\+|--")
-# A value is never code to bash: these may not occur in one, and are put back afterwards.
-_HIDDEN = {"$(": "\x1c", "`": "\x1d"}
-_STARTS_PROGRAMS = re.compile(r"`|\$\((?!\()|[<>]\(|\$\{!|@[A-Za-z]\}|\$\[")
+# A value is never code to bash, not even beside another: these stand for what begins code.
+_HIDDEN = {"$": "\x1c", "(": "\x1f", "`": "\x1d"}
+# Besides what starts programs: a `$` that quotes keep apart from a `(`, until an index joins them.
+_STARTS_PROGRAMS = re.compile(
+    r"`|\$\(|[<>]\(|\$\{!|@[A-Za-z]\}|\$\[|\$(?![\w{#@*?!$-]).*\(", re.DOTALL
+)
+_ARITHMETIC = re.compile(r"(?:[\w\s+\-*/%<>=!&|^~?:,();#}]|\$\{|\$\w)*")
 
 
 @dataclass(frozen=True)
@@ -337,6 +342,11 @@ class Script:
             return [text]
         values: dict[str, Any] = {}
         source = self._rendered(node, values, is_test)
+        if "\\$" in source:
+            values["__dollar"] = "$"
+            source = re.sub(
+                r"\\(.)", lambda m: "${__dollar}" if m[1] == "$" else m[0], source, flags=re.S
+            )
         taken = {name: self.variables[name] for name in _names(node) & self.variables.keys()}
         is_unsafe = _STARTS_PROGRAMS.search(source) is not None
         if is_test and UNKNOWN in "".join(map("".join, (*values.values(), *taken.values()))):
@@ -363,6 +373,9 @@ class Script:
         if kind == "raw_string":
             original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", _text(node)[1:-1])
             return f'"{put(original)}"'
+        if kind == "ansi_c_string":
+            original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", _text(node))
+            return f'"{put("".join(_asked_bash(f"__v={original}") or [_unknown(original)]))}"'
         if kind == "command_substitution":
             return put(self._output(node))
         if kind == "arithmetic_expansion":
@@ -409,6 +422,7 @@ class Script:
         names = _names(node) & self.variables.keys()
         taken = {**{name: self.variables[name] for name in names}, **values}
         is_known = _names(node) <= names and not _ASSIGNS.search(source)
+        is_known = is_known and _is_arithmetic(source.removeprefix("$((").removesuffix("))"))
         for value in taken.values():
             is_known = is_known and re.fullmatch(r"[-+]?\w+", "".join(value)) is not None
         pairs = [part for pair in taken.items() for part in pair if isinstance(part, str)]
@@ -449,6 +463,12 @@ def _unknown(text: str) -> str:
 
 def _text(node: Node | None) -> str:
     return "" if node is None or node.text is None else node.text.decode()
+
+
+def _is_arithmetic(source: str) -> bool:
+    """Whether bash reads $((source)) as numbers, and not as $(...) of a program in brackets."""
+    depths = list(accumulate({"(": 1, ")": -1}.get(one, 0) for one in f" {source}"))
+    return bool(_ARITHMETIC.fullmatch(source)) and min(depths) == depths[-1] == 0
 
 
 def _names(node: Node) -> set[str]:
