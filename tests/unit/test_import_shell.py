@@ -139,7 +139,7 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     (tmp_path / "two").write_text("2")
     for code in ("(printf 2)", f"(<{tmp_path}/two)"):
         for joined in (
-            f"V='B[$'; W='{code}]'; run ${{A[$V$W]}}",
+            f"V='B[$'; W='{code}]'; run \"${{A[$V$W]}}${{B[0]}}\"",
             f"V='B[$'; W='{code}]'; run ${{HOME:0:$V$W}}",
             f"run ${{A[B[\\${code}]]}}",
             f'run ${{A[B["$"{code}]]}}',
@@ -149,9 +149,9 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
             f"run ${{A[$({code[1:-1]});{code}]}}",
             f"run $(({code[1:-1]});{code})",
         ):
-            found = _found(f"A=(p q r s t u); B=(0 0 5); {joined}")
+            found = _found(f"A=(p q r s t u); B=(0 0 5); {joined} ${{B[0]}}")
             runs = [words for words in found if words[0] == "run"]
-            assert not {"u", "2", "22"} & {*sum(runs, [])}, joined
+            assert not {"u", "2", "22", "u0"} & {*sum(runs, [])}, joined
 
 
 @pytest.mark.parametrize(
