@@ -44,11 +44,20 @@ run a.b=1 \
     # a comment ends the command
 export Z="x y"; W=${Z// /_}
 run $W
+inner() { local N=$1; declare P=$1; run $N; [ $1 = 3 ] && return; run after; }
+inner 3; inner 4; run $N $P
+for one in 1 2 3 4; do [ $one = 2 ] && continue; [ $one = 4 ] && break; LAST=$one; run $one; done
+test "$LAST" = 3 && T=4 || T=5; test $LAST -gt 3 || U=6; ( T=7; run $T ); run $T $U
+while true; do V=8; break; done 2> /dev/null; run $LAST
+run_it="run a.b=1 c=d"; eval $run_it; eval run "$N"
+set -- a=b "c d"; run "$@" $1 $#
 read -r -d '' ARGUMENTS <<EOF
  --one "$N" \
  --two
 EOF
 run $ARGUMENTS
+if true; then run last; exit 0; fi
+run not-reached
 """
 
 
@@ -92,6 +101,11 @@ def test_words_are_those_of_bash(tmp_path: Path) -> None:
         ("run x=$((FROM_OUTSIDE * 2))", "$((FROM_OUTSIDE * 2))"),
         ("run x=${!NAME}", "${!NAME}"),
         ("A=(1 2); A[7]=3; run x=${A[0]}", "$A"),
+        ("X=1; grep -q H100 /proc/x 2> /dev/null && X=2; run x=$X", "$X"),
+        ("which other && X=1 || X=2; run x=$X", "$X"),
+        ("f() { if other; then X=1; return; fi; X=2; }; f; run x=$X", "$X"),
+        ("X=1; while other; do X=2; break; done; run x=$X", "$X"),
+        ("for X in 1 2; do if other; then break; fi; done; run x=$X", "$X"),
     ],
 )
 def test_what_only_a_run_could_tell_is_marked(text: str, unknown: str) -> None:
@@ -102,6 +116,20 @@ def test_what_only_a_run_could_tell_is_marked(text: str, unknown: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        'A="x=1 y=2"; if [[ $OUTSIDE == 1 ]]; then A+=" z=3"; fi; run $A w=4',
+        'A=(x=1 y=2); if other; then A+=(z=3); else A+=(z=4); fi; run "${A[@]}" w=4',
+        'A="x=1 y=2 z=3"; grep -q x y && A="x=1 y=2"; run $A w=4',
+    ],
+)
+def test_what_branches_share_is_kept(text: str) -> None:
+    [words] = [words for words in _found(text) if words[0] == "run"]
+    assert words == ["run", "x=1", "y=2", f"{UNKNOWN}$A{UNKNOWN}", "w=4"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[ -z "$M" ] && { echo "set M"; exit 1; }; run lr=7',
         'P=7; bash -c "run lr=$P"',
         "export P=7; srun --nodes=1 bash -lc 'cd /x && A=1 run lr=$P'",
         "P=7\nsbatch <<EOF\n#!/bin/bash\nrun lr=$P\nEOF",

@@ -31,6 +31,7 @@ _MOST_STEPS = 4_000  # statements, those of a loop each time
 _LONGEST = 100_000  # characters of a value; bash takes no argument that is longer than 128 KiB
 _RUNNERS = ("bash", "sh", "zsh", "eval", "ssh", "sbatch", "su", "tmux", "screen")
 _TESTS = ("test_command", "compound_statement", "negated_command", "list")
+_ASKS = {"test", "grep", "egrep", "which", "command", "type", "hash", "pgrep", "diff", "cmp"}
 _BY_DEFAULT = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
 _PLAIN = re.compile(r"[\w./:,@%^=-]*")
 _ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)|\+\+|--")
@@ -61,6 +62,9 @@ class Script:
     notes: list[str] = field(default_factory=list)  # what could not be followed
     _functions: dict[str, Node] = field(default_factory=dict)
     _arguments: list[str] | None = None  # of a function
+    _locals: dict[str, Any] | None = None  # what its own variables hide
+    _stop: str = ""  # return, break, continue, exit, or fail: an exit that tells of a fault
+    _left: list[dict[str, Any]] = field(default_factory=list)  # variables of branches that stopped
     _is_certain: bool = True
     _first_line: int = 1
     _steps: int = 0
@@ -78,7 +82,7 @@ class Script:
             for node in root.children:
                 if node.type == "command" and _text(node).split()[:1] == ["exit"]:
                     break
-                self._follow(node)
+                self._follow_all([node])
         except RecursionError:
             raise ConfigError("the script is nested too deep") from None
 
@@ -88,7 +92,8 @@ class Script:
     def _follow_all(self, nodes: Iterable[Node]) -> bool | None:
         status: bool | None = True
         for node in nodes:
-            status = self._follow(node)
+            if not self._stop:
+                status = self._follow(node)
         return status
 
     def _follow(self, node: Node) -> bool | None:
@@ -130,11 +135,22 @@ class Script:
         """Note a command, and follow it if it is a function or starts another shell."""
         name = words[0]
         if name in self._functions:
-            outer = self._arguments
-            self._arguments = words[1:]
-            status = self._follow(self._functions[name])
-            self._arguments = outer
+            outer = self._arguments, self._locals
+            self._arguments, self._locals = words[1:], {}
+            status = self._follow_until(("return",), [self._functions[name]])
+            for one, value in self._locals.items():
+                self._set(one, value)
+            self._arguments, self._locals = outer
             return status
+        if name in ("return", "break", "continue", "exit"):
+            is_fault = name == "exit" and words[1:] not in ([], ["0"])
+            self._stop = "fail" if is_fault else name
+            return None
+        if name == "test":
+            return self._is_true(node)
+        if name == "set" and "--" in words:
+            self._arguments = words[words.index("--") + 1 :]
+            return True
         if name in ("true", ":", "false"):
             return name != "false"
         if name in ("read", "mapfile", "readarray", "let", "getopts"):
@@ -145,9 +161,36 @@ class Script:
         elif name in ("source", "."):
             self.notes.append(f"line {self._line(node)}: {_shown(' '.join(words))} was not read")
         else:
-            self.commands.append(Command(words, self._line(node), self._is_certain))
+            if name != "eval":
+                self.commands.append(Command(words, self._line(node), self._is_certain))
             self._follow_texts(words, node, self.variables if inside is None else inside)
         return None
+
+    def _set(self, name: str, value: Any) -> None:
+        self.variables.pop(name, None)
+        if value is not None:
+            self.variables[name] = value
+
+    def _follow_until(self, stops: tuple[str, ...], *branches: list[Node]) -> bool | None:
+        """Follow a function or a loop, up to a `return`, or to a `break`."""
+        outer, self._left = self._left, []
+        is_one = len(branches) == 1
+        status = self._follow_all(branches[0]) if is_one else self._follow_one_of([*branches])
+        if self._stop in stops:
+            self._stop = ""
+        self._merge([dict(self.variables), *self._left])
+        self._left = outer
+        return status
+
+    def _follow_subshell(self, node: Node) -> bool | None:
+        before = dict(self.variables)
+        status = self._follow_children(node)
+        self.variables.clear()
+        self.variables |= before
+        self._stop = ""
+        return status
+
+    _follow_pipeline = _follow_subshell
 
     def _follow_texts(self, words: list[str], node: Node, inside: dict[str, Any]) -> None:
         """Follow the words that are scripts: `bash -c`, `eval`, `ssh`, `sbatch --wrap`."""
@@ -209,7 +252,13 @@ class Script:
         return True
 
     def _follow_declaration_command(self, node: Node) -> bool:
-        self._follow_all(c for c in node.named_children if c.type == "variable_assignment")
+        for child in node.named_children:
+            name = re.split(r"\W", _text(child.child_by_field_name("name") or child))[0]
+            is_own = _text(node.children[0]) in ("local", "declare", "typeset")
+            if is_own and self._locals is not None and name not in self._locals:
+                self._locals[name] = self.variables.get(name)
+            if child.type == "variable_assignment":
+                self._follow(child)
         return True
 
     def _follow_unset_command(self, node: Node) -> bool:
@@ -235,11 +284,12 @@ class Script:
         first = node.named_children[0]
         is_and = any(child.type == "&&" for child in node.children)
         status = self._follow(first)
-        if status is None and first.type in _TESTS:
+        asks = {part.split()[0] for part in _text(first).split("|") if part.split()} & _ASKS
+        if status is None and (first.type in _TESTS or asks):
             return self._follow_one_of([node.named_children[1:], []])
         # A command is taken to succeed.
         goes_on = (status is not False) is is_and
-        return self._follow_all(node.named_children[1:]) if goes_on else status
+        return self._follow_branch(node.named_children[1:]) if goes_on else status
 
     def _follow_if_statement(self, node: Node) -> bool | None:
         """Follow the branch that is taken; if that is unknown, each by itself."""
@@ -276,26 +326,35 @@ class Script:
         words = self._words(node.children_by_field_name("value"))
         if UNKNOWN in "".join(words):
             self.variables[name] = _unknown(f"${name}")
-            return self._follow_one_of([node.children[-1:], []])
+            return self._follow_until(("break", "continue"), node.children[-1:], [])
+        outer, self._left = self._left, []
         for word in words:
             self.variables[name] = word
-            self._follow(node.children[-1])
+            self._follow_all(node.children[-1:])
+            self._stop = "" if self._stop == "continue" else self._stop
+            if self._stop:
+                break
+        self._stop = "" if self._stop == "break" else self._stop
+        self._merge([dict(self.variables), *self._left])
+        self._left = outer
         return None
 
     def _follow_while_statement(self, node: Node) -> bool | None:
         # A loop over arguments ends at once, since there are none.
         is_of_arguments = re.search(r"\$[#1]|getopts", _text(node.named_children[0]))
-        return None if is_of_arguments else self._follow_one_of([node.children[-1:], []])
+        if is_of_arguments:
+            return None
+        return self._follow_until(("break", "continue"), node.children[-1:], [])
 
     def _follow_c_style_for_statement(self, node: Node) -> bool | None:
         name = _text(node).partition("((")[2].partition("=")[0].strip()
         self.variables[name] = _unknown(f"${name}")
-        return self._follow_one_of([node.children[-1:], []])
+        return self._follow_until(("break", "continue"), node.children[-1:], [])
 
     def _follow_one_of(self, branches: list[list[Node]]) -> bool | None:
         """Follow each branch from here on; what they leave different is unknown."""
         if len(branches) == 1:
-            self._follow_all(branches[0])
+            self._follow_branch(branches[0])
             return None
         before = dict(self.variables)
         was_certain = self._is_certain
@@ -305,13 +364,26 @@ class Script:
             self.variables.clear()
             self.variables |= before
             self._follow_all(branch)
-            after.append(dict(self.variables))
+            if not self._stop:
+                after.append(dict(self.variables))
+            elif self._stop not in ("exit", "fail"):
+                self._left.append(dict(self.variables))
+            self._stop = ""
         self._is_certain = was_certain
-        for name in {name for variables in after for name in variables}:
-            values = [variables.get(name) for variables in after]
-            is_same = all(value == values[0] for value in values)
-            self.variables[name] = values[0] if is_same else _unknown(f"${name}")
+        self._merge(after or [before])
         return None
+
+    def _follow_branch(self, nodes: list[Node]) -> bool | None:
+        """Follow the branch that is taken; a script that only tells of a fault goes on."""
+        status = self._follow_all(nodes)
+        if self._stop == "fail":
+            self._stop = ""
+        return status
+
+    def _merge(self, after: list[dict[str, Any]]) -> None:
+        """Keep what is the same after each branch."""
+        for name in {name for variables in after for name in variables}:
+            self._set(name, _shared([variables.get(name) for variables in after], name))
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
         """The words that these become."""
@@ -450,6 +522,23 @@ class Script:
 def unknown_parts(text: str) -> list[str]:
     """The parts of a word that are unknown."""
     return text.split(UNKNOWN)[1::2]
+
+
+def _shared(values: list[Any], name: str) -> Any:
+    """What the values have in common at their beginning, by words, and an unknown word."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    if None in values or len({type(value) for value in values}) > 1:
+        return _unknown(f"${name}")
+    is_text = isinstance(values[0], str)
+    words = [re.findall(r"\s*\S+", value) if is_text else value for value in values]
+    same: list[str] = []
+    for word, *others in zip(*words, strict=False):
+        if any(other != word for other in others):
+            break
+        same.append(word)
+    unknown = _unknown(f"${name}")
+    return ("".join(same) + " " * bool(same) + unknown) if is_text else [*same, unknown]
 
 
 def _shown(text: str) -> str:
