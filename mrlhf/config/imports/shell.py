@@ -222,7 +222,10 @@ class Script:
             if names[:1] == ["read"]:
                 self.variables[names[-1]] = text.rstrip("\n")
                 return True
-            if names[:1] in (["cat"], ["tee"]) or not {*names}.isdisjoint(_RUNNERS):
+            is_data = re.search(r"\.(ya?ml|jsonl?|py|toml|txt|md)\b", _text(node).split("\n")[0])
+            if (names[:1] in (["cat"], ["tee"]) and not is_data) or not {*names}.isdisjoint(
+                _RUNNERS
+            ):
                 self._follow_text(text, dict(self.variables), self._line(redirect))
             self._follow_all(
                 c for c in redirect.named_children if c.type in ("pipeline", "command")

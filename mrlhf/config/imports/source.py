@@ -248,7 +248,10 @@ def _pairs(system: System, words: list[str]) -> Iterator[tuple[str, Any]]:
             pair = _HYDRA.fullmatch(word)
             option = _OPTION.fullmatch(word)
             if pair:
-                yield pair[1], _value(pair[2])
+                # Hydra's {a:1} is YAML's {a: 1}.
+                is_dict = pair[2].startswith("{")
+                text = re.sub(r"([{,]\s*[\w.]+):(?=\S)", r"\1: ", pair[2]) if is_dict else pair[2]
+                yield from leaves({pair[1]: _value(text)})
             elif option:
                 yield f"--{option[1]}", _value(option[2] or later)
         return
