@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.config.imports.shell import UNKNOWN, Script
+from mrlhf.config.imports.shell import Script
+from mrlhf.config.imports.words import UNKNOWN
 from mrlhf.errors import ConfigError
 
 # Each line of a script that starts `run` is compared with bash, word by word.
@@ -157,7 +158,7 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
         f"run > {trace}; : > {trace}; exec > {trace}; cat <<< x > {trace}",
         f"PATH=/bin:/usr/bin; run ${{X:=$({evil})}} $(({evil.replace(' ', '+')}))",
         f"enable {evil}; BASH_ENV={trace}; LD_PRELOAD={trace}; IFS=/; run $LD_PRELOAD $IFS",
-        f"V='a[$(>{trace})]'; test $V -eq 1; [ $V -eq 1 ]; [[ -v $V ]]; [ -v $V ]; [[ -n ${{!V}} ]]",
+        f"V='a[$(>{trace})]'; test $V -eq 1; [ $V -eq 1 ]; [[ -v $V ]]; [ -v $V ]",
         f"V='a[$(>{trace})]'; printf -v $V 1; for ((V; V < 1; V++)); do :; done; let $V; unset $V",
         f"trap '{evil}' EXIT DEBUG; f() {{ {evil}; }}; f; coproc {evil}",
     ):
@@ -179,7 +180,7 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
         ):
             found = _found(f"A=(p q r s t u); B=(0 0 5); {joined} ${{B[0]}}")
             runs = [words for words in found if words[0] == "run"]
-            assert not {"u", "2", "22", "u0"} & {*sum(runs, [])}, joined
+            assert not {"u", "2", "22", "u0"} & {word for words in runs for word in words}, joined
 
 
 @pytest.mark.parametrize(

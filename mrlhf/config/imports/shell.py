@@ -12,20 +12,25 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 import re
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
+from mrlhf.config.imports.words import (
+    UNKNOWN,
+    asked_bash,
+    is_arithmetic,
+    names_of,
+    shared,
+    shown,
+    text_of,
+    unknown,
+)
 from mrlhf.errors import ConfigError
 
-UNKNOWN = "\x1e"
 _LANGUAGE = Language(tree_sitter_bash.language())
 _MOST_STEPS = 4_000  # statements, those of a loop each time
 _LONGEST = 100_000  # characters of a value; bash takes no argument that is longer than 128 KiB
@@ -35,13 +40,10 @@ _ASKS = {"test", "grep", "egrep", "which", "command", "type", "hash", "pgrep", "
 _BY_DEFAULT = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
 _PLAIN = re.compile(r"[\w./:,@%^=-]*")
 _ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)|\+\+|--")
-# A value is never code to bash, not even beside another: these stand for what begins code.
-_HIDDEN = {"$": "\x1c", "(": "\x1f", "`": "\x1d"}
 # Besides what starts programs: a `$` that quotes keep apart from a `(`, until an index joins them.
 _STARTS_PROGRAMS = re.compile(
     r"`|\$\(|[<>]\(|\$\{!|@[A-Za-z]\}|\$\[|\$(?![\w{#@*?!$-]).*\(", re.DOTALL
 )
-_ARITHMETIC = re.compile(r"(?:[\w\s+\-*/%<>=!&|^~?:,();#}]|\$\{|\$\w)*")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Script:
         root = Parser(_LANGUAGE).parse(text.encode()).root_node
         try:
             for node in root.children:
-                if node.type == "command" and _text(node).split()[:1] == ["exit"]:
+                if node.type == "command" and text_of(node).split()[:1] == ["exit"]:
                     break
                 self._follow_all([node])
         except RecursionError:
@@ -155,11 +157,11 @@ class Script:
             return name != "false"
         if name in ("read", "mapfile", "readarray", "let", "getopts"):
             names = [word.partition("=")[0].rstrip("+-*/") for word in words[1:]]
-            self.variables |= {one: _unknown(f"${one}") for one in names if one.isidentifier()}
+            self.variables |= {one: unknown(f"${one}") for one in names if one.isidentifier()}
         elif name == "shift" and self._arguments:
             del self._arguments[: int(words[1]) if words[1:] and words[1].isdecimal() else 1]
         elif name in ("source", "."):
-            self.notes.append(f"line {self._line(node)}: {_shown(' '.join(words))} was not read")
+            self.notes.append(f"line {self._line(node)}: {shown(' '.join(words))} was not read")
         else:
             if name != "eval":
                 self.commands.append(Command(words, self._line(node), self._is_certain))
@@ -213,16 +215,16 @@ class Script:
 
     def _follow_redirected_statement(self, node: Node) -> bool | None:
         body = node.child_by_field_name("body")
-        names = _text(body).split()
+        names = text_of(body).split()
         for redirect in (one for one in node.named_children if one.type == "heredoc_redirect"):
             parts = {child.type: child for child in redirect.children}
-            text = _text(parts["heredoc_body"]) if "heredoc_body" in parts else ""
-            if text and _text(parts["heredoc_start"])[0] not in "'\"\\":
+            text = text_of(parts["heredoc_body"]) if "heredoc_body" in parts else ""
+            if text and text_of(parts["heredoc_start"])[0] not in "'\"\\":
                 text = "".join(self._expand(parts["heredoc_body"], '__v="{}"'))
             if names[:1] == ["read"]:
                 self.variables[names[-1]] = text.rstrip("\n")
                 return True
-            is_data = re.search(r"\.(ya?ml|jsonl?|py|toml|txt|md)\b", _text(node).split("\n")[0])
+            is_data = re.search(r"\.(ya?ml|jsonl?|py|toml|txt|md)\b", text_of(node).split("\n")[0])
             if (names[:1] in (["cat"], ["tee"]) and not is_data) or not {*names}.isdisjoint(
                 _RUNNERS
             ):
@@ -235,7 +237,7 @@ class Script:
     def _follow_variable_assignment(self, node: Node) -> bool:
         target = node.child_by_field_name("name")
         value = node.child_by_field_name("value")
-        name, _, index = _text(target).removesuffix("]").partition("[")
+        name, _, index = text_of(target).removesuffix("]").partition("[")
         old = self.variables.get(name)
         new: Any = ""
         if value is not None:
@@ -243,7 +245,7 @@ class Script:
             new = found if value.type == "array" else "".join(found)
         if index:
             is_next = isinstance(old, list) and index == str(len(old))
-            new = [*(old or []), new] if is_next else _unknown(f"${name}")
+            new = [*(old or []), new] if is_next else unknown(f"${name}")
         elif node.children[1].type == "+=" and old is not None:
             if isinstance(old, list):
                 new = [*old, *new] if isinstance(new, list) else [old[0] + new, *old[1:]]
@@ -256,8 +258,8 @@ class Script:
 
     def _follow_declaration_command(self, node: Node) -> bool:
         for child in node.named_children:
-            name = re.split(r"\W", _text(child.child_by_field_name("name") or child))[0]
-            is_own = _text(node.children[0]) in ("local", "declare", "typeset")
+            name = re.split(r"\W", text_of(child.child_by_field_name("name") or child))[0]
+            is_own = text_of(node.children[0]) in ("local", "declare", "typeset")
             if is_own and self._locals is not None and name not in self._locals:
                 self._locals[name] = self.variables.get(name)
             if child.type == "variable_assignment":
@@ -266,11 +268,11 @@ class Script:
 
     def _follow_unset_command(self, node: Node) -> bool:
         for child in node.named_children:
-            self.variables.pop(_text(child), None)
+            self.variables.pop(text_of(child), None)
         return True
 
     def _follow_function_definition(self, node: Node) -> bool:
-        self._functions[_text(node.child_by_field_name("name"))] = node.children[-1]
+        self._functions[text_of(node.child_by_field_name("name"))] = node.children[-1]
         return True
 
     def _follow_compound_statement(self, node: Node) -> bool | None:
@@ -287,7 +289,7 @@ class Script:
         first = node.named_children[0]
         is_and = any(child.type == "&&" for child in node.children)
         status = self._follow(first)
-        asks = {part.split()[0] for part in _text(first).split("|") if part.split()} & _ASKS
+        asks = {part.split()[0] for part in text_of(first).split("|") if part.split()} & _ASKS
         if status is None and (first.type in _TESTS or asks):
             return self._follow_one_of([node.named_children[1:], []])
         # A command is taken to succeed.
@@ -325,10 +327,10 @@ class Script:
         return self._follow_one_of([*possible, []] if UNKNOWN in value else possible or [[]])
 
     def _follow_for_statement(self, node: Node) -> bool | None:
-        name = _text(node.child_by_field_name("variable"))
+        name = text_of(node.child_by_field_name("variable"))
         words = self._words(node.children_by_field_name("value"))
         if UNKNOWN in "".join(words):
-            self.variables[name] = _unknown(f"${name}")
+            self.variables[name] = unknown(f"${name}")
             return self._follow_until(("break", "continue"), node.children[-1:], [])
         outer, self._left = self._left, []
         for word in words:
@@ -344,14 +346,14 @@ class Script:
 
     def _follow_while_statement(self, node: Node) -> bool | None:
         # A loop over arguments ends at once, since there are none.
-        is_of_arguments = re.search(r"\$[#1]|getopts", _text(node.named_children[0]))
+        is_of_arguments = re.search(r"\$[#1]|getopts", text_of(node.named_children[0]))
         if is_of_arguments:
             return None
         return self._follow_until(("break", "continue"), node.children[-1:], [])
 
     def _follow_c_style_for_statement(self, node: Node) -> bool | None:
-        name = _text(node).partition("((")[2].partition("=")[0].strip()
-        self.variables[name] = _unknown(f"${name}")
+        name = text_of(node).partition("((")[2].partition("=")[0].strip()
+        self.variables[name] = unknown(f"${name}")
         return self._follow_until(("break", "continue"), node.children[-1:], [])
 
     def _follow_one_of(self, branches: list[list[Node]]) -> bool | None:
@@ -386,7 +388,7 @@ class Script:
     def _merge(self, after: list[dict[str, Any]]) -> None:
         """Keep what is the same after each branch."""
         for name in {name for variables in after for name in variables}:
-            self._set(name, _shared([variables.get(name) for variables in after], name))
+            self._set(name, shared([variables.get(name) for variables in after], name))
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
         """The words that these become."""
@@ -398,10 +400,10 @@ class Script:
 
     def _is_true(self, node: Node) -> bool | None:
         """Whether `[ ]`, `[[ ]]` or `(( ))` holds."""
-        text = _text(node)
+        text = text_of(node)
         if node.type == "compound_statement" and _ASSIGNS.search(text):
             for name in re.findall(r"[A-Za-z_]\w*", text):
-                self.variables[name] = _unknown(f"${name}")
+                self.variables[name] = unknown(f"${name}")
             return None
         if re.search(r"\s-[a-mo-yA-Z]\s", re.sub(r"-(eq|ne|[lg][te])\b", "", text)):
             return None  # it asks for a file
@@ -412,7 +414,7 @@ class Script:
         """What bash makes of a node, which stands in the place of {} in the `form` of a command."""
         if node is None:
             return []
-        text = _text(node)
+        text = text_of(node)
         if _PLAIN.fullmatch(text):
             return [text]
         values: dict[str, Any] = {}
@@ -422,19 +424,19 @@ class Script:
             source = re.sub(
                 r"\\(.)", lambda m: "${__dollar}" if m[1] == "$" else m[0], source, flags=re.S
             )
-        taken = {name: self.variables[name] for name in _names(node) & self.variables.keys()}
+        taken = {name: self.variables[name] for name in names_of(node) & self.variables.keys()}
         is_unsafe = _STARTS_PROGRAMS.search(source) is not None
         if is_test and UNKNOWN in "".join(map("".join, (*values.values(), *taken.values()))):
             is_unsafe = True
         source = form.format(source) if not is_unsafe else ""
-        pairs = [pair for name in _names(node) - taken.keys() for pair in ("-", name)]
+        pairs = [pair for name in names_of(node) - taken.keys() for pair in ("-", name)]
         for name, value in {**taken, **values}.items():
             items = [value] if isinstance(value, str) else value
             for number, item in enumerate(items):
                 pairs += [name if isinstance(value, str) else f"{name}[{number}]", item]
         pairs += [pair for one in self._arguments or [] for pair in ("+", one)]
-        found = None if is_unsafe else _asked_bash(source, *pairs)
-        return [_unknown(text)] if found is None else found
+        found = None if is_unsafe else asked_bash(source, *pairs)
+        return [unknown(text)] if found is None else found
 
     def _rendered(self, node: Node, values: dict[str, Any], is_test: bool) -> str:
         """The source of a node with names instead of what bash may not see; their `values`."""
@@ -446,17 +448,17 @@ class Script:
 
         kind = node.type
         if kind == "raw_string":
-            original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", _text(node)[1:-1])
+            original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", text_of(node)[1:-1])
             return f'"{put(original)}"'
         if kind == "ansi_c_string":
-            original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", _text(node))
-            return f'"{put("".join(_asked_bash(f"__v={original}") or [_unknown(original)]))}"'
+            original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", text_of(node))
+            return f'"{put("".join(asked_bash(f"__v={original}") or [unknown(original)]))}"'
         if kind == "command_substitution":
             return put(self._output(node))
         if kind == "arithmetic_expansion":
             return put(self._computed(node))
         if kind in ("simple_expansion", "expansion") and self._is_unknown(node, is_test):
-            return put(_unknown(_text(node)))
+            return put(unknown(text_of(node)))
         source = node.text or b""
         rendered = ""
         at = 0
@@ -472,20 +474,20 @@ class Script:
     def _is_unknown(self, node: Node, is_test: bool) -> bool:
         """Whether the script alone does not tell the value of `$NAME` or `${...}`."""
         children = [child for child in node.children if child.type not in ("$", "${", "}")]
-        name = re.match(r"\w+|.", _text(children[0 if children[0].is_named else -1]))
-        operator = _text(children[1]) if children[0].is_named and children[1:] else ""
+        name = re.match(r"\w+|.", text_of(children[0 if children[0].is_named else -1]))
+        operator = text_of(children[1]) if children[0].is_named and children[1:] else ""
         key = name[0] if name else ""
         if key in ("@", "*") or operator in _BY_DEFAULT:
             return False
         if key.isdecimal() or key == "#":
             return self._arguments is None or key == "0"
         if key not in self.variables:
-            if "[" in _text(children[0]):
+            if "[" in text_of(children[0]):
                 return False  # no array comes from outside
             parent = node.parent
             while parent is not None and parent.type == "string":
                 parent = parent.parent
-            asks = is_test and parent is not None and _text(parent).startswith(("-n", "-z"))
+            asks = is_test and parent is not None and text_of(parent).startswith(("-n", "-z"))
             return not asks
         is_changed = bool(operator) or not children[0].is_named
         return is_changed and UNKNOWN in "".join(self.variables[key])
@@ -494,15 +496,15 @@ class Script:
         """The value of `$((...))`, of whole numbers alone."""
         values: dict[str, Any] = {}
         source = "".join(self._rendered(child, values, False) for child in node.children)
-        names = _names(node) & self.variables.keys()
+        names = names_of(node) & self.variables.keys()
         taken = {**{name: self.variables[name] for name in names}, **values}
-        is_known = _names(node) <= names and not _ASSIGNS.search(source)
-        is_known = is_known and _is_arithmetic(source.removeprefix("$((").removesuffix("))"))
+        is_known = names_of(node) <= names and not _ASSIGNS.search(source)
+        is_known = is_known and is_arithmetic(source.removeprefix("$((").removesuffix("))"))
         for value in taken.values():
             is_known = is_known and re.fullmatch(r"[-+]?\w+", "".join(value)) is not None
         pairs = [part for pair in taken.items() for part in pair if isinstance(part, str)]
-        found = _asked_bash(f"set -- {source}", *pairs) if is_known else None
-        return found[0] if found else _unknown(_text(node))
+        found = asked_bash(f"set -- {source}", *pairs) if is_known else None
+        return found[0] if found else unknown(text_of(node))
 
     def _output(self, node: Node) -> str:
         """What `$(...)` prints, of the programs that only change text."""
@@ -518,79 +520,5 @@ class Script:
             if name == "echo" and not rest[0].startswith("-"):
                 return " ".join(rest)
             if name == "expr" and all(re.fullmatch(r"-?\d+|[-+*/%()]", word) for word in rest):
-                return "".join(_asked_bash(f"set -- $(({' '.join(rest)}))") or [])
-        return _unknown(_text(node))
-
-
-def unknown_parts(text: str) -> list[str]:
-    """The parts of a word that are unknown."""
-    return text.split(UNKNOWN)[1::2]
-
-
-def _shared(values: list[Any], name: str) -> Any:
-    """What the values have in common at their beginning, by words, and an unknown word."""
-    if all(value == values[0] for value in values):
-        return values[0]
-    if None in values or len({type(value) for value in values}) > 1:
-        return _unknown(f"${name}")
-    is_text = isinstance(values[0], str)
-    words = [re.findall(r"\s*\S+", value) if is_text else value for value in values]
-    same: list[str] = []
-    for word, *others in zip(*words, strict=False):
-        if any(other != word for other in others):
-            break
-        same.append(word)
-    unknown = _unknown(f"${name}")
-    return ("".join(same) + " " * bool(same) + unknown) if is_text else [*same, unknown]
-
-
-def _shown(text: str) -> str:
-    return text.replace(UNKNOWN, "").replace("\xa0", " ")
-
-
-def _unknown(text: str) -> str:
-    """A mark for what is unknown; it stays one word."""
-    return UNKNOWN + re.sub(r"\s+", "\xa0", _shown(text)) + UNKNOWN
-
-
-def _text(node: Node | None) -> str:
-    return "" if node is None or node.text is None else node.text.decode()
-
-
-def _is_arithmetic(source: str) -> bool:
-    """Whether bash reads $((source)) as numbers, and not as $(...) of a program in brackets."""
-    depths = list(accumulate({"(": 1, ")": -1}.get(one, 0) for one in f" {source}"))
-    return bool(_ARITHMETIC.fullmatch(source)) and min(depths) == depths[-1] == 0
-
-
-def _names(node: Node) -> set[str]:
-    """The variables that a node names."""
-    own = {_text(node)} if node.type == "variable_name" else set()
-    return own.union(*(_names(child) for child in node.children)) - {"@", "*"}
-
-
-@lru_cache(maxsize=1000)
-def _asked_bash(source: str, *pairs: str) -> list[str] | None:
-    """The words or the value that a line of bash leaves; None if it fails."""
-    hidden_pairs = "\0".join(pairs)
-    for plain, hidden in _HIDDEN.items():
-        hidden_pairs = hidden_pairs.replace(plain, hidden)
-    lines = Path(__file__).with_name("expand.sh").read_text(encoding="utf-8")
-    tell = 'set -- "${__v[@]}"\n' if source.startswith("__v=") else ""
-    lines += f'{source}\n{tell}for __w; do printf "%s\\0" "$__w"; done\n'
-    command = ["bash", "--noprofile", "--norc", "-c", lines, "expand.sh"]
-    command += hidden_pairs.split("\0") if pairs else []
-    try:
-        done = subprocess.run(
-            command, env={"LC_ALL": "C.UTF-8", "HOME": "~"}, capture_output=True, timeout=10
-        )
-    except FileNotFoundError as error:
-        raise ConfigError("reading a script needs bash, which is not on this machine") from error
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode or done.stderr:
-        return None
-    text = done.stdout.decode(errors="replace")
-    for plain, hidden in _HIDDEN.items():
-        text = text.replace(hidden, plain)
-    return text.split("\0")[:-1]
+                return "".join(asked_bash(f"set -- $(({' '.join(rest)}))") or [])
+        return unknown(text_of(node))

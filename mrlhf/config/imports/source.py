@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from mrlhf.config.imports.shell import Command, Script, unknown_parts
+from mrlhf.config.imports.shell import Command, Script
+from mrlhf.config.imports.words import unknown_parts
 from mrlhf.config.roots import Program
 from mrlhf.config.tree import leaves
 from mrlhf.config.yaml_text import parse_yaml
