@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.config.imports.shell import UNKNOWN, Script
+from mrlhf.config.imports.shell import Script
+from mrlhf.config.imports.words import UNKNOWN
 from mrlhf.errors import ConfigError
 
 # Each line of a script that starts `run` is compared with bash, word by word.
@@ -44,11 +45,20 @@ run a.b=1 \
     # a comment ends the command
 export Z="x y"; W=${Z// /_}
 run $W
+inner() { local N=$1; declare P=$1; run $N; [ $1 = 3 ] && return; run after; }
+inner 3; inner 4; run $N $P
+for one in 1 2 3 4; do [ $one = 2 ] && continue; [ $one = 4 ] && break; LAST=$one; run $one; done
+test "$LAST" = 3 && T=4 || T=5; test $LAST -gt 3 || U=6; ( T=7; run $T ); run $T $U
+while true; do V=8; break; done 2> /dev/null; run $LAST
+run_it="run a.b=1 c=d"; eval $run_it; eval run "$N"
+set -- a=b "c d"; run "$@" $1 $#
 read -r -d '' ARGUMENTS <<EOF
  --one "$N" \
  --two
 EOF
 run $ARGUMENTS
+if true; then run last; exit 0; fi
+run not-reached
 """
 
 
@@ -92,6 +102,11 @@ def test_words_are_those_of_bash(tmp_path: Path) -> None:
         ("run x=$((FROM_OUTSIDE * 2))", "$((FROM_OUTSIDE * 2))"),
         ("run x=${!NAME}", "${!NAME}"),
         ("A=(1 2); A[7]=3; run x=${A[0]}", "$A"),
+        ("X=1; grep -q H100 /proc/x 2> /dev/null && X=2; run x=$X", "$X"),
+        ("which other && X=1 || X=2; run x=$X", "$X"),
+        ("f() { if other; then X=1; return; fi; X=2; }; f; run x=$X", "$X"),
+        ("X=1; while other; do X=2; break; done; run x=$X", "$X"),
+        ("for X in 1 2; do if other; then break; fi; done; run x=$X", "$X"),
     ],
 )
 def test_what_only_a_run_could_tell_is_marked(text: str, unknown: str) -> None:
@@ -102,6 +117,20 @@ def test_what_only_a_run_could_tell_is_marked(text: str, unknown: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        'A="x=1 y=2"; if [[ $OUTSIDE == 1 ]]; then A+=" z=3"; fi; run $A w=4',
+        'A=(x=1 y=2); if other; then A+=(z=3); else A+=(z=4); fi; run "${A[@]}" w=4',
+        'A="x=1 y=2 z=3"; grep -q x y && A="x=1 y=2"; run $A w=4',
+    ],
+)
+def test_what_branches_share_is_kept(text: str) -> None:
+    [words] = [words for words in _found(text) if words[0] == "run"]
+    assert words == ["run", "x=1", "y=2", f"{UNKNOWN}$A{UNKNOWN}", "w=4"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[ -z "$M" ] && { echo "set M"; exit 1; }; run lr=7',
         'P=7; bash -c "run lr=$P"',
         "export P=7; srun --nodes=1 bash -lc 'cd /x && A=1 run lr=$P'",
         "P=7\nsbatch <<EOF\n#!/bin/bash\nrun lr=$P\nEOF",
@@ -129,10 +158,29 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
         f"run > {trace}; : > {trace}; exec > {trace}; cat <<< x > {trace}",
         f"PATH=/bin:/usr/bin; run ${{X:=$({evil})}} $(({evil.replace(' ', '+')}))",
         f"enable {evil}; BASH_ENV={trace}; LD_PRELOAD={trace}; IFS=/; run $LD_PRELOAD $IFS",
+        f"V='a[$(>{trace})]'; test $V -eq 1; [ $V -eq 1 ]; [[ -v $V ]]; [ -v $V ]",
+        f"V='a[$(>{trace})]'; printf -v $V 1; for ((V; V < 1; V++)); do :; done; let $V; unset $V",
         f"trap '{evil}' EXIT DEBUG; f() {{ {evil}; }}; f; coproc {evil}",
     ):
         _found(line)
         assert not trace.exists(), line
+    # Two parts join to code where bash expands an index or computes: 2 is what the code prints.
+    (tmp_path / "two").write_text("2")
+    for code in ("(printf 2)", f"(<{tmp_path}/two)"):
+        for joined in (
+            f"V='B[$'; W='{code}]'; run \"${{A[$V$W]}}${{B[0]}}\"",
+            f"V='B[$'; W='{code}]'; run ${{HOME:0:$V$W}}",
+            f"run ${{A[B[\\${code}]]}}",
+            f'run ${{A[B["$"{code}]]}}',
+            f"run ${{A[$'B[\\x24{code}]']}}",
+            f"run ${{A[B[$'\\x24'{code}]]}}",
+            f"E=; run ${{A[${{E:-B[$}}{code}]]}}",
+            f"run ${{A[$({code[1:-1]});{code}]}}",
+            f"run $(({code[1:-1]});{code})",
+        ):
+            found = _found(f"A=(p q r s t u); B=(0 0 5); {joined} ${{B[0]}}")
+            runs = [words for words in found if words[0] == "run"]
+            assert not {"u", "2", "22", "u0"} & {word for words in runs for word in words}, joined
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def frequency(value: Any, place: Place) -> Any:
 
 def evaluations(value: Any, place: Place) -> Any:
     """TRL's steps between evaluations, which need a strategy."""
-    if place.at("eval_strategy", "evaluation_strategy", default="no") == "no":
+    if place.at("eval_strategy", "evaluation_strategy", default="no") in ("no", False):
         return LeftOut("eval_strategy is no there, so there are no evaluations")
     return frequency(value, place)
 
@@ -294,6 +294,11 @@ def rows_a_step(value: Any, place: Place) -> Any:
     return _samples_a_step(place)
 
 
+def base_of_policy(value: Any, place: Place) -> Any:
+    """The model of TRL's PPO, unless it names the policy's own."""
+    return LeftOut("the policy is sft_model_path") if place.at("sft_model_path") else value
+
+
 def steps_of_episodes(value: Any, place: Place) -> Any:
     """The responses of TRL's PPO run as steps."""
     return max(1, -(-int(value) // prompts_a_step(None, place)))
@@ -339,6 +344,6 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
         ),
         *(trackers, resume, rewards, as_list, symmetric, correction_bounds),
         *(high_of_trl, of_adapter, left_out, prompts_a_step, prompts_a_mini_batch, rows_a_step),
-        *(steps_of_episodes, prompts_of_samples, prompt_part),
+        *(base_of_policy, steps_of_episodes, prompts_of_samples, prompt_part),
     )
 }

@@ -12,30 +12,38 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 import re
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
+from mrlhf.config.imports.words import (
+    UNKNOWN,
+    asked_bash,
+    is_arithmetic,
+    names_of,
+    shared,
+    shown,
+    text_of,
+    unknown,
+)
 from mrlhf.errors import ConfigError
 
-UNKNOWN = "\x1e"
 _LANGUAGE = Language(tree_sitter_bash.language())
 _MOST_STEPS = 4_000  # statements, those of a loop each time
 _LONGEST = 100_000  # characters of a value; bash takes no argument that is longer than 128 KiB
 _RUNNERS = ("bash", "sh", "zsh", "eval", "ssh", "sbatch", "su", "tmux", "screen")
 _TESTS = ("test_command", "compound_statement", "negated_command", "list")
+_ASKS = {"test", "grep", "egrep", "which", "command", "type", "hash", "pgrep", "diff", "cmp"}
 _BY_DEFAULT = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
 _PLAIN = re.compile(r"[\w./:,@%^=-]*")
 _ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)|\+\+|--")
-# A value is never code to bash: these may not occur in one, and are put back afterwards.
-_HIDDEN = {"$(": "\x1c", "`": "\x1d"}
-_STARTS_PROGRAMS = re.compile(r"`|\$\((?!\()|[<>]\(|\$\{!|@[A-Za-z]\}|\$\[")
+# Besides what starts programs: a `$` that quotes keep apart from a `(`, until an index joins them.
+_STARTS_PROGRAMS = re.compile(
+    r"`|\$\(|[<>]\(|\$\{!|@[A-Za-z]\}|\$\[|\$(?![\w{#@*?!$-]).*\(", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,9 @@ class Script:
     notes: list[str] = field(default_factory=list)  # what could not be followed
     _functions: dict[str, Node] = field(default_factory=dict)
     _arguments: list[str] | None = None  # of a function
+    _locals: dict[str, Any] | None = None  # what its own variables hide
+    _stop: str = ""  # return, break, continue, exit, or fail: an exit that tells of a fault
+    _left: list[dict[str, Any]] = field(default_factory=list)  # variables of branches that stopped
     _is_certain: bool = True
     _first_line: int = 1
     _steps: int = 0
@@ -71,9 +82,9 @@ class Script:
         root = Parser(_LANGUAGE).parse(text.encode()).root_node
         try:
             for node in root.children:
-                if node.type == "command" and _text(node).split()[:1] == ["exit"]:
+                if node.type == "command" and text_of(node).split()[:1] == ["exit"]:
                     break
-                self._follow(node)
+                self._follow_all([node])
         except RecursionError:
             raise ConfigError("the script is nested too deep") from None
 
@@ -83,7 +94,8 @@ class Script:
     def _follow_all(self, nodes: Iterable[Node]) -> bool | None:
         status: bool | None = True
         for node in nodes:
-            status = self._follow(node)
+            if not self._stop:
+                status = self._follow(node)
         return status
 
     def _follow(self, node: Node) -> bool | None:
@@ -125,24 +137,62 @@ class Script:
         """Note a command, and follow it if it is a function or starts another shell."""
         name = words[0]
         if name in self._functions:
-            outer = self._arguments
-            self._arguments = words[1:]
-            status = self._follow(self._functions[name])
-            self._arguments = outer
+            outer = self._arguments, self._locals
+            self._arguments, self._locals = words[1:], {}
+            status = self._follow_until(("return",), [self._functions[name]])
+            for one, value in self._locals.items():
+                self._set(one, value)
+            self._arguments, self._locals = outer
             return status
+        if name in ("return", "break", "continue", "exit"):
+            is_fault = name == "exit" and words[1:] not in ([], ["0"])
+            self._stop = "fail" if is_fault else name
+            return None
+        if name == "test":
+            return self._is_true(node)
+        if name == "set" and "--" in words:
+            self._arguments = words[words.index("--") + 1 :]
+            return True
         if name in ("true", ":", "false"):
             return name != "false"
         if name in ("read", "mapfile", "readarray", "let", "getopts"):
             names = [word.partition("=")[0].rstrip("+-*/") for word in words[1:]]
-            self.variables |= {one: _unknown(f"${one}") for one in names if one.isidentifier()}
+            self.variables |= {one: unknown(f"${one}") for one in names if one.isidentifier()}
         elif name == "shift" and self._arguments:
             del self._arguments[: int(words[1]) if words[1:] and words[1].isdecimal() else 1]
         elif name in ("source", "."):
-            self.notes.append(f"line {self._line(node)}: {_shown(' '.join(words))} was not read")
+            self.notes.append(f"line {self._line(node)}: {shown(' '.join(words))} was not read")
         else:
-            self.commands.append(Command(words, self._line(node), self._is_certain))
+            if name != "eval":
+                self.commands.append(Command(words, self._line(node), self._is_certain))
             self._follow_texts(words, node, self.variables if inside is None else inside)
         return None
+
+    def _set(self, name: str, value: Any) -> None:
+        self.variables.pop(name, None)
+        if value is not None:
+            self.variables[name] = value
+
+    def _follow_until(self, stops: tuple[str, ...], *branches: list[Node]) -> bool | None:
+        """Follow a function or a loop, up to a `return`, or to a `break`."""
+        outer, self._left = self._left, []
+        is_one = len(branches) == 1
+        status = self._follow_all(branches[0]) if is_one else self._follow_one_of([*branches])
+        if self._stop in stops:
+            self._stop = ""
+        self._merge([dict(self.variables), *self._left])
+        self._left = outer
+        return status
+
+    def _follow_subshell(self, node: Node) -> bool | None:
+        before = dict(self.variables)
+        status = self._follow_children(node)
+        self.variables.clear()
+        self.variables |= before
+        self._stop = ""
+        return status
+
+    _follow_pipeline = _follow_subshell
 
     def _follow_texts(self, words: list[str], node: Node, inside: dict[str, Any]) -> None:
         """Follow the words that are scripts: `bash -c`, `eval`, `ssh`, `sbatch --wrap`."""
@@ -165,16 +215,19 @@ class Script:
 
     def _follow_redirected_statement(self, node: Node) -> bool | None:
         body = node.child_by_field_name("body")
-        names = _text(body).split()
+        names = text_of(body).split()
         for redirect in (one for one in node.named_children if one.type == "heredoc_redirect"):
             parts = {child.type: child for child in redirect.children}
-            text = _text(parts["heredoc_body"]) if "heredoc_body" in parts else ""
-            if text and _text(parts["heredoc_start"])[0] not in "'\"\\":
+            text = text_of(parts["heredoc_body"]) if "heredoc_body" in parts else ""
+            if text and text_of(parts["heredoc_start"])[0] not in "'\"\\":
                 text = "".join(self._expand(parts["heredoc_body"], '__v="{}"'))
             if names[:1] == ["read"]:
                 self.variables[names[-1]] = text.rstrip("\n")
                 return True
-            if names[:1] in (["cat"], ["tee"]) or not {*names}.isdisjoint(_RUNNERS):
+            is_data = re.search(r"\.(ya?ml|jsonl?|py|toml|txt|md)\b", text_of(node).split("\n")[0])
+            if (names[:1] in (["cat"], ["tee"]) and not is_data) or not {*names}.isdisjoint(
+                _RUNNERS
+            ):
                 self._follow_text(text, dict(self.variables), self._line(redirect))
             self._follow_all(
                 c for c in redirect.named_children if c.type in ("pipeline", "command")
@@ -184,7 +237,7 @@ class Script:
     def _follow_variable_assignment(self, node: Node) -> bool:
         target = node.child_by_field_name("name")
         value = node.child_by_field_name("value")
-        name, _, index = _text(target).removesuffix("]").partition("[")
+        name, _, index = text_of(target).removesuffix("]").partition("[")
         old = self.variables.get(name)
         new: Any = ""
         if value is not None:
@@ -192,7 +245,7 @@ class Script:
             new = found if value.type == "array" else "".join(found)
         if index:
             is_next = isinstance(old, list) and index == str(len(old))
-            new = [*(old or []), new] if is_next else _unknown(f"${name}")
+            new = [*(old or []), new] if is_next else unknown(f"${name}")
         elif node.children[1].type == "+=" and old is not None:
             if isinstance(old, list):
                 new = [*old, *new] if isinstance(new, list) else [old[0] + new, *old[1:]]
@@ -204,16 +257,22 @@ class Script:
         return True
 
     def _follow_declaration_command(self, node: Node) -> bool:
-        self._follow_all(c for c in node.named_children if c.type == "variable_assignment")
+        for child in node.named_children:
+            name = re.split(r"\W", text_of(child.child_by_field_name("name") or child))[0]
+            is_own = text_of(node.children[0]) in ("local", "declare", "typeset")
+            if is_own and self._locals is not None and name not in self._locals:
+                self._locals[name] = self.variables.get(name)
+            if child.type == "variable_assignment":
+                self._follow(child)
         return True
 
     def _follow_unset_command(self, node: Node) -> bool:
         for child in node.named_children:
-            self.variables.pop(_text(child), None)
+            self.variables.pop(text_of(child), None)
         return True
 
     def _follow_function_definition(self, node: Node) -> bool:
-        self._functions[_text(node.child_by_field_name("name"))] = node.children[-1]
+        self._functions[text_of(node.child_by_field_name("name"))] = node.children[-1]
         return True
 
     def _follow_compound_statement(self, node: Node) -> bool | None:
@@ -230,11 +289,12 @@ class Script:
         first = node.named_children[0]
         is_and = any(child.type == "&&" for child in node.children)
         status = self._follow(first)
-        if status is None and first.type in _TESTS:
+        asks = {part.split()[0] for part in text_of(first).split("|") if part.split()} & _ASKS
+        if status is None and (first.type in _TESTS or asks):
             return self._follow_one_of([node.named_children[1:], []])
         # A command is taken to succeed.
         goes_on = (status is not False) is is_and
-        return self._follow_all(node.named_children[1:]) if goes_on else status
+        return self._follow_branch(node.named_children[1:]) if goes_on else status
 
     def _follow_if_statement(self, node: Node) -> bool | None:
         """Follow the branch that is taken; if that is unknown, each by itself."""
@@ -267,30 +327,39 @@ class Script:
         return self._follow_one_of([*possible, []] if UNKNOWN in value else possible or [[]])
 
     def _follow_for_statement(self, node: Node) -> bool | None:
-        name = _text(node.child_by_field_name("variable"))
+        name = text_of(node.child_by_field_name("variable"))
         words = self._words(node.children_by_field_name("value"))
         if UNKNOWN in "".join(words):
-            self.variables[name] = _unknown(f"${name}")
-            return self._follow_one_of([node.children[-1:], []])
+            self.variables[name] = unknown(f"${name}")
+            return self._follow_until(("break", "continue"), node.children[-1:], [])
+        outer, self._left = self._left, []
         for word in words:
             self.variables[name] = word
-            self._follow(node.children[-1])
+            self._follow_all(node.children[-1:])
+            self._stop = "" if self._stop == "continue" else self._stop
+            if self._stop:
+                break
+        self._stop = "" if self._stop == "break" else self._stop
+        self._merge([dict(self.variables), *self._left])
+        self._left = outer
         return None
 
     def _follow_while_statement(self, node: Node) -> bool | None:
         # A loop over arguments ends at once, since there are none.
-        is_of_arguments = re.search(r"\$[#1]|getopts", _text(node.named_children[0]))
-        return None if is_of_arguments else self._follow_one_of([node.children[-1:], []])
+        is_of_arguments = re.search(r"\$[#1]|getopts", text_of(node.named_children[0]))
+        if is_of_arguments:
+            return None
+        return self._follow_until(("break", "continue"), node.children[-1:], [])
 
     def _follow_c_style_for_statement(self, node: Node) -> bool | None:
-        name = _text(node).partition("((")[2].partition("=")[0].strip()
-        self.variables[name] = _unknown(f"${name}")
-        return self._follow_one_of([node.children[-1:], []])
+        name = text_of(node).partition("((")[2].partition("=")[0].strip()
+        self.variables[name] = unknown(f"${name}")
+        return self._follow_until(("break", "continue"), node.children[-1:], [])
 
     def _follow_one_of(self, branches: list[list[Node]]) -> bool | None:
         """Follow each branch from here on; what they leave different is unknown."""
         if len(branches) == 1:
-            self._follow_all(branches[0])
+            self._follow_branch(branches[0])
             return None
         before = dict(self.variables)
         was_certain = self._is_certain
@@ -300,13 +369,26 @@ class Script:
             self.variables.clear()
             self.variables |= before
             self._follow_all(branch)
-            after.append(dict(self.variables))
+            if not self._stop:
+                after.append(dict(self.variables))
+            elif self._stop not in ("exit", "fail"):
+                self._left.append(dict(self.variables))
+            self._stop = ""
         self._is_certain = was_certain
-        for name in {name for variables in after for name in variables}:
-            values = [variables.get(name) for variables in after]
-            is_same = all(value == values[0] for value in values)
-            self.variables[name] = values[0] if is_same else _unknown(f"${name}")
+        self._merge(after or [before])
         return None
+
+    def _follow_branch(self, nodes: list[Node]) -> bool | None:
+        """Follow the branch that is taken; a script that only tells of a fault goes on."""
+        status = self._follow_all(nodes)
+        if self._stop == "fail":
+            self._stop = ""
+        return status
+
+    def _merge(self, after: list[dict[str, Any]]) -> None:
+        """Keep what is the same after each branch."""
+        for name in {name for variables in after for name in variables}:
+            self._set(name, shared([variables.get(name) for variables in after], name))
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
         """The words that these become."""
@@ -318,10 +400,10 @@ class Script:
 
     def _is_true(self, node: Node) -> bool | None:
         """Whether `[ ]`, `[[ ]]` or `(( ))` holds."""
-        text = _text(node)
+        text = text_of(node)
         if node.type == "compound_statement" and _ASSIGNS.search(text):
             for name in re.findall(r"[A-Za-z_]\w*", text):
-                self.variables[name] = _unknown(f"${name}")
+                self.variables[name] = unknown(f"${name}")
             return None
         if re.search(r"\s-[a-mo-yA-Z]\s", re.sub(r"-(eq|ne|[lg][te])\b", "", text)):
             return None  # it asks for a file
@@ -332,24 +414,29 @@ class Script:
         """What bash makes of a node, which stands in the place of {} in the `form` of a command."""
         if node is None:
             return []
-        text = _text(node)
+        text = text_of(node)
         if _PLAIN.fullmatch(text):
             return [text]
         values: dict[str, Any] = {}
         source = self._rendered(node, values, is_test)
-        taken = {name: self.variables[name] for name in _names(node) & self.variables.keys()}
+        if "\\$" in source:
+            values["__dollar"] = "$"
+            source = re.sub(
+                r"\\(.)", lambda m: "${__dollar}" if m[1] == "$" else m[0], source, flags=re.S
+            )
+        taken = {name: self.variables[name] for name in names_of(node) & self.variables.keys()}
         is_unsafe = _STARTS_PROGRAMS.search(source) is not None
         if is_test and UNKNOWN in "".join(map("".join, (*values.values(), *taken.values()))):
             is_unsafe = True
         source = form.format(source) if not is_unsafe else ""
-        pairs = [pair for name in _names(node) - taken.keys() for pair in ("-", name)]
+        pairs = [pair for name in names_of(node) - taken.keys() for pair in ("-", name)]
         for name, value in {**taken, **values}.items():
             items = [value] if isinstance(value, str) else value
             for number, item in enumerate(items):
                 pairs += [name if isinstance(value, str) else f"{name}[{number}]", item]
         pairs += [pair for one in self._arguments or [] for pair in ("+", one)]
-        found = None if is_unsafe else _asked_bash(source, *pairs)
-        return [_unknown(text)] if found is None else found
+        found = None if is_unsafe else asked_bash(source, *pairs)
+        return [unknown(text)] if found is None else found
 
     def _rendered(self, node: Node, values: dict[str, Any], is_test: bool) -> str:
         """The source of a node with names instead of what bash may not see; their `values`."""
@@ -361,14 +448,17 @@ class Script:
 
         kind = node.type
         if kind == "raw_string":
-            original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", _text(node)[1:-1])
+            original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", text_of(node)[1:-1])
             return f'"{put(original)}"'
+        if kind == "ansi_c_string":
+            original = re.sub(r"\$\{([A-Za-z_]\w*)\}(?!\w)", r"$\1", text_of(node))
+            return f'"{put("".join(asked_bash(f"__v={original}") or [unknown(original)]))}"'
         if kind == "command_substitution":
             return put(self._output(node))
         if kind == "arithmetic_expansion":
             return put(self._computed(node))
         if kind in ("simple_expansion", "expansion") and self._is_unknown(node, is_test):
-            return put(_unknown(_text(node)))
+            return put(unknown(text_of(node)))
         source = node.text or b""
         rendered = ""
         at = 0
@@ -384,20 +474,20 @@ class Script:
     def _is_unknown(self, node: Node, is_test: bool) -> bool:
         """Whether the script alone does not tell the value of `$NAME` or `${...}`."""
         children = [child for child in node.children if child.type not in ("$", "${", "}")]
-        name = re.match(r"\w+|.", _text(children[0 if children[0].is_named else -1]))
-        operator = _text(children[1]) if children[0].is_named and children[1:] else ""
+        name = re.match(r"\w+|.", text_of(children[0 if children[0].is_named else -1]))
+        operator = text_of(children[1]) if children[0].is_named and children[1:] else ""
         key = name[0] if name else ""
         if key in ("@", "*") or operator in _BY_DEFAULT:
             return False
         if key.isdecimal() or key == "#":
             return self._arguments is None or key == "0"
         if key not in self.variables:
-            if "[" in _text(children[0]):
+            if "[" in text_of(children[0]):
                 return False  # no array comes from outside
             parent = node.parent
             while parent is not None and parent.type == "string":
                 parent = parent.parent
-            asks = is_test and parent is not None and _text(parent).startswith(("-n", "-z"))
+            asks = is_test and parent is not None and text_of(parent).startswith(("-n", "-z"))
             return not asks
         is_changed = bool(operator) or not children[0].is_named
         return is_changed and UNKNOWN in "".join(self.variables[key])
@@ -406,14 +496,15 @@ class Script:
         """The value of `$((...))`, of whole numbers alone."""
         values: dict[str, Any] = {}
         source = "".join(self._rendered(child, values, False) for child in node.children)
-        names = _names(node) & self.variables.keys()
+        names = names_of(node) & self.variables.keys()
         taken = {**{name: self.variables[name] for name in names}, **values}
-        is_known = _names(node) <= names and not _ASSIGNS.search(source)
+        is_known = names_of(node) <= names and not _ASSIGNS.search(source)
+        is_known = is_known and is_arithmetic(source.removeprefix("$((").removesuffix("))"))
         for value in taken.values():
             is_known = is_known and re.fullmatch(r"[-+]?\w+", "".join(value)) is not None
         pairs = [part for pair in taken.items() for part in pair if isinstance(part, str)]
-        found = _asked_bash(f"set -- {source}", *pairs) if is_known else None
-        return found[0] if found else _unknown(_text(node))
+        found = asked_bash(f"set -- {source}", *pairs) if is_known else None
+        return found[0] if found else unknown(text_of(node))
 
     def _output(self, node: Node) -> str:
         """What `$(...)` prints, of the programs that only change text."""
@@ -429,56 +520,5 @@ class Script:
             if name == "echo" and not rest[0].startswith("-"):
                 return " ".join(rest)
             if name == "expr" and all(re.fullmatch(r"-?\d+|[-+*/%()]", word) for word in rest):
-                return "".join(_asked_bash(f"set -- $(({' '.join(rest)}))") or [])
-        return _unknown(_text(node))
-
-
-def unknown_parts(text: str) -> list[str]:
-    """The parts of a word that are unknown."""
-    return text.split(UNKNOWN)[1::2]
-
-
-def _shown(text: str) -> str:
-    return text.replace(UNKNOWN, "").replace("\xa0", " ")
-
-
-def _unknown(text: str) -> str:
-    """A mark for what is unknown; it stays one word."""
-    return UNKNOWN + re.sub(r"\s+", "\xa0", _shown(text)) + UNKNOWN
-
-
-def _text(node: Node | None) -> str:
-    return "" if node is None or node.text is None else node.text.decode()
-
-
-def _names(node: Node) -> set[str]:
-    """The variables that a node names."""
-    own = {_text(node)} if node.type == "variable_name" else set()
-    return own.union(*(_names(child) for child in node.children)) - {"@", "*"}
-
-
-@lru_cache(maxsize=1000)
-def _asked_bash(source: str, *pairs: str) -> list[str] | None:
-    """The words or the value that a line of bash leaves; None if it fails."""
-    hidden_pairs = "\0".join(pairs)
-    for plain, hidden in _HIDDEN.items():
-        hidden_pairs = hidden_pairs.replace(plain, hidden)
-    lines = Path(__file__).with_name("expand.sh").read_text(encoding="utf-8")
-    tell = 'set -- "${__v[@]}"\n' if source.startswith("__v=") else ""
-    lines += f'{source}\n{tell}for __w; do printf "%s\\0" "$__w"; done\n'
-    command = ["bash", "--noprofile", "--norc", "-c", lines, "expand.sh"]
-    command += hidden_pairs.split("\0") if pairs else []
-    try:
-        done = subprocess.run(
-            command, env={"LC_ALL": "C.UTF-8", "HOME": "~"}, capture_output=True, timeout=10
-        )
-    except FileNotFoundError as error:
-        raise ConfigError("reading a script needs bash, which is not on this machine") from error
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode or done.stderr:
-        return None
-    text = done.stdout.decode(errors="replace")
-    for plain, hidden in _HIDDEN.items():
-        text = text.replace(hidden, plain)
-    return text.split("\0")[:-1]
+                return "".join(asked_bash(f"set -- $(({' '.join(rest)}))") or [])
+        return unknown(text_of(node))

@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from mrlhf.config.imports.shell import Command, Script, unknown_parts
+from mrlhf.config.imports.shell import Command, Script
+from mrlhf.config.imports.words import unknown_parts
 from mrlhf.config.roots import Program
 from mrlhf.config.tree import leaves
 from mrlhf.config.yaml_text import parse_yaml
@@ -27,7 +28,7 @@ System = Literal["verl", "trl", "openrlhf"]
 
 _HYDRA = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./][\w@]+)*)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-_MODULE = re.compile(r"(?:\w+\.)*(verl|openrlhf|recipe)(?:\.\w+)*\.(\w+)")
+_MODULE = re.compile(r"(?:\w+\.)*(verl|openrlhf|recipe|trl)(?:\.\w+)*\.(\w+)")
 _NOT_READ = {
     "slime": r"--rollout-num-gpus\b|--hf-checkpoint\b|--num-rollout\b|\bslime[./]",
     "NeMo-RL": r"\bnemo_rl\b|\bNeMo-?RL\b|num_prompts_per_step|\bpolicy\.(megatron_cfg|dtensor_cfg)"
@@ -39,6 +40,19 @@ _SIGNS: dict[System, str] = {
     "trl": r"\btrl\b|per_device_train_batch_size|model_name_or_path",
 }
 _NOT_TRAINERS = ("other", "undecided")
+_STARTS_NOTHING = {
+    "echo",
+    "printf",
+    "pkill",
+    "pgrep",
+    "killall",
+    "grep",
+    "ls",
+    "cat",
+    "cp",
+    "rm",
+    "vim",
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,9 @@ def _of_script(file: Path, text: str, system: System, program: Program | None) -
     unknown: list[str] = []
     for command in script.commands:
         at, name = _start_of(system, command.words)
-        if at is None:
+        if at is None or not _STARTS_NOTHING.isdisjoint(
+            map(posixpath.basename, command.words[: max(at, 0)])
+        ):
             continue
         words = command.words[at + 1 :]
         named = program or _trainer_of(system, name)
@@ -166,7 +182,8 @@ def _strays(words: list[str], commands: Sequence[Command], run: Command) -> Iter
     """What looks like keys of the run and is not, or may hold some."""
     for word in words:
         if "=" not in word and not word.startswith("-") and unknown_parts(word) == [word[1:-1]]:
-            yield f"line {run.line}: {_plain(word)} is set outside; it may hold keys"
+            of = f"{_plain(word)} depends on what only a run could tell"
+            yield f"line {run.line}: {of}; it may hold keys"
     for other in commands:
         if _HYDRA.fullmatch(other.words[0]) or other.words[0].startswith("--"):
             yield (
@@ -191,7 +208,8 @@ def _start_of(system: System, words: list[str]) -> tuple[int | None, str]:
     """Where a command names a program of the system, and which; None if it names none."""
     for number, word in enumerate(words):
         module = _MODULE.fullmatch(word)
-        if module and (system == "verl" or module[1] == system):
+        is_named = system != "trl" or words[number - 1] in ("-m", "--module")
+        if module and is_named and (system == "verl" or module[1] == system):
             return number, module[2]
         if posixpath.basename(word) == "trl" and system == "trl" and words[number + 1 :]:
             return number + 1, words[number + 1]
@@ -231,7 +249,10 @@ def _pairs(system: System, words: list[str]) -> Iterator[tuple[str, Any]]:
             pair = _HYDRA.fullmatch(word)
             option = _OPTION.fullmatch(word)
             if pair:
-                yield pair[1], _value(pair[2])
+                # Hydra's {a:1} is YAML's {a: 1}.
+                is_dict = pair[2].startswith("{")
+                text = re.sub(r"([{,]\s*[\w.]+):(?=\S)", r"\1: ", pair[2]) if is_dict else pair[2]
+                yield from leaves({pair[1]: _value(text)})
             elif option:
                 yield f"--{option[1]}", _value(option[2] or later)
         return

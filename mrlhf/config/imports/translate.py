@@ -65,7 +65,7 @@ def name_of(system: System, program: Program, theirs: str, trainer: str = "") ->
     )
     if ours not in known:
         return Name(None, reason=f"{ours} is no key of this program")
-    return Name(ours, conversion, table["changes"].get(theirs, ""))
+    return Name(ours, conversion, table["changes"].get(theirs, table["changes"].get(ours, "")))
 
 
 def translate(source: Source, world_size: int) -> Imported:
