@@ -14,6 +14,8 @@ from mrlhf.errors import ConfigError
 # Each line of a script that starts `run` is compared with bash, word by word.
 KNOWN = r"""
 P=256 R=512
+T=$((2*$((P+$((R*1)))))); run $T
+run '$((' $((P+1))
 N=$(((P + R) * 2)); M=$(( N > 1000 ? N % 1000 : -N )); E=$(expr $P + $R)
 RUN=1 OTHER="a b" run a.b=$N "c=$M" d=$E e=$((P<<2)) f=$((-7/2)) g=$((010 + 0x10)) > log 2>&1
 CMD=(run --x 1 "two words" k="$N"); CMD+=(--last)
@@ -100,6 +102,8 @@ def test_words_are_those_of_bash(tmp_path: Path) -> None:
         ("for ((i = 0; i < 3; i++)); do X=$i; done; run x=$X", "$X"),
         ("read -r X < file; run x=$X", "$X"),
         ("run x=$((FROM_OUTSIDE * 2))", "$((FROM_OUTSIDE * 2))"),
+        ("declare -A L=([small]=1 [large]=2); run ${L[small]}", "$L"),
+        ("declare -A L; L[small]=1; run ${L[small]}", "$L"),
         ("run x=${!NAME}", "${!NAME}"),
         ("A=(1 2); A[7]=3; run x=${A[0]}", "$A"),
         ("X=1; grep -q H100 /proc/x 2> /dev/null && X=2; run x=$X", "$X"),

@@ -28,6 +28,7 @@ from mrlhf.config.imports.words import (
     shown,
     text_of,
     unknown,
+    without_nested_arithmetic,
 )
 from mrlhf.errors import ConfigError
 
@@ -39,6 +40,7 @@ _TESTS = ("test_command", "compound_statement", "negated_command", "list")
 _ASKS = {"test", "grep", "egrep", "which", "command", "type", "hash", "pgrep", "diff", "cmp"}
 _BY_DEFAULT = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
 _PLAIN = re.compile(r"[\w./:,@%^=-]*")
+_WITH_KEYS = re.compile(r"[\s(]\[[^\]]*\]=")
 _ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)|\+\+|--")
 # Besides what starts programs: a `$` that quotes keep apart from a `(`, until an index joins them.
 _STARTS_PROGRAMS = re.compile(
@@ -79,7 +81,7 @@ class Script:
         """
         # The grammar misreads $a/b/$c/$d, and not ${a}/b/${c}/${d}.
         text = re.sub(r"(?<!\\)\$([A-Za-z_]\w*)", r"${\1}", text.replace("\r\n", "\n"))
-        root = Parser(_LANGUAGE).parse(text.encode()).root_node
+        root = Parser(_LANGUAGE).parse(without_nested_arithmetic(text).encode()).root_node
         try:
             for node in root.children:
                 if node.type == "command" and text_of(node).split()[:1] == ["exit"]:
@@ -243,6 +245,8 @@ class Script:
         if value is not None:
             found = self._expand(value, "__v={}")
             new = found if value.type == "array" else "".join(found)
+            if value.type == "array" and _WITH_KEYS.search(text_of(value)):
+                new = unknown(f"${name}")  # its values have keys, not places
         if index:
             is_next = isinstance(old, list) and index == str(len(old))
             new = [*(old or []), new] if is_next else unknown(f"${name}")

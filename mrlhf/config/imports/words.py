@@ -51,6 +51,23 @@ def unknown(text: str) -> str:
     return UNKNOWN + re.sub(r"\s+", "\xa0", shown(text)) + UNKNOWN
 
 
+def without_nested_arithmetic(text: str) -> str:
+    """The script with (( in place of each $(( inside another one, which the grammar misreads."""
+    return "\n".join(map(_flat, text.split("\n")))
+
+
+def _flat(line: str) -> str:
+    depth = 0
+    parts = re.split(r"(\$\(\(|[()])", line)
+    for number, part in enumerate(parts):
+        if part == "$((":
+            parts[number] = "((" if depth else part
+            depth += 2
+        elif depth and part in ("(", ")"):
+            depth += 1 if part == "(" else -1
+    return line if depth else "".join(parts)
+
+
 def text_of(node: Node | None) -> str:
     """The source of a node; nothing of none."""
     return "" if node is None or node.text is None else node.text.decode()
