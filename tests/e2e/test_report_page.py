@@ -174,15 +174,15 @@ def test_the_best_step_is_told_with_the_place_of_its_model(
 ) -> None:
     page.goto(reports["one"])
     for values, summary, words, place in (
-        ({0: 0.1, 10: 0.9, 40: 0.2}, {}, "best 0.9 ± 0.03 at step 10", "checkpoints/step_000010"),
-        ({0: 0.1, 20: 0.9, 40: 0.2}, {}, "best 0.9 ± 0.03 at step 20", "not kept"),
+        ({0: 0.1, 10: 0.9, 40: 0.2}, {}, "best 0.9 ± 0.032 at step 10", "checkpoints/step_000010"),
+        ({0: 0.1, 20: 0.9, 40: 0.2}, {}, "best 0.9 ± 0.032 at step 20", "not kept"),
         (
             {0: 0.1, 20: 0.9, 40: 0.2},
             {"best_step": 20, "best_checkpoint": "o/actor_best"},
-            "best 0.9 ± 0.03 at step 20",
+            "best 0.9 ± 0.032 at step 20",
             "o/actor_best",
         ),
-        ({0: 0.9, 40: 0.2}, {}, "best 0.9 ± 0.03 at step 0", "the run began with"),
+        ({0: 0.9, 40: 0.2}, {}, "best 0.9 ± 0.032 at step 0", "the run began with"),
         ({0: 0.1, 40: 0.9}, {}, "", ""),
     ):
         run = _held_out("val/t/acc@1", values, held_out_prompts=100, **summary)
@@ -199,7 +199,7 @@ def test_the_page_says_which_run_it_is(page: Any, reports: dict[str, str]) -> No
     page.goto(reports["one"])
     assert page.locator(".origin").inner_text() == (
         "PPO program, estimator grpo, loss vanilla · model models/policy · "
-        "started 2023-11-14 22:13 UTC, 3 min · 4 ranks on node-1 · mrlhf 0.8.0 (0123abc) · "
+        "last start 2023-11-14 22:13 UTC, ran 3 min · 4 ranks on node-1 · mrlhf 0.8.0 (0123abc) · "
         "launch/train_ppo.py --config my.yaml"
     )
 
