@@ -16,6 +16,7 @@ from mrlhf.run.directory import (
     describe_opening,
     first_day,
     inputs_in,
+    keep_aside,
     open_directory,
     plan_opening,
 )
@@ -461,3 +462,18 @@ def test_a_dry_run_can_say_what_a_start_would_do(tmp_path):
     deleted = f"a start would delete the run in {tmp_path}/finished and begin at step 1"
     assert said("finished", overwrite=True) == deleted
     assert said("finished").startswith("a start would be refused: trainer.output_dir")
+
+
+def test_of_best_models_whose_steps_are_done_again_one_is_kept(tmp_path):
+    best = tmp_path / "model_best"
+    for text in ("a", "b"):
+        best.mkdir()
+        (best / "config.json").write_text(text)
+        keep_aside(tmp_path, best, is_replayed=True)
+    best.mkdir()
+    keep_aside(tmp_path, best, is_replayed=False)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "model_best.before_0",
+        "model_best.before_1",
+    }
+    assert (tmp_path / "model_best.before_0" / "config.json").read_text() == "b"
