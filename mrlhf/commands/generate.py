@@ -86,7 +86,6 @@ def main() -> int:
             given |= {"rollout.temperature": None, "rollout.n": 1}
         keys = [f"{key}={value}" for key, value in given.items() if value is not None]
         keys += [f"data.val_files=[{json.dumps(options.prompts)}]"]
-        keys += ["data.train_files=[]", "data.test_files=[]"]
         return policy_config(options.model, options.config, [*options.overrides, *keys]), None, ""
 
     return run_on_ranks(

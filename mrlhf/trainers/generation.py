@@ -17,18 +17,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mrlhf.batch import Rollout
+from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.roots import PPOConfig
 from mrlhf.data.rows import read_rows, write_rows
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.parallel.job import read_launch
+from mrlhf.preflight import EngineInputs
 from mrlhf.preflight.inputs import load_rewards, read_engine_inputs, read_prompts
 from mrlhf.preflight.paths import input_paths
 from mrlhf.printable import show
+from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rollout.scoring import Scorer, Scores
 from mrlhf.run.same_start import describe_start
-from mrlhf.run.startup import start_without_directory
+from mrlhf.run.startup import Run, start_without_directory
 from mrlhf.trainers.policy import check_policy, open_policy
 from mrlhf.trainers.ppo.dump import describe_sample
 from mrlhf.trainers.ppo.held_out import STREAMS
@@ -85,49 +86,59 @@ def generate(options: GenerationOptions, config: PPOConfig) -> None:
     """
     inputs = read_engine_inputs(config)
     _, prompts = read_prompts(config, inputs)["val"]
-    asked = [row.fields["prompt"] for row in read_rows(config.data.val_files)]
-    facts = _facts(options, config, read_launch().world_size)
+    reward = load_rewards(config.reward) if config.reward.terms else None
+    with start_without_directory(config) as run:
+        answer(options, config, run, inputs, prompts, reward)
+    if reward is not None:
+        reward.close()
+
+
+def answer(
+    options: GenerationOptions,
+    config: PPOConfig,
+    run: Run,
+    inputs: EngineInputs,
+    prompts: Prompts,
+    reward: RewardFunction | None,
+) -> None:
+    """Answer the prompts that have no answer yet; None as the reward scores nothing."""
+    facts = _facts(options, config, run.world_size)
     lines = _begun(options, facts) or [json.dumps(facts).encode() + b"\n"]
     n = config.rollout.n
     whole = (len(lines) - 1) // n
     begun = whole if whole == len(prompts) else whole // options.batch * options.batch
-    reward = load_rewards(config.reward) if config.reward.terms else None
 
-    with start_without_directory(config) as run:
-        policy = open_policy(config, run, inputs)
-        scorer = None
-        if reward is not None:
-            model = build_reward_model(config, run)
-            scorer = Scorer(reward, inputs.tokenizer, model, policy.actor.groups, run.phases)
-        sampling = replace(policy.sampling, record_experts=False)
-        sampling = sampling.greedy() if options.greedy else sampling
-        generator = policy.generator
+    policy = open_policy(config, run, inputs)
+    generator = policy.generator
+    sampling = replace(policy.sampling, record_experts=False)
+    sampling = sampling.greedy() if options.greedy else sampling
+    scorer = None
+    if reward is not None:
+        model = build_reward_model(config, run)
+        scorer = Scorer(reward, inputs.tokenizer, model, policy.actor.groups, run.phases)
+    asked = [row.fields["prompt"] for row in read_rows(config.data.val_files)]
+    if run.is_main_rank:
+        options.partial.write_bytes(b"".join(lines[: 1 + begun * n]))
+
+    seconds = 0.0
+    tokens = 0
+    for first in range(begun, len(prompts), options.batch):
+        batch = prompts.select(range(first, min(first + options.batch, len(prompts))))
+        began = time.perf_counter()
+        generator.lengths.clear()
+        generator.take_weights(version=0)
+        rollout = generator.generate(batch, sampling, STREAMS["val"]).rollout
+        generator.sleep()  # scoring may need the memory
+        seconds += time.perf_counter() - began
+        tokens += int(rollout.loss_mask.sum())
+
+        scores = None if scorer is None else scorer.score(rollout)
         if run.is_main_rank:
-            options.partial.write_bytes(b"".join(lines[: 1 + begun * n]))
-
-        seconds = 0.0
-        tokens = 0
-        for first in range(begun, len(prompts), options.batch):
-            batch = prompts.select(range(first, min(first + options.batch, len(prompts))))
-            began = time.perf_counter()
-            generator.lengths.clear()
-            generator.take_weights(version=0)
-            rollout = generator.generate(batch, sampling, STREAMS["val"]).rollout
-            generator.sleep()  # scoring may need the memory
-            seconds += time.perf_counter() - began
-            tokens += int(rollout.loss_mask.sum())
-
-            scores = None if scorer is None else scorer.score(rollout)
-            if run.is_main_rank:
-                samples = _samples(rollout, scores, inputs.tokenizer, asked, n)
-                _append(options.partial, samples)
-                logger.info("%d of %d prompts", first + len(batch), len(prompts))
-
-        if scorer is not None:
-            scorer.close()
-        if run.is_main_rank:
-            speed = {"seconds": round(seconds, 2), "tokens_per_s": round(tokens / seconds, 1)}
-            _finish(options, config, speed if seconds else {})
+            _append(options.partial, _samples(rollout, scores, inputs.tokenizer, asked, n))
+            logger.info("%d of %d prompts", first + len(batch), len(prompts))
+    if run.is_main_rank:
+        speed = {"seconds": round(seconds, 2), "tokens_per_s": round(tokens / (seconds or 1), 1)}
+        _finish(options, config, speed if tokens else {})
 
 
 def _facts(options: GenerationOptions, config: PPOConfig, world_size: int) -> dict[str, str]:

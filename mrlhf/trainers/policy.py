@@ -13,7 +13,7 @@ from pathlib import Path
 from mrlhf.checkpoint.conversion.model_files import stated_head
 from mrlhf.checkpoint.conversion.run_output import choose, models_in
 from mrlhf.config.load import read_config
-from mrlhf.config.roots import GenerationConfig
+from mrlhf.config.roots import GenerationConfig, PPOConfig
 from mrlhf.data.hub_files import read_object
 from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
@@ -54,6 +54,7 @@ def policy_config(
     lora = {"rank": 0} if adapter is None else {"path": adapter}
     keys = [f"actor.path={json.dumps(place)}", f"actor.lora={json.dumps(lora)}"]
     keys += ["trainer.output_dir=.", "trainer.resume=never"]  # there is no run
+    keys += ["data.train_files=[]", "data.test_files=[]"]
     config, _ = read_config(GenerationConfig, files, [*overrides, *keys])
     data = config.data
     if adapter is not None and data.tokenizer == place and holds_tokenizer(Path(adapter)):
@@ -91,7 +92,7 @@ def _files_of(model: str) -> tuple[str, str | None]:
     return str(place), None
 
 
-def check_policy(config: GenerationConfig, world_size: int) -> None:
+def check_policy(config: PPOConfig, world_size: int) -> None:
     """Check, before anything is built, that so many ranks can ask the policy; ConfigError."""
     check_generation(config, world_size)
     require_paths(config)
@@ -99,7 +100,7 @@ def check_policy(config: GenerationConfig, world_size: int) -> None:
     require_engine(config.rollout.engine)
 
 
-def open_policy(config: GenerationConfig, run: Run, inputs: EngineInputs) -> OpenPolicy:
+def open_policy(config: PPOConfig, run: Run, inputs: EngineInputs) -> OpenPolicy:
     """Build the policy and its engine; every rank calls it."""
     check_engine(config, load_spec(config.actor.path, "lm"), run.device.torch_device)
     actor = role_engine(config, run, "actor", "lm")
