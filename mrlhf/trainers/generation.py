@@ -65,6 +65,8 @@ def check_generation(options: GenerationOptions, config: PPOConfig, world_size: 
     out = options.out
     if options.batch < 1:
         raise ConfigError(f"--batch {options.batch} is below 1")
+    if options.greedy and config.rollout.n > 1:
+        raise ConfigError(f"{config.rollout.n} answers of temperature 0 are alike; leave out --n")
     if options.best and not config.reward.terms:
         raise ConfigError("--best compares rewards, but reward.terms is empty; name terms there")
     if out.suffix != ".jsonl" or out.is_dir():

@@ -174,12 +174,12 @@ def test_an_unfinished_job_of_another_kind_is_not_gone_on_with(root: Path, tmp_p
         "seed 3 and not 4": ["seed=4"],
         "rollout.n 2 and not 5": ["rollout.n=5"],
         "data.val_files": [f"data.val_files={root / 'data' / 'sft.jsonl'}"],
-        "reward.terms": ["reward.terms=[{name: exact_match}]"],
+        "reward.terms": ["reward.terms=[{name: reward_model}]"],
     }
     for words, keys in changed.items():
         with pytest.raises(ConfigError, match=f"was begun with .*{words}"):
             check_generation(options, policy_config(str(root / "llama"), files, keys), 1)
-    with pytest.raises(ConfigError, match="was begun with actor.path"):
+    with pytest.raises(ConfigError, match=r"was begun with actor\.path"):
         check_generation(options, policy_config(str(root / "llama-ref"), files), 1)
     with pytest.raises(ConfigError, match="was begun with --batch 4 and not 5"):
         check_generation(replace(options, batch=5), config, 1)
