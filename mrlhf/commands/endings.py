@@ -15,6 +15,7 @@ class OneLineParser(argparse.ArgumentParser):
     """Reports a mistake in the command line in one line."""
 
     def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
         self.exit(2, f"error: {message}; see --help\n")
 
 

@@ -5,6 +5,7 @@ rank and on two; and an interrupted job goes on to the same file.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,39 @@ def test_an_unfinished_job_of_another_kind_is_not_gone_on_with(root: Path, tmp_p
     options.partial.write_text("something else\n")
     with pytest.raises(ConfigError, match="partial was begun"):
         check_generation(options, config, 1)
+
+
+def test_mistakes_are_one_line_before_anything_is_built(root: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    models = {
+        "actor.path .*none does not exist": root / "none",
+        "qwen2-tied-critic is a reward model": root / "qwen2-tied-critic",
+        "the base of the adapter, /nowhere, is no directory here": adapter,
+        "adapter of a reward model": root / "llama-critic-adapter",
+        "is no model; those in it are .*llama": root,
+    }
+    stated = {"base_model_name_or_path": "/nowhere", "r": 4, "lora_alpha": 8}
+    (adapter / "adapter_config.json").write_text(json.dumps(stated))
+    files = [str(root / "ppo.yaml")]
+    options = GenerationOptions(tmp_path / "out.jsonl", False, BATCH, False, False)
+    for words, model in models.items():
+        with pytest.raises(ConfigError, match=words) as caught:
+            check_generation(options, policy_config(str(model), files), 1)
+        assert "\n" not in str(caught.value)
+
+    config = policy_config(str(root / "llama"), files)
+    nothing = policy_config(str(root / "llama"), None)
+    (tmp_path / "there.jsonl").touch()
+    for words, changes, given in (
+        ("no is no directory that can be written", {"out": tmp_path / "no" / "out.jsonl"}, config),
+        ("not the name of a file that ends in .jsonl", {"out": tmp_path / "out.txt"}, config),
+        ("is there already", {"out": tmp_path / "there.jsonl"}, config),
+        ("--batch 0 is below 1", {"batch": 0}, config),
+        ("2 answers of temperature 0 are alike", {"greedy": True}, config),
+        ("reward.terms is empty", {"best": True}, nothing),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            check_generation(replace(options, **changes), given, 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"bad value 0 for 'rollout\.n'"):
+        policy_config(str(root / "llama"), files, ["rollout.n=0"])
