@@ -195,16 +195,18 @@ def test_an_unfinished_job_of_another_kind_is_not_gone_on_with(root: Path, tmp_p
 
 def test_mistakes_are_one_line_before_anything_is_built(root: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
-    adapter.mkdir()
+    scorer = tmp_path / "scorer"
     models = {
         "actor.path .*none does not exist": root / "none",
         "qwen2-tied-critic is a reward model": root / "qwen2-tied-critic",
         "the base of the adapter, /nowhere, is no directory here": adapter,
-        "adapter of a reward model": root / "llama-critic-adapter",
-        "is no model; those in it are .*llama": root,
+        "adapter of a reward model": scorer,
+        "holds no config.json": root,
     }
-    stated = {"base_model_name_or_path": "/nowhere", "r": 4, "lora_alpha": 8}
-    (adapter / "adapter_config.json").write_text(json.dumps(stated))
+    for directory, task in ((adapter, "CAUSAL_LM"), (scorer, "SEQ_CLS")):
+        directory.mkdir()
+        stated = {"base_model_name_or_path": "/nowhere", "r": 4, "task_type": task}
+        (directory / "adapter_config.json").write_text(json.dumps(stated))
     files = [str(root / "ppo.yaml")]
     options = GenerationOptions(tmp_path / "out.jsonl", False, BATCH, False, False)
     for words, model in models.items():
