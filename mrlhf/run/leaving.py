@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 1.0
 _SAY_S = 2.0
 _STOPPED_BEFORE_START = 75  # nothing is lost: start the same command again
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_LAUNCHERS = re.compile(r"(mrlhf-)?(torchrun|train[-_](dpo|ppo|rm|sft))(\.py)?")
+_LAUNCHERS = re.compile(r"(mrlhf-)?(torchrun|generate|train[-_](dpo|ppo|rm|sft))(\.py)?")
 # This process and its parent, when the package was imported; a launcher may go while torch is.
 _AT_IMPORT = (os.getpid(), os.getppid())
 
@@ -69,7 +69,7 @@ def _end_before_start(number: int, frame: FrameType | None) -> None:
     # One rank speaks for all, since all of them get the signal.
     if os.environ.get("RANK", "0") == "0":
         name = signal.Signals(number).name
-        text = f"stopped early: {name} came before the start, so there is nothing to save\n"
+        text = f"stopped early: {name} came when nothing was to save; start it again\n"
         os.write(2, text.encode())
     os._exit(_STOPPED_BEFORE_START)
 

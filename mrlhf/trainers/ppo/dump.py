@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,21 @@ def chosen_rows(rollout: Rollout, most: int | None) -> list[int]:
 
 
 def _sample(dump: Dump, row: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One sample as a line of jsonl."""
-    rollout = dump.experience.rollout
+    score = float(dump.experience.scores[row])
+    return describe_sample(dump.experience.rollout, row, tokenizer, score, dump.scores.terms)
+
+
+def describe_sample(
+    rollout: Rollout,
+    row: int,
+    tokenizer: Tokenizer,
+    score: float | None,
+    terms: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
+    """One sample as a line of jsonl; `terms` are [batch]."""
     prompts = rollout.prompts
     length = int(rollout.response_mask[row].sum())
-    numbers = {name: column[row] for name, column in dump.scores.terms.items()}
+    numbers = {name: column[row] for name, column in terms.items()}
     sample = {
         "uid": prompts.uid[row],
         "sample": rollout.sample_index[row],
@@ -94,7 +104,7 @@ def _sample(dump: Dump, row: int, tokenizer: Tokenizer) -> dict[str, Any]:
         "response": tokenizer.decode(rollout.response_ids[row, :length].tolist()),
         "ground_truth": prompts.ground_truth[row],
         "stopped": bool(rollout.stopped[row]),
-        "score": float(dump.experience.scores[row]),
+        "score": score,
         "terms": {name: x for name, x in numbers.items() if not math.isnan(x)},
     }
     if rollout.episodes is not None:
