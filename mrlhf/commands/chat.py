@@ -17,19 +17,26 @@ from threading import Event
 from mrlhf.commands.endings import end_command
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.inference.base import SamplingParams
+from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.log import quiet_transformers
-from mrlhf.parallel.job import processes_on_this_machine
+from mrlhf.models.families import load_spec
+from mrlhf.parallel.job import launch_alone, processes_on_this_machine
+from mrlhf.preflight.inputs import read_engine_inputs
 from mrlhf.printable import show
 from mrlhf.rollout.talk import Talk
+from mrlhf.run.startup import start_without_directory
+from mrlhf.trainers.policy import check_policy, open_policy, policy_config
 from mrlhf.version import add_version_option
 
 _INTERRUPTED = 130
+_ENGINE = ("rollout.max_num_seqs=1", "rollout.max_prefill_tokens=512")  # ^C waits for a pass
+_LONGEST = 16384  # tokens of a conversation, which the cache of a large model still holds
 _HELP = """\
-/help              this text, and how answers are drawn
-/new               begin another conversation
-/system TEXT       begin another one with this system message; without TEXT, with none
-/set KEY VALUE     change one of the keys below
-/quit              leave; so does ^D. ^C ends an answer, and at the prompt leaves if pressed twice"""
+/help           this text, and how answers are drawn
+/new            begin another conversation
+/system TEXT    begin another one with this system message; without TEXT, with none
+/set KEY VALUE  change one of the keys below
+/quit           leave, as ^D does; ^C ends an answer, and leaves if it is pressed again"""
 _CONTINUES = (
     "no chat template, so it continues your text; the text after one that it ended is a new one"
 )
@@ -84,22 +91,49 @@ def _chat(options: argparse.Namespace) -> int:
             "message, and mrlhf generate those to a file of prompts"
         )
     fields = {field: getattr(options, field) for field, *_ in KEYS.values()}
-    session = _Session(options, SamplingParams(**fields))
+    sampling = SamplingParams(**fields)
+    paths = [options.policy, *([options.beside] if options.beside else [])]
+    talks = list(zip(paths, _open(paths), strict=True))
+    session = _Session(talks, sampling, options.prompt is None)
+    session.begin(options.system)
     if options.prompt is not None:
         return _INTERRUPTED if session.ask(options.prompt) else 0
     return session.run()
 
 
+def _open(paths: Sequence[str]) -> list[Talk]:
+    """Bring the weights of each policy into an engine; all are checked before one is built."""
+    configs = []
+    for path in paths:
+        config = policy_config(path, None, _ENGINE)
+        check_policy(config, world_size=1)
+        longest = min(_LONGEST, load_spec(config.actor.path, "lm").max_positions)
+        lengths = {"max_prompt_length": longest - 1, "max_response_length": 1}
+        configs.append(config.model_copy(update={"data": config.data.model_copy(update=lengths)}))
+
+    launch_alone()
+    run = start_without_directory(configs[0])
+    talks = []
+    for config in configs:
+        inputs = read_engine_inputs(config)
+        generator = open_policy(config, run, inputs).generator
+        generator.take_weights(1)
+        assert isinstance(generator.engine, NativeEngine), "the engine of the configuration"
+        ends = inputs.endings.token_ids
+        talks.append(Talk(generator.engine, inputs.tokenizer, ends, config.data.max_length))
+    return talks
+
+
 class _Session:
     """One or two policies that answer the same messages."""
 
-    def __init__(self, options: argparse.Namespace, sampling: SamplingParams) -> None:
+    def __init__(
+        self, talks: Sequence[tuple[str, Talk]], sampling: SamplingParams, is_interactive: bool
+    ) -> None:
+        self._talks = talks  # with their names
         self._sampling = sampling
-        self._is_interactive = options.prompt is None
+        self._is_interactive = is_interactive
         self._number = 0  # of the next answer
-        paths = [options.policy, *([options.beside] if options.beside else [])]
-        self._talks = [(path, _open(path)) for path in paths]
-        self._begin(options.system)
 
     def run(self) -> int:
         """Answer what is typed until the user leaves."""
@@ -153,11 +187,12 @@ class _Session:
         command, _, rest = line.partition(" ")
         rest = rest.strip()
         if command == "/set":
-            self._set(*(rest.split(maxsplit=1) + ["", ""])[:2])
+            key, _, value = rest.partition(" ")
+            self._set(key, value.strip())
         elif command == "/system":
-            self._begin(rest)
+            self.begin(rest)
         elif command == "/new" and not rest:
-            self._begin(None)
+            self.begin(None)
         elif command == "/help":
             values = {key: getattr(self._sampling, field) for key, (field, *_) in KEYS.items()}
             width = max(map(len, KEYS))
@@ -166,7 +201,7 @@ class _Session:
         else:
             raise ConfigError(f"there is no command {line!r}; /help lists them")
 
-    def _begin(self, system: str | None) -> None:
+    def begin(self, system: str | None) -> None:
         """Begin another conversation; None keeps the system message."""
         for _, talk in self._talks:
             talk.check_system(system or "")

@@ -55,6 +55,8 @@ SUBCOMMANDS = (
                "train a policy with PPO, GRPO or one of their family"),
     Subcommand("train", "torchrun", "mrlhf.run.elastic", "main",
                "torchrun with exit codes and signals for schedulers"),
+    Subcommand("look", "chat", "mrlhf.commands.chat", "main",
+               "talk to a policy in the terminal"),
     Subcommand("look", "report", "mrlhf.commands.report", "main",
                "write one HTML file about one run or several"),
     Subcommand("look", "merge-summaries", "mrlhf.commands.merge_summaries", "main",

@@ -25,7 +25,9 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._tail: list[int] = []  # tokens are decoded behind some others, which they may depend on
+        self._tail: list[
+            int
+        ] = []  # tokens are decoded behind some others, which they may depend on
         self._told = ""  # of the text of the tail
 
     def add(self, tokens: Sequence[int], is_end: bool = False) -> str:

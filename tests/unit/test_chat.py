@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from mrlhf.commands.chat import main
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 from mrlhf.inference.base import SamplingParams
@@ -117,7 +130,7 @@ def test_a_system_message_a_long_conversation_and_seeds() -> None:
     talk.begin("Be brief.")
     hot = SamplingParams(temperature=1.0, max_tokens=12, seed=1)
     first = talk.answer("What is 1 + 2?", hot, 0, ignore).token_ids
-    with pytest.raises(DataError, match="has [0-9]{3} tokens.* room for 100.*/new"):
+    with pytest.raises(DataError, match=r"has \d{3} tokens.* room for 100.*/new"):
         talk.answer("I think so. " * 40, hot, 1, ignore)
     before = list(talk._tokens)
     second = talk.answer("Sure?", SamplingParams(temperature=1.0, max_tokens=99, seed=1), 1, ignore)
@@ -143,3 +156,189 @@ def test_a_system_message_a_long_conversation_and_seeds() -> None:
     )
     with pytest.raises(DataError, match="leaves out the system message"):
         silent.check_system("Be brief.")
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that say the same after every message: "Né 🙂漢!", or letters without an end; one of
+    the first kind without a chat template.
+    """
+    root = tmp_path_factory.mktemp("policies")
+    write_speaker(root / "ends", "Né 🙂漢!", "<|im_end|>")
+    write_speaker(root / "plain", "Né 🙂漢!", "<|im_end|>", template="")
+    write_speaker(root / "goes_on", "abcdefgh", "a")
+    return root
+
+
+def write_speaker(directory: Path, text: str, then: str, template: str | None = None) -> None:
+    """A model whose next token depends on the last one alone, as in `text` and then `then`."""
+    tokenizer = chat_tokenizer("chatml", template)
+    size = tokenizer.highest_id + 1
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=128,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=30_000,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_id,
+    )
+    model = random_model(config)
+    ids = [tokenizer.encode(letter) for letter in text]
+    chain = [*(token for some in ids for token in some), *tokenizer.encode(then)]
+    starts = tokenizer.encode("\n") + tokenizer.encode("=")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1.0)
+        embedding = torch.nn.functional.normalize(model.model.embed_tokens.weight)
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight.zero_()
+        for before, after in [*((start, chain[0]) for start in starts), *pairwise(chain)]:
+            model.lm_head.weight[after] += 100 * embedding[before]
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mrlhf", "chat", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+            start_new_session=True,
+            # So that ^C becomes a signal.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        self._written = b""
+        self._read = 0  # characters of it that have been waited for
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Read until the program has written `text`; returns all that it has written before."""
+        while text not in self._shown()[self._read :]:
+            self._written += os.read(self._ours, 65536)
+        before = self._shown()[self._read :].partition(text)[0]
+        self._read += len(before) + len(text)
+        return before
+
+    def end(self) -> tuple[str, int]:
+        """Wait for the end; returns the rest of what is written, and the exit code."""
+        with suppress(OSError):  # as Linux says that nobody has the other end
+            while part := os.read(self._ours, 65536):
+                self._written += part
+        return self._shown()[self._read :], self.process.wait()
+
+    def _shown(self) -> str:
+        """What is written so far, without escape sequences."""
+        text = self._written.decode(errors="ignore").replace("\r", "")
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+    def close(self) -> None:
+        os.close(self._ours)
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    opened = Terminal(*arguments)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+SAID = "N\u00e9 \U0001f642\u6f22!"
+
+
+def test_two_policies_on_a_terminal(policies: Path) -> None:
+    ends = str(policies / "ends")
+    goes_on = str(policies / "goes_on")
+    with terminal(ends, "--beside", goes_on) as screen:
+        start = screen.wait_for("\n> ")
+        assert f"{ends}: chats" in start and f"{goes_on}: chats" in start
+        for _ in range(2):
+            screen.type("What is 1 + 2?\n")
+            screen.wait_for(f"[{ends}]\n{SAID}\n[{goes_on}]\nabcdefghabcdefgh")
+            screen.type("\x03")
+            rest = screen.wait_for("\n> ")
+            assert "^C" in rest and "cut" not in rest
+
+        screen.type("/set max-response-length 5\n/set temperature x\n/nonsense\n/help\n")
+        screen.wait_for("error: /set temperature takes a number, not 'x'\n")
+        screen.wait_for("error: there is no command '/nonsense'; /help lists them\n")
+        screen.wait_for("/quit")
+        assert re.search(r"max-response-length +5 ", screen.wait_for("seed"))
+        screen.type("/system Be brief.\nSure?\n")
+        screen.wait_for(f"[{goes_on}]\nabcde\n[cut after 5 tokens]\n> ")
+        screen.type("\x04")
+        assert screen.end() == ("\n", 0)
+
+
+def test_a_text_on_a_terminal_and_leaving(policies: Path) -> None:
+    with terminal(str(policies / "plain")) as screen:
+        assert "plain: no chat template, so it continues your text" in screen.wait_for("\n> ")
+        screen.type("1 + 2 =\n")
+        screen.wait_for(f"\n{SAID}\n> ")
+        screen.type("/system Be brief.\n")
+        screen.wait_for("error: without a chat template there is no system message\n> ")
+        screen.type("\x03")
+        screen.wait_for("\n^C again or ^D leaves\n> ")
+        screen.type("1 + 2 =\n")
+        screen.wait_for(f"\n{SAID}\n> ")
+        screen.type("\x03")
+        screen.wait_for("\n^C again or ^D leaves\n> ")
+        screen.type("\x03")
+        assert screen.end()[1] == 0
+
+
+def test_one_answer_through_a_pipe(policies: Path) -> None:
+    command = [sys.executable, "-m", "mrlhf", "chat", str(policies / "ends"), "--prompt", "Sure?"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (f"{SAID}\n", 0)
+
+
+def test_bad_input_is_told_in_a_line(
+    policies: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = str(policies / "ends")
+    reward_model = tmp_path / "reward_model"
+    reward_model.mkdir()
+    config = json.loads((policies / "ends" / "config.json").read_text(encoding="utf-8"))
+    scalar = {**config, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (reward_model / "config.json").write_text(json.dumps(scalar), encoding="utf-8")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    stated = {"base_model_name_or_path": "gone", "task_type": "CAUSAL_LM", "peft_type": "LORA"}
+    (adapter / "adapter_config.json").write_text(json.dumps(stated), encoding="utf-8")
+
+    for arguments, words in (
+        ([ends], "no terminal; --prompt TEXT .* mrlhf generate"),
+        (["nothing", "--prompt", "a"], "nothing does not exist"),
+        ([ends, "--beside", "nothing", "--prompt", "a"], "nothing does not exist"),
+        ([str(reward_model), "--prompt", "a"], "is a reward model"),
+        ([str(adapter), "--prompt", "a"], "base of the adapter, gone, is no directory"),
+        ([ends, "--prompt", "a", "--temperature", "-1"], "temperature -1.0 must be"),
+        ([ends, "--prompt", "a", "--max-response-length", "0"], "must each be at least 1"),
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and re.search(words, error)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert main([ends, "--prompt", "a"]) == 2
+    assert "without torchrun" in capsys.readouterr().err

@@ -81,7 +81,7 @@ class Batch:
         self._scheduler.drop_all()
 
     def _share(self, rows: Sequence[int]) -> None:
-        """Let later prompts share what those of the rows with which they may begin have computed."""
+        """Let later prompts share what has been computed of the rows that they may begin with."""
         for row in filter(self._sequences.goes_on, rows):
             self._scheduler.share_response(row, self._sequences.tokens_of(row))
 
