@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Event
@@ -22,13 +22,13 @@ from mrlhf.log import quiet_transformers
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.job import launch_alone, processes_on_this_machine
 from mrlhf.preflight.inputs import read_engine_inputs
+from mrlhf.preflight.paths import require_paths
 from mrlhf.printable import show
 from mrlhf.rollout.talk import Talk
 from mrlhf.run.startup import start_without_directory
 from mrlhf.trainers.policy import check_policy, open_policy, policy_config
 from mrlhf.version import add_version_option
 
-_INTERRUPTED = 130
 _ENGINE = ("rollout.max_num_seqs=1", "rollout.max_prefill_tokens=512")  # ^C waits for a pass
 _LONGEST = 16384  # tokens of a conversation, which the cache of a large model still holds
 _HELP = """\
@@ -37,9 +37,6 @@ _HELP = """\
 /system TEXT    begin another one with this system message; without TEXT, with none
 /set KEY VALUE  change one of the keys below
 /quit           leave, as ^D does; ^C ends an answer, and leaves if it is pressed again"""
-_CONTINUES = (
-    "no chat template, so it continues your text; the text after one that it ended is a new one"
-)
 # Each key: the field of `SamplingParams`, its type, its default, and what it is.
 KEYS = {
     "temperature": ("temperature", float, 1.0, "0 takes the likeliest token"),
@@ -53,25 +50,16 @@ KEYS = {
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Talk to a policy in the terminal: a run's newest weights, a model, or an "
-        "adapter. Without a chat template it continues your text. /help lists what can be "
-        "changed meanwhile."
+        description="Talk to a policy in the terminal: a run that has ended, a model or an adapter."
     )
     add_version_option(parser)
     add = parser.add_argument
     add("policy", metavar="RUN", help="output directory of a run, a model, or an adapter")
     add("--beside", metavar="START", help="another one, which answers each message as well")
-    add("--system", metavar="TEXT", help="a system message", default="")
     add("--prompt", metavar="TEXT", help="print the answer to this message, and end")
     for key, (field, kind, default, meaning) in KEYS.items():
-        add(
-            f"--{key}",
-            dest=field,
-            type=kind,
-            default=default,
-            metavar=key[0].upper(),
-            help=f"{meaning} (default: {default})",
-        )
+        help_text = f"{meaning} (default: {default})"
+        add(f"--{key}", dest=field, type=kind, default=default, metavar="N", help=help_text)
     return parser.parse_args(arguments)
 
 
@@ -92,13 +80,12 @@ def _chat(options: argparse.Namespace) -> int:
         )
     fields = {field: getattr(options, field) for field, *_ in KEYS.values()}
     sampling = SamplingParams(**fields)
-    paths = [options.policy, *([options.beside] if options.beside else [])]
-    talks = list(zip(paths, _open(paths), strict=True))
-    session = _Session(talks, sampling, options.prompt is None)
-    session.begin(options.system)
-    if options.prompt is not None:
-        return _INTERRUPTED if session.ask(options.prompt) else 0
-    return session.run()
+    names = [options.policy, *([options.beside] if options.beside else [])]
+    session = _Session(dict(zip(names, _open(names), strict=True)), sampling)
+    if options.prompt is None:
+        session.run()
+        return 0
+    return 130 if session.ask(options.prompt) else 0
 
 
 def _open(paths: Sequence[str]) -> list[Talk]:
@@ -106,10 +93,12 @@ def _open(paths: Sequence[str]) -> list[Talk]:
     configs = []
     for path in paths:
         config = policy_config(path, None, _ENGINE)
-        check_policy(config, world_size=1)
+        require_paths(config)
         longest = min(_LONGEST, load_spec(config.actor.path, "lm").max_positions)
         lengths = {"max_prompt_length": longest - 1, "max_response_length": 1}
-        configs.append(config.model_copy(update={"data": config.data.model_copy(update=lengths)}))
+        config = config.model_copy(update={"data": config.data.model_copy(update=lengths)})
+        check_policy(config, world_size=1)
+        configs.append(config)
 
     launch_alone()
     run = start_without_directory(configs[0])
@@ -118,29 +107,28 @@ def _open(paths: Sequence[str]) -> list[Talk]:
         inputs = read_engine_inputs(config)
         generator = open_policy(config, run, inputs).generator
         generator.take_weights(1)
-        assert isinstance(generator.engine, NativeEngine), "the engine of the configuration"
+        assert isinstance(generator.engine, NativeEngine), "the configuration names it"
         ends = inputs.endings.token_ids
         talks.append(Talk(generator.engine, inputs.tokenizer, ends, config.data.max_length))
     return talks
 
 
 class _Session:
-    """One or two policies that answer the same messages."""
+    """Policies that answer the same messages, by their names."""
 
-    def __init__(
-        self, talks: Sequence[tuple[str, Talk]], sampling: SamplingParams, is_interactive: bool
-    ) -> None:
-        self._talks = talks  # with their names
+    def __init__(self, talks: dict[str, Talk], sampling: SamplingParams) -> None:
+        self._talks = talks
         self._sampling = sampling
-        self._is_interactive = is_interactive
+        self._system = ""
         self._number = 0  # of the next answer
 
-    def run(self) -> int:
+    def run(self) -> None:
         """Answer what is typed until the user leaves."""
         with suppress(ImportError):  # keys that edit a line, and bring back those typed before
             import readline  # noqa: F401
-        for name, talk in self._talks:
-            show(f"{name}: {'chats' if talk.has_template else _CONTINUES}")
+        for name, talk in self._talks.items():
+            goes_on = "no chat template: it continues your text; after one that it ended, a new one"
+            show(f"{name}: {'chats' if talk.renderer else goes_on}")
         show("/help lists what can be changed; ^D leaves")
 
         interrupts = 0
@@ -148,86 +136,67 @@ class _Session:
             try:
                 line = input("> ")
                 interrupts = 0
-                if line.strip() == "/quit":
-                    return 0
+                if line.rstrip() == "/quit":
+                    return
                 if line.startswith("/"):
-                    self._command(line)
+                    self._command(*line.partition(" ")[::2])
                 elif line.strip():
                     interrupts = int(self.ask(line))
             except EOFError:
-                break
+                return show("")
             except KeyboardInterrupt:
                 interrupts += 1
-                if interrupts == 1:
-                    show("\n^C again or ^D leaves")
+                show("\n^C again or ^D leaves" if interrupts == 1 else "")
             except MrlhfError as error:
                 show(f"error: {error}")
-        show("")
-        return 0
 
     def ask(self, message: str) -> bool:
         """Show the answer of each policy; returns whether ^C ended one."""
         was_interrupted = False
-        for name, talk in self._talks:
+        for name, talk in self._talks.items():
             if len(self._talks) > 1:
                 show(f"[{name}]")
-            with _interrupt() as interrupt:
-                answer = talk.answer(
-                    message, self._sampling, self._number, partial(show, end=""), interrupt.is_set
-                )
+            interrupt = Event()  # an error amid a pass through the model would empty the cache
+            before = signal.signal(signal.SIGINT, lambda *_, event=interrupt: event.set())
+            try:
+                talk.answer(message, self._sampling, self._number, partial(_tell, interrupt))
+            finally:
+                signal.signal(signal.SIGINT, before)
             show("")
-            if not (answer.stopped or interrupt.is_set()) and self._is_interactive:
-                show(f"[cut after {len(answer.token_ids)} tokens]")
             was_interrupted |= interrupt.is_set()
+            if not (talk.stopped or interrupt.is_set()):
+                sys.stderr.write(f"[cut after {len(talk.last or ())} tokens]\n")
         self._number += 1
         return was_interrupted
 
-    def _command(self, line: str) -> None:
+    def _command(self, command: str, rest: str) -> None:
         """Do what a line that begins with a slash says."""
-        command, _, rest = line.partition(" ")
-        rest = rest.strip()
         if command == "/set":
-            key, _, value = rest.partition(" ")
-            self._set(key, value.strip())
-        elif command == "/system":
-            self.begin(rest)
-        elif command == "/new" and not rest:
-            self.begin(None)
+            self._set(*rest.strip().partition(" ")[::2])
+        elif command == "/system" or (command == "/new" and not rest):
+            self._system = rest.strip() if command == "/system" else self._system
+            for talk in self._talks.values():
+                talk.begin(self._system)
         elif command == "/help":
-            values = {key: getattr(self._sampling, field) for key, (field, *_) in KEYS.items()}
-            width = max(map(len, KEYS))
-            rows = (f"  {key:<{width}}  {values[key]:<6} {KEYS[key][-1]}" for key in KEYS)
-            show("\n".join([_HELP, *rows]))
+            show(_HELP)
+            for key, (field, *_, meaning) in KEYS.items():
+                show(f"  {key:<20} {getattr(self._sampling, field):<6} {meaning}")
         else:
-            raise ConfigError(f"there is no command {line!r}; /help lists them")
-
-    def begin(self, system: str | None) -> None:
-        """Begin another conversation; None keeps the system message."""
-        for _, talk in self._talks:
-            talk.check_system(system or "")
-        for _, talk in self._talks:
-            talk.begin(system)
+            raise ConfigError(f"there is no command {command!r}; /help lists them")
 
     def _set(self, key: str, value: str) -> None:
-        key = key.replace("_", "-")
-        if key not in KEYS:
+        field, kind, *_ = KEYS.get(key.replace("_", "-"), ("", float))
+        if not field:
             raise ConfigError(f"/set takes one of {', '.join(KEYS)}, not {key!r}")
-        field, kind, *_ = KEYS[key]
         try:
             number = kind(value)
         except ValueError:
             raise ConfigError(f"/set {key} takes a number, not {value!r}") from None
         self._sampling = replace(self._sampling, **{field: number})
-        if field == "seed":
-            self._number = 0
+        self._number = 0 if field == "seed" else self._number
 
 
-@contextmanager
-def _interrupt() -> Iterator[Event]:
-    """Whether ^C was pressed; an error amid a pass through the model would empty the cache."""
-    pressed = Event()
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _tell(interrupt: Event, text: str) -> bool:
+    """Show a part of an answer; returns whether the answer goes on."""
+    show(text, end="")
+    return not interrupt.is_set()

@@ -26,12 +26,13 @@ from mrlhf.commands.chat import main
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 from mrlhf.inference.base import SamplingParams
-from mrlhf.rollout.talk import Talk, TextStream
+from mrlhf.rollout.talk import Talk
 from tests.models.chat import CHATS, chat_tokenizer, end_ids
 from tests.models.engines import SIZES, make_engine, random_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, seed=1)
 BLOCK = 16
+SAID = "N\u00e9 \U0001f642\u6f22!"
 MOST = 400
 
 
@@ -48,12 +49,16 @@ def tiny_model(tokenizer: Tokenizer, seed: int = 0) -> Any:
     return random_model(LlamaConfig(**sizes, tie_word_embeddings=False), seed)
 
 
-def ignore(text: str) -> None:
-    """Show nothing."""
+def hear(pieces: list[str], most: int, piece: str) -> bool:
+    """Keep what is heard, and end an answer that is to have ten tokens."""
+    pieces.append(piece)
+    return not most == len(pieces) == 10
 
 
-def never() -> bool:
-    return False
+def tokens_of(talk: Talk, text: str, sampling: SamplingParams, number: int = 0) -> list[int]:
+    talk.answer(text, sampling, number, lambda piece: True)
+    assert talk.last is not None
+    return talk.last
 
 
 def by_transformers(model: Any, prompt: list[int], ends: list[int], most: int) -> list[int]:
@@ -74,88 +79,67 @@ def test_turns_are_those_of_transformers_and_compute_no_turn_again(name: str) ->
     computed = 0
     for text, most in (("What is 1 + 2?", 24), ("Are you sure?", 10), ("I think so.", 24)):
         pieces: list[str] = []
-        ended_by_user = partial(lambda pieces: len(pieces) == 10, pieces) if most == 10 else never
-        answer = talk.answer(text, GREEDY, 0, pieces.append, ended_by_user)
-        context = talk._tokens[: -len(answer.token_ids)]
-        assert answer.token_ids == by_transformers(model, context, list(talk.end_ids), most)
-        assert "".join(pieces) == talk.tokenizer.decode(answer.token_ids)
+        talk.answer(text, GREEDY, 0, partial(hear, pieces, most))
+        assert talk.last is not None
+        context = talk.tokens[: -len(talk.last)]
+        assert talk.last == by_transformers(model, context, list(talk.end_ids), most)
+        assert "".join(pieces) == talk.tokenizer.decode(talk.last)
         if not computed:
             messages = [{"role": "user", "content": text}]
             assert context == tokenizer.encode(tokenizer.apply_chat_template(messages))
 
         # The last token of an answer is not computed, nor a block of the cache that is not full.
-        assert answer.stats.computed_prompt_tokens == len(context) - computed // BLOCK * BLOCK
-        computed = len(context) + len(answer.token_ids) - 1
-
-
-def test_a_character_is_shown_when_it_is_whole() -> None:
-    tokenizer = chat_tokenizer("chatml")
-    text = "N\u00e9 \U0001f642 " * 20 + "\u6f22!"
-    ids = tokenizer.encode(text)
-    assert len(ids) > len(text)
-    stream = TextStream(tokenizer.decode)
-    pieces = [stream.add([token]) for token in ids] + [stream.add([], is_end=True)]
-    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
-    assert max(map(len, pieces)) <= 2
-
-    torn = tokenizer.encode("\U0001f642")[:2]
-    for tokens in (torn, [*torn, *tokenizer.encode("a")], torn * 50):
-        stream = TextStream(tokenizer.decode)
-        pieces = [stream.add([token]) for token in tokens]
-        shown = "".join(pieces) + stream.add([], is_end=True)
-        assert shown == tokenizer.decode(tokens) and pieces[0] == ""
+        assert talk.stats.computed_prompt_tokens == len(context) - computed // BLOCK * BLOCK
+        computed = len(context) + len(talk.last) - 1
 
 
 def test_a_text_goes_on_until_the_model_ends_it() -> None:
     talk = talk_of(tiny_model(chat_tokenizer("chatml")), "chatml", template="")
     tokenizer = talk.tokenizer
-    with pytest.raises(DataError, match="no system message"):
-        talk.check_system("Be brief.")
-    first = talk.answer("I think", GREEDY, 0, ignore)
-    assert not talk.has_template and not first.stopped
-    talk.answer(" so", GREEDY, 0, ignore)
-    begun = [*tokenizer.encode("I think"), *first.token_ids, *tokenizer.encode(" so")]
-    assert talk._tokens[: len(begun)] == begun
+    with pytest.raises(DataError, match="leaves out a system message"):
+        talk.begin("Be brief.")
+    first = tokens_of(talk, "I think", GREEDY)
+    assert talk.renderer is None and not talk.stopped
+    tokens_of(talk, " so", GREEDY)
+    begun = [*tokenizer.encode("I think"), *first, *tokenizer.encode(" so")]
+    assert talk.tokens[: len(begun)] == begun
 
     talk.end_ids = range(tokenizer.highest_id + 1)
-    assert talk.answer("a", GREEDY, 0, ignore).stopped
-    talk.answer("I think", GREEDY, 0, ignore)
-    assert talk._tokens == [*tokenizer.encode("I think"), first.token_ids[0]]
+    tokens_of(talk, "a", GREEDY)
+    assert talk.stopped
+    tokens_of(talk, "I think", GREEDY)
+    assert talk.tokens == [*tokenizer.encode("I think"), first[0]]
 
 
 def test_a_system_message_a_long_conversation_and_seeds() -> None:
     model = tiny_model(chat_tokenizer("chatml"))
     talk = talk_of(model, "chatml", max_length=100)
-    talk.check_system(" Be brief. ")
-    talk.begin("Be brief.")
+    talk.begin(" Be brief. ")
     hot = SamplingParams(temperature=1.0, max_tokens=12, seed=1)
-    first = talk.answer("What is 1 + 2?", hot, 0, ignore).token_ids
+    first = tokens_of(talk, "What is 1 + 2?", hot)
+    before = list(talk.tokens)
     with pytest.raises(DataError, match=r"has \d{3} tokens.* room for 100.*/new"):
-        talk.answer("I think so. " * 40, hot, 1, ignore)
-    before = list(talk._tokens)
-    second = talk.answer("Sure?", SamplingParams(temperature=1.0, max_tokens=99, seed=1), 1, ignore)
-    assert talk._tokens[: len(before)] == before
-    assert len(talk._tokens) == 100 and not second.stopped
+        tokens_of(talk, "I think so. " * 40, hot)
+    tokens_of(talk, "Sure?", replace(hot, max_tokens=99))
+    assert talk.tokens[: len(before)] == before
+    assert len(talk.tokens) == 100 and not talk.stopped
 
     answers = []
     for number, seed in ((0, 1), (1, 1), (0, 2)):
-        talk.begin(None)
-        answers.append(talk.answer("What is 1 + 2?", replace(hot, seed=seed), number, ignore))
-    assert answers[0].token_ids == first
-    assert len({tuple(answer.token_ids) for answer in answers}) == 3
-    assert "Be brief." in talk.tokenizer.decode(talk._tokens)
+        talk.begin(" Be brief. ")
+        answers.append(tokens_of(talk, "What is 1 + 2?", replace(hot, seed=seed), number))
+    assert answers[0] == first and len(set(map(tuple, answers))) == 3
+    assert "Be brief." in talk.tokenizer.decode(talk.tokens)
     talk.begin("")
-    talk.answer("What is 1 + 2?", hot, 0, ignore)
-    assert "Be brief." not in talk.tokenizer.decode(talk._tokens)
+    tokens_of(talk, "What is 1 + 2?", hot)
+    assert "Be brief." not in talk.tokenizer.decode(talk.tokens)
 
-    silent = talk_of(
-        model,
-        "chatml",
-        "{% for m in messages if m.role != 'system' %}<|im_start|>"
-        "{{ m.role + '\n' + m.content }}<|im_end|>{% endfor %}",
+    users_alone = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role + '\\n' + m.content }}"
+        "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
     )
-    with pytest.raises(DataError, match="leaves out the system message"):
-        silent.check_system("Be brief.")
+    with pytest.raises(DataError, match="leaves out a system message"):
+        talk_of(model, "chatml", users_alone).begin("Be brief.")
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +155,14 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_speaker(directory: Path, text: str, then: str, template: str | None = None) -> None:
-    """A model whose next token depends on the last one alone, as in `text` and then `then`."""
+    """A directory with a `speaker` and its tokenizer."""
     tokenizer = chat_tokenizer("chatml", template)
+    speaker(tokenizer, text, then).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def speaker(tokenizer: Tokenizer, text: str, then: str) -> Any:
+    """A model whose next token depends on the last one alone, as in `text` and then `then`."""
     size = tokenizer.highest_id + 1
     config = LlamaConfig(
         vocab_size=size,
@@ -198,8 +188,21 @@ def write_speaker(directory: Path, text: str, then: str, template: str | None = 
         model.lm_head.weight.zero_()
         for before, after in [*((start, chain[0]) for start in starts), *pairwise(chain)]:
             model.lm_head.weight[after] += 100 * embedding[before]
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    return model
+
+
+def test_a_character_is_shown_when_it_is_whole() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    pieces: list[str] = []
+    ended = talk_of(speaker(tokenizer, SAID, "<|im_end|>"), "chatml")
+    ended.answer("a", GREEDY, 0, partial(hear, pieces, 0))
+    assert list(filter(None, pieces)) == list(SAID) and ended.stopped
+
+    # An answer that is cut amid a character shows what there is of it.
+    cut = talk_of(speaker(tokenizer, SAID, "<|im_end|>"), "chatml")
+    pieces.clear()
+    cut.answer("a", replace(GREEDY, max_tokens=6), 0, partial(hear, pieces, 0))
+    assert "".join(pieces) == "N\u00e9 \ufffd" and pieces[:-1].count("\ufffd") == 0
 
 
 class Terminal:
@@ -259,9 +262,6 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
         opened.close()
 
 
-SAID = "N\u00e9 \U0001f642\u6f22!"
-
-
 def test_two_policies_on_a_terminal(policies: Path) -> None:
     ends = str(policies / "ends")
     goes_on = str(policies / "goes_on")
@@ -288,11 +288,11 @@ def test_two_policies_on_a_terminal(policies: Path) -> None:
 
 def test_a_text_on_a_terminal_and_leaving(policies: Path) -> None:
     with terminal(str(policies / "plain")) as screen:
-        assert "plain: no chat template, so it continues your text" in screen.wait_for("\n> ")
+        assert "plain: no chat template: it continues your text" in screen.wait_for("\n> ")
         screen.type("1 + 2 =\n")
         screen.wait_for(f"\n{SAID}\n> ")
         screen.type("/system Be brief.\n")
-        screen.wait_for("error: without a chat template there is no system message\n> ")
+        screen.wait_for("leaves out a system message\n> ")
         screen.type("\x03")
         screen.wait_for("\n^C again or ^D leaves\n> ")
         screen.type("1 + 2 =\n")

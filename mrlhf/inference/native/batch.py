@@ -5,7 +5,7 @@ It does not know where weights come from, or what the samples are for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,16 +71,16 @@ class Batch:
         """Return the counts since the last call."""
         return self._scheduler.take_counts()
 
-    def drawn_so_far(self) -> dict[tuple[int, int], list[int]]:
-        """The tokens of each sample that has not ended, by its request and sample index."""
-        return self._sequences.drawn_so_far()
+    def drawn_so_far(self) -> list[list[int]]:
+        """The tokens of each sample that has not ended."""
+        return list(self._sequences.drawn_so_far().values())
 
     def drop_all(self) -> None:
         """Give the blocks of all rows back to the cache; the batch cannot be used afterwards."""
-        self._share(self._sequences.rows)
+        self._share(self._sequences.drawn_so_far())
         self._scheduler.drop_all()
 
-    def _share(self, rows: Sequence[int]) -> None:
+    def _share(self, rows: Iterable[int]) -> None:
         """Let later prompts share what has been computed of the rows that they may begin with."""
         for row in filter(self._sequences.goes_on, rows):
             self._scheduler.share_response(row, self._sequences.tokens_of(row))

@@ -220,9 +220,9 @@ class NativeEngine:
         )
         return Finished(finished.samples, finished.stats + stats)
 
-    def drawn_so_far(self) -> dict[tuple[int, int], list[int]]:
-        """The tokens of each sample in flight, by its request and sample index, to be shown."""
-        return {} if self._batch is None else self._batch.drawn_so_far()
+    def drawn_so_far(self) -> list[list[int]]:
+        """The tokens of each sample in flight, to be shown."""
+        return [] if self._batch is None else self._batch.drawn_so_far()
 
     def cancel(self) -> Finished:
         """See `InferenceEngine`."""

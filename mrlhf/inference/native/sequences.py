@@ -118,11 +118,6 @@ class Sequences:
         ended: list[int] = rows[stopped | (counts + 1 == self._max_tokens[rows])].tolist()
         return ended
 
-    @property
-    def rows(self) -> list[int]:
-        """The rows that have not ended."""
-        return list(self._owners)
-
     def wants_experts(self, row: int) -> bool:
         """Whether the sample of a row must say to which experts its tokens were sent."""
         return row in self._recorded
@@ -137,12 +132,9 @@ class Sequences:
         tokens: list[int] = self._tokens[row, :length].tolist()
         return tokens
 
-    def drawn_so_far(self) -> dict[tuple[int, int], list[int]]:
-        """The tokens of each sample that has not ended, by its request and sample index."""
-        return {
-            owner: self.tokens_of(row)[self._prompt_lengths[row] :]
-            for row, owner in self._owners.items()
-        }
+    def drawn_so_far(self) -> dict[int, list[int]]:
+        """The tokens drawn for each row that has not ended."""
+        return {row: self.tokens_of(row)[self._prompt_lengths[row] :] for row in self._owners}
 
     def remove(self, row: int, experts: NDArray[Any] | None = None) -> Sample:
         """Return the sample of a row that has ended, with its tokens' experts, and free the row."""
