@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from mrlhf.commands.chat import main
 from mrlhf.data.tokenizer import Tokenizer
@@ -286,6 +286,7 @@ def test_two_policies_on_a_terminal(policies: Path) -> None:
         assert screen.end() == ("\n", 0)
 
 
+@pytest.mark.full
 def test_a_text_on_a_terminal_and_leaving(policies: Path) -> None:
     with terminal(str(policies / "plain")) as screen:
         assert "plain: no chat template: it continues your text" in screen.wait_for("\n> ")
@@ -303,10 +304,30 @@ def test_a_text_on_a_terminal_and_leaving(policies: Path) -> None:
         assert screen.end()[1] == 0
 
 
+@pytest.mark.full
 def test_one_answer_through_a_pipe(policies: Path) -> None:
     command = [sys.executable, "-m", "mrlhf", "chat", str(policies / "ends"), "--prompt", "Sure?"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == (f"{SAID}\n", 0)
+
+
+@pytest.mark.full
+def test_a_real_model_answers_as_in_transformers(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    messages: list[dict[str, str]] = []
+    with terminal(str(smollm2), "--temperature", "0", "--max-response-length", "24") as screen:
+        screen.wait_for("\n> ")
+        for text in ("What is the capital of France?", "Name a river that flows through it."):
+            messages.append({"role": "user", "content": text})
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            prompt = prompt if isinstance(prompt, list) else prompt["input_ids"]
+            said = by_transformers(model, prompt, [tokenizer.eos_token_id], 24)
+            messages.append(
+                {"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)}
+            )
+            screen.type(f"{text}\n")
+            screen.wait_for(f"{text}\n{messages[-1]['content']}\n")
 
 
 def test_bad_input_is_told_in_a_line(
