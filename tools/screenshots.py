@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyte
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 from rich.console import Console
 from rich.style import Style
 from rich.terminal_theme import DIMMED_MONOKAI

@@ -43,7 +43,7 @@ def test_only_what_a_picture_shows_counts(tmp_path: Path) -> None:
         }
 
     assert changed(r"^function verdict\(run\) \{", r"\g<0> run = { ...run };") == {"report.png"}
-    assert changed(r"^function openSample\(.*\{", r"\g<0> void 0;") == {"rollouts.png"}
+    assert changed(r"^function fillList\(.*\{", r"\g<0> void 0;") == {"rollouts.png"}
     assert changed("</style>", "p { color: red; }</style>") == {"report.png", "rollouts.png"}
     assert changed(r"^function verdict\(run\) \{", "// A comment.\n\\g<0>\n\n") == set()
     assert changed(r"^function timeline\(.*\{", r"\g<0> void 0;") == set()
