@@ -37,14 +37,15 @@ _HELP = """\
 /system TEXT    begin another one with this system message; without TEXT, with none
 /set KEY VALUE  change one of the keys below
 /quit           leave, as ^D does; ^C ends an answer, and leaves if it is pressed again"""
-# Each key: the field of `SamplingParams`, its type, its default, and what it is.
-KEYS = {
-    "temperature": ("temperature", float, 1.0, "0 takes the likeliest token"),
-    "top-p": ("top_p", float, 1.0, "draw from the fewest tokens of this probability; 1 is off"),
-    "top-k": ("top_k", int, -1, "draw from so many likeliest tokens; -1 is off"),
-    "max-response-length": ("max_tokens", int, 512, "most tokens of an answer"),
-    "seed": ("seed", int, 1, "of the random numbers; each answer of a session has others"),
-}
+# Each key as an option, its field of `SamplingParams`, type and default, and what it is.
+KEYS = (
+    ("--temperature", "temperature", float, 1.0, "0 takes the likeliest token"),
+    ("--top-p", "top_p", float, 1.0, "draw from the fewest tokens of this probability; 1 is off"),
+    ("--top-k", "top_k", int, -1, "draw from so many likeliest tokens; -1 is off"),
+    ("--max-response-length", "max_tokens", int, 512, "most tokens of an answer"),
+    ("--seed", "seed", int, 1, "of the random numbers; each answer of a session has others"),
+)
+_NAMES = [option.removeprefix("--") for option, *_ in KEYS]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,9 +58,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("policy", metavar="RUN", help="output directory of a run, a model, or an adapter")
     add("--beside", metavar="START", help="another one, which answers each message as well")
     add("--prompt", metavar="TEXT", help="print the answer to this message, and end")
-    for key, (field, kind, default, meaning) in KEYS.items():
+    for option, field, kind, default, meaning in KEYS:
         help_text = f"{meaning} (default: {default})"
-        add(f"--{key}", dest=field, type=kind, default=default, metavar="N", help=help_text)
+        add(option, dest=field, type=kind, default=default, metavar="N", help=help_text)
     return parser.parse_args(arguments)
 
 
@@ -78,7 +79,7 @@ def _chat(options: argparse.Namespace) -> int:
             "standard input and output are no terminal; --prompt TEXT prints the answer to one "
             "message, and mrlhf generate those to a file of prompts"
         )
-    fields = {field: getattr(options, field) for field, *_ in KEYS.values()}
+    fields = {field: getattr(options, field) for _, field, *_ in KEYS}
     sampling = SamplingParams(**fields)
     names = [options.policy, *([options.beside] if options.beside else [])]
     session = _Session(dict(zip(names, _open(names), strict=True)), sampling)
@@ -179,15 +180,16 @@ class _Session:
                 talk.begin(self._system)
         elif command == "/help":
             show(_HELP)
-            for key, (field, *_, meaning) in KEYS.items():
-                show(f"  {key:<20} {getattr(self._sampling, field):<6} {meaning}")
+            for name, (_, field, *_, meaning) in zip(_NAMES, KEYS, strict=True):
+                show(f"  {name:<20} {getattr(self._sampling, field):<6} {meaning}")
         else:
             raise ConfigError(f"there is no command {command!r}; /help lists them")
 
     def _set(self, key: str, value: str) -> None:
-        field, kind, *_ = KEYS.get(key.replace("_", "-"), ("", float))
-        if not field:
-            raise ConfigError(f"/set takes one of {', '.join(KEYS)}, not {key!r}")
+        key = key.replace("_", "-")
+        if key not in _NAMES:
+            raise ConfigError(f"/set takes one of {', '.join(_NAMES)}, not {key!r}")
+        _, field, kind, *_ = KEYS[_NAMES.index(key)]
         try:
             number = kind(value)
         except ValueError:

@@ -27,6 +27,8 @@ def test_every_picture_is_known_and_on_a_page() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for name in TAKEN:
         assert f"images/{name})" in text
+    first = re.search(r"!\[[^]]*\]\(docs/images/(\S+)\)", pages[0].read_text(encoding="utf-8"))
+    assert first is not None and ("english.png" not in TAKEN or first[1] == "english.png")
 
 
 def test_only_what_a_picture_shows_counts(tmp_path: Path) -> None:
