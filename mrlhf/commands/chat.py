@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Event
+from typing import Any
 
 from mrlhf.commands.endings import end_command
 from mrlhf.errors import ConfigError, MrlhfError
@@ -45,7 +46,7 @@ KEYS = (
     ("--max-response-length", "max_tokens", int, 512, "most tokens of an answer"),
     ("--seed", "seed", int, 1, "of the random numbers; each answer of a session has others"),
 )
-_NAMES = [option.removeprefix("--") for option, *_ in KEYS]
+_NAMES = [option[2:] for option, *_ in KEYS]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -79,7 +80,7 @@ def _chat(options: argparse.Namespace) -> int:
             "standard input and output are no terminal; --prompt TEXT prints the answer to one "
             "message, and mrlhf generate those to a file of prompts"
         )
-    fields = {field: getattr(options, field) for _, field, *_ in KEYS}
+    fields: dict[str, Any] = {field: getattr(options, field) for _, field, *_ in KEYS}
     sampling = SamplingParams(**fields)
     names = [options.policy, *([options.beside] if options.beside else [])]
     session = _Session(dict(zip(names, _open(names), strict=True)), sampling)
@@ -191,10 +192,10 @@ class _Session:
             raise ConfigError(f"/set takes one of {', '.join(_NAMES)}, not {key!r}")
         _, field, kind, *_ = KEYS[_NAMES.index(key)]
         try:
-            number = kind(value)
+            changed: dict[str, Any] = {field: kind(value)}
         except ValueError:
             raise ConfigError(f"/set {key} takes a number, not {value!r}") from None
-        self._sampling = replace(self._sampling, **{field: number})
+        self._sampling = replace(self._sampling, **changed)
         self._number = 0 if field == "seed" else self._number
 
 
