@@ -48,8 +48,8 @@ def wrapped(text: str, stream: TextIO | None) -> str:
     return "\n".join(lines)
 
 
-def show(text: str) -> None:
-    """Print `text` on standard output, at once, so that an error is not lost.
+def show(text: str, end: str = "\n") -> None:
+    """Print `text` and `end` on standard output, at once, so that an error is not lost.
 
     It is no error if a reader such as `head` has read enough.
 
@@ -59,7 +59,9 @@ def show(text: str) -> None:
     try:
         if sys.stdout is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        print(printable(text), flush=True)
+        encoding = sys.stdout.encoding or "utf-8"
+        shown = printable(text).encode(encoding, "backslashreplace").decode(encoding)
+        print(shown, end=end, flush=True)
     except OSError as error:
         # The rest of the buffer must not fail once more when the interpreter ends.
         if sys.stdout is not None:

@@ -1,8 +1,9 @@
 """Takes the pictures of README and docs: a report in a browser, and a run on a terminal.
 
-Usage: tools/screenshots.py RUN_DIR [--out DIR] [--step N]
+Usage: tools/screenshots.py RUN_DIR [--english REPORT] [--out DIR] [--step N]
 
-For the terminal the run is begun again, as RUN_DIR-again, stopped at some step and deleted.
+For the terminal the run is begun again, as RUN_DIR-again, stopped at some step and deleted. Each
+picture carries a hash of what determines it, see `tools/pictures.py`.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyte
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 from rich.console import Console
 from rich.style import Style
 from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 from mrlhf.report.write import write_report
+from tools.pictures import COLUMNS, ROWS, TERMINAL, drawn_by, mark
 
 LONGEST_S = 900
-COLUMNS, ROWS = 110, 32
 SAMPLES = 5000
 WINDOW = {"width": 1280, "height": 860}
 TERMINAL_PAGE = """<meta charset="utf-8"><style>
@@ -52,6 +53,13 @@ def main() -> int:
     )
     parser.add_argument(
         "run", type=Path, metavar="RUN_DIR", help="output directory; make demo writes runs/demo"
+    )
+    parser.add_argument(
+        "--english",
+        type=Path,
+        default=Path("runs/english/report.html"),
+        metavar="REPORT",
+        help="the report that make english writes; if it is not there, its picture stays as it is",
     )
     parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="DIR")
     parser.add_argument(
@@ -73,21 +81,36 @@ def main() -> int:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         report = Path(directory) / "report.html"
         write_report([arguments.run], report, SAMPLES)
-        _picture_report(browser, report, arguments.out)
+        _picture_overview(browser, report, arguments.out / "report.png")
+        _picture_rollouts(browser, report, arguments.out / "rollouts.png")
+        pages = {"report.png": report, "rollouts.png": report}
+        if arguments.english.is_file():
+            _picture_overview(browser, arguments.english, arguments.out / "english.png")
+            pages["english.png"] = arguments.english
 
         screen = _watch_run(arguments.run, arguments.step)
-        _picture_terminal(browser, screen, arguments.out / "terminal.png")
+        _picture_terminal(browser, screen, arguments.out / TERMINAL)
         browser.close()
+        for name in (*pages, TERMINAL):
+            page = pages[name].read_text(encoding="utf-8") if name in pages else None
+            mark(arguments.out / name, drawn_by(name, page))
+            print(f"{arguments.out / name} ({(arguments.out / name).stat().st_size / 1000:.0f} kB)")
     return 0
 
 
-def _picture_report(browser: Browser, report: Path, out: Path) -> None:
-    """The overview, and a response whose tokens are coloured by their advantage."""
+def _picture_overview(browser: Browser, report: Path, file: Path) -> None:
+    """The first view of a report."""
     page = browser.new_page(viewport=WINDOW)
-    page.goto(report.as_uri())
+    page.goto(report.absolute().as_uri())
     page.wait_for_selector(".card canvas")
-    _take(page, out / "report.png")
+    page.screenshot(path=file)
+    page.close()
 
+
+def _picture_rollouts(browser: Browser, report: Path, file: Path) -> None:
+    """A response whose tokens are coloured by their advantage."""
+    page = browser.new_page(viewport=WINDOW)
+    page.goto(report.absolute().as_uri())
     page.get_by_role("tab", name="Rollouts").click()
     page.wait_for_function("() => !document.querySelector('#count').textContent.includes('unpack')")
     rows = page.locator(".rows tbody tr button")
@@ -95,13 +118,8 @@ def _picture_report(browser: Browser, report: Path, out: Path) -> None:
         rows.nth(number).click()
     page.wait_for_function("() => document.querySelectorAll('.sample .token').length > 0")
     page.locator(".sample").first.evaluate("node => node.scrollIntoView({block: 'end'})")
-    _take(page, out / "rollouts.png")
-    page.close()
-
-
-def _take(page: Page, file: Path) -> None:
     page.screenshot(path=file)
-    print(f"{file} ({file.stat().st_size / 1000:.0f} kB)")
+    page.close()
 
 
 def _watch_run(run: Path, step: int | None) -> pyte.Screen:
@@ -167,7 +185,6 @@ def _picture_terminal(browser: Browser, screen: pyte.Screen, file: Path) -> None
     html = console.export_html(theme=DIMMED_MONOKAI, code_format=TERMINAL_PAGE, inline_styles=True)
     page.set_content(html)
     page.locator("pre").screenshot(path=file)
-    print(f"{file} ({file.stat().st_size / 1000:.0f} kB)")
     page.close()
 
 

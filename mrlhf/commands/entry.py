@@ -57,6 +57,8 @@ SUBCOMMANDS = (
                "torchrun with exit codes and signals for schedulers"),
     Subcommand("look", "generate", "mrlhf.commands.generate", "main",
                "answer a file of prompts, and score the answers"),
+    Subcommand("look", "chat", "mrlhf.commands.chat", "main",
+               "talk to a policy in the terminal"),
     Subcommand("look", "report", "mrlhf.commands.report", "main",
                "write one HTML file about one run or several"),
     Subcommand("look", "merge-summaries", "mrlhf.commands.merge_summaries", "main",

@@ -5,7 +5,7 @@ It does not know where weights come from, or what the samples are for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,8 +63,7 @@ class Batch:
         tokens, logprobs = fetch(*drawn)
         ended = self._sequences.record(step.draws, tokens.numpy(), logprobs.numpy())
         experts = self._experts_of(ended)
-        for row in filter(self._sequences.goes_on, ended):
-            self._scheduler.share_response(row, self._sequences.tokens_of(row))
+        self._share(ended)
         self._scheduler.record(step.draws, ended)
         return [self._sequences.remove(row, experts.get(row)) for row in ended]
 
@@ -72,9 +71,19 @@ class Batch:
         """Return the counts since the last call."""
         return self._scheduler.take_counts()
 
+    def drawn_so_far(self) -> list[list[int]]:
+        """The tokens of each sample that has not ended."""
+        return list(self._sequences.drawn_so_far().values())
+
     def drop_all(self) -> None:
         """Give the blocks of all rows back to the cache; the batch cannot be used afterwards."""
+        self._share(self._sequences.drawn_so_far())
         self._scheduler.drop_all()
+
+    def _share(self, rows: Iterable[int]) -> None:
+        """Let later prompts share what has been computed of the rows that they may begin with."""
+        for row in filter(self._sequences.goes_on, rows):
+            self._scheduler.share_response(row, self._sequences.tokens_of(row))
 
     def _inputs(self, step: Step) -> PassArrays:
         ends = np.cumsum(step.counts)

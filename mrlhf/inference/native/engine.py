@@ -220,6 +220,10 @@ class NativeEngine:
         )
         return Finished(finished.samples, finished.stats + stats)
 
+    def drawn_so_far(self) -> list[list[int]]:
+        """The tokens of each sample in flight, to be shown."""
+        return [] if self._batch is None else self._batch.drawn_so_far()
+
     def cancel(self) -> Finished:
         """See `InferenceEngine`."""
         if self._batch is not None:

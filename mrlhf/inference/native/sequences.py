@@ -132,6 +132,10 @@ class Sequences:
         tokens: list[int] = self._tokens[row, :length].tolist()
         return tokens
 
+    def drawn_so_far(self) -> dict[int, list[int]]:
+        """The tokens drawn for each row that has not ended."""
+        return {row: self.tokens_of(row)[self._prompt_lengths[row] :] for row in self._owners}
+
     def remove(self, row: int, experts: NDArray[Any] | None = None) -> Sample:
         """Return the sample of a row that has ended, with its tokens' experts, and free the row."""
         request_id, sample_index = self._owners.pop(row)
