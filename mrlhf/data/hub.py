@@ -1,31 +1,30 @@
-"""Takes the files of a repository of the Hugging Face Hub, from the local cache or by a download.
+"""Takes files of a repository of the Hugging Face Hub, from the local cache or by a download.
 
-The cache, the token, the mirror, time limits and offline mode are those of huggingface_hub, by its
-environment variables. This file does not know which keys name repositories.
+Cache, token, mirror, time limits and offline mode are those of huggingface_hub, by its environment
+variables. This file does not know which keys name repositories.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, get_session, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, get_session, snapshot_download
+from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub.repocard import metadata_load
+from huggingface_hub.utils import disable_progress_bars
 
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError
 
-_REPOSITORY = r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^\s:@]+))?"
-_MODEL = re.compile(_REPOSITORY)
-_SNAPSHOT = re.compile(r"/(models|datasets)--([^/]+)/snapshots/([0-9a-f]{40})(/|$)")
+_NAME = r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^\s:@]+))?"
+_ROWS = re.compile(_NAME + r":(?P<split>[\w./-]+)")
+_SNAPSHOT = re.compile(r"s--([^/]+)/snapshots/([0-9a-f]{40})\b")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration, tokenizer and template
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
@@ -34,57 +33,101 @@ _WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 def local_directory(
     name: str, *, weights: bool = True, begun: str = "", from_cache: bool = False
 ) -> str:
-    """The directory of a model, adapter or tokenizer; what is `name` itself is taken first.
+    """The directory of a model, adapter or tokenizer; what is called `name` here is taken first.
 
-    Else `org/name` or `org/name@revision` is taken from the cache or downloaded. A `name` of
-    another form is returned as it is.
+    Else `org/name` or `org/name@revision` is taken from the hub. Another `name` is returned as is.
 
     Args:
-        weights: whether weights are needed too: of safetensors alone, and each tensor once.
-        begun: the directory with which a run began; of the same repository, its commit is taken
-            again unless `name` has a revision.
-        from_cache: take what the cache holds, and ask nobody.
+        weights: whether those are needed too: safetensors alone, and each tensor once.
+        begun: the directory with which a run began; without a revision, its commit is taken again.
+        from_cache: whether the cache holds all, so that the hub need not be asked.
 
     Raises:
-        ConfigError: the repository cannot be had; one line that begins with `name`.
+        ConfigError: the repository cannot be had; one line, which begins with `name`.
     """
-    match = _MODEL.fullmatch(name)
+    match = re.fullmatch(_NAME, name)
     if match is None or os.path.lexists(name):
         return name
-    repo = match["repo"]
-    revision = match["revision"] or commit_of(begun, repo) or constants.DEFAULT_REVISION
-    folder = _take(name, "model", repo, revision, _SMALL, from_cache)
+    folder = _take(match, _revision(match, begun), "model", _SMALL, from_cache)
     if weights:
         files = [*_WEIGHTS]
         if (folder / _INDEX).is_file():
-            shards = read_object(folder / _INDEX, ConfigError).get("weight_map")
-            files += sorted({str(file) for file in shards.values()} if shards else ())
-        _take(name, "model", repo, folder.name, files, from_cache)
+            files += set(read_object(folder / _INDEX, ConfigError)["weight_map"].values())
+        _take(match, folder.name, "model", files, from_cache)
     return str(folder)
 
 
+def local_files(name: str, *, begun: str = "", from_cache: bool = False) -> list[str]:
+    """The files of `org/name:split`, `org/name:config/split` or `org/name:file` of a dataset.
+
+    A README may say which they are; else their names do. See `local_directory` for the rest.
+    """
+    match = _ROWS.fullmatch(name)
+    if match is None or os.path.lexists(name):
+        return [name]
+    folder = _take(match, _revision(match, begun), "dataset", ["README.md"], from_cache)
+    present = [file.relative_to(folder).as_posix() for file in folder.rglob("*")]
+    if not from_cache and not constants.HF_HUB_OFFLINE:
+        present = HfApi().list_repo_files(match["repo"], repo_type="dataset", revision=folder.name)
+    readable = sorted(file for file in present if file.endswith((".jsonl", ".parquet")))
+    card = folder / "README.md"
+    stated = (metadata_load(card) if card.is_file() else None) or {}
+    files = _of_split(readable, stated.get("configs") or [], match["split"])
+
+    places = sorted({f"{Path(file).parent}/*{Path(file).suffix}" for file in files})
+    of = re.search(r"-of-(\d+)", files[0]) if len(places) == 1 else None
+    if len(places) != 1 or (of is not None and int(of[1]) != len(files)):
+        found = f"{len(files)} files in {', '.join(places)}" if files else "no jsonl or parquet"
+        raise ConfigError(
+            f"{name} names {found}, and not all files of one split; the repository holds "
+            f"{', '.join(readable[:8]) or 'neither'}; write {match['repo']}:FILE, or "
+            "CONFIG/SPLIT"
+        )
+    _take(match, folder.name, "dataset", files, from_cache)
+    return [str(folder / file) for file in files]
+
+
 def repository_of(path: str) -> tuple[str, str] | None:
-    """The repository and the commit of a path in the cache; None if it is not of the cache."""
+    """The repository and the commit of a path in the cache; None of another path."""
     match = _SNAPSHOT.search(path)
-    return match and (match[2].replace("--", "/", 1), match[3])
+    return match and (match[1].replace("--", "/"), match[2])
 
 
-def commit_of(path: str, repo: str) -> str | None:
-    """The commit of `path`, if it is of `repo` in the cache."""
-    found = repository_of(path)
-    return found[1] if found is not None and found[0] == repo else None
+def _of_split(files: Sequence[str], configs: Sequence[Any], wanted: str) -> list[str]:
+    """The files of a split, or of one of a configuration."""
+    part, _, split = wanted.rpartition("/")
+    patterns = [wanted]
+    for config in configs:
+        given = config.get("data_files", ()) if config["config_name"] == part or not part else ()
+        for one in given:
+            if isinstance(one, dict) and one["split"] == split:
+                paths = one["path"]
+                patterns += [paths] if isinstance(paths, str) else paths
+    stated = [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
+    folder = re.escape(f"{part}/") if part else ""
+    called = re.compile(rf"{folder}(.*[/.-])?{re.escape(split)}([/.-]|_?\d).*")
+    return stated or [file for file in files if called.fullmatch(file)]
+
+
+def _revision(match: re.Match[str], begun: str) -> str | None:
+    """The revision that is named, or the commit of the same repository in `begun`."""
+    before = repository_of(begun)
+    again = before[1] if before is not None and before[0] == match["repo"] else None
+    return match["revision"] or again
 
 
 def _take(
-    name: str, kind: str, repo: str, revision: str, files: Sequence[str], from_cache: bool
+    match: re.Match[str], revision: str | None, kind: str, files: Sequence[str], from_cache: bool
 ) -> Path:
-    """The snapshot with those `files` of a repository that it has, at the top if with a `*`."""
+    """The snapshot with those `files` of a repository that are there."""
     hooks = get_session().event_hooks["request"]
     if _bound not in hooks:
         hooks.append(_bound)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         place = snapshot_download(
-            repo,
+            match["repo"],
             repo_type=kind,
             revision=revision,
             allow_patterns=list(files),
@@ -92,46 +135,34 @@ def _take(
             local_files_only=from_cache,
         )
     except Exception as error:  # of many types, which differ between versions of its packages
-        reason = _reason(error, kind, repo, revision)
-        raise ConfigError(f"{name} does not exist here, and {reason}") from error
+        raise ConfigError(f"{match[0]} does not exist here, and {_reason(error, match)}") from error
     return Path(place)
 
 
 def _bound(request: Any) -> None:
-    """Bound the wait for an answer: the library asks what a repository holds without a limit."""
-    limits = request.extensions.get("timeout", {})
-    for part in ("connect", "read", "write", "pool"):
-        if limits.get(part) is None:
-            limits[part] = constants.HF_HUB_DOWNLOAD_TIMEOUT
-    request.extensions["timeout"] = limits
+    """Bound each wait for an answer, since the library also asks without a limit."""
+    most = max(constants.HF_HUB_DOWNLOAD_TIMEOUT, constants.HF_HUB_ETAG_TIMEOUT)
+    limits = request.extensions["timeout"]
+    limits |= {part: min(limit or most, most) for part, limit in limits.items()}
 
 
-def _reason(error: Exception, kind: str, repo: str, revision: str) -> str:
+def _reason(error: Exception, match: re.Match[str]) -> str:
     """Why a repository cannot be had, and the remedy."""
-    url = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{repo}"
-    response = getattr(error, "response", None)
-    code = None if response is None else response.status_code
+    place = f"{match['repo']} of {constants.ENDPOINT}"
+    code = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, RevisionNotFoundError):
-        return f"{url} has no revision {revision}; name a branch, a tag or a commit after the @"
-    if isinstance(error, GatedRepoError) or code in (401, 403):
+        return f"{place} has no revision {match['revision']}; name a branch, tag or commit after @"
+    if code in (401, 403):
         return (
-            f"{url} is private, gated or not there (answer {code}); correct the name, or accept "
-            "the licence on that page and set HF_TOKEN to a token of yours"
+            f"{place} is gated, private or not there (answer {code}); correct the name, or accept "
+            "its licence on its page and set HF_TOKEN to a token of yours"
         )
     if code == 404:
-        return f"{url} is not there either (answer 404); correct the name, or name a directory"
+        return f"there is no {place} (answer 404); name a directory, or a repository as org/name"
 
-    fetch = f"hf download {repo}{' --repo-type dataset' if kind == 'dataset' else ''}"
-    if constants.HF_HUB_OFFLINE:
-        return (
-            f"{constants.HF_HUB_CACHE} does not hold all of {repo} ({revision}), and "
-            f"HF_HUB_OFFLINE forbids a download; run '{fetch}' where there is a network"
-        )
-    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
-    text = " ".join(str(cause or error).split())
-    what = f"{type(cause or error).__name__}: {text}"[:300]
-    where = "" if isinstance(error, HfHubHTTPError) and code else " (is there a network here?)"
+    cause = error.__cause__ or error
+    text = f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300]
     return (
-        f"{url} was not downloaded: {what}{where}; start again, which goes on, or run '{fetch}' "
-        "where there is a network, and copy the cache or name a directory"
+        f"{place} was not downloaded, and is not whole in {constants.HF_HUB_CACHE}: {text}; start "
+        f"again, which goes on, or fill the cache where there is a network ('hf download')"
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.checkpoint.frozen import check_base
+from mrlhf.data.hub import local_directory
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError
 from mrlhf.models.adapter_choice import with_stored_lora
@@ -37,7 +38,10 @@ class AdapterSource(ModelSource):
                 plain LoRA, or of another base.
         """
         config = read_object(directory / CONFIG, ConfigError)
-        path = base or Path(str(config.get("base_model_name_or_path")))
+        named = str(base or config.get("base_model_name_or_path"))
+        if base is None and config.get("revision") and not Path(named).is_dir():
+            named += f"@{config['revision']}"
+        path = Path(local_directory(named))
         if not path.is_dir():
             raise ConfigError(
                 f"{directory}: the base of the adapter, {path}, is no directory here; name it with "
