@@ -253,4 +253,7 @@ def _hint(path: InputPath) -> str:
 
     if place.is_absolute():
         return f"name an existing {path.kind}"
-    return f"name an existing {path.kind}, relative to the working directory {Path.cwd()}"
+    here = f"name an existing {path.kind}, relative to the working directory {Path.cwd()}"
+    form = "org/name:split" if path.key.endswith("_files") else "org/name"
+    is_other = path.kind == "file" and form == "org/name"
+    return here if is_other else f"{here}, or a repository of the Hub as {form}"

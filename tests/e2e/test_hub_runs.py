@@ -36,6 +36,7 @@ def hub(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         rows = (inputs / "data" / "sft.jsonl").read_bytes()
         served.add("tests/rows", {"data/train.jsonl": rows}, kind="datasets")
         monkeypatch.setenv("HF_ENDPOINT", served.address)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
         monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "20")
         yield served
