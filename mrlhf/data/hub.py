@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,22 @@ from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError
 
 _NAME = r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^\s:@]+))?"
-_ROWS = re.compile(_NAME + r":(?P<split>[\w./-]+)")
 _SNAPSHOT = re.compile(r"s--([^/]+)/snapshots/([0-9a-f]{40})\b")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration, tokenizer and template
 _INDEX = "model.safetensors.index.json"
-_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 
 
 def local_directory(
     name: str, *, weights: bool = True, begun: str = "", from_cache: bool = False
 ) -> str:
-    """The directory of a model, adapter or tokenizer; what is called `name` here is taken first.
+    """The directory of a model, adapter or tokenizer that is `name`, or `org/name[@revision]`.
 
-    Else `org/name` or `org/name@revision` is taken from the hub. Another `name` is returned as is.
+    What is called `name` here is taken first; a `name` of another form is returned as it is.
 
     Args:
-        weights: whether those are needed too: safetensors alone, and each tensor once.
+        weights: whether they are needed too: safetensors alone, each tensor once.
         begun: the directory with which a run began; without a revision, its commit is taken again.
-        from_cache: whether the cache holds all, so that the hub need not be asked.
+        from_cache: whether the cache holds all, so that the Hub need not be asked.
 
     Raises:
         ConfigError: the repository cannot be had; one line, which begins with `name`.
@@ -50,38 +49,41 @@ def local_directory(
         return name
     folder = _take(match, _revision(match, begun), "model", _SMALL, from_cache)
     if weights:
-        files = [*_WEIGHTS]
+        files = {"model.safetensors", "adapter_model.safetensors"}
         if (folder / _INDEX).is_file():
-            files += set(read_object(folder / _INDEX, ConfigError)["weight_map"].values())
-        _take(match, folder.name, "model", files, from_cache)
+            shards = read_object(folder / _INDEX, ConfigError).get("weight_map")
+            files |= set(map(str, shards.values())) if isinstance(shards, dict) else set()
+        _take(match, folder.name, "model", sorted(files), from_cache)
     return str(folder)
 
 
 def local_files(name: str, *, begun: str = "", from_cache: bool = False) -> list[str]:
-    """The files of `org/name:split`, `org/name:config/split` or `org/name:file` of a dataset.
+    """The files of a dataset's `org/name[@revision]:split`, `:config/split` or `:file`.
 
-    A README may say which they are; else their names do. See `local_directory` for the rest.
+    Its README may say which they are; else their names do. See `local_directory` for the rest.
     """
-    match = _ROWS.fullmatch(name)
+    match = re.fullmatch(_NAME + r":(?P<split>[\w./-]+)", name)
     if match is None or os.path.lexists(name):
         return [name]
     folder = _take(match, _revision(match, begun), "dataset", ["README.md"], from_cache)
     present = [file.relative_to(folder).as_posix() for file in folder.rglob("*")]
-    if not from_cache and not constants.HF_HUB_OFFLINE:
-        present = HfApi().list_repo_files(match["repo"], repo_type="dataset", revision=folder.name)
+    with suppress(Exception):  # what cannot be listed now must be whole in the cache
+        if not from_cache:
+            api = HfApi()
+            present = api.list_repo_files(match["repo"], repo_type="dataset", revision=folder.name)
     readable = sorted(file for file in present if file.endswith((".jsonl", ".parquet")))
-    card = folder / "README.md"
-    stated = (metadata_load(card) if card.is_file() else None) or {}
-    files = _of_split(readable, stated.get("configs") or [], match["split"])
+    card: dict[str, Any] | None = None
+    with suppress(Exception):  # there is none, or its head is no YAML
+        card = metadata_load(folder / "README.md")
+    files = _of_split(readable, (card or {}).get("configs"), match["split"])
 
-    places = sorted({f"{Path(file).parent}/*{Path(file).suffix}" for file in files})
-    of = re.search(r"-of-(\d+)", files[0]) if len(places) == 1 else None
+    places = {f"{Path(file).parent}/*{Path(file).suffix}" for file in files}
+    of = re.search(r"-of-(\d+)", files[0]) if files else None
     if len(places) != 1 or (of is not None and int(of[1]) != len(files)):
-        found = f"{len(files)} files in {', '.join(places)}" if files else "no jsonl or parquet"
         raise ConfigError(
-            f"{name} names {found}, and not all files of one split; the repository holds "
-            f"{', '.join(readable[:8]) or 'neither'}; write {match['repo']}:FILE, or "
-            "CONFIG/SPLIT"
+            f"{name} names {len(files)} files ({', '.join(sorted(places)) or 'none'}), not those "
+            f"of one split; of jsonl and parquet the repository has {', '.join(readable[:8])}...; "
+            f"write {match['repo']}:CONFIG/SPLIT or {match['repo']}:FILE"
         )
     _take(match, folder.name, "dataset", files, from_cache)
     return [str(folder / file) for file in files]
@@ -93,15 +95,16 @@ def repository_of(path: str) -> tuple[str, str] | None:
     return match and (match[1].replace("--", "/"), match[2])
 
 
-def _of_split(files: Sequence[str], configs: Sequence[Any], wanted: str) -> list[str]:
-    """The files of a split, or of one of a configuration."""
+def _of_split(files: Sequence[str], configs: Any, wanted: str) -> list[str]:
+    """The files of a split, as the README's `configs` or the names of files tell."""
     part, _, split = wanted.rpartition("/")
     patterns = [wanted]
-    for config in configs:
-        given = config.get("data_files", ()) if config["config_name"] == part or not part else ()
-        for one in given:
-            if isinstance(one, dict) and one["split"] == split:
-                paths = one["path"]
+    for config in configs if isinstance(configs, list) else ():
+        is_meant = isinstance(config, dict) and part in ("", config.get("config_name"))
+        given = config.get("data_files") if is_meant else None
+        for one in given if isinstance(given, list) else ():
+            if isinstance(one, dict) and one.get("split") == split:
+                paths = one.get("path", [])
                 patterns += [paths] if isinstance(paths, str) else paths
     stated = [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
     folder = re.escape(f"{part}/") if part else ""
@@ -110,7 +113,6 @@ def _of_split(files: Sequence[str], configs: Sequence[Any], wanted: str) -> list
 
 
 def _revision(match: re.Match[str], begun: str) -> str | None:
-    """The revision that is named, or the commit of the same repository in `begun`."""
     before = repository_of(begun)
     again = before[1] if before is not None and before[0] == match["repo"] else None
     return match["revision"] or again
@@ -164,5 +166,5 @@ def _reason(error: Exception, match: re.Match[str]) -> str:
     text = f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300]
     return (
         f"{place} was not downloaded, and is not whole in {constants.HF_HUB_CACHE}: {text}; start "
-        f"again, which goes on, or fill the cache where there is a network ('hf download')"
+        "again, which goes on, or fill the cache where there is a network ('hf download')"
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, named_checkpoint
-from mrlhf.config.roots import AnyConfig, PPOConfig, TrainedModelSection
+from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.user_code import is_reference
 from mrlhf.data.hub import local_directory, local_files
 from mrlhf.data.tokenizer import holds_tokenizer
@@ -112,27 +112,17 @@ def with_local_inputs(
 ) -> tuple[ConfigT, dict[str, list[str]], dict[str, str]]:
     """Replace the repositories that `config` names by local paths.
 
-    Args:
-        begun: the keys with which a run began; it goes on with the same commits.
-        weights, rows: whether those are needed.
-        from_cache: whether the cache holds all, so that no hub need be asked.
-
-    Returns:
-        The configuration; the paths of each name; and why a name could not be had, in a line.
+    `begun` has the keys with which a run began, whose commits are taken again; see
+    `local_directory`. Returns the configuration, the paths of each name, and why others could not
+    be had.
     """
-    whole = set()
-    for role in config.roles().values():
-        is_drawn = isinstance(role, TrainedModelSection) and role.init == "random"
-        whole |= {path for key, path in role.directories().items() if not is_drawn or key != "path"}
-
     taken: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
     for path in _named_paths(config):
         name = path.path
         is_rows = path.key.endswith("_files")
-        place = published_model(name)
-        # `models/NAME` is where the shipped configurations expect a directory.
-        is_local = place is not None and name != f"{place.parent.name}/{place.name}"
+        shipped = published_model(name)  # which shipped configurations expect at `models/NAME`
+        is_local = shipped is not None and name != f"{shipped.parent.name}/{shipped.name}"
         is_other = path.kind == "file" and not (is_rows and rows)
         if is_local or is_other or name in taken or name in reasons:
             continue
@@ -140,11 +130,10 @@ def with_local_inputs(
         try:
             if is_rows:
                 taken[name] = local_files(name, begun=before, from_cache=from_cache)
-            else:
-                needs = weights and name in whole
-                taken[name] = [
-                    local_directory(name, weights=needs, begun=before, from_cache=from_cache)
-                ]
+            else:  # a model comes before a tokenizer of the same name
+                needs = weights and path.holds is not None
+                place = local_directory(name, weights=needs, begun=before, from_cache=from_cache)
+                taken[name] = [place]
         except ConfigError as error:
             reasons[name] = f"{path.key} {error}"
 

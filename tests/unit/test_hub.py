@@ -164,9 +164,9 @@ configs:
     assert found("org/talks:talks/other.jsonl") == ["talks/other.jsonl"]
     assert found("org/two:main/train") == ["main/train.jsonl"]
     for name, words in {
-        "org/shards:test": "no jsonl or parquet",
+        "org/shards:test": "names 0 files",
         "org/shards:none": r"data/train-00000-of-00002\.parquet",
-        "org/half:train": "1 files in data",
+        "org/half:train": "names 1 files",
         "org/two:train": r"main/\*\.jsonl, socratic/",
         "org/two:socratic/train": "2 files",
         "org/missing:train": "answer 404",
