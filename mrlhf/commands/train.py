@@ -215,7 +215,7 @@ def _compare(launch: Launch, config: ConfigT) -> tuple[dist.Store | None, str, C
         if reasons:
             raise ConfigError("\n".join(reasons.values()))
         for name, places in taken.items():
-            logger.info("%s: %s", name, places[0])
+            logger.info("%s was taken from the Hub: %s", name, places[0])
         return here, {name: str(repository_of(places[0])) for name, places in taken.items()}
 
     if launch.world_size == 1:

@@ -137,7 +137,8 @@ def _take(
             local_files_only=from_cache,
         )
     except Exception as error:  # of many types, which differ between versions of its packages
-        raise ConfigError(f"{match[0]} does not exist here, and {_reason(error, match)}") from error
+        reason = _reason(error, match["repo"], revision)
+        raise ConfigError(f"{match[0]} does not exist here, and {reason}") from error
     return Path(place)
 
 
@@ -148,12 +149,12 @@ def _bound(request: Any) -> None:
     limits |= {part: min(limit or most, most) for part, limit in limits.items()}
 
 
-def _reason(error: Exception, match: re.Match[str]) -> str:
+def _reason(error: Exception, repo: str, revision: str | None) -> str:
     """Why a repository cannot be had, and the remedy."""
-    place = f"{match['repo']} of {constants.ENDPOINT}"
+    place = f"{repo} of {constants.ENDPOINT}"
     code = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, RevisionNotFoundError):
-        return f"{place} has no revision {match['revision']}; name a branch, tag or commit after @"
+        return f"{place} has no revision {revision}; name a branch, tag or commit after @"
     if code in (401, 403):
         return (
             f"{place} is gated, private or not there (answer {code}); correct the name, or accept "

@@ -63,7 +63,7 @@ def test_two_ranks_train_on_what_one_of_them_downloads(
 
     said = succeed(torchrun(2, command(tmp_path)))
     commit = hub.revisions[f"models/{NAME}"]["main"]
-    assert re.search(rf"{NAME}: \S+/snapshots/{commit}", said)
+    assert re.search(rf"{NAME} was taken from the Hub: \S+/snapshots/{commit}", said)
     assert hub.gets["model.safetensors"] == hub.gets["data/train.jsonl"] == 1
     assert set(hub.gets.values()) <= {1, 2}  # both repositories may have a file of one name
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from huggingface_hub import constants
 
 from mrlhf.data.hub import local_directory, local_files, repository_of
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, WeightError
+from mrlhf.parallel.job import Launch, one_of_each_machine_first
+from mrlhf.weights.stored import survey
 from tests.hub_server import Hub, serving
 
 MODEL = {
@@ -85,6 +90,61 @@ def test_a_revision_is_taken_and_a_run_goes_on_with_its_commit(hub: Hub) -> None
     assert not local_directory("org/other", begun=begun).endswith(old)
     with pytest.raises(ConfigError, match="has no revision v7; name a branch, tag or commit"):
         local_directory("org/model@v7")
+    with pytest.raises(ConfigError, match=f"has no revision {'0' * 40}; name"):
+        local_directory("org/model", begun=begun.replace(old, "0" * 40))
+
+
+def test_a_repository_without_safetensors_and_a_damaged_index(hub: Hub) -> None:
+    index = "model.safetensors.index.json"
+    hub.add("org/old", {"config.json": b"{}", "pytorch_model.bin": b"weights"})
+    with pytest.raises(WeightError, match=r"models--org--old.* save an older .bin checkpoint anew"):
+        survey(Path(local_directory("org/old")))
+    for text in (b"[]", b"{", b'{"weight_map": [1]}', b'{"weight_map": {"a": 1}}'):
+        hub.add("org/damaged", {"config.json": b"{}", index: text})
+        with pytest.raises((ConfigError, WeightError), match=re.escape(index)):
+            survey(Path(local_directory("org/damaged")))
+
+
+def test_a_damaged_readme_of_a_dataset_is_as_none(hub: Hub) -> None:
+    for text in (
+        b"---\n{[\n---\n",
+        b"---\n[]\n---\n",
+        b"---\nconfigs: [a, {data_files: [b]}]\n---\n",
+    ):
+        hub.add("org/rows", {"README.md": text, "train.jsonl": b"{}"}, kind="datasets")
+        (file,) = local_files("org/rows:train")
+        assert file.endswith("/train.jsonl")
+
+
+def test_the_other_ranks_of_a_machine_wait_for_the_first_however_long() -> None:
+    store = dist.HashStore()
+    seen: list[tuple[int, bool]] = []
+    others_wait = threading.Barrier(3)
+
+    def run(rank: int, local_rank: int) -> None:
+        looks = 0
+
+        def action(is_first: bool) -> int:
+            if is_first:
+                others_wait.wait()
+            seen.append((rank, is_first))
+            return rank
+
+        def look() -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 5 and local_rank:
+                others_wait.wait()
+
+        launch = Launch(rank, 3, local_rank)
+        assert one_of_each_machine_first(store, launch, action, look) == rank
+
+    threads = [threading.Thread(target=run, args=place) for place in ((0, 0), (1, 1), (2, 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen[:2]) == [(0, True), (2, True)] and seen[2] == (1, False)
 
 
 def test_every_refusal_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
