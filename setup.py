@@ -93,6 +93,7 @@ setup(
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",
         "transformers>=5.17,<5.24",
+        "huggingface_hub>=1.0",
         "tokenizers",
         "safetensors",
         "sentencepiece",

@@ -72,13 +72,14 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
 
 
 def quiet_transformers() -> None:
-    """Hide the warnings of transformers, unless TRANSFORMERS_VERBOSITY asks for them.
+    """Hide the warnings of transformers and of its hub, unless their VERBOSITY asks for them.
 
-    They are about how mrlhf calls it, which the user cannot change.
+    They are about how mrlhf calls it, which the user cannot change, or are told by mrlhf.
     """
-    # It reads the variable when it is imported; if that has been done, the level counts.
-    if os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error") == "error":
-        logging.getLogger("transformers").setLevel(logging.ERROR)
+    # They read the variable when they are imported; if that has been done, the level counts.
+    for prefix, package in (("TRANSFORMERS", "transformers"), ("HF_HUB", "huggingface_hub")):
+        if os.environ.setdefault(f"{prefix}_VERBOSITY", "error") == "error":
+            logging.getLogger(package).setLevel(logging.ERROR)
 
 
 class MetricsWriter:

@@ -30,6 +30,9 @@ if shutil.which("nvidia-smi") is None:
     # interpreted, since there is nothing to compile them for.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A missing path such as runs/model may be a repository; tests/hub_server.py is asked alone.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 TABLE = read_table()
 
 Make = Callable[[Path], object]

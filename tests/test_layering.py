@@ -40,6 +40,7 @@ DOORS = {
     "matplotlib": {"run"},
     "safetensors": {"weights", "checkpoint"},
     "transformers": {"data", "models"},
+    "huggingface_hub": {"data"},
     "tensorboard": {"metrics"},
     "triton": {"gpu"},
     "wandb": {"metrics"},

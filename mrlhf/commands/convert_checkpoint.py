@@ -21,6 +21,7 @@ from mrlhf.checkpoint.conversion.identify import examine
 from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.commands.endings import OneLineParser, end_command
+from mrlhf.data.hub import local_directory
 from mrlhf.printable import show, size_text
 from mrlhf.run.terminal import ByteBars
 from mrlhf.version import add_version_option
@@ -145,6 +146,10 @@ def _inspect(directory: Path, every_byte: bool) -> int:
     return 1 if finding.problems else 0
 
 
+def _here(path: Path | None, weights: bool = True) -> Path | None:
+    return None if path is None else Path(local_directory(str(path), weights=weights))
+
+
 def _convert(options: argparse.Namespace) -> int:
     target = TargetOptions(
         format=options.to,
@@ -158,17 +163,18 @@ def _convert(options: argparse.Namespace) -> int:
     )
     source = SourceOptions(
         options.role,
-        options.like,
+        _here(options.like, weights=False),
         options.vocab_size,
         options.model_type,
         options.step,
         options.merge,
-        options.base,
+        _here(options.base),
     )
+    source_path = Path(local_directory(str(options.source)))
 
     with ByteBars() as bars:
         report = convert(
-            options.source, options.out, source, target, verify=options.verify, start=bars.begin
+            source_path, options.out, source, target, verify=options.verify, start=bars.begin
         )
 
     of_step = "" if report.step is None else f", of step {report.step}"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mrlhf.commands.endings import end_command
 from mrlhf.config.load import read_any
 from mrlhf.config.roots import PROGRAMS, AnyConfig
+from mrlhf.data.hub import local_directory
 from mrlhf.device import pick_device
 from mrlhf.doctor import data, machine, model, ranks
 from mrlhf.doctor.findings import Finding, examine, in_words, ok
@@ -26,6 +27,7 @@ from mrlhf.log import quiet_transformers
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.job import init_distributed, read_place
 from mrlhf.preflight import dry_run
+from mrlhf.preflight.paths import with_local_inputs
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
@@ -43,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_version_option(parser)
     add = parser.add_argument
     add("--out", type=Path, default=Path("."), metavar="DIR", help="where runs will write")
-    add("--model", type=Path, metavar="DIR", help="a model: weights, tokenizer, chat template")
+    add("--model", metavar="DIR", help="a model: weights, tokenizer, chat template")
     add("--config", action="append", metavar="FILE", help="a run: its data, reward and layout")
     add(
         "--program",
@@ -86,10 +88,12 @@ def _here(options: argparse.Namespace) -> Groups:
     """What this process alone looks at."""
     groups = [("machine", examine("machine", lambda: machine.machine(options.out)))]
     if options.model is not None:
-        found = examine("model", lambda: model.model(options.model))
-        groups.append((f"model {options.model}", found))
+        directory = local_directory(options.model)
+        found = examine("model", lambda: model.model(Path(directory)))
+        groups.append((f"model {directory}", found))
     if options.config:
-        config = read_any(options.program, options.config, options.overrides)
+        given = read_any(options.program, options.config, options.overrides)
+        config, _, _ = with_local_inputs(given, {}, weights=False)
         look: dict[str, Callable[[], Iterable[Finding]]] = {
             "data": lambda: data.data(config),
             "layout": lambda: _layout(config, options.world_size),

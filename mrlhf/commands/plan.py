@@ -26,6 +26,7 @@ from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.dry_run import check_ranks
 from mrlhf.preflight.footprint import GENERATION, Specs
 from mrlhf.preflight.model_checks import check_models, of_shipped_sizes
+from mrlhf.preflight.paths import with_local_inputs
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
@@ -76,7 +77,10 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(f"--reserve-gb {reserve:g} is not between 0 and {gpu.memory_gb:g} GB")
     # On a GPU, "auto" means bfloat16 and other blocks of the KV cache.
     overrides = [*options.overrides, f"distributed.device={gpu.device}"]
-    config = read_any(options.program, options.config, overrides)
+    given = read_any(options.program, options.config, overrides)
+    config, _, reasons = with_local_inputs(given, {}, weights=False, rows=False)
+    for line in reasons.values():
+        show(line)
     specs = _specs(config)
     for line in of_shipped_sizes(config):
         show(line)

@@ -14,19 +14,21 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.config.arguments import Arguments, DryRun
-from mrlhf.config.roots import AnyConfig
 from mrlhf.errors import ConfigError, HangError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging, quiet_transformers
 from mrlhf.parallel.job import (
     STORE_S,
     Launch,
     connect_before_start,
+    meet,
+    one_of_each_machine_first,
     read_launch,
     read_place,
     speaks_without_place,
@@ -124,7 +126,7 @@ def main(
         launch = read_launch()
         end_with_launcher()
         configure_logging(launch.rank, console_of_log(config.trainer.console))
-        before, day = _compare(launch, config)
+        before, day, config = _compare(launch, config)
         config = _on_day(config, day)
         if left_out:
             logger.info("%s", left_out)
@@ -155,10 +157,10 @@ def main(
 def _dry_run(config: ConfigT, dry: DryRun, left_out: str) -> int:
     """Report what a run would be; the exit code is not 0 if something it needs was not checked."""
     from mrlhf.preflight import dry_run
-    from mrlhf.run.startup import first_day_of, foresee
+    from mrlhf.run.startup import begun_with, first_day_of, foresee
 
     config = _on_day(config, first_day_of(config))
-    found = dry_run(config, dry.world_size, lambda: foresee(config))
+    found = dry_run(config, dry.world_size, lambda: foresee(config), begun_with(config))
     if left_out:
         show(wrapped(left_out, sys.stdout))
     show(wrapped(found.text, sys.stdout))
@@ -205,22 +207,39 @@ def _on_day(config: ConfigT, day: str) -> ConfigT:
     return config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
 
 
-def _compare(launch: Launch, config: AnyConfig) -> tuple[dist.Store | None, str]:
-    """Refuse ranks that were not started alike.
+def _compare(launch: Launch, config: ConfigT) -> tuple[dist.Store | None, str, ConfigT]:
+    """Take the repositories that are named, and refuse ranks that were not started alike.
 
-    Returns the store, which rank 0 must keep, and the day of the run's first start by its clock.
+    Returns the store, which rank 0 must keep, the day of the run's first start by its clock, and
+    the configuration with local paths.
     """
-    from mrlhf.preflight.paths import input_paths
-    from mrlhf.run.startup import first_day_of
+    from mrlhf.data.hub import repository_of
+    from mrlhf.preflight.paths import input_paths, with_local_inputs
+    from mrlhf.run.startup import begun_with, first_day_of
+
+    def take(is_first: bool) -> tuple[ConfigT, dict[str, str]]:
+        begun = begun_with(config)
+        here, taken, reasons = with_local_inputs(config, begun, from_cache=not is_first)
+        if reasons:
+            raise ConfigError("\n".join(reasons.values()))
+        for name, places in taken.items():
+            logger.info("%s was taken from the Hub: %s", name, places[0])
+        return here, {name: str(repository_of(places[0])) for name, places in taken.items()}
 
     if launch.world_size == 1:
-        return None, first_day_of(config)
+        here, _ = take(True)
+        return None, first_day_of(config), here
     timeout_s = max(STORE_S, config.distributed.timeout_s)
-    failures = Failures(connect_before_start(timeout_s), launch.rank, launch.world_size)
-    paths = [path for path in input_paths(config) if path.key != "trainer.resume"]
+    before = connect_before_start(timeout_s)
+    look = Failures(before, launch.rank, launch.world_size).raise_if_reported
+    met = meet(before, launch, timeout_s, look)
+    here, commits = one_of_each_machine_first(met, launch, take, look)
+    paths = [path for path in input_paths(here) if path.key != "trainer.resume"]
     facts = describe_start(config, [(path.key, path.path) for path in paths])
-    look = failures.raise_if_reported
-    return require_same_start(launch, facts, timeout_s, look, lambda: first_day_of(config))
+    facts |= {f"the commit of {name}": commit for name, commit in commits.items()}
+    to_all = partial(first_day_of, config)
+    store, day = require_same_start(launch, facts, timeout_s, look, to_all)
+    return store, day, here
 
 
 def _refuse(error: MrlhfError) -> int:

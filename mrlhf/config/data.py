@@ -29,14 +29,14 @@ class PromptDataSection(Section):
     """Prompts with reference answers."""
 
     train_files: Files = Field(min_length=1)
-    """jsonl or parquet files: one name, or a list"""
+    """jsonl or parquet files, or org/name:split of the Hub: one name, or a list"""
     val_files: Files = Field(default_factory=list)
     """the same for validation; may be empty"""
     test_files: Files = Field(default_factory=list)
     """the same for the figures to report: asked before training and at the end alone, and nothing
     is chosen by them; may be empty"""
     tokenizer: PathText
-    """directory of the tokenizer"""
+    """directory of the tokenizer, or org/name of the Hub"""
     train_batch_size: Count = 1024
     """prompts in one training step (x rollout.n = samples)"""
     gen_batch_size: Annotated[Count, ReadIf(_not_filtered)]
@@ -71,11 +71,11 @@ class SupervisedDataSection(Section):
     """Sequences to learn from."""
 
     train_files: Files = Field(min_length=1)
-    """jsonl or parquet files: one name, or a list"""
+    """jsonl or parquet files, or org/name:split of the Hub: one name, or a list"""
     val_files: Files = Field(default_factory=list)
     """the same for validation; may be empty"""
     tokenizer: PathText
-    """directory of the tokenizer"""
+    """directory of the tokenizer, or org/name of the Hub"""
     max_length: Tokens = 1024
     """longest sequence, prompt and response together, tokens"""
     overlong: Overlong = "error"

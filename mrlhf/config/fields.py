@@ -82,7 +82,7 @@ def expand_path(text: str) -> str:
     if scheme is not None:
         raise ValueError(
             f"should be a path of the file system, and '{scheme[0]}' begins an address; copy what "
-            "is there into a directory, and name that"
+            "is there into a directory and name that, or name a repository of the Hub as org/name"
         )
     if path.startswith("~"):
         path = os.path.expanduser(path)

@@ -181,7 +181,8 @@ class RoleSection(Section):
     """A model and its layout over the ranks; data parallelism takes what tp x cp x pp leaves."""
 
     path: PathText
-    """Hugging Face directory: config.json and safetensors; with init: random, config.json alone"""
+    """Hugging Face directory, or org/name of the Hub: config.json and safetensors; with init:
+    random, config.json alone"""
     tp: Ranks = 1
     """tensor-parallel size, ranks; divides the model's attention heads, and divides its KV heads or
     is a multiple of them"""
@@ -232,7 +233,8 @@ class LoraSection(Section):
     rank: Annotated[CountOrZero, _IF_NEW] = 0
     """rank of the adapters; 0: none, all weights are trained"""
     path: PathText | None = None
-    """directory of an adapter that peft has written, to start from; null: new adapters"""
+    """directory of an adapter that peft has written, or org/name, to start from; null: new
+    adapters"""
     alpha: Annotated[Positive, _IF_NEW, _IF_THERE_IS_ONE] = 32.0
     """an adapter adds alpha / rank times the product of its matrices"""
     use_rslora: Annotated[bool, _IF_NEW, _IF_THERE_IS_ONE] = False

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mrlhf.config.load import read_section
 from mrlhf.config.sections import StoredAdapterSection
+from mrlhf.data.hub import repository_of
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families import family_of
@@ -221,8 +222,11 @@ def _patterns(
 
 
 def write_adapter_config(spec: ModelSpec, base: str, directory: Path) -> None:
-    """Write `adapter_config.json` into a directory."""
-    text = json.dumps(adapter_config(spec, base), indent=2)  # the first pattern that fits counts
+    """Write `adapter_config.json` into a directory; a base in the cache is named as on the hub."""
+    found = repository_of(base)
+    stated = adapter_config(spec, base if found is None else found[0])
+    stated |= {} if found is None else {"revision": found[1]}
+    text = json.dumps(stated, indent=2)  # the first pattern that fits counts
     (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 

@@ -9,9 +9,6 @@ from pathlib import Path
 
 from mrlhf.version import shipped
 
-# A path that begins with one of these, and is not there, is most likely a name on the Hub.
-_OWNERS = ("Qwen", "meta-llama", "mistralai", "allenai", "zai-org", "google", "microsoft")
-
 
 def published_model(path: str) -> Path | None:
     """The shipped directory with the `config.json` of the model that a path is named for."""
@@ -24,9 +21,8 @@ def published_model(path: str) -> Path | None:
 def how_to_get(path: str, file: str = "") -> str:
     """A hint with the command that gets a model, or one file of it; empty if none is known."""
     place = published_model(path)
-    name = path if place is None else f"{place.parent.name}/{place.name}"
-    if place is None and (len(Path(path).parts) != 2 or Path(path).parts[0] not in _OWNERS):
+    if place is None:
         return ""
-    target = path if place is not None else f"models/{Path(path).name}"
-    words = " ".join(["hf download", name, *filter(None, [file]), "--local-dir", target])
-    return f"; {words} gets it" + (f", then set the key to {target}" if target != path else "")
+    name = f"{place.parent.name}/{place.name}"
+    words = " ".join(["hf download", name, *filter(None, [file]), "--local-dir", path])
+    return f"; {words} gets it"

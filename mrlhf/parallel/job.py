@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -28,6 +30,7 @@ STORE_S = 10.0  # for the store to answer, where nothing has to be waited for
 _POLL_S = 0.02
 _MOST_LOOKS = 4000  # a second, of all ranks together
 _MOST_DIGITS = 18
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -316,6 +319,21 @@ def wait_for(
         if look is not None:
             look()
         time.sleep(polling_s(launch.world_size, _POLL_S))
+
+
+def one_of_each_machine_first(
+    store: dist.Store, launch: Launch, action: Callable[[bool], T], look: Callable[[], None]
+) -> T:
+    """Do `action(True)` on one rank of each machine, and when all have, `action(False)` elsewhere.
+
+    The others wait however long it takes; `look` ends their wait when a rank fails.
+    """
+    is_first = launch.local_rank == 0
+    result = action(True) if is_first else None
+    if store.add("ranks that let others go on", 1) == launch.world_size:
+        store.set("go on", "1")
+    wait_for(store, ["go on"], launch, math.inf, look)
+    return action(False) if result is None else result
 
 
 def check_interfaces(backend: str) -> None:

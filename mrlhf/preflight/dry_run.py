@@ -7,9 +7,10 @@ functions included. This file builds no process group or model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mrlhf.config.methods import find_method
 from mrlhf.config.roots import AnyConfig, PPOConfig
@@ -33,6 +34,7 @@ from mrlhf.preflight.paths import (
     own_methods,
     require_paths,
     tokenizer_to_come,
+    with_local_inputs,
     without,
 )
 from mrlhf.preflight.words import count, describe, describe_cache, describe_memory
@@ -65,14 +67,19 @@ class DryRunResult:
 
 
 def dry_run(
-    config: AnyConfig, world_size: int | None, foresee: Callable[[], str] | None = None
+    config: AnyConfig,
+    world_size: int | None,
+    foresee: Callable[[], str] | None = None,
+    begun: Mapping[str, Any] | None = None,
 ) -> DryRunResult:
     """Check `config` for `world_size` ranks (None: the fewest that fit) and describe the run.
 
     Files that are missing on this machine are not checked; a model needs only its `config.json`.
+    So of repositories that it names, data is taken, and of models all but the weights.
 
     Args:
         foresee: says what a start would do with the output directory.
+        begun: the keys of the run that a start would go on with.
 
     Raises:
         ConfigError, DataError, RewardError: one line for each mistake.
@@ -81,9 +88,11 @@ def dry_run(
         world_size = smallest_world(config)
     check_ranks("--world-size", world_size)
     check(config, world_size)
+    config, taken, reasons = with_local_inputs(config, begun or {}, weights=False)
     check_output(config)
     absent = absent_paths(config)
-    missing = (*map(without, absent), *_missing_packages(config))
+    why = [reasons.get(path.path) or without(path) for path in absent]
+    missing = (*why, *_missing_packages(config))
     to_come = tokenizer_to_come(config)
     if to_come is not None:
         absent.append(to_come)
@@ -95,6 +104,7 @@ def dry_run(
     steps, episode = check_inputs(config, absent)
 
     lines = [f"not found: {line}" for line in missing]
+    lines += [f"{name}: {places[0]}" for name, places in taken.items()]
     lines += [f"not checked: the weights of {name}" for name in without_weights(config)]
     lines += of_shipped_sizes(config)
     if to_come is not None:

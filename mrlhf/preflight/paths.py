@@ -1,28 +1,31 @@
 """The files and directories that a configuration names, and the problems with those on this
 machine.
 
-It knows which keys hold paths and what kind of thing each names. It reads no file's content.
+It knows which keys hold paths and what kind of thing each names, and replaces those that are of a
+hub by local ones. It reads no file's content.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
 from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, named_checkpoint
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.user_code import is_reference
+from mrlhf.data.hub import local_directory, local_files
 from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.models.published import how_to_get
+from mrlhf.models.published import how_to_get, published_model
 from mrlhf.weights.stored import ADAPTER_CONFIG
 
 Kind = Literal["file", "directory", "file or directory"]
 TOKENIZER = "data.tokenizer"
+ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,58 @@ def tokenizer_to_come(config: AnyConfig) -> InputPath | None:
     if not is_model or holds_tokenizer(directory):
         return None
     return InputPath(TOKENIZER, config.data.tokenizer, "directory")
+
+
+def with_local_inputs(
+    config: ConfigT,
+    begun: Mapping[str, Any],
+    *,
+    weights: bool = True,
+    rows: bool = True,
+    from_cache: bool = False,
+) -> tuple[ConfigT, dict[str, list[str]], dict[str, str]]:
+    """Replace the repositories that `config` names by local paths.
+
+    `begun` has the keys with which a run began, whose commits are taken again; see
+    `local_directory`. Returns the configuration, the paths of each name, and why others could not
+    be had.
+    """
+    taken: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
+    for path in _named_paths(config):
+        name = path.path
+        is_rows = path.key.endswith("_files")
+        shipped = published_model(name)  # which shipped configurations expect at `models/NAME`
+        is_local = shipped is not None and name != f"{shipped.parent.name}/{shipped.name}"
+        is_other = path.kind == "file" and not (is_rows and rows)
+        if is_local or is_other or name in taken or name in reasons:
+            continue
+        before = str(begun.get(path.key, ""))
+        try:
+            if is_rows:
+                taken[name] = local_files(name, begun=before, from_cache=from_cache)
+            else:  # a model comes before a tokenizer of the same name
+                needs = weights and path.holds is not None
+                place = local_directory(name, weights=needs, begun=before, from_cache=from_cache)
+                taken[name] = [place]
+        except ConfigError as error:
+            reasons[name] = f"{path.key} {error}"
+
+    taken = {name: places for name, places in taken.items() if places != [name]}
+    tree = config.model_dump()
+    _replace(tree, taken)
+    here = cast(ConfigT, type(config).model_validate(tree)) if taken else config
+    return here, taken, reasons
+
+
+def _replace(tree: dict[str, Any], taken: Mapping[str, list[str]]) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            _replace(value, taken)
+        elif key.endswith("_files"):
+            tree[key] = [file for name in value for file in taken.get(name, [name])]
+        elif key in ("path", "tokenizer") and value in taken:
+            [tree[key]] = taken[value]
 
 
 def _named_paths(config: AnyConfig) -> Iterator[InputPath]:
@@ -187,4 +242,7 @@ def _hint(path: InputPath) -> str:
 
     if place.is_absolute():
         return f"name an existing {path.kind}"
-    return f"name an existing {path.kind}, relative to the working directory {Path.cwd()}"
+    here = f"name an existing {path.kind}, relative to the working directory {Path.cwd()}"
+    form = "org/name:split" if path.key.endswith("_files") else "org/name"
+    is_other = path.kind == "file" and form == "org/name"
+    return here if is_other else f"{here}, or a repository of the Hub as {form}"

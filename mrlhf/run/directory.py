@@ -22,6 +22,7 @@ from datetime import date
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from mrlhf.checkpoint.manifest import (
     CHECKPOINTS,
@@ -36,7 +37,7 @@ from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, RUN_RECORD, T
 from mrlhf.checkpoint.summary import SUMMARY
 from mrlhf.config.load import changed_keys, dump_yaml
 from mrlhf.config.roots import Root
-from mrlhf.config.tree import flatten
+from mrlhf.config.tree import flatten, leaves
 from mrlhf.errors import CheckpointError, ConfigError, MrlhfError
 from mrlhf.log import parse_metrics_line
 from mrlhf.version import code_version
@@ -122,14 +123,17 @@ def describe_opening(directory: Path, options: OpeningOptions) -> str:
 
 def first_day(directory: Path, options: OpeningOptions) -> str:
     """The day of the first start of the run that a start would go on with; today's of a new one."""
-    day = None
+    return begun_keys(directory, options).get("data.date") or date.today().isoformat()
+
+
+def begun_keys(directory: Path, options: OpeningOptions) -> dict[str, Any]:
+    """The keys of the run that a start would go on with; none of a new one."""
     with suppress(MrlhfError, OSError):
         source = _plan(directory, _contents(directory), options).resume_from
         for folder in () if source is None else (*with_manifest(source), source):
             with suppress(CheckpointError):
-                day = read_manifest(folder).config["data"].get("date")
-                break
-    return day or date.today().isoformat()
+                return dict(leaves(read_manifest(folder).config))
+    return {}
 
 
 def open_directory(

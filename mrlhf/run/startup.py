@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import torch.distributed as dist
 
@@ -41,6 +41,7 @@ from mrlhf.parallel.phases import Phases, seconds_by_phase
 from mrlhf.run.board import Board
 from mrlhf.run.directory import (
     OpeningOptions,
+    begun_keys,
     describe_opening,
     first_day,
     inputs_in,
@@ -341,6 +342,11 @@ def first_day_of(config: AnyConfig) -> str:
     """`data.date`, or the day of the run's first start; see `first_day`."""
     directory = Path(config.trainer.output_dir)
     return config.data.date or first_day(directory, _opening_options(config))
+
+
+def begun_with(config: AnyConfig) -> dict[str, Any]:
+    """The keys of the run that a start would go on with; none of a new one."""
+    return begun_keys(Path(config.trainer.output_dir), _opening_options(config))
 
 
 def _opening_options(config: AnyConfig) -> OpeningOptions:

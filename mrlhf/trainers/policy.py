@@ -14,6 +14,7 @@ from mrlhf.checkpoint.conversion.model_files import stated_head
 from mrlhf.checkpoint.conversion.run_output import choose
 from mrlhf.config.load import read_config
 from mrlhf.config.roots import GenerationConfig, PPOConfig
+from mrlhf.data.hub import base_of_adapter, local_directory
 from mrlhf.data.hub_files import read_object
 from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
@@ -64,7 +65,7 @@ def policy_config(
 
 def _files_of(model: str) -> tuple[str, str | None]:
     """The directory of a policy's model, and that of its adapter if it has one."""
-    directory = Path(model)
+    directory = Path(local_directory(model))
     choice = choose(directory, None, None) if directory.is_dir() else None
     if choice is not None and choice.step is None:
         raise ConfigError(
@@ -74,7 +75,7 @@ def _files_of(model: str) -> tuple[str, str | None]:
     place = directory if choice is None else choice.path
     if (place / ADAPTER_CONFIG).is_file():
         stated = read_object(place / ADAPTER_CONFIG, ConfigError)
-        base = stated.get("base_model_name_or_path")
+        base = base_of_adapter(stated)
         if stated.get("task_type") == "SEQ_CLS":
             raise ConfigError(f"{place} is the adapter of a reward model, which gives no answers")
         if not base or not Path(base).is_dir():

@@ -284,7 +284,7 @@ def test_what_is_absent_is_listed_by_the_dry_run_and_refused_by_a_run(place):
     found = dry_run(ppo(**absent), 1)
     assert found.missing == (
         "reference.path elsewhere does not exist; name an existing directory, relative to the "
-        f"working directory {place}",
+        f"working directory {place}, or a repository of the Hub as org/name",
         "data.val_files /nowhere/x.jsonl does not exist; name an existing file",
         "reward.terms.1.name none.py does not exist; name an existing file, relative to the "
         f"working directory {place}",

@@ -12,6 +12,7 @@ from torch import Tensor
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.checkpoint.frozen import check_base
+from mrlhf.data.hub import base_of_adapter
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError
 from mrlhf.models.adapter_choice import with_stored_lora
@@ -37,7 +38,7 @@ class AdapterSource(ModelSource):
                 plain LoRA, or of another base.
         """
         config = read_object(directory / CONFIG, ConfigError)
-        path = base or Path(str(config.get("base_model_name_or_path")))
+        path = base or Path(base_of_adapter(config))
         if not path.is_dir():
             raise ConfigError(
                 f"{directory}: the base of the adapter, {path}, is no directory here; name it with "
