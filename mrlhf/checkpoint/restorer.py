@@ -99,12 +99,6 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
     with together(CheckpointError, world):
         check_hashes(path, share)
         state = read_state(path)
-    if not manifest.has_hash and rank == 0:
-        logger.warning(
-            "%s is of an earlier version, whose %s has no hash: it was not checked for damage",
-            path,
-            MANIFEST,
-        )
     return Checkpoint(path, manifest, state)
 
 
