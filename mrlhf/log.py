@@ -72,10 +72,7 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
 
 
 def quiet_transformers() -> None:
-    """Hide the warnings of transformers, unless TRANSFORMERS_VERBOSITY asks for them.
-
-    They are about how mrlhf calls it, which the user cannot change.
-    """
+    """Hide the warnings of transformers, unless TRANSFORMERS_VERBOSITY asks for them."""
     # It reads the variable when it is imported; if that has been done, the level counts.
     if os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error") == "error":
         logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -64,10 +64,7 @@ class Checkpoint:
 def newest_checkpoint(
     directory: Path, world: dist.ProcessGroup, damaged: list[Path]
 ) -> Checkpoint | None:
-    """The newest whole checkpoint in `directory`, or None if it holds none; every rank calls it.
-
-    A damaged checkpoint is passed over with a warning, and added to `damaged`.
-    """
+    """The newest whole checkpoint, or None; adds those that are `damaged`. Every rank calls it."""
     names: list[list[str]] = [[path.name for path in checkpoints_in(directory)]]
     dist.broadcast_object_list(names, src=0, group=world)  # the ranks must look at the same ones
     for name in names[0]:

@@ -178,10 +178,7 @@ def read_leaves(text: str) -> dict[str, Any]:
 
 
 def changed_keys(earlier: str, config: Root) -> list[str]:
-    """The keys whose values differ from the `earlier` output of `dump_yaml`, sorted.
-
-    If that is not readable, all keys differ.
-    """
+    """The keys that differ from the `earlier` output of `dump_yaml`; all if it is not readable."""
     before = read_leaves(earlier)
     now = flatten(config)
     missing = object()

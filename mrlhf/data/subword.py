@@ -148,10 +148,7 @@ def _pipeline(processor: sentencepiece.SentencePieceProcessor) -> Pipeline:
 def _merges(
     processor: sentencepiece.SentencePieceProcessor, pieces: list[str]
 ) -> list[tuple[str, str]]:
-    """All pairs of pieces that join to a third piece, in the order that sentencepiece uses.
-
-    Pairs that make a piece with a better score come first.
-    """
+    """All pairs of pieces that join to a third piece, those of the best score first."""
     is_special = (processor.IsByte, processor.IsControl, processor.IsUnknown, processor.IsUnused)
     plain = {piece: i for i, piece in enumerate(pieces) if not any(test(i) for test in is_special)}
 

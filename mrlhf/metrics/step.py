@@ -81,10 +81,7 @@ def throughput_metrics(
 
 
 def _length_metrics(rollout: Rollout, max_prompt_length: int) -> dict[str, float]:
-    """Lengths in tokens; a response counts as clipped if the length limit ended it.
-
-    A response without a token counts as aborted.
-    """
+    """Lengths in tokens; clipped: ended by the limit; aborted: without a token."""
     prompt_lengths = torch.tensor(rollout.prompt_lengths, dtype=torch.float64, device="cpu")
     lengths = rollout.response_mask.sum(dim=1)
     empty = lengths == 0

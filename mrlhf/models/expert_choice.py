@@ -34,10 +34,7 @@ def occurrences(numbers: Tensor, size: int) -> Tensor:
 
 
 def _of_best_groups(scores: Tensor, experts: Experts) -> Tensor:
-    """Set the scores of the experts outside of each token's best groups to -inf.
-
-    A group is as good as the sum of its two best scores.
-    """
+    """Set scores outside the groups with the best sums of two scores to -inf, token by token."""
     by_group = scores.unflatten(-1, (experts.groups, -1))
     goodness = by_group.topk(2, dim=-1).values.sum(dim=-1)
     best = goodness.topk(experts.groups_per_token, dim=-1).indices

@@ -74,9 +74,6 @@ def sequence_flops(spec: ModelSpec, lengths: Sequence[int], outputs: Sequence[in
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """Count the pairs (query, key) of a causal sequence.
-
-    Token t, counted from 1, sees min(t, window) tokens, itself included.
-    """
+    """Count the pairs (query, key): token t, from 1 on, sees min(t, window) tokens."""
     most_seen = length if window is None else min(length, window)
     return most_seen * (most_seen + 1) // 2 + (length - most_seen) * most_seen

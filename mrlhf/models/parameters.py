@@ -47,10 +47,7 @@ def keeps_float32(parameter: str) -> bool:
 
 
 def is_hidden_matrix(parameter: str) -> bool:
-    """Whether a parameter holds whole matrices of hidden layers, or their rows or columns.
-
-    Embeddings, output layers, routers and gates of shared experts are none.
-    """
+    """Whether it holds matrices of hidden layers: no embedding, output, router or gate."""
     return parameter.endswith(_LINEAR)
 
 

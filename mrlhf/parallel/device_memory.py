@@ -68,10 +68,7 @@ class DeviceMemory:
 
 
 def memory_metrics(peaks: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """`perf/memory_in/<phase>` of each phase, and `perf/memory/<owner>` in the fullest one.
-
-    They are those of training: the phase `START` is left out.
-    """
+    """`perf/memory_in/<phase>` of training, and `perf/memory/<owner>` in the fullest phase."""
     peaks = {phase: held for phase, held in peaks.items() if phase != START}
     metrics = {f"perf/memory_in/{phase}": sum(held.values()) / 1e9 for phase, held in peaks.items()}
     fullest = max(peaks.values(), key=lambda held: sum(held.values()), default={})

@@ -60,10 +60,7 @@ def idle_share(micro_batches: float, stages: int, chunks: int = 1) -> float:
 def passes(
     rank: int, stages: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> list[Pass]:
-    """The passes of a rank of the pipeline, in order; empty micro-batches are left out.
-
-    `stages` are the ranks of the pipeline, `chunks` the virtual stages of each.
-    """
+    """The passes of a rank of the pipeline, in order; empty micro-batches are left out."""
     order = _forward_order(micro_batches, stages, chunks)
     forward = [Pass(False, chunk, number) for chunk, number in order]
     backward = [Pass(True, chunks - 1 - chunk, number) for chunk, number in order]

@@ -204,10 +204,7 @@ class _KindPlanner:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector: plans of mixtures have 10^5 parts, and no garbage.
-
-    Every few thousand parts it would walk through all objects of the process.
-    """
+    """Pause the garbage collector, which walks through all parts of a plan for nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

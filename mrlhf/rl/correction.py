@@ -138,10 +138,7 @@ def truncate(raw: Tensor, correction: Correction) -> Tensor:
 
 
 def geometric_mean_weights(weights: Tensor, mask: Tensor) -> Tensor:
-    """The geometric mean of each row's weights over its mask; [batch, response_len], 0 outside.
-
-    It is for the loss `geo_mean`, which is a geometric mean itself. No weight is negative.
-    """
+    """Each row's geometric mean over its mask, for `geo_mean`; [batch, response_len]."""
     mean = masked_mean((weights + GEOMETRIC_EPS).log(), mask, dim=1).exp()
     return torch.where(mask, mean[:, None], 0)
 

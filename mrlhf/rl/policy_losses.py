@@ -176,10 +176,7 @@ def cispo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a gate instead of a clip.
-
-    The method is that of https://arxiv.org/abs/2511.20347.
-    """
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a gate and no clip, https://arxiv.org/abs/2511.20347."""
     ratio = inputs.log_ratio.exp()
     tau = torch.full_like(inputs.advantages, options.tau_neg)
     tau = tau.masked_fill(inputs.advantages > 0, options.tau_pos)
@@ -188,10 +185,7 @@ def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def reinforce(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-A logp, which the caller's importance weights make exact off-policy.
-
-    It is also the loss of GPG, https://arxiv.org/abs/2504.02546.
-    """
+    """-A logp, also the loss of GPG; the caller's importance weights make it exact off-policy."""
     return make_policy_loss(inputs, -inputs.advantages * inputs.logprob)
 
 

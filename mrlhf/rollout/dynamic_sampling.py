@@ -148,10 +148,7 @@ def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:
 
 
 def choose_prompt_groups(differs: Sequence[bool], count: int) -> list[int]:
-    """Indices of `count` prompt groups in the order they came.
-
-    The first groups that differ are chosen and, if those are too few, the first of the others.
-    """
+    """Indices of the first `count` groups that differ, filled up with others, in order."""
     others_last = sorted(range(len(differs)), key=lambda index: not differs[index])
     return sorted(others_last[:count])
 

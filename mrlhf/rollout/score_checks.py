@@ -38,10 +38,7 @@ def check_advantages(
 
 
 def check_correctness(correct: Sequence[float] | None, user: str) -> None:
-    """Raise a ConfigError if no reward term says which responses are right (`correct` is None).
-
-    `user` is the key that needs to know it, with its value.
-    """
+    """Raise a ConfigError, which names the key `user`, if no term knows what is right."""
     if correct is None:
         raise ConfigError(
             f"{user} needs to know which responses are right, but no reward term has said so for "

@@ -85,10 +85,7 @@ def load_spec(path: str | Path, head: Head) -> ModelSpec:
 
 
 def stated_spec(path: str | Path, head: Head) -> ModelSpec:
-    """The spec of the model in directory `path`, by its `config.json` alone.
-
-    It raises as `load_spec`.
-    """
+    """The spec of the model in `path` by its `config.json` alone; raises as `load_spec`."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(
