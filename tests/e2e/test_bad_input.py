@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.commands.train import main
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.run.lock import DirectoryLock
 from tests.e2e.programs import ROOT, run_program, succeed
 
