@@ -82,11 +82,7 @@ class MetricsWriter:
     """Appends the metrics of each step to `metrics.jsonl`."""
 
     def __init__(self, output_dir: Path) -> None:
-        """Open the file, and create its directory if it is missing; a resumed run appends.
-
-        Raises:
-            ConfigError: the file cannot be opened.
-        """
+        """Open the file, to append, and make its directory; ConfigError if that fails."""
         self._path = output_dir / "metrics.jsonl"
         try:
             output_dir.mkdir(parents=True, exist_ok=True)

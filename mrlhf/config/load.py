@@ -92,11 +92,7 @@ def read_config(
 def read_any(
     program: Program | None, paths: Sequence[str | Path], overrides: Sequence[str]
 ) -> AnyConfig:
-    """Read a configuration of `program`, or of the first that accepts it.
-
-    Raises:
-        ConfigError: no program does; the message is that of the one that comes nearest.
-    """
+    """Read a configuration of `program`, or of any; the ConfigError is that of the nearest."""
     problems = []
     for name in [program] if program else list(PROGRAMS):
         try:

@@ -65,11 +65,7 @@ def expected_tensors(spec: ModelSpec) -> ExpectedTensors:
 
 
 def _check_head(stored: ModelFiles, spec: ModelSpec) -> None:
-    """Refuse files without the head that makes a model a reward model.
-
-    Raises:
-        WeightError: there is none, it has another name, or more than one label.
-    """
+    """Refuse files without the head of a reward model: a WeightError says what is there."""
     family = family_of(spec)
     names = {family.scalar_head, f"model.{family.scalar_head}"} & stored.tensors.keys()
     if not names:

@@ -33,11 +33,7 @@ class DeviceMemory:
         return self._held
 
     def hold(self, owner: str, nbytes: int) -> None:
-        """Note that `owner` holds so many bytes from now on.
-
-        Raises:
-            MemoryBoundError: all owners together would hold more than the bound.
-        """
+        """Note that `owner` holds so many bytes; MemoryBoundError if all would exceed the bound."""
         held = {name: size for name, size in self._held.items() if name != owner}
         if nbytes:
             held[owner] = nbytes

@@ -93,11 +93,7 @@ class Planner:
             self._kinds = [_KindPlanner(source, target, near) for source, target in sides]
 
     def plan(self, rank: int) -> ReshardPlan:
-        """What global rank `rank` does.
-
-        Raises:
-            WeightError: no source rank holds a slice of the target.
-        """
+        """What global rank `rank` does; WeightError if nobody holds a slice of the target."""
         receives: list[Move] = []
         copies: list[Move] = []
         aliases: list[Alias] = []

@@ -269,11 +269,7 @@ def _on_host(whole: Tensor) -> Tensor:
 
 
 def _on_disk(whole: Tensor) -> Tensor:
-    """Memory that is a file without a name, in the directory for temporary files.
-
-    Raises:
-        TrainingError: that has no room.
-    """
+    """Memory that is a temporary file without a name; TrainingError if there is no room."""
     with tempfile.NamedTemporaryFile(prefix="mrlhf-states-") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, whole.nbytes)  # else a full disk kills the rank

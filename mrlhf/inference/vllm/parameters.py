@@ -41,11 +41,7 @@ class VllmParameters:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Compare the model that vLLM has built with `pieces` and `shapes`; nothing is allocated.
-
-        Raises:
-            EngineError: the model has other parameters than `pieces`, or other shapes.
-        """
+        """Compare vLLM's model with `pieces` and `shapes`; EngineError if its parameters differ."""
         self.pieces = dict(pieces)
         self._model = model
         self._shapes = shapes
@@ -116,11 +112,7 @@ class VllmParameters:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Give the new weights to the model, and forget their storage.
-
-        Raises:
-            EngineError: a parameter has no new weights.
-        """
+        """Give the new weights to the model; EngineError if a parameter has none."""
         check_complete(self.missing)
 
         for prefix, module in self._model.named_modules():
