@@ -122,10 +122,7 @@ def read_section(kind: type[SectionT], raw: Mapping[str, Any], file: Path) -> Se
 
 
 def _values(root_class: type[Root], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of one source by dotted names.
-
-    An empty section counts as missing, unless it may be absent.
-    """
+    """The values of one source by dotted names; an empty section counts as missing."""
     known = nodes(root_class)
     values = dict(leaves(raw, is_section=lambda name: known[name].is_section))
     for name, value in list(values.items()):

@@ -40,11 +40,7 @@ def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, fl
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """The share of the returns' variance that the values explain.
-
-    It is 1 - var(returns - values) / var(returns) over the positions of `mask`, all three [batch,
-    response_len]; NaN if the mask is empty.
-    """
+    """1 - var(returns - values) / var(returns) over the positions of `mask`; NaN without any."""
     if not mask.any():
         return math.nan
 

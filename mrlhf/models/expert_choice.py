@@ -14,11 +14,7 @@ SMALLEST_SUM = 1e-20  # scores that are all 0 must not become NaN
 
 
 def chosen_experts(scores: Tensor, correction: Tensor | None, experts: Experts) -> Tensor:
-    """Return the numbers of the chosen experts, int64 [tokens, per_token].
-
-    `scores` are float32 [tokens, experts]. A `correction` [experts] is added to them for the choice
-    alone.
-    """
+    """Return the experts with the best scores + `correction`, int64 [tokens, per_token]."""
     if correction is not None:
         scores = scores + correction
     if experts.groups > 1:

@@ -21,10 +21,7 @@ _BACKWARD = 2  # products in the backward pass for each one in the forward pass
 
 
 def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
-    """Count the operations of one forward pass over a sequence of `length` tokens.
-
-    `outputs` positions go through the output layer, such as those before response tokens.
-    """
+    """Count the operations of a forward pass whose output layer sees `outputs` positions."""
     q_rows = spec.num_heads * spec.head_dim
     pairs = q_rows * sum(visible_pairs(length, window) for window in spec.windows)
     return _linear_flops(spec, length, outputs) + 4 * pairs

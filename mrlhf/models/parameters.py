@@ -99,10 +99,7 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
 def engine_pieces(
     spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
 ) -> list[Piece]:
-    """Return the pieces that global rank `rank` of an engine holds: one stage, all layers.
-
-    If `tensors` is given, only those of parameters that hold some of these named tensors.
-    """
+    """Return the pieces of an engine's rank `rank`, or those that hold some of `tensors`."""
     place = layout.place_in_replica(rank)
     experts = experts_of(spec, place.ep, place.ep_rank)
     weights = _engine_map(spec, experts)

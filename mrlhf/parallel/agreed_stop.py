@@ -107,11 +107,7 @@ class AgreedStop:
             self.look()
 
     def look(self) -> bool:
-        """Take part in the agreement; the watcher calls it from time to time.
-
-        Returns whether the ranks are agreeing at the moment, so that it should be called again
-        soon.
-        """
+        """Take part in the agreement, now and then; returns whether it is under way."""
         with self._looking:
             return self._look()
 

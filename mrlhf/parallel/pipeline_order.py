@@ -22,10 +22,7 @@ class Pass(NamedTuple):
 
 
 def rounds(micro_batches: int, stages: int, chunks: int) -> int:
-    """The number of micro-batches that the schedule has to run, empty ones among them.
-
-    The interleaved schedule runs at least as many as there are ranks.
-    """
+    """The micro-batches that the schedule runs; interleaved, at least as many as ranks."""
     return micro_batches if chunks == 1 else max(micro_batches, stages)
 
 

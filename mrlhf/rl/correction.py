@@ -54,10 +54,7 @@ class Criterion:
         return math.log(self.lower), math.log(self.upper)
 
     def measure(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """The statistic of each token [batch, response_len], or of each sequence [batch, 1].
-
-        It is 0 outside the mask, and for a sequence without a token.
-        """
+        """The statistic of each token [batch, response_len], or sequence [batch, 1]; else 0."""
         reduction, estimator = self.statistic.rsplit("_", 1)
         divergence = _ESTIMATORS[estimator](_clamped(masked_log_ratio(log_ratio, mask)))
         return _REDUCTIONS[reduction](divergence, mask)

@@ -166,10 +166,7 @@ def gspo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def cispo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585.
-
-    `clipped`: the clip changed r, which stops no gradient.
-    """
+    """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585; `clipped`: the clip changed r."""
     ratio = inputs.log_ratio.exp().detach()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     return make_policy_loss(inputs, -weight * inputs.advantages * inputs.logprob, ratio != weight)

@@ -20,11 +20,7 @@ _LONGEST_PROMPT = 40
 def check_advantages(
     advantages: Tensor, returns: Tensor, shaped: Tensor, rollout: Rollout, estimator: str
 ) -> None:
-    """Raise a RewardError if an advantage or return [batch, response_len] is not finite.
-
-    It names the first such response. `shaped` holds the scores [batch]; all inputs of the
-    advantages are finite.
-    """
+    """Raise a RewardError for the first advantage or return that is not finite."""
     for what, table in (("an advantage", advantages), ("a return", returns)):
         rows = (~table.isfinite().all(dim=1)).nonzero()
         if len(rows):

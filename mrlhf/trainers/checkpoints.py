@@ -99,7 +99,10 @@ class Checkpoints:
         self._newest = ""
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Bring back models and random numbers; CheckpointError if it is of another run."""
+        """Bring back models and random numbers; returns the trainer's own state.
+
+        A CheckpointError says that it is of another kind of run, or of other models.
+        """
         if checkpoint.manifest.program != self._program:
             raise CheckpointError(
                 f"{checkpoint.path} is of {checkpoint.manifest.program} and this run is of "

@@ -145,10 +145,7 @@ class Residency:
         self._memory.hold(title, 0)
 
     def values(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor, flat: on the device, or where they wait on the host.
-
-        They may be read and written until it comes back or leaves.
-        """
+        """The elements of a tensor, flat, where they are until it comes back or leaves."""
         key = _key(tensor)
         for away in self._away.values():
             if key in away:

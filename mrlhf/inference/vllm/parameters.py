@@ -81,10 +81,7 @@ class VllmParameters:
         self._borrowed.add(name)
 
     def slots(self) -> list[Slot]:
-        """Return where each piece must be written.
-
-        A parameter that vLLM packs gets storage until `install`, in which padding rows are zero.
-        """
+        """Return where each piece must be written; what vLLM packs gets storage until `install`."""
         packed = self._packed_names()
         for whole, members in self._members.items():
             missing = [name for name in members if name not in self._new]

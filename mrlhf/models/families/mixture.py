@@ -28,10 +28,7 @@ def mixture_family(
     names: ExpertNames,
     required_keys: tuple[str, ...],
 ) -> Family:
-    """A Llama-like family some of whose layers have a mixture of experts.
-
-    `required_keys` are those that a `config.json` must state beside the keys of a dense model.
-    """
+    """A Llama-like family with mixtures, whose `config.json` must state `required_keys`."""
     return replace(
         dense_family(model_type, class_stem, read_config),
         required_keys=(*REQUIRED_KEYS, *required_keys),
