@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model_sizes import model_config
 from transformers import AutoModelForCausalLM
 
-from mrlhf.data.subword import train_sentencepiece
+from configs.recipes.data.vocabulary import train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2

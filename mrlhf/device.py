@@ -272,11 +272,7 @@ def seed_everything(seed: int) -> None:
 
 
 def set_variables_of_torch() -> None:
-    """Set the environment variables of torch and oneDNN, if there is no GPU.
-
-    torch reads them at the first tensor and the first product. Variables that the user has set
-    stay. Child processes inherit them.
-    """
+    """Set what torch and oneDNN read at their first use, if there is no GPU and it is not set."""
     if torch.cuda.is_available():
         return
     for name, value in _VARIABLES_OF_TORCH.items():

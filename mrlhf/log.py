@@ -72,10 +72,7 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
 
 
 def quiet_transformers() -> None:
-    """Hide the warnings of transformers and of its hub, unless their VERBOSITY asks for them.
-
-    They are about how mrlhf calls it, which the user cannot change, or are told by mrlhf.
-    """
+    """Hide the warnings of transformers and of its hub, unless their VERBOSITY asks for them."""
     # They read the variable when they are imported; if that has been done, the level counts.
     for prefix, package in (("TRANSFORMERS", "transformers"), ("HF_HUB", "huggingface_hub")):
         if os.environ.setdefault(f"{prefix}_VERBOSITY", "error") == "error":
@@ -86,11 +83,7 @@ class MetricsWriter:
     """Appends the metrics of each step to `metrics.jsonl`."""
 
     def __init__(self, output_dir: Path) -> None:
-        """Open the file, and create its directory if it is missing; a resumed run appends.
-
-        Raises:
-            ConfigError: the file cannot be opened.
-        """
+        """Open the file, to append, and make its directory; ConfigError if that fails."""
         self._path = output_dir / "metrics.jsonl"
         try:
             output_dir.mkdir(parents=True, exist_ok=True)

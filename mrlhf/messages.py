@@ -27,11 +27,7 @@ _LARGEST_WHOLE = 2.0**53
 
 
 def read_message(message: Any) -> dict[str, Any]:
-    """The message with its text as `content`, which may be missing beside calls.
-
-    Raises:
-        DataError: what is wrong with it, to be read after its name.
-    """
+    """The message with its text as `content`; DataError, to be read after its name."""
     if not isinstance(message, Mapping):
         raise DataError(
             f'must be an object with "role" and "content", found {type(message).__name__}'

@@ -26,7 +26,6 @@ MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 REPLACED = ".replaced"
 FORMAT = 2
-_WITHOUT_HASH = 1
 WEIGHT = "weight"
 _NAME = re.compile(r"step_(\d+)(_interrupted)?")
 _SEALED = re.compile(rb'(.*),"xxh3":"([0-9a-f]{16})"\}', re.DOTALL)
@@ -77,16 +76,11 @@ class Manifest:
     # The fingerprint of each model that is not stored, by role.
     frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)  # of step `step`
-    format: int = FORMAT  # of the file that it was read from; it is written in the newest one
-
-    @property
-    def has_hash(self) -> bool:
-        """Whether the manifest itself was compared with a hash."""
-        return self.format > _WITHOUT_HASH
+    format: int = FORMAT
 
     def to_bytes(self) -> bytes:
         """The content of `manifest.json`."""
-        return seal({**asdict(self), "format": FORMAT})
+        return seal(asdict(self))
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
@@ -178,10 +172,8 @@ def read_manifest(directory: Path, content: bytes | None = None) -> Manifest:
 def parse_manifest(file: Path, content: bytes) -> Manifest:
     """Read the manifest with this content, and check it and its hash.
 
-    A manifest of the first format has no hash; `has_hash` of the result says so.
-
     Raises:
-        CheckpointError: it is damaged, of a later format, or names a file outside of its directory.
+        CheckpointError: it is damaged, of another format, or names a file outside of its directory.
     """
     sealed = _SEALED.fullmatch(content)
     if sealed is not None and xxhash.xxh3_64_hexdigest(sealed[1]).encode() != sealed[2]:
@@ -192,11 +184,11 @@ def parse_manifest(file: Path, content: bytes) -> Manifest:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: it is no manifest ({error})") from error
 
-    if number not in (_WITHOUT_HASH, FORMAT):
+    if number != FORMAT:
         raise CheckpointError(
-            f"{file} has format {number}, and this version of mrlhf reads formats up to {FORMAT}"
+            f"{file} has format {number}, and this version of mrlhf reads format {FORMAT}"
         )
-    if (number == FORMAT) != (sealed is not None):
+    if sealed is None:
         raise CheckpointError(f"{file} is damaged: it does not end with its hash")
 
     try:

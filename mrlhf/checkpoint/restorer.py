@@ -64,10 +64,7 @@ class Checkpoint:
 def newest_checkpoint(
     directory: Path, world: dist.ProcessGroup, damaged: list[Path]
 ) -> Checkpoint | None:
-    """The newest whole checkpoint in `directory`, or None if it holds none; every rank calls it.
-
-    A damaged checkpoint is passed over with a warning, and added to `damaged`.
-    """
+    """The newest whole checkpoint, or None; adds those that are `damaged`. Every rank calls it."""
     names: list[list[str]] = [[path.name for path in checkpoints_in(directory)]]
     dist.broadcast_object_list(names, src=0, group=world)  # the ranks must look at the same ones
     for name in names[0]:
@@ -99,12 +96,6 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
     with together(CheckpointError, world):
         check_hashes(path, share)
         state = read_state(path)
-    if not manifest.has_hash and rank == 0:
-        logger.warning(
-            "%s is of an earlier version, whose %s has no hash: it was not checked for damage",
-            path,
-            MANIFEST,
-        )
     return Checkpoint(path, manifest, state)
 
 

@@ -88,11 +88,7 @@ class TensorFile:
     """A safetensors file whose tensors are read row by row; it is not kept open."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header.
-
-        Raises:
-            CheckpointError: the file is missing, damaged, or has tensors of an unknown type.
-        """
+        """Read the header; CheckpointError if it is missing, damaged or has unknown types."""
         self._path = path
         try:
             self._tensors = dict(_read_header(path))

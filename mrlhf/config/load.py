@@ -92,11 +92,7 @@ def read_config(
 def read_any(
     program: Program | None, paths: Sequence[str | Path], overrides: Sequence[str]
 ) -> AnyConfig:
-    """Read a configuration of `program`, or of the first that accepts it.
-
-    Raises:
-        ConfigError: no program does; the message is that of the one that comes nearest.
-    """
+    """Read a configuration of `program`, or of any; the ConfigError is that of the nearest."""
     problems = []
     for name in [program] if program else list(PROGRAMS):
         try:
@@ -126,10 +122,7 @@ def read_section(kind: type[SectionT], raw: Mapping[str, Any], file: Path) -> Se
 
 
 def _values(root_class: type[Root], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of one source by dotted names.
-
-    An empty section counts as missing, unless it may be absent.
-    """
+    """The values of one source by dotted names; an empty section counts as missing."""
     known = nodes(root_class)
     values = dict(leaves(raw, is_section=lambda name: known[name].is_section))
     for name, value in list(values.items()):
@@ -178,10 +171,7 @@ def read_leaves(text: str) -> dict[str, Any]:
 
 
 def changed_keys(earlier: str, config: Root) -> list[str]:
-    """The keys whose values differ from the `earlier` output of `dump_yaml`, sorted.
-
-    If that is not readable, all keys differ.
-    """
+    """The keys that differ from the `earlier` output of `dump_yaml`; all if it is not readable."""
     before = read_leaves(earlier)
     now = flatten(config)
     missing = object()

@@ -71,10 +71,7 @@ class Sources:
                 self._replaced.append((self._labels[number], unread))
 
     def decided_elsewhere(self, unread: Unread) -> bool:
-        """Whether another source than the key's own decides that the key has no effect.
-
-        If several keys decide so, the last source counts. A default decides in every source.
-        """
+        """Whether another source than the key's own decides that the key has no effect."""
         own = self._of[unread.key] if unread.key in self.values else None
         return own is not None and self._deciding(unread) not in (None, own)
 

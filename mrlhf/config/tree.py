@@ -131,11 +131,7 @@ def parents(name: str) -> list[str]:
 
 
 def unknown_names(root: type[Section], values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted names in nested `values` that are no keys.
-
-    The check of a value itself finds mistakes below it, a list in the place of a section, and a
-    section in the place of a list.
-    """
+    """The dotted names in nested `values` that are no keys; other mistakes are found later."""
     unknown = []
     for name, value in values.items():
         full = f"{prefix}{name}"

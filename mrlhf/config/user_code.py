@@ -50,11 +50,7 @@ def check_name(name: object, known: Sequence[str], own: str = OWN_FUNCTION) -> s
 
 
 def read_reference(reference: str) -> tuple[Path, str]:
-    """The existing file and the name of the function in "path/to/file.py:function".
-
-    Raises:
-        UserCodeError: it has another form, or there is no such file.
-    """
+    """The file and the name in "path/to/file.py:function"; UserCodeError if there is no file."""
     path, _, name = reference.rpartition(":")
     if not path or not name:
         raise UserCodeError("write it as path/to/file.py:function")

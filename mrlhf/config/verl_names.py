@@ -40,11 +40,7 @@ def read_names() -> Names:
 
 
 def verl_hint(name: str, known: Collection[str]) -> str | None:
-    """The name here of verl's key `name`, or that it has no counterpart; None if it is not in the
-    tables.
-
-    Hydra's + or ~ may stand before it.
-    """
+    """What verl's key `name` is here, or that it has no counterpart; None if it is not known."""
     here = _without_verls_section(name.lstrip("+~"))
     for theirs in (here, *_with_sections(here)):
         found = translate_name(theirs, known)

@@ -57,11 +57,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parse `text`; errors name its `source`.
-
-    Raises:
-        ConfigError: it is not YAML, or a key is given twice or is not text.
-    """
+    """Parse `text`; ConfigError, with its `source`, if it is no YAML or gives a key twice."""
     try:
         return yaml.load(text, Loader=_Loader)
     except ConfigError as error:

@@ -17,11 +17,7 @@ _POINTER = b"version https://git-lfs"
 
 
 def read_object(file: Path, refusal: type[MrlhfError]) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises:
-        MrlhfError: of the type `refusal`; the file cannot be read, or holds something else.
-    """
+    """Read the JSON object in a file; if that fails, the error is of the type `refusal`."""
     refuse_pointer(file, refusal)
     try:
         stated = json.loads(file.read_text(encoding="utf-8"))

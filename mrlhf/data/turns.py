@@ -313,10 +313,7 @@ def _place(segments: Sequence[_Segment], position: int) -> tuple[int, int]:
 
 
 def _numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages, with ids of calls and of their results where they have none.
-
-    Some templates insist on ids of nine characters.
-    """
+    """The messages, with ids of calls and results of nine characters, as some templates insist."""
     numbered = []
     results = 0
     for message in map(dict, messages):

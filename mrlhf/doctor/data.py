@@ -24,11 +24,7 @@ _FORMS: dict[str, Callable[[str], str]] = {
 
 
 def data(config: AnyConfig) -> Iterator[Finding]:
-    """Read a run's data as the run would, and look at it.
-
-    Raises:
-        ConfigError, DataError, RewardError: the run would refuse it.
-    """
+    """Read a run's data as the run would, which raises as the run would, and look at it."""
     if isinstance(config, PPOConfig):
         inputs = read_ppo_inputs(config)
         try:

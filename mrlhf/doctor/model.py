@@ -16,11 +16,7 @@ _TALK = ("What is 2 + 2?", "<think>\nEasy.\n</think>\n\n4", "And 3 + 3?", "6")
 
 
 def model(directory: Path) -> Iterator[Finding]:
-    """Look over the files of a language model.
-
-    Raises:
-        ConfigError, WeightError, DataError: no run could use them.
-    """
+    """Look over the files of a language model; raises as a run that cannot use them."""
     spec = load_spec(directory, "lm")
     sizes = f"{spec.num_layers} layers, vocabulary {spec.vocab_size}"
     yield ok("config.json", f"{spec.family}, {sizes}")

@@ -133,11 +133,7 @@ class EnvironmentHost:
     """The environments of all episodes of one replica."""
 
     def __init__(self, references: Mapping[str, EnvironmentReference], limits: ToolLimits) -> None:
-        """Load the programs, by their names.
-
-        Raises:
-            EnvironmentFault: one cannot be loaded.
-        """
+        """Load the programs, by their names; EnvironmentFault if one cannot be loaded."""
         _allow_many_files()
         self._limits = limits
         self._nurseries: dict[str, _Nursery] = {}
@@ -424,11 +420,7 @@ class EnvironmentHost:
 def describe(
     references: Mapping[str, EnvironmentReference], limits: ToolLimits
 ) -> dict[str, Program]:
-    """What the programs offer, each loaded in a process that ends again.
-
-    Raises:
-        EnvironmentFault: one cannot be loaded.
-    """
+    """What the programs offer, each loaded in a process that ends; or EnvironmentFault."""
     host = EnvironmentHost(references, limits)
     try:
         return host.programs

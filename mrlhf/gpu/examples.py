@@ -87,11 +87,7 @@ EXAMPLES: dict[str, Callable[[Numbers], tuple[Any, ...]]] = {
 def largest_gap(
     kernel: Callable[..., Any], form: Callable[..., Any], name: str, numbers: Numbers
 ) -> float:
-    """Call both on copies of the example; what they return and write may differ by rounding.
-
-    Returns:
-        The largest difference of two numbers, over the largest of all numbers.
-    """
+    """Call both on copies of the example; the largest difference over the largest number."""
     arguments = EXAMPLES[name](numbers)
     found, wanted = (_tensors_after(function, arguments) for function in (kernel, form))
     gaps = []

@@ -17,11 +17,7 @@ _LARGE_PAGE_BYTES = 2**21
 
 
 def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor in the system's own zero pages.
-
-    Pages that are never used cost nothing, and all of them are freed with the tensor. An allocator
-    might hand out memory that was used before.
-    """
+    """Return a tensor in the system's own zero pages, which cost nothing until they are used."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
     if sys.platform == "linux":

@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Find a folder that only this user owns and can write to: in the home, or a temporary one.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Find a folder that only this user owns, in the home or temporary; OSError if none."""
     temporary = Path(tempfile.gettempdir()) / f"mrlhf-{os.getuid()}"
     for directory in (*_home_caches(), temporary):
         try:

@@ -42,11 +42,7 @@ class InFlight:
             )
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Refuse requests that the engine cannot answer, or not together with those in flight.
-
-        Raises:
-            EngineError: naming the first such request.
-        """
+        """Refuse, with an EngineError, the first of the requests that cannot be answered now."""
         if not requests:
             return
 

@@ -11,11 +11,7 @@ VLLM = "0.32"
 
 
 def require_engine(engine: str) -> None:
-    """Refuse `rollout.engine` if its package is missing or has an unsupported version.
-
-    Raises:
-        ConfigError: in one line, with what to install.
-    """
+    """Refuse an engine without its package; the ConfigError says in one line what to install."""
     if engine != "vllm":
         return
     remedy = (

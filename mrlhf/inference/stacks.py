@@ -12,10 +12,7 @@ from torch import Tensor
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one, [tensors, ...].
-
-    It is a view if they lie one after another in one storage, and a copy otherwise.
-    """
+    """Tensors of one shape as [tensors, ...]: a view if they lie one after another, else a copy."""
     first = tensors[0]
     places = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
     in_a_row = all(

@@ -40,11 +40,7 @@ def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, fl
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """The share of the returns' variance that the values explain.
-
-    It is 1 - var(returns - values) / var(returns) over the positions of `mask`, all three [batch,
-    response_len]; NaN if the mask is empty.
-    """
+    """1 - var(returns - values) / var(returns) over the positions of `mask`; NaN without any."""
     if not mask.any():
         return math.nan
 
@@ -81,10 +77,7 @@ def throughput_metrics(
 
 
 def _length_metrics(rollout: Rollout, max_prompt_length: int) -> dict[str, float]:
-    """Lengths in tokens; a response counts as clipped if the length limit ended it.
-
-    A response without a token counts as aborted.
-    """
+    """Lengths in tokens; clipped: ended by the limit; aborted: without a token."""
     prompt_lengths = torch.tensor(rollout.prompt_lengths, dtype=torch.float64, device="cpu")
     lengths = rollout.response_mask.sum(dim=1)
     empty = lengths == 0

@@ -23,10 +23,7 @@ class Tally:
         self._counts: dict[str, Tensor | float] = {}
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
-        """Add `total`, a sum over `count` tokens or sequences; without a count the sum is reported.
-
-        Tensors must be scalars; their gradient is dropped.
-        """
+        """Add scalars: `total`, a sum over `count` items; without a count the sum is reported."""
         self._sums[name] = self._sums.get(name, 0.0) + _detached(total)
         if count is not None:
             self._counts[name] = self._counts.get(name, 0.0) + _detached(count)

@@ -19,11 +19,7 @@ from mrlhf.models.spec import Head, Lora, ModelSpec
 
 
 def spec_of_role(section: RoleSection, head: Head) -> ModelSpec:
-    """Return the model of a section, with its adapters if it is trained with some.
-
-    Raises:
-        ConfigError: the model is not supported, or as for `with_lora`.
-    """
+    """Return a section's model, with adapters if any; raises as `load_spec` and `with_lora`."""
     spec = load_spec(section.path, head)
     return with_lora(spec, section.lora) if isinstance(section, AdaptedSection) else spec
 

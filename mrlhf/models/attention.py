@@ -232,11 +232,7 @@ def _has_varlen(query: Tensor, key: Tensor) -> bool:
 
 @cache
 def _varlen_works(dtype: torch.dtype, heads: int, head_dim: int) -> bool:
-    """Whether `attend_varlen` computes what `attend_one_by_one` does, tried once; else it warns.
-
-    Args:
-        heads: query heads for each KV head.
-    """
+    """Whether `attend_varlen` works as `attend_one_by_one`, tried once; else it warns."""
     try:
         gap = max(_varlen_gap(dtype, heads, head_dim, window) for window in (None, 7))
         problem = "" if gap <= _MOST_GAP else f"it differs by {gap:.2g} of the largest number"

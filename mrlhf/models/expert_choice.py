@@ -14,11 +14,7 @@ SMALLEST_SUM = 1e-20  # scores that are all 0 must not become NaN
 
 
 def chosen_experts(scores: Tensor, correction: Tensor | None, experts: Experts) -> Tensor:
-    """Return the numbers of the chosen experts, int64 [tokens, per_token].
-
-    `scores` are float32 [tokens, experts]. A `correction` [experts] is added to them for the choice
-    alone.
-    """
+    """Return the experts with the best scores + `correction`, int64 [tokens, per_token]."""
     if correction is not None:
         scores = scores + correction
     if experts.groups > 1:
@@ -34,10 +30,7 @@ def occurrences(numbers: Tensor, size: int) -> Tensor:
 
 
 def _of_best_groups(scores: Tensor, experts: Experts) -> Tensor:
-    """Set the scores of the experts outside of each token's best groups to -inf.
-
-    A group is as good as the sum of its two best scores.
-    """
+    """Set scores outside the groups with the best sums of two scores to -inf, token by token."""
     by_group = scores.unflatten(-1, (experts.groups, -1))
     goodness = by_group.topk(2, dim=-1).values.sum(dim=-1)
     best = goodness.topk(experts.groups_per_token, dim=-1).indices

@@ -21,10 +21,7 @@ _BACKWARD = 2  # products in the backward pass for each one in the forward pass
 
 
 def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
-    """Count the operations of one forward pass over a sequence of `length` tokens.
-
-    `outputs` positions go through the output layer, such as those before response tokens.
-    """
+    """Count the operations of a forward pass whose output layer sees `outputs` positions."""
     q_rows = spec.num_heads * spec.head_dim
     pairs = q_rows * sum(visible_pairs(length, window) for window in spec.windows)
     return _linear_flops(spec, length, outputs) + 4 * pairs
@@ -74,9 +71,6 @@ def sequence_flops(spec: ModelSpec, lengths: Sequence[int], outputs: Sequence[in
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """Count the pairs (query, key) of a causal sequence.
-
-    Token t, counted from 1, sees min(t, window) tokens, itself included.
-    """
+    """Count the pairs (query, key): token t, from 1 on, sees min(t, window) tokens."""
     most_seen = length if window is None else min(length, window)
     return most_seen * (most_seen + 1) // 2 + (length - most_seen) * most_seen

@@ -36,11 +36,7 @@ def end_token_ids(directory: str | Path) -> dict[int, str]:
 
 
 def read_generation_config(directory: str | Path) -> str | None:
-    """Return the text of the model's `generation_config.json`; None if it has none.
-
-    Raises:
-        ConfigError: transformers could not load it.
-    """
+    """The text of `generation_config.json`; None without, ConfigError if it is wrong."""
     file = Path(directory) / _FILE
     if not file.is_file():
         return None

@@ -97,10 +97,7 @@ def transformer_engine_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
 
 
 def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
-    """Return a layer of megatron-core's linear layers with our attention and norm.
-
-    `rope` is the layer's entry in `spec.ropes`.
-    """
+    """Return a layer of megatron-core with our attention and norm, and `rope` of `spec.ropes`."""
     add = get_bias_dropout_add
     if spec.residual_multiplier != 1.0:
         add = scaled_add(spec.residual_multiplier)

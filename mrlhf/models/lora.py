@@ -53,10 +53,7 @@ def adapted_layers(spec: ModelSpec, rule: Rule, shapes: Mapping[str, Shape]) -> 
 def trained_shapes(
     shapes: Mapping[str, Shape], spec: ModelSpec, scalar_head: str
 ) -> dict[str, Shape]:
-    """Return those of a model's tensors that training changes: adapters and a scalar head, or all.
-
-    `shapes` are those of all tensors.
-    """
+    """Return those of a model's tensors that are trained: adapters and a scalar head, or all."""
     if spec.lora is None:
         return dict(shapes)
     return {
@@ -107,10 +104,7 @@ def _cut_rows(rule: Rule, layer: str) -> Rule:
 
 
 def with_adapters(names: Sequence[str], adapters: Iterable[str]) -> Iterator[str]:
-    """Yield the parameters `names` of a chunk, and after those of each linear layer its adapters.
-
-    That is the order of `named_parameters()`: the modules of a layer come after its own tensors.
-    """
+    """Yield `names`, and after those of each linear layer its adapters, as a module does."""
     waiting: dict[str, list[str]] = {}
     for name in adapters:
         waiting.setdefault(name.split(f"{MODULE}.")[0], []).append(name)

@@ -78,11 +78,7 @@ class Mixture(torch.nn.Module):
         self.shared_gate = SharedGate(config) if experts.shared_gate else None
 
     def forward(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
-        """Return the output for each token, shaped as `hidden`.
-
-        `hidden` is [tokens, 1, hidden], or this rank's part of the tokens under sequence
-        parallelism.
-        """
+        """Return the output for each of this rank's tokens, [tokens, 1, hidden] as `hidden`."""
         tokens = hidden.squeeze(1)
         routing = self.router(tokens, packed)
         if self._sequence_parallel:

@@ -47,10 +47,7 @@ def keeps_float32(parameter: str) -> bool:
 
 
 def is_hidden_matrix(parameter: str) -> bool:
-    """Whether a parameter holds whole matrices of hidden layers, or their rows or columns.
-
-    Embeddings, output layers, routers and gates of shared experts are none.
-    """
+    """Whether it holds matrices of hidden layers: no embedding, output, router or gate."""
     return parameter.endswith(_LINEAR)
 
 
@@ -102,10 +99,7 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
 def engine_pieces(
     spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
 ) -> list[Piece]:
-    """Return the pieces that global rank `rank` of an engine holds: one stage, all layers.
-
-    If `tensors` is given, only those of parameters that hold some of these named tensors.
-    """
+    """Return the pieces of an engine's rank `rank`, or those that hold some of `tensors`."""
     place = layout.place_in_replica(rank)
     experts = experts_of(spec, place.ep, place.ep_rank)
     weights = _engine_map(spec, experts)

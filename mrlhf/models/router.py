@@ -92,10 +92,7 @@ class Router(torch.nn.Module):
         self.load = torch.zeros(experts.count, dtype=torch.int64)
 
     def forward(self, hidden: Tensor, packed: PackedSequences) -> Routing:
-        """Choose the experts of `hidden` [tokens, hidden].
-
-        Under sequence parallelism these are this rank's part of the tokens.
-        """
+        """Choose the experts of this rank's tokens, `hidden` [tokens, hidden]."""
         wide = hidden.float()
         logits = adapted(F.linear(wide, self.weight.float()), self.adapters, wide)
         softmax = self._experts.scoring == "softmax"

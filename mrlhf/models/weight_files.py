@@ -42,10 +42,7 @@ def check_weight_files(path: str | Path, spec: ModelSpec, needs_head: bool) -> t
 
 
 def read_model(path: str | Path, spec: ModelSpec, slots: Sequence[Slot], needs_head: bool) -> bool:
-    """Fill this rank's `slots` from directory `path`; return whether the head was there.
-
-    The other arguments and errors are those of `check_weight_files`.
-    """
+    """Fill the `slots` from `path`; whether the head was there. As `check_weight_files`."""
     if spec.head == "scalar" and needs_head:
         _check_head(survey(Path(path)), spec)
     return not read_weights(path, slots, expected_tensors(spec))
@@ -68,11 +65,7 @@ def expected_tensors(spec: ModelSpec) -> ExpectedTensors:
 
 
 def _check_head(stored: ModelFiles, spec: ModelSpec) -> None:
-    """Refuse files without the head that makes a model a reward model.
-
-    Raises:
-        WeightError: there is none, it has another name, or more than one label.
-    """
+    """Refuse files without the head of a reward model: a WeightError says what is there."""
     family = family_of(spec)
     names = {family.scalar_head, f"model.{family.scalar_head}"} & stored.tensors.keys()
     if not names:

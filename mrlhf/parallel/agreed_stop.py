@@ -60,11 +60,7 @@ class AgreedStop:
 
     @contextmanager
     def stretch(self) -> Iterator[Callable[[int], bool]]:
-        """Go through one stretch, with `may_begin`; every rank calls it, in the same order.
-
-        Raises:
-            Interrupted: when the stretch is left, on every rank, if the ranks stop in it.
-        """
+        """Go through one stretch, every rank in the same order; it may end as Interrupted."""
         assert not self._in_stretch, "a stretch is inside another one"
         self._stretch += 1
         self._in_stretch = True
@@ -111,11 +107,7 @@ class AgreedStop:
             self.look()
 
     def look(self) -> bool:
-        """Take part in the agreement; the watcher calls it from time to time.
-
-        Returns whether the ranks are agreeing at the moment, so that it should be called again
-        soon.
-        """
+        """Take part in the agreement, now and then; returns whether it is under way."""
         with self._looking:
             return self._look()
 

@@ -113,10 +113,7 @@ def start_exchange(
 
 
 def finish_exchange(works: Sequence[dist.Work]) -> None:
-    """The second half of `exchange`: wait for the tensors.
-
-    On a GPU the stream waits and not the host: work that is queued later sees what has arrived.
-    """
+    """Wait for the tensors of `exchange`; on a GPU the stream waits and not the host."""
     for work in works:
         work.wait()
 

@@ -33,11 +33,7 @@ class DeviceMemory:
         return self._held
 
     def hold(self, owner: str, nbytes: int) -> None:
-        """Note that `owner` holds so many bytes from now on.
-
-        Raises:
-            MemoryBoundError: all owners together would hold more than the bound.
-        """
+        """Note that `owner` holds so many bytes; MemoryBoundError if all would exceed the bound."""
         held = {name: size for name, size in self._held.items() if name != owner}
         if nbytes:
             held[owner] = nbytes
@@ -68,10 +64,7 @@ class DeviceMemory:
 
 
 def memory_metrics(peaks: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """`perf/memory_in/<phase>` of each phase, and `perf/memory/<owner>` in the fullest one.
-
-    They are those of training: the phase `START` is left out.
-    """
+    """`perf/memory_in/<phase>` of training, and `perf/memory/<owner>` in the fullest phase."""
     peaks = {phase: held for phase, held in peaks.items() if phase != START}
     metrics = {f"perf/memory_in/{phase}": sum(held.values()) / 1e9 for phase, held in peaks.items()}
     fullest = max(peaks.values(), key=lambda held: sum(held.values()), default={})

@@ -56,11 +56,7 @@ class EngineLayout:
 
     @classmethod
     def inside(cls, actor: ParallelLayout, tp: int, ep: int = 1) -> EngineLayout:
-        """Cut each model-parallel group of `actor` into replicas of `tp` consecutive ranks.
-
-        Raises:
-            ConfigError: tp does not divide the size of such a group.
-        """
+        """Replicas of `tp` neighbours inside model-parallel groups; ConfigError if none fits."""
         sizes = AxisSizes(tp=actor.tp, cp=actor.cp, pp=actor.pp)
         if sizes.ranks % tp:
             raise ConfigError(

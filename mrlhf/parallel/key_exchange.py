@@ -30,11 +30,7 @@ class KeyExchange:
     tokens: int  # the number of tokens of a rank
 
     def gather(self, own: Tensor) -> Tensor:
-        """The keys that each held segment may see, [seen, ...], from this rank's `own` [tokens,
-        ...].
-
-        They have gradients.
-        """
+        """The keys that each held segment may see, [seen, ...], with gradients to `own`."""
         gathered: Tensor = _Gather.apply(self, own)
         return gathered
 
@@ -47,10 +43,7 @@ class KeyExchange:
         return whole.index_select(0, self.places)
 
     def give_back(self, gradients: Tensor) -> Tensor:
-        """The gradients of this rank's tokens, summed over all ranks that saw them, [tokens, ...].
-
-        `gradients` [seen, ...] are those of the result of `lay_out`.
-        """
+        """The gradients of this rank's tokens, over all ranks that saw them, [tokens, ...]."""
         shape = gradients.shape[1:]
         ranks = 1 if self.group is None else self.group.size()
         whole = gradients.new_zeros((ranks * self.tokens, *shape))

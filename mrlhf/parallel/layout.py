@@ -165,11 +165,7 @@ class ParallelLayout:
 
     @classmethod
     def for_world(cls, role: str, world_size: int, sizes: AxisSizes) -> ParallelLayout:
-        """The layout of `role` on `world_size` ranks.
-
-        Raises:
-            ConfigError: the sizes do not divide the world size.
-        """
+        """The layout of `role` on `world_size` ranks; ConfigError if its sizes do not divide it."""
         problem = sizes.problem(role, world_size)
         if problem is not None:
             raise ConfigError(problem)

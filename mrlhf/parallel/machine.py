@@ -35,10 +35,7 @@ T = TypeVar("T")
 
 
 def name_of_this_machine() -> str:
-    """A name that is equal in two processes if they can open each other's files.
-
-    Two containers of one machine have different names, since their processes cannot.
-    """
+    """A name that is equal in two processes if they can open each other's files."""
     parts = [platform.node()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

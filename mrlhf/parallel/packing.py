@@ -121,10 +121,7 @@ class _Held:
         self.ends = (laid.parts.firsts + laid.parts.lengths)[chosen][:, None]
 
     def within(self, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """The first position from `first` up to `end`, [parts], in each segment, and their number.
-
-        Both are [parts, held].
-        """
+        """The first position in `first`..`end` in each segment, and their number, [parts, held]."""
         low = torch.maximum(self.positions, first[:, None])
         high = torch.minimum(self.positions + self.sizes, end[:, None]).minimum(self.ends)
         return low, (high - low).clamp(min=0)
@@ -231,10 +228,7 @@ def _token_ids(sequences: Sequences, laid: _Laid, segments: Segments) -> Tensor:
 
 
 def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor]:
-    """The number of boundaries of each pack, [packs]; all boundaries, int32.
-
-    Padding after the last part is a part too.
-    """
+    """The number of boundaries of each pack, [packs]; all of them, padding's too, int32."""
     is_padded = laid.padding > 0
     padding_begins = (laid.ends - laid.padding)[is_padded]
     begins = torch.cat([laid.begins, padding_begins])

@@ -88,18 +88,12 @@ class Pack:
 
     @property
     def targets(self) -> Tensor:
-        """The token that follows each selected position, [selected]; where the model is.
-
-        Only for packs that select responses: nothing follows the last token of a sequence.
-        """
+        """The token that follows each selected position of a response, [selected]."""
         return self.target_ids.long()
 
     @property
     def places(self) -> Tensor:
-        """The places of the selected positions' numbers in a flat [batch, width] table, [selected].
-
-        A place is row * width + column, on the host, where the tables of the whole batch are.
-        """
+        """The places of the selected numbers in a flat [batch, width] table, on the host."""
         return self.parts.places
 
     @property
@@ -128,10 +122,7 @@ class Pack:
         return self.counts.sum(dim=2)
 
     def places_among(self, rows: slice) -> Tensor:
-        """The places of this rank's numbers among those of whole `rows`, one row after the other.
-
-        `rows` are counted from the pack's first.
-        """
+        """This rank's places among those of whole `rows`, which count from the pack's first."""
         counts = self.row_counts[rows]
         return self._own_parts(counts.cumsum(0) - counts, rows).places
 
@@ -174,10 +165,7 @@ def lay_flat(
 
 
 def lay_in_rows(flat: Tensor, counts: Tensor, width: int) -> Tensor:
-    """A table of [rows, width] with the numbers of each row in its first columns, 0 elsewhere.
-
-    `flat` has those of one row after the other, `counts`, int64 [rows], the number of each row's.
-    """
+    """A table [rows, width] of the `flat` numbers of rows, `counts` of each, 0 elsewhere."""
     rows = len(counts)
     places = Parts(torch.arange(rows) * width, counts).places.to(flat.device)
     return flat.new_zeros(rows * width).index_copy(0, places, flat).view(rows, width)

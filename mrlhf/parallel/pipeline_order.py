@@ -22,10 +22,7 @@ class Pass(NamedTuple):
 
 
 def rounds(micro_batches: int, stages: int, chunks: int) -> int:
-    """The number of micro-batches that the schedule has to run, empty ones among them.
-
-    The interleaved schedule runs at least as many as there are ranks.
-    """
+    """The micro-batches that the schedule runs; interleaved, at least as many as ranks."""
     return micro_batches if chunks == 1 else max(micro_batches, stages)
 
 
@@ -60,10 +57,7 @@ def idle_share(micro_batches: float, stages: int, chunks: int = 1) -> float:
 def passes(
     rank: int, stages: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> list[Pass]:
-    """The passes of a rank of the pipeline, in order; empty micro-batches are left out.
-
-    `stages` are the ranks of the pipeline, `chunks` the virtual stages of each.
-    """
+    """The passes of a rank of the pipeline, in order; empty micro-batches are left out."""
     order = _forward_order(micro_batches, stages, chunks)
     forward = [Pass(False, chunk, number) for chunk, number in order]
     backward = [Pass(True, chunks - 1 - chunk, number) for chunk, number in order]

@@ -33,10 +33,7 @@ def compare_replicas(time: float, rank: int, group: ProcessGroup) -> SlowestRepl
 
 
 def slowest_replica(times: Mapping[int, float]) -> SlowestReplica | None:
-    """The slowest replica, by the `times` of each for a unit of work, 0 if it had none.
-
-    The keys are first ranks. The result is None unless two replicas had work.
-    """
+    """The slowest replica by the `times` of first ranks; None unless two had work."""
     measured = sorted((time, rank) for rank, time in times.items() if time)
     if len(measured) < 2:
         return None

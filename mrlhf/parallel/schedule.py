@@ -55,10 +55,7 @@ class Pipeline:
         device: torch.device,
         phases: Phases | None = None,
     ) -> None:
-        """Take over a model, whose `chunks` are this rank's virtual stages.
-
-        All ranks may stop before a micro-batch where `phases` say so; None: nowhere.
-        """
+        """Take over a model's chunks; all ranks may stop where `phases` (None: never) say so."""
         self._chunks = list(chunks)
         self._config = config
         self._groups = groups

@@ -13,11 +13,7 @@ from mrlhf.planning.gpus import GPUS, Gpu
 
 
 def gpu_of(name: str) -> Gpu:
-    """The GPU of a name in `GPUS`, or that of a YAML file with the fields of `Gpu`.
-
-    Raises:
-        ConfigError: there is no such name or file, or a field is missing, unknown or wrong.
-    """
+    """The GPU of a name in `GPUS` or of a YAML file of its fields; ConfigError if there is none."""
     if name in GPUS:
         return GPUS[name]
     path = Path(name)

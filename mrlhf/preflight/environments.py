@@ -185,10 +185,7 @@ def _answer(program: Program, content: str) -> dict[str, str]:
 def _parser(
     config: PPOConfig, programs: Collection[Program], tokenizer: Tokenizer
 ) -> Callable[[str], ParsedTurn]:
-    """What reads the calls out of a turn; without tools there are none.
-
-    A rollout function may show tools, and is told if their calls cannot be read.
-    """
+    """What reads the calls out of a turn: none without tools; a function is told if it cannot."""
     has_tools = any(program.tools for program in programs)
     if not has_tools and not any(program.is_function for program in programs):
         return lambda text: ParsedTurn(text, (), None)

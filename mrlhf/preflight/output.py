@@ -49,10 +49,7 @@ def check_output(config: AnyConfig) -> None:
 
 
 def _no_place_of_its_own(config: AnyConfig, directory: Path) -> str | None:
-    """Whether the directory is one for other things, such as a home.
-
-    `trainer.overwrite` would delete files there that have the names of a run's files.
-    """
+    """Whether the directory is one for other things, such as a home."""
     place = Path(os.path.realpath(directory))
     home = Path(os.path.realpath(os.path.expanduser("~")))
     package = Path(mrlhf.__file__).resolve().parent

@@ -150,10 +150,7 @@ def find_endings(
 
 
 def warn_of_end_tokens(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> None:
-    """Warn of end tokens that are ordinary text, or that the tokenizer lacks.
-
-    In many a `config.json`, the tokenizer does not know the `eos_token_id`.
-    """
+    """Warn of end tokens that are ordinary text, or that the tokenizer lacks."""
     for number, file in end_tokens.items():
         if number not in tokenizer.ids:
             logger.warning(

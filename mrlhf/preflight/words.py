@@ -1,4 +1,4 @@
-"""A run in words: its layout, the arithmetic of its batches, its method and its length.
+"""A run in words: its layout, the keys of its method, the arithmetic of its batches, its length.
 
 The numbers come from `batches` and `model_checks`.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mrlhf.config.presets import is_of_method
-from mrlhf.config.reads import ESTIMATOR, LOSS_MODE, trained_loss
+from mrlhf.config.reads import trained_loss
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig
-from mrlhf.config.sections import DPOSection
 from mrlhf.config.tree import in_yaml, nodes
 from mrlhf.config.unread import default_of, is_read
-from mrlhf.config.user_code import is_reference
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.spec import ModelSpec
@@ -22,11 +20,10 @@ from mrlhf.preflight.batches import RoleWork, longest_unit, role_work, trained_m
 from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
 from mrlhf.preflight.model_checks import MEBIBYTE, cache_block, cache_needs
 from mrlhf.printable import size_text
-from mrlhf.rl.names import ESTIMATOR_TRAITS
 from mrlhf.roles.policy_loss import configured_bypass, needs_mini_batch_pass
 
-_SAID = (ESTIMATOR, LOSS_MODE, "actor.loss_agg_mode", "rollout.n", "trainer.critic_warmup")
-_SAFETY = ("actor.entropy_coeff", "actor.target_kl_stop")
+_METHOD = ("algorithm.", "dpo.", "actor.entropy_coeff", "actor.target_kl_stop")
+_SAID = ("rollout.n",)  # beside the batch
 
 
 def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> str:
@@ -35,12 +32,11 @@ def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> st
     lines = [f"{program} on {count(world_size, 'rank')}"]
     lines += _layout(config, world_size)
 
+    if isinstance(config, PPOConfig | DPOConfig):
+        lines += _method(config)
     if isinstance(config, PPOConfig):
-        lines += describe_method(config)
         lines += _ppo_step(config, world_size)
     else:
-        if isinstance(config, DPOConfig):
-            lines += _preference_loss(config.dpo)
         lines += _supervised_step(config, world_size)
     lines += _run(config, steps)
     return "\n".join(lines)
@@ -120,50 +116,25 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
         yield f"  {'rollout':<12} {axes} x {replicas}, {rollout.engine} engine"
 
 
-def describe_method(config: PPOConfig) -> Iterator[str]:
-    """The parts of the method, the keys that shape them, and what it costs."""
-    estimator = config.algorithm.adv_estimator
-    loss, _ = trained_loss(config)
-    own = ", your own" if is_reference(loss) else ""
-    yield "the method"
-    if not config.needs_critic:
-        needless = f"{estimator} needs none"
-        if is_reference(estimator):
-            needless = "algorithm.use_critic is false"
-        yield f"  no critic: {needless}"
-    yield f"  advantages: {estimator}{_of_estimator(estimator)}"
-    yield f"  policy loss: {loss}{own}, aggregation: {config.actor.agg_mode}"
-
+def _method(config: PPOConfig | DPOConfig) -> Iterator[str]:
+    """The keys of the method that are not at their defaults, and a pass that it costs."""
     changed = [f"{key} {in_yaml(config.value_of(key))}" for key in _changed_keys(config)]
-    yield f"  with {', '.join(changed)}" if changed else "  with all other keys at their defaults"
+    yield "the method"
+    yield f"  {', '.join(changed) or 'all keys at their defaults'}"
 
-    if needs_mini_batch_pass(loss, configured_bypass(config.algorithm.rollout_correction)):
-        yield (
-            "  one more forward pass a mini-batch: a statistic of the current policy over all of "
-            "it comes first"
-        )
-
-
-def _of_estimator(name: str) -> str:
-    """The needs and effects of an estimator, apart from its keys."""
-    traits = ESTIMATOR_TRAITS.get(name)
-    if traits is None:
-        return ", your own, not whitened"
-    words = ", whitened" if traits.whitened else ""
-    if traits.compares_terms:
-        words += ", of single terms of the reward"
-    if traits.needs_squared_probabilities:
-        words += ", with a baseline for each token"
-    if traits.needs_greedy_answer:
-        words += ", against a greedy answer to each prompt"
-    return words
+    if isinstance(config, PPOConfig):
+        loss, _ = trained_loss(config)
+        if needs_mini_batch_pass(loss, configured_bypass(config.algorithm.rollout_correction)):
+            yield (
+                "  one more forward pass a mini-batch: a statistic of the current policy over all "
+                "of it comes first"
+            )
 
 
-def _changed_keys(config: PPOConfig) -> Iterator[str]:
+def _changed_keys(config: AnyConfig) -> Iterator[str]:
     """The keys of the method that are read and not at their defaults."""
-    for key, node in nodes(PPOConfig).items():
-        is_part = is_of_method(key) or key.startswith("algorithm.") or key in _SAFETY
-        is_part |= key.endswith("optim.skip_grad_norm")
+    for key, node in nodes(type(config)).items():
+        is_part = is_of_method(key) or key.startswith(_METHOD) or key.endswith("skip_grad_norm")
         if not is_part or node.is_section or key in _SAID or key.split(".")[0] in config.unbuilt:
             continue
         if is_read(config, key) and config.value_of(key) != default_of(config, key):
@@ -223,15 +194,6 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _preference_loss(section: DPOSection) -> Iterator[str]:
-    smoothing = ""
-    if section.label_smoothing:
-        smoothing = f", label smoothing {section.label_smoothing:g}"
-    yield "the method"
-    yield f"  loss: {section.loss_type}, beta {section.beta:g}{smoothing}"
-    yield "  the reference is asked once about all pairs, before the first step, and then freed"
-
-
 def _supervised_step(config: AnyConfig, world_size: int) -> Iterator[str]:
     noun = "pair" if isinstance(config, PreferenceConfig) else "sequence"
     (work,) = (work for work in role_work(config, world_size) if work.is_trained)
@@ -253,9 +215,6 @@ def _run(config: AnyConfig, steps: int | None) -> Iterator[str]:
         total = "training steps" if steps is None else f"= {count(steps, 'training step')}"
         yield f"  {epochs} x (rows // {batch}){least} {total}"
 
-    if isinstance(config, PPOConfig) and config.trainer.critic_warmup > 1:
-        first = config.trainer.critic_warmup
-        yield f"  the actor is trained from step {first} on (trainer.critic_warmup)"
     policy = next(iter(config.roles().values()))
     start = " with the adapter ".join(policy.directories().values())
     yield f"  from {start} on {', '.join(config.data.train_files)}"

@@ -62,11 +62,7 @@ class HeldIntervals:
         self._take_turns(len(side.replicas))
 
     def within(self, piece: Piece) -> Iterator[Interval]:
-        """The intervals that make up `piece`; the first and the last one are cut at its ends.
-
-        Raises:
-            WeightError: a part of the piece is held by no shard.
-        """
+        """The intervals of `piece`, cut at its ends; WeightError if no shard holds a part of it."""
         tensor = self._tensors.get((piece.name, piece.dim), _HELD_NOWHERE)
         first = bisect_left(tensor.edges, piece.start + 1) - 1
         last = bisect_left(tensor.edges, piece.stop)

@@ -94,10 +94,7 @@ class LinkBuckets:
 
 
 def _buckets(moves: Sequence[Move], capacity: int) -> list[Bucket]:
-    """Cut the moves of one link, in order, into buckets.
-
-    A bucket has at most `capacity` numbers, unless one row of a tensor is larger.
-    """
+    """Cut the moves of a link, in order, into buckets of `capacity` numbers, or a single row."""
     buckets: list[Bucket] = [[]]
     filled = 0
     for move in moves:

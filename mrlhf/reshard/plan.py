@@ -93,11 +93,7 @@ class Planner:
             self._kinds = [_KindPlanner(source, target, near) for source, target in sides]
 
     def plan(self, rank: int) -> ReshardPlan:
-        """What global rank `rank` does.
-
-        Raises:
-            WeightError: no source rank holds a slice of the target.
-        """
+        """What global rank `rank` does; WeightError if nobody holds a slice of the target."""
         receives: list[Move] = []
         copies: list[Move] = []
         aliases: list[Alias] = []
@@ -204,10 +200,7 @@ class _KindPlanner:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector: plans of mixtures have 10^5 parts, and no garbage.
-
-    Every few thousand parts it would walk through all objects of the process.
-    """
+    """Pause the garbage collector, which walks through all parts of a plan for nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

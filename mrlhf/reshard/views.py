@@ -35,10 +35,7 @@ class Views:
     """The slots of one rank and one side, for one run, as numbers of one dtype."""
 
     def __init__(self, slots: Sequence[Slot], places: Places, dtype: torch.dtype) -> None:
-        """Look up the parameters of the slots.
-
-        `places` are those that earlier runs of this side have computed; this run adds to them.
-        """
+        """Look up the slots' parameters; `places` are what earlier runs have computed."""
         self._parameters = {slot.piece.key: _as(dtype, slot.parameter.detach()) for slot in slots}
         self._places = places
 

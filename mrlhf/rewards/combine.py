@@ -116,11 +116,7 @@ class RewardFunction:
         inputs: Sequence[RewardInput],
         external_scores: Mapping[str, Sequence[float]] | None = None,
     ) -> RewardResult:
-        """Score the responses [batch]; `external_scores` has the scores [batch] of external terms.
-
-        Raises:
-            RewardError: a term fails, or returns a score that cannot be used.
-        """
+        """Score the responses [batch], external terms given; RewardError if a term fails."""
         return self.combine(inputs, self.evaluate(inputs), external_scores)
 
     def evaluate(self, inputs: Sequence[RewardInput]) -> list[Evaluated]:
@@ -145,11 +141,7 @@ class RewardFunction:
         evaluated: Sequence[Evaluated],
         external_scores: Mapping[str, Sequence[float]] | None = None,
     ) -> RewardResult:
-        """The scores of responses [batch], of which `evaluate` has given `evaluated` [batch].
-
-        Raises:
-            RewardError: a score, or the sum of all, cannot be used.
-        """
+        """The scores [batch] of what `evaluate` gave; RewardError if one cannot be used."""
         scores: dict[str, list[float]] = {}
         for name, column in (external_scores or {}).items():
             scores[name] = list(column)

@@ -40,12 +40,7 @@ class CustomReward:
         limits: Limits = _NO_LIMITS_BUT_TIME,
         load_timeout_s: float = 120.0,
     ) -> None:
-        """Start the process and load the function `name` of `file` within `load_timeout_s` seconds.
-
-        Raises:
-            RewardError: the file or the function is missing, fails to import, or takes other
-                arguments.
-        """
+        """Start the process, and load the function in time; RewardError if that fails."""
         self.name = name
         self._file = file.resolve()
         self._limits = limits
@@ -121,11 +116,7 @@ class CustomReward:
 
 
 def load_custom(reference: str, limits: Limits = _NO_LIMITS_BUT_TIME) -> CustomReward:
-    """The reward function that "path/to/file.py:name" names.
-
-    Raises:
-        RewardError: the file or the function is missing; the message names the nearest one.
-    """
+    """The reward function that "path/to/file.py:name" names; RewardError if there is none."""
     try:
         file, name = read_reference(reference)
     except UserCodeError as error:

@@ -135,9 +135,6 @@ def _check_rightness(number: Any, name: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value as Python writes it, on one line.
-
-    The process of a user's function has already turned values that are no numbers into text.
-    """
+    """The value as Python writes it, on one line."""
     words = value if isinstance(value, str) else repr(value)
     return " ".join(words.split())[:_SHOWN_CHARACTERS]

@@ -95,10 +95,7 @@ ANSWERS: dict[str, Callable[[str], str | None]] = {
 
 
 def answer_rules(terms: Iterable[str]) -> dict[str, Callable[[str], bool]]:
-    """The rules among `terms` that compare a response with the reference answer.
-
-    Each is a function that says whether the rule finds any response right for a reference answer.
-    """
+    """For each rule of `terms`: whether it finds any response right for a reference answer."""
     return {name: partial(_can_be_right, RULES[name]) for name in terms if name in ANSWERS}
 
 

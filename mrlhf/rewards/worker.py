@@ -47,10 +47,7 @@ def _serve(
 
 
 def _plain(value: Any) -> Any:
-    """`value` in builtin types: a number of any library as a float, anything else as its repr.
-
-    In a dict, "pred" becomes text, and None stays.
-    """
+    """`value` in builtin types: a number of any library as a float, else its repr."""
     if isinstance(value, Mapping):
         return {
             str(key): _text(item) if key == "pred" or item is None else _plain(item)

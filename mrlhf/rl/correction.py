@@ -54,10 +54,7 @@ class Criterion:
         return math.log(self.lower), math.log(self.upper)
 
     def measure(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """The statistic of each token [batch, response_len], or of each sequence [batch, 1].
-
-        It is 0 outside the mask, and for a sequence without a token.
-        """
+        """The statistic of each token [batch, response_len], or sequence [batch, 1]; else 0."""
         reduction, estimator = self.statistic.rsplit("_", 1)
         divergence = _ESTIMATORS[estimator](_clamped(masked_log_ratio(log_ratio, mask)))
         return _REDUCTIONS[reduction](divergence, mask)
@@ -138,10 +135,7 @@ def truncate(raw: Tensor, correction: Correction) -> Tensor:
 
 
 def geometric_mean_weights(weights: Tensor, mask: Tensor) -> Tensor:
-    """The geometric mean of each row's weights over its mask; [batch, response_len], 0 outside.
-
-    It is for the loss `geo_mean`, which is a geometric mean itself. No weight is negative.
-    """
+    """Each row's geometric mean over its mask, for `geo_mean`; [batch, response_len]."""
     mean = masked_mean((weights + GEOMETRIC_EPS).log(), mask, dim=1).exp()
     return torch.where(mask, mean[:, None], 0)
 

@@ -166,20 +166,14 @@ def gspo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def cispo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585.
-
-    `clipped`: the clip changed r, which stops no gradient.
-    """
+    """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585; `clipped`: the clip changed r."""
     ratio = inputs.log_ratio.exp().detach()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     return make_policy_loss(inputs, -weight * inputs.advantages * inputs.logprob, ratio != weight)
 
 
 def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a gate instead of a clip.
-
-    The method is that of https://arxiv.org/abs/2511.20347.
-    """
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a gate and no clip, https://arxiv.org/abs/2511.20347."""
     ratio = inputs.log_ratio.exp()
     tau = torch.full_like(inputs.advantages, options.tau_neg)
     tau = tau.masked_fill(inputs.advantages > 0, options.tau_pos)
@@ -188,10 +182,7 @@ def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def reinforce(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-A logp, which the caller's importance weights make exact off-policy.
-
-    It is also the loss of GPG, https://arxiv.org/abs/2504.02546.
-    """
+    """-A logp, also the loss of GPG; the caller's importance weights make it exact off-policy."""
     return make_policy_loss(inputs, -inputs.advantages * inputs.logprob)
 
 

@@ -29,10 +29,7 @@ class PairLogprobs:
 
     @property
     def log_ratios(self) -> Tensor:
-        """log(policy / reference) of each response, float32 [pairs, 2].
-
-        The difference is taken of float64, since it is small beside the sums over long responses.
-        """
+        """log(policy / reference) of each response, float32 [pairs, 2], taken in float64."""
         return (self.policy - self.reference).float()
 
 

@@ -83,9 +83,6 @@ class PromptGroups:
 
 
 def standardise_by_prompt(scores: Tensor, by_prompt: PromptGroups) -> Tensor:
-    """(score - mean of the prompt group) / (its unbiased std + 1e-6), float64 [batch].
-
-    A row alone in its prompt group has mean 0 and std 1.
-    """
+    """(score - group's mean) / (its unbiased std + 1e-6), float64 [batch]."""
     centred = by_prompt.centred(scores)
     return centred / (by_prompt.std(centred) + STD_EPS)

@@ -68,11 +68,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
 
 
 def missing_eos_penalty(stopped: Tensor, penalty: float) -> Tensor:
-    """-penalty for each response that was cut before it stopped, else 0; float64 [batch].
-
-    It is TRL's `missing_eos_penalty`. `stopped` is bool [batch], whether each response ended by
-    itself.
-    """
+    """-penalty for each response that did not end by itself, else 0; float64 [batch]."""
     assert stopped.dtype == torch.bool, f"stopped is bool, this one is {stopped.dtype}"
     assert penalty >= 0, f"a penalty of {penalty} would reward responses that are cut"
     nothing = torch.zeros(stopped.shape, dtype=torch.float64, device=stopped.device)
@@ -80,10 +76,7 @@ def missing_eos_penalty(stopped: Tensor, penalty: float) -> Tensor:
 
 
 def normalise_scores(scores: Tensor, moments: Moments) -> Tensor:
-    """(score - mean) / (std + 1e-6), [batch], in the `working_dtype` of the scores.
-
-    `moments` are those of a set that the scores may be a part of.
-    """
+    """(score - mean) / (std + 1e-6) by these `moments`, [batch], in `working_dtype`."""
     centred = scores.double() - moments.mean
     return (centred / (moments.variance**0.5 + STD_EPS)).to(working_dtype(scores))
 

@@ -44,10 +44,7 @@ class ResponseLengths:
         self._overall = (0.0, 0)
 
     def expected(self, uid: int, unknown: float) -> float:
-        """Expected tokens of a response to prompt `uid`.
-
-        For a new prompt it is the mean over all prompts, or `unknown` if there is none yet.
-        """
+        """Expected tokens of a response to `uid`; of a new one the mean, or `unknown`."""
         if uid in self._means:
             mean, _ = self._means[uid]
             return mean

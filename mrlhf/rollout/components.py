@@ -32,11 +32,7 @@ class RewardComponents:
     scores: Tensor  # float64 [names, batch]
 
     def metrics(self) -> dict[str, float]:
-        """`gdpo/<name>/mean`, `std`, `max` and `min` of each.
-
-        As in verl, the standard deviation is the batch's own (divided by its size), not an
-        estimate.
-        """
+        """`gdpo/<name>/mean`, `std`, `max` and `min` of each; the std is the batch's own."""
         metrics = {}
         for name, scores in zip(self.names, self.scores, strict=True):
             metrics[f"gdpo/{name}/mean"] = float(scores.mean())

@@ -337,10 +337,7 @@ class Conversing(Drawing[Conversation]):
     def _told_tokens(
         self, one: Conversation, messages: Sequence[Message]
     ) -> tuple[list[int], bool]:
-        """The tokens that follow the last turn, and whether they begin a context.
-
-        DataError if the template refuses the messages.
-        """
+        """The tokens that follow the last turn, and whether they begin a context; or DataError."""
         renderer = one.dialogue.renderer
         # A turn that is told something was ended by an end token or a stop string.
         drawn = one.said.token_ids[one.turn_begins :].tolist()

@@ -136,11 +136,7 @@ class DynamicSampler:
 
 
 def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:
-    """Whether the values of each prompt group differ.
-
-    `values` is [prompts * n], the `n` values of a prompt group next to each other. NaN stands for
-    no value, and a prompt group with fewer than two values does not differ.
-    """
+    """Whether the `n` values of each prompt group, [prompts * n], differ; NaN is none."""
     table = values.view(-1, n)
     highest = table.nan_to_num(nan=-math.inf).amax(dim=1)
     lowest = table.nan_to_num(nan=math.inf).amin(dim=1)
@@ -148,10 +144,7 @@ def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:
 
 
 def choose_prompt_groups(differs: Sequence[bool], count: int) -> list[int]:
-    """Indices of `count` prompt groups in the order they came.
-
-    The first groups that differ are chosen and, if those are too few, the first of the others.
-    """
+    """Indices of the first `count` groups that differ, filled up with others, in order."""
     others_last = sorted(range(len(differs)), key=lambda index: not differs[index])
     return sorted(others_last[:count])
 

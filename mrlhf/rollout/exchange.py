@@ -277,10 +277,7 @@ def _exchange_experts(
     earlier: DrawnSamples,
     experts: Experts,
 ) -> Tensor:
-    """The experts of all samples, one row after the other; arguments as for `exchange_samples`.
-
-    `headers` describes all samples, the earlier ones first.
-    """
+    """The experts of all samples, which `headers` describes, one row after the other."""
     shape = (int(headers.recorded.sum()), experts.mixtures, experts.per_token)
     table = groups.machine.table(shape, experts.record_dtype)
     begins = headers.record_begins

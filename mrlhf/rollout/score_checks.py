@@ -20,11 +20,7 @@ _LONGEST_PROMPT = 40
 def check_advantages(
     advantages: Tensor, returns: Tensor, shaped: Tensor, rollout: Rollout, estimator: str
 ) -> None:
-    """Raise a RewardError if an advantage or return [batch, response_len] is not finite.
-
-    It names the first such response. `shaped` holds the scores [batch]; all inputs of the
-    advantages are finite.
-    """
+    """Raise a RewardError for the first advantage or return that is not finite."""
     for what, table in (("an advantage", advantages), ("a return", returns)):
         rows = (~table.isfinite().all(dim=1)).nonzero()
         if len(rows):
@@ -38,10 +34,7 @@ def check_advantages(
 
 
 def check_correctness(correct: Sequence[float] | None, user: str) -> None:
-    """Raise a ConfigError if no reward term says which responses are right (`correct` is None).
-
-    `user` is the key that needs to know it, with its value.
-    """
+    """Raise a ConfigError, which names the key `user`, if no term knows what is right."""
     if correct is None:
         raise ConfigError(
             f"{user} needs to know which responses are right, but no reward term has said so for "

@@ -55,10 +55,7 @@ class Scores:
 
     @property
     def correct(self) -> list[float] | None:
-        """1 for a right response and 0 for a wrong one, or None if no term says so.
-
-        The terms that can tell are exact_match, gsm8k and a user's function that reports `acc`.
-        """
+        """1 for a right response, 0 for a wrong one; None if no term says which."""
         name = _correctness_column(self.terms)
         return None if name is None else self.terms[name]
 
@@ -166,10 +163,7 @@ class Scorer:
         return nullcontext({}) if self.early is None else self.early.taking(rollout)
 
     def _share_out(self, batch: int, begun: Iterable[int]) -> tuple[Tensor, list[bool] | None]:
-        """Which rank scores each row, int64 [batch], and whether it has begun to.
-
-        A rank keeps the rows that it has `begun`; the ranks take turns with the others.
-        """
+        """Which rank scores each row, int64 [batch]: the one that has begun to, or one in turn."""
         world = self.groups.world
         nobody = world.size()
         owners = torch.full((batch,), nobody, dtype=torch.int64, device="cpu")

@@ -53,10 +53,7 @@ class FailFastAgent(LocalElasticAgent):
     """torchrun's agent for the workers of this machine."""
 
     def __init__(self, *args: Any, stop_s: float, signals: set[int], **kwargs: Any) -> None:
-        """Start nothing yet.
-
-        The workers have `stop_s` seconds to end after a signal, whose number goes into `signals`.
-        """
+        """Start nothing yet; workers have `stop_s` to end after one of the `signals` that came."""
         super().__init__(*args, **kwargs)
         self._stop_s = stop_s
         self._signals = signals

@@ -150,10 +150,7 @@ def export_checkpoint(model: ExportedModel, directory: Path, merged: bool = Fals
 
 
 def _prepare(needed: int, place: Path, partial: Path) -> str | None:
-    """Make an empty directory to write into, if there is room for so many bytes.
-
-    Returns an error message or None.
-    """
+    """Make an empty directory with room for so many bytes; an error message, or None."""
     replaced = _replaced(place)
     try:
         if replaced.is_dir() and not place.exists():

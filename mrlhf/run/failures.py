@@ -177,11 +177,7 @@ def log_failure(text: str) -> None:
 
 
 def explain(error: BaseException, rank: int, at_start: bool) -> Failure:
-    """The failure of rank `rank` that an error means.
-
-    If nothing was trained yet (`at_start`), the same would go wrong again, so it counts as bad
-    input.
-    """
+    """The failure of rank `rank` that an error means; `at_start` it counts as bad input."""
     if isinstance(error, MrlhfError) and not _waits_for_others(error):
         is_input = isinstance(error, (ConfigError, DataError))
         is_input = is_input or (at_start and not isinstance(error, HangError))

@@ -150,11 +150,7 @@ def is_time_out(error: BaseException | None) -> bool:
 
 
 def describe(rank: int, waited_s: float, report: Report) -> str:
-    """One line that names the ranks for which `rank` has waited, and the directory with the stacks.
-
-    These are the ranks that give no answer or wait for nobody. If all ranks wait, those in another
-    phase than `rank` are named.
-    """
+    """One line with the ranks for which `rank` has waited, and the directory with the stacks."""
     own = report.answers[rank]
     phase = own.phase if own is not None else "an unknown phase"
     others = {number: answer for number, answer in report.answers.items() if number != rank}

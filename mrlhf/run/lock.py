@@ -137,12 +137,7 @@ class DirectoryLock:
         return file
 
     def verify(self) -> None:
-        """Make sure that the directory still belongs to this process.
-
-        Raises:
-            CheckpointError: another job has taken it, or the lock's file is gone.
-            OSError: the file system does not answer.
-        """
+        """Raise a CheckpointError if another job has the directory; OSError if none can tell."""
         assert self._file is not None, "verify() before acquire()"
         owner = _read(self._file)
         newest = self._newest()

@@ -63,11 +63,7 @@ def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def plot_curves(records: Sequence[Record], png_path: Path, names: Sequence[str]) -> None:
-    """Draw metrics of the records over the steps into one PNG file, with a panel for each.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw metrics over the steps into a PNG, a panel each; ConfigError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

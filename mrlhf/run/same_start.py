@@ -31,10 +31,7 @@ _ALIKE = "alike"
 
 
 def describe_start(config: Root, inputs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The facts that must be the same on every rank: configuration, code and inputs, by name.
-
-    `inputs` has the key and the path of each file or directory that the run reads.
-    """
+    """The facts that all ranks must share, by name; `inputs` are keys and paths of files."""
     facts = {"the program": type(config).__name__}
     facts |= {name: _shortened(repr(value)) for name, value in flatten(config).items()}
     facts["the code of mrlhf"] = _code()

@@ -148,10 +148,7 @@ class Watcher:
         return self._place() != self._at_start
 
     def explain_time_out(self) -> HangError:
-        """The error to raise after a collective has timed out on this rank.
-
-        One rank names the missing ones, and the launcher then ends the others.
-        """
+        """The error to raise after a collective has timed out, of which one rank tells more."""
         self._hangs.time_out()
         if not self._hangs.claim():
             time.sleep(_END_S)

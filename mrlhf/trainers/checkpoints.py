@@ -101,8 +101,7 @@ class Checkpoints:
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Bring back models and random numbers; returns the trainer's own state.
 
-        Raises:
-            CheckpointError: the checkpoint is of another kind of run, or of other models.
+        A CheckpointError says that it is of another kind of run, or of other models.
         """
         if checkpoint.manifest.program != self._program:
             raise CheckpointError(
@@ -140,12 +139,7 @@ class Checkpoints:
         return dict(state["trainer"])
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
-        """Note the metrics that were validated with the initial model, before the first step.
-
-        Raises:
-            ConfigError: `trainer.keep_best` or `export_best` is a validation metric that is not
-                measured.
-        """
+        """Note the metrics of the initial model; ConfigError if they lack that of a best one."""
         self._best.check_validation(metrics.keys())
         self._best_export.best.check_validation(metrics.keys())
         self._names |= metrics.keys()
@@ -281,11 +275,7 @@ class Checkpoints:
 
 
 def find_checkpoint(run: Run) -> Checkpoint | None:
-    """The checkpoint to go on from, read and checked before a model is built; None to begin at 0.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none of them is whole.
-    """
+    """The checked checkpoint to go on from; None without, CheckpointError if none is whole."""
     source = run.resume_from
     if source is None:
         return None

@@ -131,10 +131,7 @@ class PreferenceOptimization(SupervisedTask[ScoredPairs]):
         }
 
     def _objective(self, rows: Sequence[int], logprobs: Tensor, pack: Pack, tally: Tally) -> Tensor:
-        """The sum of the losses of these pairs of a pack; counts them in `tally`.
-
-        `logprobs` is float64 [rows, 2], under the policy.
-        """
+        """The summed losses of a pack's pairs, by float64 [rows, 2]; `tally` counts them."""
         seen = self._train.seen(rows, logprobs)
         measured = measure_pairs(self._loss_type, seen, self._options)
         if pack.segments.rank == 0:  # the other ranks that share the pairs have the same numbers

@@ -136,11 +136,7 @@ class SupervisedTrainer:
             self._restore(checkpoint)
 
     def fit(self) -> None:
-        """Train, export the model to `output_dir/model`, write the summary; every rank calls it.
-
-        Raises:
-            Interrupted: the run was asked to stop; a checkpoint is saved.
-        """
+        """Train, export, and write the summary; every rank calls it. May end as Interrupted."""
         with closing(Reporter.of(self._run, self._config, self._steps, self._resumed)) as reporter:
             while self._completed < self._steps:
                 self._one_step(self._completed + 1, reporter)

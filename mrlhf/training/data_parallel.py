@@ -167,10 +167,7 @@ def _gather(group: _ParamAndGradBucketGroup) -> list[dist.Work]:
 
 
 def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:
-    """Let linear layers add the gradient of their weight to its `main_grad` as they compute it.
-
-    Otherwise DistributedDataParallel adds it, after it has been stored.
-    """
+    """Let linear layers add to `main_grad` as they compute, not after."""
     for layer in wrapped.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertMatrix)):
             layer.gradient_accumulation_fusion = True

@@ -124,11 +124,7 @@ class ModelEngine:
         return self._slots
 
     def wait_for_weights(self) -> None:
-        """Wait until all weights are as the last optimizer step left them.
-
-        Every pass waits by itself. Code that reads weights through slots that it took earlier calls
-        this first.
-        """
+        """Wait until weights read through slots are as the last optimizer step left them."""
         if self.optimizer is not None:
             self.optimizer.wait_for_weights()
 
@@ -358,10 +354,7 @@ class ModelEngine:
             return replace(outcome, step=self.optimizer.step())
 
     def training(self) -> AbstractContextManager[None]:
-        """Have all that `train_mini_batch` needs on the device as long as this lasts.
-
-        Otherwise, what is offloaded comes and goes with each mini-batch.
-        """
+        """Keep all that `train_mini_batch` needs on the device, as it else comes and goes."""
         return self.residency.needing("params", "grads", "optimizer")
 
     def metrics_of(self, results: Sequence[MiniBatchResult], total: Tally | None = None) -> Tally:

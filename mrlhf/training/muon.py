@@ -178,10 +178,7 @@ class Muon(torch.optim.AdamW):
                 matrix.move(update, parts.size())
 
     def _orthogonalised_parts(self, matrices: Sequence[_Matrix], dtype: torch.dtype) -> Tensor:
-        """Orthogonalise at most one matrix on each rank with parts of them.
-
-        Returns this rank's part of each of them, one after the other, as `dtype`.
-        """
+        """Orthogonalise at most one matrix a rank, and return this rank's parts of all."""
         group = self._holders.parts
         updates = [matrix.of_gradient().flatten() for matrix in matrices]
         flat = torch.cat(updates).to(dtype)

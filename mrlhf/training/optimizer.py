@@ -187,10 +187,7 @@ class ShardedOptimizer:
             self._gather.finish()
 
     def hold_until(self, wait: Callable[[], None]) -> None:
-        """Call `wait` before weights and moments change next.
-
-        So a thread can copy them while the next step is still generating responses.
-        """
+        """Call `wait` before weights and moments next change, so that a thread can copy them."""
         self.let_reader_finish()
         self._wait_for_reader = wait
 
@@ -201,10 +198,7 @@ class ShardedOptimizer:
             self._wait_for_reader = None
 
     def stream(self, residency: Residency, parameters: Sequence[Tensor]) -> None:
-        """Take main weights and moments through the device in parts from now on.
-
-        `parameters` are all of the model, and `residency` moves what is streamed.
-        """
+        """Take main weights and moments of all `parameters` through the device in parts."""
         self._residency = residency
         owners = self._owners()
         for parameter in parameters:
@@ -234,10 +228,7 @@ class ShardedOptimizer:
                             self._parts_of_weights[id(main)].copy_(main.detach().view(-1))
 
     def ranges(self, parameters: Sequence[Tensor]) -> list[OptimizedRange | None]:
-        """Return this rank's part of each of the model's parameters; None if it has none.
-
-        With the distributed optimizer, each data-parallel rank holds a range of its own.
-        """
+        """Return this rank's part of each of the model's parameters; None if it has none."""
         held: list[OptimizedRange | None] = []
         owners = self._owners()
         names = MOMENTS if self.steps_taken else ()
@@ -451,10 +442,7 @@ def _adam_settings(optim: OptimSection, split: bool, dtype: torch.dtype) -> Opti
 def _exceptions(
     optim: OptimSection, settings: OptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the different settings of some weights, by a pattern of their names.
-
-    Vectors have no weight decay. A scalar head may have its own learning rate.
-    """
+    """Settings of some weights, by patterns: no decay of vectors, the head's learning rate."""
     exceptions = get_standard_config_overrides(settings)
     if isinstance(optim, ScalarOptimSection) and optim.head_lr is not None:
         exceptions[ParamKey(name=_SCALAR_HEAD)] = {

@@ -145,10 +145,7 @@ class Residency:
         self._memory.hold(title, 0)
 
     def values(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor, flat: on the device, or where they wait on the host.
-
-        They may be read and written until it comes back or leaves.
-        """
+        """The elements of a tensor, flat, where they are until it comes back or leaves."""
         key = _key(tensor)
         for away in self._away.values():
             if key in away:
@@ -269,11 +266,7 @@ def _on_host(whole: Tensor) -> Tensor:
 
 
 def _on_disk(whole: Tensor) -> Tensor:
-    """Memory that is a file without a name, in the directory for temporary files.
-
-    Raises:
-        TrainingError: that has no room.
-    """
+    """Memory that is a temporary file without a name; TrainingError if there is no room."""
     with tempfile.NamedTemporaryFile(prefix="mrlhf-states-") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, whole.nbytes)  # else a full disk kills the rank

@@ -43,10 +43,7 @@ class MiniBatchResult:
 
 
 def merge_results(results: Sequence[MiniBatchResult], total: Tally, group: ProcessGroup) -> Tally:
-    """Add the metrics of mini-batches of one role, in their order, to `total`.
-
-    All ranks of `group` call this, and exchange their parts at once.
-    """
+    """Add the mini-batches' metrics to `total`, in order; all ranks of `group` call it."""
     if not results:
         return total
     role = results[0].role

@@ -119,11 +119,7 @@ def survey(directory: Path) -> ModelFiles:
 
 
 def read_headers(directory: Path, files: Iterable[Path]) -> ModelFiles:
-    """Read the headers of some files of a directory; a later tensor replaces an earlier one.
-
-    Raises:
-        WeightError: a file is damaged.
-    """
+    """Read some files' headers, a later tensor for an earlier one; WeightError if damaged."""
     remarks = []
     tensors: dict[str, FileTensor] = {}
     doubles: dict[str, str] = {}

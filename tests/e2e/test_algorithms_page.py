@@ -72,7 +72,7 @@ def plain(default: str) -> object:
 def test_its_command_checks_the_combination() -> None:
     # `make demo` writes the model and the data that it names.
     output = succeed(run_commands(commands_of("docs/algorithms.md"), "--allow-missing"))
-    assert "no critic: grpo needs none" in output and " fits " in output
+    assert "algorithm.adv_estimator grpo" in output and " fits " in output
 
 
 def test_its_keys_exist() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.commands.train import main
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.run.lock import DirectoryLock
 from tests.e2e.programs import ROOT, run_program, succeed
 
@@ -97,7 +97,7 @@ def test_each_algorithm_fits_the_small_task(
     assert _main(PPOConfig, [*arguments, *overrides]) == 0
     output = capsys.readouterr().out
     assert output.endswith(" fits 2 ranks\n")
-    assert ("no critic: " in output) is (preset not in ("ppo.yaml", "vapo.yaml"))
+    assert ("\n  critic  " in output) is (preset in ("ppo.yaml", "vapo.yaml"))
 
     if overrides:
         assert _main(PPOConfig, arguments) == 2  # the overrides are needed

@@ -126,7 +126,7 @@ def test_its_commands_run_from_an_empty_directory(installed: Path, tmp_path: Pat
     said = _run(installed, [program], "--dry-run", cwd=tmp_path)
     assert said.endswith(" fits 4 ranks\n") and "not checked" not in said
     said = _run(installed, [program], "--dry-run", "algorithm.preset=grpo", cwd=tmp_path)
-    assert "no critic: grpo needs none" in said
+    assert "algorithm.adv_estimator grpo" in said
     refusal = _refusal(installed, program, tmp_path)
     assert "torchrun --nproc-per-node=N --no-python mrlhf-train-ppo" in refusal
 

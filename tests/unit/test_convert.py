@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.checkpoint.conversion.convert import (
     SourceOptions,
     TargetOptions,
@@ -26,7 +27,6 @@ from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.checkpoint.manifest import checkpoint_name
 from mrlhf.checkpoint.summary import write_summary
 from mrlhf.commands import convert_checkpoint
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import CheckpointError, DataError, MrlhfError, WeightError
 from mrlhf.models.families import load_spec

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import mrlhf
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.errors import MrlhfError
 from mrlhf.preflight import (
     dry_run,

@@ -327,7 +327,7 @@ def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
     paths = {"actor__path": model_dir(tmp_path), "data__tokenizer": "tokenizer"}
     text = dry_run(ppo(**wrong, **paths, algorithm__adv_estimator="grpo"), 8).text
     assert "critic.path" not in text
-    assert "  no critic: grpo needs none\n  advantages: grpo\n" in text
+    assert "the method\n  algorithm.adv_estimator grpo\n" in text
     assert "  critic" not in text
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.data.prompts import PromptDataset
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import RewardInput

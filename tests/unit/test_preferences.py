@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
 from mrlhf.data.rows import Row
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import DataError
 

@@ -8,9 +8,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import read_rows
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import DataError
 from mrlhf.rewards.rules import answer_rules

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.data.rows import Row
 from mrlhf.data.sft import SftExample, encode_sft
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import DataError
 

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mrlhf.data.subword import convert_sentencepiece, train_sentencepiece
+from configs.recipes.data.vocabulary import train_sentencepiece
+from mrlhf.data.subword import convert_sentencepiece
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.inference.stopping import StopSearch
 

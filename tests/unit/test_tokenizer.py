@@ -13,7 +13,8 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 
 import mrlhf.data.tokenizer as tokenizer_file
-from mrlhf.data.subword import MODEL_FILE, train_sentencepiece
+from configs.recipes.data.vocabulary import train_sentencepiece
+from mrlhf.data.subword import MODEL_FILE
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import DataError
 

@@ -20,8 +20,8 @@ from transformers import (
     PretrainedConfig,
 )
 
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.models.families import FAMILIES, load_spec
 from tests.models.features import YARN, YARN_IN_FULL, feature_configs

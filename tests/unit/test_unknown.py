@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mrlhf.data.subword import train_sentencepiece
+from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 

@@ -16,9 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from mrlhf.config.user_code import load_member
 from mrlhf.data.rows import write_rows
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.errors import DataError
+
+# No package holds this folder where mrlhf is installed.
+train_sentencepiece = load_member(
+    Path(__file__).resolve().with_name("vocabulary.py"), "train_sentencepiece"
+)
 
 DATA_SOURCE = "arithmetic"
 OPERATIONS: dict[str, Callable[[int, int], int]] = {

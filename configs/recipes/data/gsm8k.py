@@ -12,9 +12,14 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+from mrlhf.config.user_code import load_member
 from mrlhf.data.rows import Row, read_rows, write_rows
-from mrlhf.data.subword import train_sentencepiece
 from mrlhf.errors import DataError
+
+# No package holds this folder where mrlhf is installed.
+train_sentencepiece = load_member(
+    Path(__file__).resolve().with_name("vocabulary.py"), "train_sentencepiece"
+)
 
 DATA_SOURCE = "openai/gsm8k"
 SOURCES = (

@@ -193,8 +193,6 @@ def _examine_training(found: Found, finding: Finding, every_byte: bool) -> None:
         finding.say(name, "frozen; its files are elsewhere")
     nbytes = sum(file.nbytes for file in manifest.files)
     finding.say("files", f"{len(manifest.files)}, {size_text(nbytes)}")
-    if not manifest.has_hash:
-        finding.say("not verified", f"{MANIFEST}: an earlier version saved it without a hash")
     if not every_byte:
         finding.say("not verified", "hashes; --verify compares those of all files")
     check_sizes(found.path, manifest.files)

@@ -78,10 +78,7 @@ class TrackedSource(ModelSource):
     def __init__(
         self, source: ModelSource, dtype: torch.dtype | None, progress: Callable[[int], None]
     ) -> None:
-        """Pass on `source` in `dtype` (None: each tensor's own).
-
-        `progress` is called with the bytes of each tensor when it is first read.
-        """
+        """Pass on `source` in `dtype`; `progress` gets the bytes of each tensor first read."""
         self._source = source
         self._progress = progress
         self.spec = source.spec

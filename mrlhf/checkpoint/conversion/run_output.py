@@ -80,10 +80,7 @@ def models_in(directory: Path) -> list[str]:
 
 
 def _final_policy(directory: Path) -> tuple[Path, int] | None:
-    """The policy with which a run has ended, and its step.
-
-    The summary says it, which is written last, and deleted when the run is continued.
-    """
+    """The policy with which a run has ended, and its step, by the summary that it wrote last."""
     try:
         summary = read_summary(directory)
     except DataError as error:

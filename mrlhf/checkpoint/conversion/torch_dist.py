@@ -70,11 +70,7 @@ class TorchDistReader:
     """The tensors of a `torch_dist` checkpoint."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the index of the checkpoint in `directory`, and no tensor.
-
-        Raises:
-            CheckpointError: there is no such checkpoint, or its index is damaged.
-        """
+        """Read the index of the checkpoint in `directory`; CheckpointError if it is damaged."""
         check_format(directory)
         self._directory = directory
         index, _ = read_pickle(directory / INDEX_FILE, _ALLOWED)

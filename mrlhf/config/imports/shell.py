@@ -74,11 +74,7 @@ class Script:
     _steps: int = 0
 
     def follow(self, text: str) -> None:
-        """Follow a whole script.
-
-        Raises:
-            ConfigError: it is nested too deep or loops for too long, or there is no bash.
-        """
+        """Follow a whole script; ConfigError if it is too deep or too long, or without bash."""
         # The grammar misreads $a/b/$c/$d, and not ${a}/b/${c}/${d}.
         text = re.sub(r"(?<!\\)\$([A-Za-z_]\w*)", r"${\1}", text.replace("\r\n", "\n"))
         root = Parser(_LANGUAGE).parse(without_nested_arithmetic(text).encode()).root_node

@@ -85,11 +85,7 @@ def read_table(system: System) -> Mapping[str, Any]:
 
 
 def read_source(file: Path, system: System | None, program: Program | None) -> Source:
-    """Read a file; `system` and `program` are found out where they are None.
-
-    Raises:
-        ConfigError: there is no such file, or it is of no system or program that is read.
-    """
+    """Read a file, and find out what is None; ConfigError if it is of no system that is read."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

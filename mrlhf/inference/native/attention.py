@@ -36,11 +36,7 @@ class Attention:
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
     ) -> Tensor:
-        """Add `delta` to `hidden` in place, and attend to the norm of the sum; the cache is filled.
-
-        Returns:
-            This rank's share, [tokens, hidden].
-        """
+        """Add `delta` to `hidden` in place; return this rank's share of attention to its norm."""
         head_dim = store[0].shape[-1]
         qkv = self.qkv(add_norm(hidden, delta, self.norm, self.eps))
         qkv = qkv.view(len(hidden), self.kv_heads, -1, head_dim)

@@ -33,11 +33,7 @@ class KVCache:
     def __init__(
         self, shape: CacheShape, blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Take the memory; a host gives it only when a block is first written to.
-
-        Raises:
-            EngineError: there is not enough memory.
-        """
+        """Take the memory, on a host when it is first written to; EngineError if there is none."""
         assert shape.itemsize == dtype.itemsize, f"{dtype} does not have {shape.itemsize} bytes"
         pair_shape = (2, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
         # In memory of its own, else what training takes later could lie in it, and hold all of it.

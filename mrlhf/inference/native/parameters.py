@@ -69,11 +69,7 @@ class Parameters:
         return sum(self._tensors[name].nbytes for name in self._tensors.keys() - self._bound)
 
     def bind(self, name: str, tensor: Tensor) -> None:
-        """Make `tensor` itself the parameter `name`.
-
-        Raises:
-            EngineError: there is no such parameter, or the tensor does not fit it.
-        """
+        """Make `tensor` itself the parameter `name`; EngineError if there is none that it fits."""
         check_tensor(name, tensor, self._shapes, self._dtype_of(name), self._device)
         self._tensors[name] = tensor
         self._bound.add(name)

@@ -42,10 +42,7 @@ def splitmix64(state: Words) -> Words:
 
 
 def sample_keys(seeds: Sequence[int], uids: Sequence[int], samples: Sequence[range]) -> Words:
-    """Return one hash of (seed, uid, sample index) for each sample, by prompt, then by sample.
-
-    There is one seed, one uid and one range of sample indices for each prompt.
-    """
+    """Return one hash of (seed, uid, sample index) for each sample, by prompt, then by sample."""
     counts = [len(indices) for indices in samples]
     roots = splitmix64(np.array(list(seeds), dtype=np.uint64))
     prompts = splitmix64(roots ^ np.array(list(uids), dtype=np.int64).view(np.uint64))
@@ -54,11 +51,7 @@ def sample_keys(seeds: Sequence[int], uids: Sequence[int], samples: Sequence[ran
 
 
 def uniforms(keys: Words, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return numbers in [0, 1) of 53 random bits, [batch].
-
-    `keys` come from `sample_keys`, and `positions` are those of the tokens in their responses,
-    [batch].
-    """
+    """Return numbers in [0, 1) of 53 random bits, [batch], by `keys` and `positions` [batch]."""
     bits = splitmix64(keys ^ positions.view(np.uint64)) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
@@ -317,10 +310,7 @@ def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first token id of each row where the cumulative share exceeds the row's number.
-
-    `weights` are [batch, vocab], the numbers `uniform` in [0, 1), [batch].
-    """
+    """Return each row's first token id where the cumulative share exceeds `uniform` [batch]."""
     ends = weights.to(torch.float64).cumsum(dim=-1)
     return _first_above(ends, uniform[:, None] * ends[:, -1:])[0][:, 0]
 

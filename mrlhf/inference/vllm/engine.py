@@ -117,11 +117,7 @@ class VllmEngine:
         return self._parameters.slots()
 
     def bind(self, parameter: str, tensor: Tensor) -> None:
-        """Take `parameter` from `tensor`, which is left as it is.
-
-        Raises:
-            EngineError: there is no such parameter, or the tensor does not fit it.
-        """
+        """Take `parameter` from `tensor`, which stays as it is; EngineError if it does not fit."""
         self._parameters.bind(parameter, tensor)
 
     def keeps(self, tensor: str) -> bool:
@@ -151,11 +147,7 @@ class VllmEngine:
         return len(self._in_flight)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, also while others are in flight.
-
-        Raises:
-            EngineError: `InFlight.check` refuses a request; the engine sleeps or has no weights.
-        """
+        """Queue requests, also while others are in flight; EngineError as `InFlight.check`."""
         version = self.version  # raises where there are no weights
         if not (self._awake and self._has_weights):
             raise EngineError(
@@ -165,11 +157,7 @@ class VllmEngine:
             self._requests.submit(requests, version)
 
     def step(self) -> None:
-        """Run one pass through the model, as `InferenceEngine` says.
-
-        Raises:
-            EngineError: the model's logits are not finite.
-        """
+        """Run one pass, as `InferenceEngine` says; EngineError if logits are not finite."""
         with self._randomness.active(), torch.inference_mode():
             self._requests.step()
 

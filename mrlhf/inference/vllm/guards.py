@@ -188,11 +188,7 @@ def pack_experts(experts: Any) -> None:
 
 
 def drop_prefix_cache(llm: Any) -> None:
-    """Forget the keys and values of all prompts.
-
-    Raises:
-        EngineError: requests are still running.
-    """
+    """Forget the keys and values of all prompts; EngineError if requests still run."""
     if not llm.reset_prefix_cache():
         raise EngineError(
             "vLLM kept its prefix cache because requests are running; commit when nothing is in "

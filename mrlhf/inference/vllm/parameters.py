@@ -41,11 +41,7 @@ class VllmParameters:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Compare the model that vLLM has built with `pieces` and `shapes`; nothing is allocated.
-
-        Raises:
-            EngineError: the model has other parameters than `pieces`, or other shapes.
-        """
+        """Compare vLLM's model with `pieces` and `shapes`; EngineError if its parameters differ."""
         self.pieces = dict(pieces)
         self._model = model
         self._shapes = shapes
@@ -85,10 +81,7 @@ class VllmParameters:
         self._borrowed.add(name)
 
     def slots(self) -> list[Slot]:
-        """Return where each piece must be written.
-
-        A parameter that vLLM packs gets storage until `install`, in which padding rows are zero.
-        """
+        """Return where each piece must be written; what vLLM packs gets storage until `install`."""
         packed = self._packed_names()
         for whole, members in self._members.items():
             missing = [name for name in members if name not in self._new]
@@ -116,11 +109,7 @@ class VllmParameters:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Give the new weights to the model, and forget their storage.
-
-        Raises:
-            EngineError: a parameter has no new weights.
-        """
+        """Give the new weights to the model; EngineError if a parameter has none."""
         check_complete(self.missing)
 
         for prefix, module in self._model.named_modules():

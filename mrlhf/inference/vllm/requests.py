@@ -256,10 +256,7 @@ def _logprobs_at(temperature: float) -> Callable[[Tensor], Tensor]:
 
 
 def _sample_without(draw: Callable[..., Any], never: Tensor) -> Callable[..., Any]:
-    """Wrap vLLM's function `draw` from logits to tokens, so that it never draws the ids `never`.
-
-    vLLM takes the log-probs before it draws, so they are over the whole vocabulary.
-    """
+    """Wrap vLLM's function `draw` from logits to tokens, so that it never draws `never`."""
 
     def draw_others(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         logits = logits.index_fill(-1, never.to(logits.device), -torch.inf)

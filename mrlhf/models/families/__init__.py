@@ -85,10 +85,7 @@ def load_spec(path: str | Path, head: Head) -> ModelSpec:
 
 
 def stated_spec(path: str | Path, head: Head) -> ModelSpec:
-    """The spec of the model in directory `path`, by its `config.json` alone.
-
-    It raises as `load_spec`.
-    """
+    """The spec of the model in `path` by its `config.json` alone; raises as `load_spec`."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(
@@ -149,11 +146,7 @@ def stores_own_output(path: str | Path, spec: ModelSpec) -> bool:
 
 
 def spec_of(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a `config.json` that stands in no file, completed as transformers completes it.
-
-    Raises:
-        ConfigError: its family or a feature of it is not supported.
-    """
+    """The spec of a `config.json` that is in no file; ConfigError if it is not supported."""
     if config.get("model_type") not in FAMILIES:
         raise ConfigError(
             f"model_type {config.get('model_type')!r} is not supported; supported are "
@@ -183,12 +176,7 @@ def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype) -> N
 
 
 def _completed(stated: dict[str, Any]) -> dict[str, Any]:
-    """Complete a `config.json` as transformers does, without the keys that name code beside the
-    file.
-
-    Raises:
-        ConfigError: transformers refuses it.
-    """
+    """Complete a `config.json` as transformers does, without code; ConfigError if it refuses."""
     plain = {key: value for key, value in stated.items() if key not in _NAMES_OF_CODE}
     # transformers takes a mistral with `layer_types` for a ministral.
     if plain["model_type"] == "mistral" and "layer_types" in plain:

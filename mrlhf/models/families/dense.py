@@ -114,11 +114,7 @@ def dense_spec(config: dict[str, Any], head: Head, partial_rotary: bool = False)
 
 
 def with_layer_types(spec: ModelSpec) -> ModelSpec:
-    """The model, with a window on the layers that `layer_types` of its `config.json` names.
-
-    Raises:
-        ConfigError: there is a layer of another type, or no window for those that need one.
-    """
+    """The model with the windows of `layer_types`; ConfigError if these are wrong."""
     types = spec.hf_config["layer_types"]
     window = spec.hf_config["sliding_window"]
 
@@ -144,11 +140,7 @@ def with_layer_types(spec: ModelSpec) -> ModelSpec:
 
 
 def with_window(spec: ModelSpec) -> ModelSpec:
-    """The model, with `sliding_window` of its `config.json` on every layer.
-
-    Raises:
-        ConfigError: no token would see another.
-    """
+    """The model with `sliding_window` on every layer; ConfigError if no token sees another."""
     window = spec.hf_config.get("sliding_window")
     if window == 0:
         raise ConfigError("config.json has sliding_window=0; set it to null for no window")
@@ -229,11 +221,7 @@ def _check_completed(config: dict[str, Any]) -> None:
 
 
 def _rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
-    """The number of dimensions of a head that are rotated.
-
-    Raises:
-        ConfigError: the factor is not in (0, 1], or the number is not even.
-    """
+    """The dimensions of a head that are rotated; ConfigError if none or not even."""
     factor = rope.get("partial_rotary_factor", 1.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1:
         raise ConfigError(

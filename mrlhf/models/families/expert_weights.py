@@ -92,10 +92,7 @@ def forms_in_memory(
 
 
 def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
-    """The names of the parameters of a mixture, in the order of `named_parameters()`.
-
-    `held` are the numbers of the experts that the rank holds.
-    """
+    """The parameters of a mixture whose experts `held` are here, in the model's order."""
     experts = spec.experts
     assert experts is not None
     parameters = ["mlp.router.weight"]

@@ -55,10 +55,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
 
 
 def draft_layers(spec: ModelSpec) -> tuple[str, ...]:
-    """The beginning of the names of the draft model's tensors; they follow the model's layers.
-
-    transformers passes over them too.
-    """
+    """The beginning of the names of the draft model's tensors, which nothing here reads."""
     stated = spec.hf_config.get("num_nextn_predict_layers")
     first = spec.num_layers
     return tuple(f"model.layers.{layer}." for layer in range(first, first + (stated or 0)))

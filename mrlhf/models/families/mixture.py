@@ -28,10 +28,7 @@ def mixture_family(
     names: ExpertNames,
     required_keys: tuple[str, ...],
 ) -> Family:
-    """A Llama-like family some of whose layers have a mixture of experts.
-
-    `required_keys` are those that a `config.json` must state beside the keys of a dense model.
-    """
+    """A Llama-like family with mixtures, whose `config.json` must state `required_keys`."""
     return replace(
         dense_family(model_type, class_stem, read_config),
         required_keys=(*REQUIRED_KEYS, *required_keys),
@@ -51,11 +48,7 @@ def _other_forms(spec: ModelSpec, names: ExpertNames) -> dict[str, OtherForm]:
 
 
 def with_experts(spec: ModelSpec, experts: Experts) -> ModelSpec:
-    """The model with these mixtures; a dense model if no layer has one.
-
-    Raises:
-        ConfigError: their numbers do not fit each other.
-    """
+    """The model with these mixtures, dense if no layer has one; ConfigError if they do not fit."""
     if not any(experts.layers):
         return spec
     if experts.per_token > experts.count:
@@ -88,11 +81,7 @@ def sparse_layers(config: dict[str, Any]) -> tuple[bool, ...]:
 
 
 def count(config: dict[str, Any], *names: str, least: int = 1) -> int:
-    """The number under the first of these names that the `config.json` has.
-
-    Raises:
-        ConfigError: it is not a number, or too small or too large.
-    """
+    """The number under the first of these names in `config.json`; ConfigError if it is wrong."""
     name = next((name for name in names if name in config), names[0])
     value = config[name]
     is_number = isinstance(value, int) and not isinstance(value, bool)

@@ -97,11 +97,7 @@ _ROPE_NUMBERS = {
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Refuse values of the wrong kind or size, and models whose weights are quantised.
-
-    Raises:
-        ConfigError: names the key, in one line.
-    """
+    """Refuse wrong kinds, sizes and quantised weights; a ConfigError names the key."""
     for key in _QUANTISED:
         if config.get(key) is not None:
             raise ConfigError(

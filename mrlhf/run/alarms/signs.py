@@ -46,10 +46,7 @@ def kl_explosion(history: History, fault: str) -> str | None:
 
 
 def faults(history: History) -> list[str]:
-    """What may be wrong if a model gets worse, the worst first, by metrics; see `rules`.
-
-    Steps that are too large come alone; the score stands for a run that has no KL.
-    """
+    """What may be wrong if a model gets worse, the worst first, by metrics; see `rules`."""
     step_kl = "actor/ppo_kl"
     latest = history.recent(step_kl, min(history.count(step_kl), _FAULT_STEPS))
     if latest and max(latest) > upper_bound(step_kl):
@@ -282,9 +279,6 @@ def _nothing_is_learned(history: History) -> str:
 
 
 def _is_unhealthy_at_first_or_lastingly(history: History, name: str) -> bool:
-    """Whether a share has reached its bound in the very first step, or for three steps.
-
-    A policy that has nearly mastered its task may have such a step now and then.
-    """
+    """Whether a share is at its bound in the first step, or for three."""
     latest = history.recent(name, 1 if history.count(name) == 1 else 3)
     return bool(latest) and min(latest) >= upper_bound(name)

@@ -85,10 +85,7 @@ class Watch:
 
 
 def write_alarms(path: Path, alarms: Iterable[Alarm], *, replace: bool = False) -> None:
-    """Append alarms to `alarms.jsonl`, one a line, for the report and for other programs.
-
-    With `replace` they are written in place of all earlier ones; without any, there is no file.
-    """
+    """Append alarms to `alarms.jsonl`, one a line, or `replace` all earlier ones by them."""
     if replace:
         path.unlink(missing_ok=True)
     lines = "".join(f"{json.dumps(asdict(alarm))}\n" for alarm in alarms)
