@@ -127,6 +127,21 @@ def test_bytes_of_each_owner_are_those_of_the_published_size() -> None:
     assert sizes.peak == "update of actor"
 
 
+def test_a_micro_batch_is_no_larger_than_a_rank_s_share_of_an_optimizer_step() -> None:
+    """However large it may be: a small batch does not take the activations of a large one."""
+
+    def activations(*keys: str) -> int:
+        config = _config(GRPO, "actor.ppo_mini_batch_size=2", "rollout.n=4", *keys)
+        phases = footprint(config, _specs(config), 8).phases
+        return phases["update of actor"]["actor/activations"]
+
+    share = 2 * 4 * (1024 + 3072) // 4  # tokens of a rank; dp is 4
+    few = activations(f"actor.micro_batch_tokens={share}")
+    assert activations("actor.micro_batch_tokens=100000") == few
+    less = activations(f"actor.micro_batch_tokens={share // 2}")
+    assert less < few
+
+
 def test_what_is_offloaded_counts_in_the_phases_that_need_it() -> None:
     everything = "[params,grads,optimizer]"
     stays = _config(GRPO)
