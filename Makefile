@@ -97,6 +97,7 @@ test: $(DEV_READY)
 	$(PYTEST) --tier=verdict --junitxml=runs/tests/verdict.xml
 
 test-full: $(VENV)/vllm-ready $(VENV)/transformers4/ready $(DEV_READY)
+	@$(MAKE) --no-print-directory $(ENGLISH_READY) || echo "The tests of a real language model are skipped."
 	$(PYTEST) --tier=full --junitxml=runs/tests/full.xml
 
 test-recipes: $(DEV_READY)

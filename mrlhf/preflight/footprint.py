@@ -123,7 +123,9 @@ def _of_rank(
     """The bytes of all owners of a rank but those of one phase, and those on its GPU."""
     trained = trained_models(config)
     # No micro-batch is larger than all that a rank has of an optimizer step.
-    most_tokens = {work.name: work.per_rank * work.longest for work in role_work(config, world_size)}
+    most_tokens = {
+        work.name: work.per_rank * work.longest for work in role_work(config, world_size)
+    }
     sizes: dict[str, int] = {}
     held: dict[str, int] = {}
     leaving: dict[str, dict[str, int]] = {}  # what a role's passes bring, by role
