@@ -198,6 +198,31 @@ def test_a_start_on_gpus_that_are_too_small_is_refused() -> None:
     check_memory(bounded, specs, 8, gpu_mb=40_442)  # the key says what there is
 
 
+def test_the_seconds_of_a_small_step_have_digits_that_count(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    small = ["actor.path=models/Qwen2.5-1.5B", "data.train_batch_size=2"]
+    keys = [*small, "actor.ppo_mini_batch_size=2", "rollout.n=2", "data.max_response_length=32"]
+    assert (
+        main(
+            [
+                "--config",
+                GRPO,
+                "--gpus",
+                "8",
+                *keys,
+                "actor.tp=1",
+                "actor.sequence_parallel=false",
+                "rollout.tp=1",
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out.splitlines()
+    steps = [re.split(r"  +", line)[3] for line in said if re.match(r"\d .*rollout.tp", line)]
+    assert len(steps) == 5 and all(0 < float(step) < 0.5 for step in steps)
+
+
 def test_only_what_does_not_fit_is_offloaded() -> None:
     config = _config(GRPO)
     specs = _specs(config)
