@@ -127,8 +127,18 @@ def theirs(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Theirs:
 @pytest.fixture(scope="module")
 def alone(theirs: Theirs) -> dict[str, Any]:
     """What one rank finds, of the model itself and of its training."""
-    (found,) = run_ranks(1, _alone, theirs.root)
-    return found
+    return _found_by(1, _alone, theirs.root)[0]
+
+
+def _found_by(world_size: int, body: Callable[..., Any], root: Path) -> list[Any]:
+    """What each rank finds, through files: tensors of a rank are gone when it ends."""
+    run_ranks(world_size, _write_down, body, root)
+    files = [root / f"rank {rank} of {world_size}" for rank in range(world_size)]
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+def _write_down(rank: int, world_size: int, body: Callable[..., Any], root: Path) -> None:
+    torch.save(body(rank, world_size, root), root / f"rank {rank} of {world_size}")
 
 
 def _few(root: Path) -> Path:
@@ -324,7 +334,7 @@ def test_every_layout_is_one_rank(theirs: Theirs, alone: dict[str, Any], world_s
     wanted = alone["layouts"]["alone"]
     assert not torch.allclose(wanted.logprobs["adapted"], wanted.logprobs["whole"], atol=0.1)
     body: Callable[..., Any] = _on_layouts if world_size == 2 else _on_layouts_and_engine
-    for rank, found in enumerate(run_ranks(world_size, body, theirs.root)):
+    for rank, found in enumerate(_found_by(world_size, body, theirs.root)):
         for name, of_layout in found.items():
             title = f"{name}, rank {rank}"
             _assert_near(of_layout, wanted, title)
