@@ -97,7 +97,7 @@ def test_a_step_that_was_resumed_is_the_same_step(runs: Runs) -> None:
     again = runs["again"]
     last = undisturbed.rows()[-1]
     assert last["step"] == 2 and last["actor/grad_norm"] > 0
-    assert again.rows() == [last]
+    assert again.rows() == undisturbed.rows()  # it takes over the rows before
     assert again.weights() == undisturbed.weights() != {}
 
     # On another layout the engine has the same weights, and so draws the same responses.
@@ -105,7 +105,7 @@ def test_a_step_that_was_resumed_is_the_same_step(runs: Runs) -> None:
     for name in ("prompt_ids", "response", "uid"):
         wanted = _samples(undisturbed, 2).texts[name]
         assert _samples(elsewhere, 2).texts[name] == wanted, name
-    (row,) = elsewhere.rows()
+    row = elsewhere.rows()[-1]
     for name in ("actor/entropy", "actor/grad_norm", "actor/kl_loss", "critic/score/mean"):
         assert row[name] == pytest.approx(last[name], rel=0.05, abs=1e-3), name
 
