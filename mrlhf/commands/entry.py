@@ -90,8 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     rest = arguments[1:]
-    if name in _ON_RANKS and rest and rest[0] in _RANKS:
-        return _on_ranks(name, rest)
+    # What follows torchrun's first argument is for the program that it starts.
+    asked = rest[:1] if name == "torchrun" else rest
+    place = next((i for i, argument in enumerate(asked) if argument in _RANKS), None)
+    if name in _ON_RANKS and place is not None:
+        return _on_ranks(name, rest[place : place + 2], rest[:place] + rest[place + 2 :])
     sys.argv = [f"mrlhf {name}", *rest]
     module = importlib.import_module(BY_NAME[name].module)
     code: int = getattr(module, BY_NAME[name].function)()
@@ -116,13 +119,18 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _on_ranks(name: str, arguments: Sequence[str]) -> int:
-    """Start as many ranks of a command on this machine as the first two of `arguments` say."""
-    count = arguments[1] if len(arguments) > 1 else ""
+def _on_ranks(name: str, ranks: Sequence[str], arguments: Sequence[str]) -> int:
+    """Start as many ranks of a command on this machine as `ranks` says, an option and its value.
+
+    A dry run is one process, and looks whether the run fits so many ranks.
+    """
+    count = ranks[1] if len(ranks) > 1 else ""
     if not count.isdecimal() or int(count) < 1 or name == "torchrun":
-        sys.stderr.write(f"error: {arguments[0]} takes the number of ranks of a training program\n")
+        sys.stderr.write(f"error: {ranks[0]} takes the number of ranks of a training program\n")
         return 2
-    return start_ranks(int(count), name, arguments[2:])
+    if "--dry-run" in arguments:
+        return main([name, *arguments, "--world-size", count])
+    return start_ranks(int(count), name, arguments)
 
 
 def start_ranks(count: int, name: str, arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ Usage: mrlhf plan --config FILE [--config FILE ...] --gpus N [--gpu h100|FILE] [
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -184,9 +185,16 @@ def _on_own(found: Found, gpus: int, room: float) -> Iterator[str]:
             for phase in phases
         }
         most = sorted(more, key=lambda phase: -abs(more[phase]))[:2]
-        of_it = ", ".join(f"{phase} {more[phase]:+.1f}" for phase in most)
+        digits = _digits(found.best)
+        of_it = ", ".join(f"{phase} {more[phase]:+.{digits}f}" for phase in most)
         gigabytes = (own.most - first.most) / 1e9
-        yield f"yours beside 1: {seconds:+.1f} s ({of_it}), {gigabytes:+.0f} GB"
+        yield f"yours beside 1: {seconds:+.{digits}f} s ({of_it}), {gigabytes:+.0f} GB"
+
+
+def _digits(plans: Sequence[Plan]) -> int:
+    """Digits behind the point in which the seconds of a step have two that count, at least one."""
+    fastest = min((plan.time.step for plan in plans), default=1.0)
+    return max(1, 1 - math.floor(math.log10(fastest)))
 
 
 def _table(found: Found, gpus: int) -> Iterator[str]:
@@ -196,12 +204,15 @@ def _table(found: Found, gpus: int) -> Iterator[str]:
     plans = list(named.values())
     phases = list(dict.fromkeys(phase for plan in plans for phase in plan.time.seconds))
     rows = [["", "layout", "peak GB", "step s", *(f"{phase} s" for phase in phases), "tokens/s"]]
+    digits = _digits(plans)
     for name, plan in named.items():
         time = plan.time
-        seconds = [f"{time.seconds.get(phase, 0.0):.1f}" for phase in phases]
+        seconds = [f"{time.seconds.get(phase, 0.0):.{digits}f}" for phase in phases]
         speed = f"{time.tokens / time.step / gpus:.0f}"
         layout = layout_of(plan.config)
-        rows.append([name, layout, f"{plan.most / 1e9:.0f}", f"{time.step:.1f}", *seconds, speed])
+        rows.append(
+            [name, layout, f"{plan.most / 1e9:.0f}", f"{time.step:.{digits}f}", *seconds, speed]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         first = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]

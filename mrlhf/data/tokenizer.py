@@ -132,11 +132,16 @@ class Tokenizer:
         for row in rows:
             pieces.append([])
             for is_torn, run in groupby(row, lambda token: _TORN in texts[token]):
-                tokens = list(run)
-                if is_torn:
-                    pieces[-1] += [text_of(tokens), *[""] * (len(tokens) - 1)]
-                else:
-                    pieces[-1] += [texts[token] for token in tokens]
+                part: list[int] = []
+                text = ""
+                for token in run:
+                    part.append(token)
+                    text = text_of(part) if is_torn else texts[token]
+                    if not text.endswith(_TORN):
+                        pieces[-1] += [text, *[""] * (len(part) - 1)]
+                        part = []
+                if part:  # bytes that are no character, or the beginning of one
+                    pieces[-1] += [text, *[""] * (len(part) - 1)]
         return pieces
 
     def _whole_token(self) -> int:

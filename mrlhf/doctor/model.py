@@ -5,22 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from mrlhf.checkpoint.conversion.adapter_source import AdapterSource
+from mrlhf.checkpoint.conversion.model_files import stated_head
 from mrlhf.data.tokenizer import Message, Tokenizer, holds_tokenizer, load_tokenizer
 from mrlhf.doctor.findings import Finding, judged, ok
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids
 from mrlhf.models.weight_files import check_weight_files
 from mrlhf.preflight.vocabulary import check_vocabularies, warn_of_end_tokens, warn_of_other_end
+from mrlhf.weights.stored import ADAPTER_CONFIG
 
 _TALK = ("What is 2 + 2?", "<think>\nEasy.\n</think>\n\n4", "And 3 + 3?", "6")
 
 
 def model(directory: Path) -> Iterator[Finding]:
-    """Look over the files of a language model; raises as a run that cannot use them."""
-    spec = load_spec(directory, "lm")
+    """Look over the files of a language model, a reward model, or an adapter and its base.
+
+    It raises as a run that cannot use them.
+    """
+    weights = directory
+    if (directory / ADAPTER_CONFIG).is_file():
+        adapter = AdapterSource(directory, base=None, step=None)
+        weights = adapter.base.assets
+        yield ok("adapter", f"{len(adapter.tensors)} tensors, which fit the model {weights}")
+    head = stated_head(weights)
+    spec = load_spec(weights, head)
     sizes = f"{spec.num_layers} layers, vocabulary {spec.vocab_size}"
-    yield ok("config.json", f"{spec.family}, {sizes}")
-    for remark in check_weight_files(directory, spec, needs_head=False):
+    scores = ", with a scalar head" if head == "scalar" else ""
+    yield ok("config.json", f"{spec.family}, {sizes}{scores}")
+    for remark in check_weight_files(weights, spec, needs_head=head == "scalar"):
         yield Finding("look", "weights", remark)
     yield ok("weights", "every tensor is there, in its shape, and none is left over")
 

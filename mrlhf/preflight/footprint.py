@@ -22,7 +22,7 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import MODEL_AXES, AxisSizes, ParallelLayout
 from mrlhf.preflight.activations import Activations
-from mrlhf.preflight.batches import trained_models
+from mrlhf.preflight.batches import role_work, trained_models
 from mrlhf.preflight.model_bytes import merged_bytes, training_bytes
 from mrlhf.preflight.model_checks import cache_needs
 from mrlhf.training.residency import STREAMED_BYTES
@@ -122,6 +122,10 @@ def _of_rank(
 ) -> tuple[dict[str, int], RankBytes]:
     """The bytes of all owners of a rank but those of one phase, and those on its GPU."""
     trained = trained_models(config)
+    # No micro-batch is larger than all that a rank has of an optimizer step.
+    most_tokens = {
+        work.name: work.per_rank * work.longest for work in role_work(config, world_size)
+    }
     sizes: dict[str, int] = {}
     held: dict[str, int] = {}
     leaving: dict[str, dict[str, int]] = {}  # what a role's passes bring, by role
@@ -140,7 +144,9 @@ def _of_rank(
             own = dict(zip(OWNERS, vars(bytes_of).values(), strict=True))
             phase = update_of(name)
             device = device_kind(config.distributed.device)
-            most = Activations(role, spec, layout, stage, itemsize, device).most
+            tokens = min(role.micro_batch_tokens, most_tokens[name])
+            filled = role.model_copy(update={"micro_batch_tokens": tokens})
+            most = Activations(filled, spec, layout, stage, itemsize, device).most
             kept = {f"{name}/activations": most}
             if optim.stream is not None:
                 states = own.pop("optimizer")

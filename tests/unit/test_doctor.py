@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from mrlhf.commands import doctor
 from mrlhf.data.tokenizer import load_tokenizer
-from mrlhf.doctor import machine, ranks
+from mrlhf.doctor import machine, model, ranks
 from mrlhf.doctor.findings import Finding, examine, in_words
 from mrlhf.doctor.model import chat_template, tokenizer
 from mrlhf.doctor.ranks import Measured
@@ -74,6 +74,26 @@ def test_torch_and_driver(
 )
 def test_versions_of_nccl_that_hang(version: tuple[int, ...], processor: str, level: str) -> None:
     assert machine.nccl(version, processor).level == level
+
+
+def test_a_reward_model_and_an_adapter_are_looked_over_as_what_they_are(task: Path) -> None:
+    """Runs leave both; an adapter is looked over beside its base."""
+    found = list(model.model(task / "llama-critic"))
+    assert "scalar head" in found[0].seen
+    assert {finding.level for finding in found if finding.subject == "weights"} == {"ok"}
+
+    adapter = task / "llama-adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(task / "llama")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    found = list(model.model(adapter))
+    assert found[0].subject == "adapter" and str(task / "llama") in found[0].seen
+    assert "broken" not in {finding.level for finding in found}
+
+    config["base_model_name_or_path"] = str(task / "qwen2-tied")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    *_, broken = examine("model", lambda: model.model(adapter))
+    assert broken.level == "broken"
 
 
 def test_a_machine_without_a_compiler_or_room(

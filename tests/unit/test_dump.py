@@ -38,6 +38,12 @@ def test_pieces_are_the_texts_of_tokens_and_keep_torn_characters_whole(tokenizer
         [],
         ["\ufffd"],
     ]
+    # Each character stands at its own first token, behind torn ones and broken bytes too.
+    assert tokenizer.pieces([[4, 5, 4, 5, 1], [4, 5, 4], [5, 4, 5, 1, 5, 5]]) == [
+        ["é", "", "é", "", "a"],
+        ["é", "", "\ufffd"],
+        ["\ufffdé", "", "", "a", "\ufffd\ufffd", ""],
+    ]
 
 
 def rollout_of(uids, samples=2):

@@ -48,7 +48,10 @@ def test_help_version_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> N
     ):
         assert main([name]) == 2
         assert f"did you mean {near}?" in capsys.readouterr().err
-    for arguments in (["train-ppo", "-n"], ["train-sft", "-n", "0"], ["torchrun", "-n", "2"]):
+    for arguments in (
+        *(["train-ppo", "-n"], ["train-sft", "-n", "0"], ["torchrun", "-n", "2"]),
+        ["train-rm", "--config", "some.yaml", "-n"],
+    ):
         assert main(arguments) == 2
         assert "-n takes the number of ranks" in capsys.readouterr().err
 
@@ -85,10 +88,21 @@ def test_a_subcommand_reads_what_follows_its_name(
 
 
 def test_ranks_are_started_and_say_what_is_wrong_once() -> None:
-    command = [sys.executable, "-m", "mrlhf", "train-sft", "-n", "2", "--config", "nowhere.yaml"]
+    """Wherever the number of ranks stands among the arguments."""
+    command = [sys.executable, "-m", "mrlhf", "train-sft", "--config", "nowhere.yaml", "-n", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.count("nowhere.yaml") == 1
+
+
+def test_a_dry_run_is_for_the_ranks_that_would_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mrlhf"])
+    given = ["--config", str(ROOT / "configs" / "demo_sft_cpu.yaml"), "--dry-run"]
+    for arguments in (["-n", "2", *given], [*given, "--ranks", "2"]):
+        assert main(["train-sft", *arguments, "--allow-missing"]) == 0
+        assert "fits 2 ranks" in capsys.readouterr().out
 
 
 def test_pages_and_the_sections_of_all_alarms_are_found() -> None:

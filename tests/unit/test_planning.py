@@ -127,6 +127,21 @@ def test_bytes_of_each_owner_are_those_of_the_published_size() -> None:
     assert sizes.peak == "update of actor"
 
 
+def test_a_micro_batch_is_no_larger_than_a_rank_s_share_of_an_optimizer_step() -> None:
+    """However large it may be: a small batch does not take the activations of a large one."""
+
+    def activations(*keys: str) -> int:
+        config = _config(GRPO, "actor.ppo_mini_batch_size=2", "rollout.n=4", *keys)
+        phases = footprint(config, _specs(config), 8).phases
+        return phases["update of actor"]["actor/activations"]
+
+    share = 2 * 4 * (1024 + 3072) // 4  # tokens of a rank; dp is 4
+    few = activations(f"actor.micro_batch_tokens={share}")
+    assert activations("actor.micro_batch_tokens=100000") == few
+    less = activations(f"actor.micro_batch_tokens={share // 2}")
+    assert less < few
+
+
 def test_what_is_offloaded_counts_in_the_phases_that_need_it() -> None:
     everything = "[params,grads,optimizer]"
     stays = _config(GRPO)
@@ -181,6 +196,31 @@ def test_a_start_on_gpus_that_are_too_small_is_refused() -> None:
         check_memory(config, specs, 8, gpu_mb=40_442)
     bounded = _config(GRPO, "distributed.device_memory_mb=60000")
     check_memory(bounded, specs, 8, gpu_mb=40_442)  # the key says what there is
+
+
+def test_the_seconds_of_a_small_step_have_digits_that_count(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    small = ["actor.path=models/Qwen2.5-1.5B", "data.train_batch_size=2"]
+    keys = [*small, "actor.ppo_mini_batch_size=2", "rollout.n=2", "data.max_response_length=32"]
+    assert (
+        main(
+            [
+                "--config",
+                GRPO,
+                "--gpus",
+                "8",
+                *keys,
+                "actor.tp=1",
+                "actor.sequence_parallel=false",
+                "rollout.tp=1",
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out.splitlines()
+    steps = [re.split(r"  +", line)[3] for line in said if re.match(r"\d .*rollout.tp", line)]
+    assert len(steps) == 5 and all(0 < float(step) < 0.5 for step in steps)
 
 
 def test_only_what_does_not_fit_is_offloaded() -> None:

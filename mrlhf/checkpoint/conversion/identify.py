@@ -190,7 +190,8 @@ def _examine_training(found: Found, finding: Finding, every_byte: bool) -> None:
         finding.say(role, f"{_model(model_spec(model))}; {model.dtype}; {layout}; stored: {kinds}")
     for role in manifest.frozen:
         name = f"base of {role}" if role in manifest.models else role
-        finding.say(name, "frozen; its files are elsewhere")
+        what = "the rows that it trains on" if role.startswith("data.") else "frozen"
+        finding.say(name, f"{what}; its files are elsewhere")
     nbytes = sum(file.nbytes for file in manifest.files)
     finding.say("files", f"{len(manifest.files)}, {size_text(nbytes)}")
     if not every_byte:
