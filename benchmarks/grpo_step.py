@@ -1,0 +1,134 @@
+"""Compares a GRPO step with adapters with the same work in TRL's `GRPOTrainer`.
+
+    python benchmarks/grpo_step.py [--quick] [--json FILE] [--set KEY=VALUE]
+
+A step is 8 prompts of 40 tokens with 8 samples of 40 tokens each, in bfloat16: sampling, a reward
+that costs nothing, the KL to the base in the loss, and one optimizer step of adapters of rank 16 on
+all linear layers. Nobody may end a response, so all have the same lengths. Ours runs on as many
+ranks of one thread as there are cores, TRL on one process with as many threads. They take turns;
+the first round is not counted. A step with other numbers of tokens or optimizer steps is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from model_sizes import SIZES, model_config
+from teams import Start, Team
+from train_step_case import FIRST_WORD, Case, write_case
+from train_step_contenders import HERE, prepare_trl
+
+TRL = "trl==1.16.0"
+LENGTH = 40  # of a prompt, and of a response
+PROMPTS = 8
+SAMPLES = 8
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--json", metavar="FILE", help="write all figures there too")
+    add("--quick", action="store_true", help="a smoke run of a tiny model, without TRL")
+    add("--size", choices=SIZES, default="SmolLM2-135M")
+    add("--cores", type=int, default=2)
+    add("--repeats", type=int, default=3)
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of ours")
+    add("--before", type=Path, metavar="DIR", help="a checkout that takes part as well")
+    add("--trl-venv", type=Path, default=HERE.parent / "runs" / "grpo-trl-venv", metavar="DIR")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        vars(arguments).update(size="tiny", cores=1, repeats=1)
+
+    with tempfile.TemporaryDirectory() as directory:
+        case = _case(arguments.size)
+        write_case(case, Path(directory), batches=1)
+        rows = _measure(Path(directory), arguments)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
+    print("\n".join(table(rows)))
+
+
+def _case(size: str) -> Case:
+    draw = random.Random(1)
+    words = range(FIRST_WORD, model_config(size).vocab_size)
+    prompts = [draw.choices(words, k=LENGTH) for _ in range(PROMPTS)]
+    return Case(size, "bfloat16", "equal", prompts, [LENGTH] * PROMPTS)
+
+
+def _starts(directory: Path, arguments: argparse.Namespace) -> dict[str, Start]:
+    cores = arguments.cores
+    starts = {}
+    trees = {"ours": HERE.parent}
+    if arguments.before is not None:
+        trees["before"] = arguments.before
+    for name, tree in trees.items():
+        command = [sys.executable, str(HERE / "grpo_step_ours.py"), str(directory), str(SAMPLES)]
+        command += [f"--set={setting}" for setting in arguments.set]
+        starts[name] = Start(name, command, cores, 1, cores, str(tree))
+    if not arguments.quick:
+        python = prepare_trl(arguments.trl_venv, TRL)
+        command = [python, str(HERE / "grpo_step_trl.py"), str(directory), str(SAMPLES)]
+        starts["trl"] = Start("trl", command, 1, cores, cores, "", {"TQDM_DISABLE": "1"})
+    return starts
+
+
+def _measure(directory: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    teams: dict[str, Team] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    try:
+        for name, start in _starts(directory, arguments).items():
+            sys.stderr.write(f"starting {name}\n")
+            teams[name] = Team(start)
+            teams[name].wait_until_ready()
+            rows[name] = {"contender": name, "size": arguments.size, "seconds": [], "phases": []}
+        for number in range(arguments.repeats + 1):
+            for name, team in teams.items():
+                answer = team.ask("step")[0]
+                _check(name, answer)
+                sys.stderr.write(f"round {number}: {name} {answer['seconds']['clock']:.2f} s\n")
+                if number:
+                    rows[name]["seconds"].append(answer["seconds"]["clock"])
+                    rows[name]["phases"].append(answer.get("phases", {}))
+    finally:
+        for team in teams.values():
+            team.end()
+    return list(rows.values())
+
+
+def _check(name: str, answer: dict[str, Any]) -> None:
+    """Stop if a contender did other work than the step asks for."""
+    wanted = {"tokens": PROMPTS * SAMPLES * LENGTH, "optimizer_steps": 1}
+    found = {what: answer[what] for what in wanted}
+    if found != wanted:
+        raise SystemExit(f"{name} did {found} in a step, not {wanted}")
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The rows as lines of a table."""
+    lines = ["| model | contender | step, s | × TRL | phases |", "|---|---|---|---|---|"]
+    medians = {row["contender"]: statistics.median(row["seconds"]) for row in rows}
+    for row in rows:
+        own = medians[row["contender"]]
+        ratio = f"{medians['trl'] / own:.2f}" if "trl" in medians else ""
+        phases = {
+            name: statistics.median(one.get(name, 0.0) for one in row["phases"])
+            for name in row["phases"][0]
+            if name != "step"
+        }
+        told = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
+        lines.append(f"| {row['size']} | {row['contender']} | {own:.2f} | {ratio} | {told} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
