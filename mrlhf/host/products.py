@@ -56,13 +56,15 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     if not is_widened(a):
         return torch.mm(a, b, out=out)
     inner, columns = b.shape
-    if inner > columns:
+    if inner > _MOST_WIDENED // max(1, columns) and inner > columns:
         total = torch.zeros(out.shape, dtype=torch.float32)
         for part in _parts(inner, max(columns, len(a))):
-            total.addmm_(a[:, part].float(), b[part].float())
+            total.addmm_(_wide(a[:, part]), _wide(b[part]))
         return out.copy_(total)
-    for part in _parts(columns, max(inner, len(a))):
-        out[:, part] = a.float() @ b[:, part].float()
+    for part in _parts(columns, inner):
+        wide = _wide(b[:, part])
+        for rows in _parts(len(a), max(inner, wide.shape[1])):
+            out[rows, part] = _wide(a[rows]) @ wide
     return out
 
 
@@ -71,9 +73,9 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif is_widened(a):
-        wide = b.float()
-        for part in _parts(len(a), max(a.shape[1], b.shape[1])):
-            total[part].addmm_(a[part].float(), wide)
+        wide = _wide(b)
+        for rows in _parts(len(a), max(a.shape[1], b.shape[1])):
+            total[rows].addmm_(_wide(a[rows]), wide)
     else:
         total.add_(a @ b)
 
@@ -97,7 +99,14 @@ class _Linear(torch.autograd.Function):
         return of_x, matmul(grad.t(), x) if needs_weight else None
 
 
+def _wide(matrix: Tensor) -> Tensor:
+    """The matrix in float32, laid out as it is."""
+    if matrix.stride(0) < matrix.stride(1):
+        return matrix.t().to(torch.float32, memory_format=torch.contiguous_format).t()
+    return matrix.float()
+
+
 def _parts(length: int, width: int) -> list[slice]:
     """Cut a dimension so that a part of a matrix of this width is not too large to widen."""
-    step = max(1, _MOST_WIDENED // width)
+    step = max(1, _MOST_WIDENED // max(1, width))
     return [slice(first, min(first + step, length)) for first in range(0, length, step)]
