@@ -7,6 +7,7 @@ that costs nothing, the KL to the base in the loss, and one optimizer step of ad
 all linear layers. Nobody may end a response, so all have the same lengths. Ours runs on as many
 ranks of one thread as there are cores, TRL on one process with as many threads. They take turns;
 the first round is not counted. A step with other numbers of tokens or optimizer steps is refused.
+Processor seconds are those of all cores; with `--cores 1` other programs hardly disturb them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from train_step_contenders import HERE, prepare_trl
 
 TRL = "trl==1.16.0"
 LENGTH = 40  # of a prompt, and of a response
-PROMPTS = 8
 SAMPLES = 8
 
 
@@ -41,6 +41,7 @@ def main() -> None:
     add("--quick", action="store_true", help="a smoke run of a tiny model, without TRL")
     add("--size", choices=SIZES, default="SmolLM2-135M")
     add("--cores", type=int, default=2)
+    add("--prompts", type=int, default=8)
     add("--repeats", type=int, default=3)
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of ours")
     add("--before", type=Path, metavar="DIR", help="a checkout that takes part as well")
@@ -50,7 +51,7 @@ def main() -> None:
         vars(arguments).update(size="tiny", cores=1, repeats=1)
 
     with tempfile.TemporaryDirectory() as directory:
-        case = _case(arguments.size)
+        case = _case(arguments.size, arguments.prompts)
         write_case(case, Path(directory), batches=1)
         rows = _measure(Path(directory), arguments)
     if arguments.json:
@@ -58,11 +59,11 @@ def main() -> None:
     print("\n".join(table(rows)))
 
 
-def _case(size: str) -> Case:
+def _case(size: str, count: int) -> Case:
     draw = random.Random(1)
     words = range(FIRST_WORD, model_config(size).vocab_size)
-    prompts = [draw.choices(words, k=LENGTH) for _ in range(PROMPTS)]
-    return Case(size, "bfloat16", "equal", prompts, [LENGTH] * PROMPTS)
+    prompts = [draw.choices(words, k=LENGTH) for _ in range(count)]
+    return Case(size, "bfloat16", "equal", prompts, [LENGTH] * count)
 
 
 def _starts(directory: Path, arguments: argparse.Namespace) -> dict[str, Start]:
@@ -90,14 +91,21 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> list[dict[str, A
             sys.stderr.write(f"starting {name}\n")
             teams[name] = Team(start)
             teams[name].wait_until_ready()
-            rows[name] = {"contender": name, "size": arguments.size, "seconds": [], "phases": []}
+            lists: dict[str, Any] = {"seconds": [], "processor": [], "phases": []}
+            rows[name] = {"contender": name, "size": arguments.size, **lists}
         for number in range(arguments.repeats + 1):
             for name, team in teams.items():
-                answer = team.ask("step")[0]
-                _check(name, answer)
-                sys.stderr.write(f"round {number}: {name} {answer['seconds']['clock']:.2f} s\n")
+                answers = team.ask("step")
+                answer = answers[0]
+                _check(name, answer, arguments.prompts)
+                processor = sum(one["seconds"]["cpu"] for one in answers)
+                clock = answer["seconds"]["clock"]
+                sys.stderr.write(
+                    f"round {number}: {name} {clock:.2f} s, {processor:.2f} of cores\n"
+                )
                 if number:
-                    rows[name]["seconds"].append(answer["seconds"]["clock"])
+                    rows[name]["seconds"].append(clock)
+                    rows[name]["processor"].append(processor)
                     rows[name]["phases"].append(answer.get("phases", {}))
     finally:
         for team in teams.values():
@@ -105,9 +113,9 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> list[dict[str, A
     return list(rows.values())
 
 
-def _check(name: str, answer: dict[str, Any]) -> None:
+def _check(name: str, answer: dict[str, Any], prompts: int) -> None:
     """Stop if a contender did other work than the step asks for."""
-    wanted = {"tokens": PROMPTS * SAMPLES * LENGTH, "optimizer_steps": 1}
+    wanted = {"tokens": prompts * SAMPLES * LENGTH, "optimizer_steps": 1}
     found = {what: answer[what] for what in wanted}
     if found != wanted:
         raise SystemExit(f"{name} did {found} in a step, not {wanted}")
@@ -115,18 +123,21 @@ def _check(name: str, answer: dict[str, Any]) -> None:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The rows as lines of a table."""
-    lines = ["| model | contender | step, s | × TRL | phases |", "|---|---|---|---|---|"]
-    medians = {row["contender"]: statistics.median(row["seconds"]) for row in rows}
+    heads = ("model", "contender", "step, s", "× TRL", "processor, s", "× TRL", "phases")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        own = medians[row["contender"]]
-        ratio = f"{medians['trl'] / own:.2f}" if "trl" in medians else ""
+        cells = [row["size"], row["contender"]]
+        for kind in ("seconds", "processor"):
+            own = statistics.median(row[kind])
+            trl = [statistics.median(one[kind]) for one in rows if one["contender"] == "trl"]
+            cells += [f"{own:.2f}", f"{trl[0] / own:.2f}" if trl else ""]
         phases = {
             name: statistics.median(one.get(name, 0.0) for one in row["phases"])
             for name in row["phases"][0]
             if name != "step"
         }
-        told = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
-        lines.append(f"| {row['size']} | {row['contender']} | {own:.2f} | {ratio} | {told} |")
+        cells.append(", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items()))
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

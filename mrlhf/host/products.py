@@ -7,6 +7,7 @@ product of bfloat16 rounds them. This file knows matrices, and no model.
 
 from __future__ import annotations
 
+import math
 import time
 from functools import cache
 from typing import Any
@@ -47,8 +48,9 @@ def matmul(a: Tensor, b: Tensor, **options: Any) -> Tensor:
     """`torch.matmul` of a [..., inner] and a matrix b [inner, columns], without a gradient."""
     if options or not is_widened(a) or b.dim() != 2 or b.dtype != a.dtype:
         return torch.matmul(a, b, **options)
-    out = a.new_empty((*a.shape[:-1], b.shape[1]))
-    return mm(a.reshape(-1, a.shape[-1]), b, out.view(-1, b.shape[1])).view(out.shape)
+    *rows, inner = a.shape
+    flat = a.reshape(math.prod(rows), inner)
+    return mm(flat, b, a.new_empty(len(flat), b.shape[1])).view(*rows, b.shape[1])
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
