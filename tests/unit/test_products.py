@@ -15,13 +15,6 @@ from mrlhf.parallel.vocab_sums import NumbersToCompute
 
 # rows, inner, columns
 SIZES = [(5, 3, 7), (1, 64, 8), (40, 200, 33), (0, 4, 4), (4, 0, 3), (300, 17, 2)]
-    (5, 3, 7),
-    (1, 64, 8),
-    (40, 200, 33),
-    (0, 4, 4),
-    (4, 0, 3),
-    (300, 17, 2),
-]  # rows, inner, columns
 HALF_STEP = 2**-8  # a number of bfloat16 is rounded by at most so much of itself, twice
 
 
