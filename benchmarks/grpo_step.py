@@ -45,10 +45,11 @@ def main() -> None:
     add("--repeats", type=int, default=3)
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of ours")
     add("--before", type=Path, metavar="DIR", help="a checkout that takes part as well")
+    add("--no-trl", action="store_true", help="ours alone")
     add("--trl-venv", type=Path, default=HERE.parent / "runs" / "grpo-trl-venv", metavar="DIR")
     arguments = parser.parse_args()
     if arguments.quick:
-        vars(arguments).update(size="tiny", cores=1, repeats=1)
+        vars(arguments).update(size="tiny", cores=1, repeats=1, no_trl=True)
 
     with tempfile.TemporaryDirectory() as directory:
         case = _case(arguments.size, arguments.prompts)
@@ -76,7 +77,7 @@ def _starts(directory: Path, arguments: argparse.Namespace) -> dict[str, Start]:
         command = [sys.executable, str(HERE / "grpo_step_ours.py"), str(directory), str(SAMPLES)]
         command += [f"--set={setting}" for setting in arguments.set]
         starts[name] = Start(name, command, cores, 1, cores, str(tree))
-    if not arguments.quick:
+    if not arguments.no_trl:
         python = prepare_trl(arguments.trl_venv, TRL)
         command = [python, str(HERE / "grpo_step_trl.py"), str(directory), str(SAMPLES)]
         starts["trl"] = Start("trl", command, 1, cores, cores, "", {"TQDM_DISABLE": "1"})
