@@ -2,7 +2,8 @@
 
     python benchmarks/generate.py [--quick] [--json FILE]
 
-All have the same weights and prompts: random weights, prompts of 64 random tokens, temperature 1.
+All have the same weights and prompts: random weights, prompts of 64 random tokens (of 40 in the
+workload with 8 samples of each prompt), temperature 1.
 Each model size, dtype and number of threads runs in its own process, in which the contenders take
 turns; the tables give medians. "13M-MoE-16of4" is a mixture of which a token goes through 4 of 16
 experts. In a workload "~N" the responses end at random, after N tokens in
@@ -29,12 +30,14 @@ from typing import Any
 import torch
 
 PROMPT_LENGTH = 64
+SAMPLES = {"8 x 8 x 40": (8, 40)}  # samples of each prompt, and its tokens
 # prompts, longest response, mean response (None: all are of the longest length)
 WORKLOADS = {
     "32 x 64": (32, 64, None),
     "64 x 128": (64, 128, None),
     "64 x ~64": (64, 256, 64),
 }
+REAL = {"32 x 64": (32, 64, None), "8 x 8 x 40": (8, 40, None)}
 # A machine without bfloat16 instructions takes minutes for what float32 does in seconds.
 SLOW = {"8 x 16": (8, 16, None)}
 QUICK = {"8 x 16": (8, 16, None), "32 x ~8": (32, 32, 8)}
@@ -137,14 +140,16 @@ def _workloads_for(size: str, dtype: str) -> dict[str, tuple[int, int, int | Non
     slow = size.startswith("110M") and dtype == "bfloat16"
     if slow and not torch.cuda.is_available() and not _has_bfloat16():
         return SLOW
-    return WORKLOADS
+    return REAL if size.startswith("SmolLM2") else WORKLOADS
 
 
 def _workload(name: str, prompts: int, max_tokens: int, mean_tokens: int | None) -> dict[str, Any]:
+    samples, prompt_length = SAMPLES.get(name, (1, PROMPT_LENGTH))
     return {
         "name": name,
         "prompts": prompts,
-        "prompt_length": PROMPT_LENGTH,
+        "samples": samples,
+        "prompt_length": prompt_length,
         "max_tokens": max_tokens,
         "mean_tokens": mean_tokens,
     }

@@ -21,6 +21,7 @@ import torch
 from generation_contenders import CONTENDERS, Contender, Setting
 from generation_limits import gemm_flops, read_bandwidth, work
 from model_sizes import QWEN3
+from model_sizes import SIZES as LLAMAS
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -41,6 +42,7 @@ SIZES: dict[str, dict[str, int]] = {
         "num_attention_heads": 12, "num_key_value_heads": 4,
     },
 }  # fmt: skip
+SIZES["SmolLM2-135M"] = LLAMAS["SmolLM2-135M"]
 # Qwen3-MoE in all its layers.
 _MIXTURE_13M = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
@@ -96,7 +98,7 @@ def _measure(case: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
     # Where the processor has no bfloat16 instructions, float32 is what it multiplies fastest.
     clock = CLOCKS[case["clock"]]
-    batch = workloads[0]["prompts"]
+    batch = workloads[0]["prompts"] * workloads[0]["samples"]
     speeds = [gemm_flops(config, batch, device, kind, clock) for kind in (dtype, torch.float32)]
     limits = {"gemm_flops": max(speeds), "read_bandwidth": read_bandwidth(device, clock)}
 
@@ -104,7 +106,7 @@ def _measure(case: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         directory,
         device,
         dtype,
-        max_num_seqs=max(workload["prompts"] for workload in workloads),
+        max_num_seqs=max(workload["prompts"] * workload["samples"] for workload in workloads),
         max_length=max(item["prompt_length"] + item["max_tokens"] for item in workloads),
     )
     contenders, failed = _build(case["contenders"], setting)
@@ -145,9 +147,8 @@ def _write_model(size: str, dtype: torch.dtype, directory: Path) -> PreTrainedCo
     if "num_experts" in SIZES[size]:
         kind = Qwen3MoeConfig
     config = kind(
-        **SIZES[size],
+        **{**SIZES[size], "tie_word_embeddings": True},
         max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -231,10 +232,13 @@ def _compare(
             torch.manual_seed(repeat)
 
             began = clock()
-            responses = contender.generate(prompts, replace(sampling, seed=repeat))
+            responses = contender.generate(
+                prompts, replace(sampling, seed=repeat), workload["samples"]
+            )
             seconds = clock() - began
 
             lengths = [len(tokens) for tokens in responses]
+            assert len(lengths) == workload["prompts"] * workload["samples"], name
             _check(name, lengths, workload)
             runs[name].append(_summary(lengths, seconds, workload, config, limits))
 
@@ -262,7 +266,9 @@ def _summary(
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
     itemsize = DTYPES[str(config.dtype).removeprefix("torch.")].itemsize
-    operations, read = work(config, workload["prompt_length"], lengths, itemsize)
+    operations, read = work(
+        config, workload["prompt_length"], lengths, itemsize, workload["samples"]
+    )
     return {
         "tokens": sum(lengths),
         "seconds": seconds,

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,9 +55,9 @@ class Contender(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, samples: int = 1
     ) -> list[list[int]]:
-        """Responses, stop token included."""
+        """So many responses to each prompt, stop token included."""
         ...
 
 
@@ -90,10 +90,13 @@ class Native:
             self._engine.commit(0)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, samples: int = 1
     ) -> list[list[int]]:
-        """Responses, stop token included."""
-        requests = requests_for(prompts, range(len(prompts)), sampling)
+        """So many responses to each prompt, stop token included."""
+        requests = [
+            replace(request, samples=range(samples))
+            for request in requests_for(prompts, range(len(prompts)), sampling)
+        ]
         return [list(sample.token_ids) for sample in generate(self._engine, requests).samples]
 
 
@@ -117,9 +120,9 @@ class Transformers:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, samples: int = 1
     ) -> list[list[int]]:
-        """Responses, stop token included; all prompts have one length."""
+        """So many responses to each prompt, stop token included; all prompts have one length."""
         ids = torch.tensor(prompts, device=self._device)
         stops = list(sampling.stop_token_ids)
 
@@ -135,6 +138,7 @@ class Transformers:
             eos_token_id=stops or None,
             pad_token_id=0,
             cache_implementation=self._cache,
+            num_return_sequences=samples,
             **settings,
         )
         return [_until(row, set(stops)) for row in output[:, ids.shape[1] :].tolist()]
@@ -223,20 +227,21 @@ class VLLM:
         self._llm.reset_prefix_cache()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, samples: int = 1
     ) -> list[list[int]]:
-        """Responses, stop token included."""
+        """So many responses to each prompt, stop token included."""
         params = self._vllm.SamplingParams(
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
+            n=samples,
             logprobs=0,
             detokenize=False,
         )
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self._llm.generate(requests, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return [list(one.token_ids) for output in outputs for one in output.outputs]
 
 
 CONTENDERS: dict[str, type[Native] | type[VLLM] | type[Transformers]] = {

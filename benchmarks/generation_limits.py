@@ -46,7 +46,11 @@ def read_bandwidth(device: torch.device, clock: Callable[[], float]) -> float:
 
 
 def work(
-    config: PretrainedConfig, prompt_length: int, responses: Sequence[int], itemsize: int
+    config: PretrainedConfig,
+    prompt_length: int,
+    responses: Sequence[int],
+    itemsize: int,
+    samples: int = 1,
 ) -> tuple[float, float]:
     """Floating-point operations of one workload, and the bytes that it has to read.
 
@@ -58,6 +62,7 @@ def work(
         prompt_length: tokens of each prompt.
         responses: tokens of each response.
         itemsize: bytes of a number.
+        samples: responses to each prompt, which is computed once for all of them.
     """
     width = config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
@@ -72,7 +77,8 @@ def work(
     for length in responses:
         tokens = prompt_length + length - 1  # the last token is drawn and not computed
         seen = tokens * (tokens + 1) / 2
-        operations += 2 * body * tokens + 2 * output * length
+        spared = prompt_length * (1 - 1 / samples)
+        operations += 2 * body * (tokens - spared) + 2 * output * length
         operations += 4 * config.num_hidden_layers * width * seen
 
         decoded = seen - prompt_length * (prompt_length + 1) / 2

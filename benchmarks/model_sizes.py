@@ -43,6 +43,16 @@ SIZES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
     },
+    # The published shape, with random weights: they do not change the speed.
+    "SmolLM2-135M": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
 }
 # "0.6B" and "1.7B" have the published shapes of Qwen3-0.6B and Qwen3-1.7B.
 QWEN3: dict[str, dict[str, int]] = {
@@ -82,7 +92,6 @@ def qwen3_config(size: str, **options: Any) -> Qwen3Config:
 def model_config(size: str) -> LlamaConfig:
     """A Llama-shaped model of this size."""
     return LlamaConfig(
-        **{"num_key_value_heads": 4, **SIZES[size]},
+        **{"num_key_value_heads": 4, "tie_word_embeddings": False, **SIZES[size]},
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
     )

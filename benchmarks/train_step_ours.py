@@ -61,7 +61,7 @@ class _Ours:
         self._vocab = parts.actor.engine.spec.padded_vocab(arguments.tp) // arguments.tp
         self._number = 0
         self._metrics: dict[str, float] = {}  # of the last step
-        _force_lengths(parts.generator.engine, case.response_lengths)
+        force_lengths(parts.generator.engine, case.response_lengths)
         assert parts.critic is not None
         self._updates = (_Recorded(parts.critic), _Recorded(parts.actor))
         self._engines = (parts.critic.engine, parts.actor.engine)
@@ -122,7 +122,7 @@ class _Recorded:
         self._update(*self._batch)
 
 
-def _force_lengths(engine: Any, lengths: Sequence[int]) -> None:
+def force_lengths(engine: Any, lengths: Sequence[int]) -> None:
     """Have each response end after as many tokens as the case says, and nowhere else."""
     submit = engine.submit
 

@@ -448,8 +448,9 @@ class Experience:
     # of the update, and nothing is rejected here.)
     loss_mask: Tensor
     # Log-probabilities in the denominator of the probability ratio, fixed for the whole step: those
-    # under the policy before this step's updates, or, in bypass mode, those of the engine.
-    old_logprobs: Tensor
+    # under the policy before this step's updates, or, in bypass mode, those of the engine. None
+    # until the update's only pass over the batch has given them.
+    old_logprobs: Tensor | None
     # Log-probabilities under the frozen reference, or None if no KL is used.
     ref_logprobs: Tensor | None
     token_rewards: Tensor  # shaped scores placed on tokens, with the KL subtracted

@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from mrlhf.host.products import add_mm
+from mrlhf.host.products import matmul as matmul  # rewritten modules call it
 from mrlhf.host.user_cache import cache_directory
 
 T = TypeVar("T")
@@ -90,9 +92,9 @@ class _Rewrite(ast.NodeTransformer):
     """Takes CUDA out of a module's syntax tree."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """`torch.cuda` and `torch.compile` become the stand-ins above."""
+        """`torch.cuda`, `torch.compile` and `torch.matmul` become stand-ins."""
         self.generic_visit(node)
-        stand_ins = {"cuda": "CUDA_ON_CPU", "compile": "not_compiled"}
+        stand_ins = {"cuda": "CUDA_ON_CPU", "compile": "not_compiled", "matmul": "matmul"}
         if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in stand_ins:
             here = ast.Name("_stand_ins", ast.Load())
             return ast.copy_location(ast.Attribute(here, stand_ins[node.attr], node.ctx), node)
@@ -116,10 +118,15 @@ class _Rewrite(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """`x.cuda()` becomes `x`."""
+        """`x.cuda()` becomes `x`, and `x.matmul(y)` a call of the stand-in."""
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+        if not isinstance(node.func, ast.Attribute):
+            return node
+        if node.func.attr == "cuda":
             return node.func.value
+        if node.func.attr == "matmul" and getattr(node.func.value, "id", "") != "_stand_ins":
+            here = ast.Attribute(ast.Name("_stand_ins", ast.Load()), "matmul", ast.Load())
+            node = ast.Call(here, [node.func.value, *node.args], node.keywords)
         return node
 
 
@@ -131,12 +138,10 @@ def _patch_random(module: Any) -> None:
 
 def add_product(inputs: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
     """Add a weight's gradient to a float32 sum, on a GPU in one call, as Apex's kernel does."""
-    if inputs.dtype == total.dtype:
-        total.addmm_(grad_output.t(), inputs)
-    elif total.is_cuda:
+    if inputs.dtype != total.dtype and total.is_cuda:
         torch.addmm(total, grad_output.t(), inputs, out_dtype=total.dtype, out=total)
     else:
-        total.add_(grad_output.t() @ inputs)
+        add_mm(total, grad_output.t(), inputs)
 
 
 def replace_apex_kernel(module: Any) -> None:

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from mrlhf.host.products import linear
 from mrlhf.models.lora import adapted_layers, adapter_rules, linear_layers
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape, local_shape
@@ -207,7 +208,7 @@ def _product(x: Tensor, matrix: Tensor) -> Tensor:
     Torch's own product of more than two dimensions takes other ways with a gradient than without,
     which round differently: the first ratio of an update would not be 1.
     """
-    flat = x.reshape(-1, x.shape[-1]).contiguous() @ matrix.t()
+    flat = linear(x.reshape(-1, x.shape[-1]).contiguous(), matrix)
     return flat.view(*x.shape[:-1], len(matrix))
 
 

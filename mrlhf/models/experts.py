@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
@@ -22,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrlhf.host.products import linear
 from mrlhf.models.adapters import Adapters
 from mrlhf.models.expert_choice import occurrences
 from mrlhf.models.grouped_products import grouped_products, has_kernel
@@ -68,7 +68,7 @@ class ExpertMatrix(torch.nn.Module):
                 sequence_parallel=False,
             )
         else:
-            output = F.linear(x, weight)
+            output = linear(x, weight)
         return adapted(output, self.adapters, x)
 
 

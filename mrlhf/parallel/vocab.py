@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrlhf.host.products import add_mm, mm
 from mrlhf.parallel.vocab_sums import (
     Columns,
     LocalSums,
@@ -133,13 +134,9 @@ def token_loss(
             for rows, grad_logits in projection.grad_logits(
                 span.chunks, numbers, grad_numbers, normalisers
             ):
-                torch.mm(grad_logits, weight, out=grad_hidden[rows])
-                if grad_weight is None:
-                    continue
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad_logits.t(), hidden[rows])
-                else:
-                    grad_weight.add_(grad_logits.t() @ hidden[rows])
+                mm(grad_logits, weight, grad_hidden[rows])
+                if grad_weight is not None:
+                    add_mm(grad_weight, grad_logits.t(), hidden[rows])
     return _KnownGradients.apply(loss, hidden, weight, grad_hidden, grad_weight)
 
 
@@ -232,10 +229,10 @@ class _Projection:
         logits = self._logits[:height]
         ref_logits = None if self._ref_logits is None else self._ref_logits[:height]
         if self._held != rows:
-            torch.mm(tokens.hidden[rows], self._layer.weight.t(), out=logits)
+            mm(tokens.hidden[rows], self._layer.weight.t(), logits)
             if ref_logits is not None:
                 assert tokens.ref_layer is not None and tokens.ref_hidden is not None
-                torch.mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), out=ref_logits)
+                mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), ref_logits)
             self._held = rows
         return logits, ref_logits
 

@@ -50,11 +50,12 @@ class PolicyUpdate:
     """The results of one update of the policy."""
 
     metrics: dict[str, float]  # the `actor/` metrics
-    # in bypass mode, float32 [batch, response_len], each token's log-probability when it was first
-    # trained on; else None
+    # in bypass mode, and without old log-probabilities, float32 [batch, response_len], each token's
+    # log-probability and entropy when it was first trained on; else None
     logprobs: Tensor | None
+    entropy: Tensor | None
     # bool [batch, response_len], the tokens drawn by the policy for which `logprobs` holds a
-    # number; an update may end before the last row. None outside bypass mode.
+    # number; an update may end before the last row. None where `logprobs` is None.
     evaluated: Tensor | None
 
 
@@ -123,7 +124,8 @@ class Actor:
 
         The update ends before the step of a mini-batch whose KL is above `target_kl_stop`.
         Mini-batches that `progress` counts as done are left out. `ref_states` are needed where the
-        loss holds a KL over the vocabulary.
+        loss holds a KL over the vocabulary. Without old log-probabilities those of each pass take
+        their place, so that every ratio is 1: right for a single mini-batch and epoch.
 
         Raises:
             TrainingError: too many gradients in a row were not usable.
@@ -132,27 +134,28 @@ class Actor:
         progress = progress or UpdateProgress()
         kept: list[tuple[Tensor, Tensor]] = []
         shape = experience.rollout.shape
-        in_bypass = self._settings.bypass is not None
+        keeps = self._settings.bypass is not None or experience.old_logprobs is None
         try:
             with self.engine.training(), reference_on_device(ref_states):
                 stopping = self._train(experience, cut, ref_states, progress, kept)
         except Interrupted:
             progress.complete(self.engine)
-            if in_bypass:
-                progress.first_logprobs = self._gather(kept, shape, progress.first_logprobs)
+            if keeps:
+                progress.first_logprobs = self._gather(kept, shape, progress.first_logprobs)[0]
             raise
 
         progress.complete(self.engine)
         metrics = self._end_update(progress, stopping)
-        if not in_bypass:
-            return PolicyUpdate(metrics, None, None)
+        if not keeps:
+            return PolicyUpdate(metrics, None, None, None)
 
         reached = progress.mini_batches + (stopping is not None)
         trained_on = torch.zeros(shape[0], dtype=torch.bool)
         for mini_batch in cut.mini_batches[:reached]:
             trained_on[mini_batch.rows] = True
-        logprobs = self._gather(kept, shape, progress.first_logprobs)
-        return PolicyUpdate(metrics, logprobs, experience.rollout.loss_mask & trained_on[:, None])
+        logprobs, entropy = self._gather(kept, shape, progress.first_logprobs)
+        evaluated = experience.rollout.loss_mask & trained_on[:, None]
+        return PolicyUpdate(metrics, logprobs, entropy, evaluated)
 
     def _train(
         self,
@@ -164,8 +167,8 @@ class Actor:
     ) -> Tally | None:
         """Train on the mini-batches that are left; returns the metrics of one that ends the update.
 
-        `kept` receives the places and the log-probabilities of this rank's tokens that the loss
-        keeps when they are first trained on.
+        `kept` receives the places of this rank's tokens, and what the loss keeps of them when they
+        are first trained on.
         """
         limit = self._section.target_kl_stop
         stop = None if limit is None else partial(_kl_is_above, limit)
@@ -179,9 +182,9 @@ class Actor:
             loss = make_loss()
             result = self.engine.train_mini_batch(mini_batch.packs, loss, "actor", stop, routing)
             if number < len(cut.mini_batches):  # the first epoch
-                for pack, logprobs in zip(mini_batch.packs, result.kept, strict=False):
-                    if logprobs is not None:
-                        kept.append((pack.places, logprobs.cpu()))
+                for pack, numbers in zip(mini_batch.packs, result.kept, strict=False):
+                    if numbers is not None:
+                        kept.append((pack.places, numbers.cpu()))
 
             if result.step is None:
                 return self.engine.metrics_of([result])
@@ -227,18 +230,19 @@ class Actor:
     def _gather(
         self, kept: list[tuple[Tensor, Tensor]], shape: tuple[int, int], earlier: Tensor | None
     ) -> Tensor:
-        """What all ranks have kept as one table, [batch, response_len]; every rank calls it once.
+        """What all ranks have kept, [2, batch, response_len]; every rank calls it once.
 
-        `earlier` is the table of what was trained on before the update was interrupted.
+        `earlier` are the log-probabilities of what was trained on before the update was
+        interrupted.
         """
         groups = self.engine.groups
-        table = groups.machine.table(shape, torch.float32)
+        table = groups.machine.table((2, *shape), torch.float32)
         if groups.coordinates.tp == 0:
-            for places, logprobs in kept:
-                table.entries.view(-1)[places] = logprobs
+            for places, numbers in kept:
+                table.entries.view(2, -1)[:, places] = numbers
         if earlier is not None and torch.distributed.get_rank() == 0:
             held = earlier != 0
-            table.entries[held] = earlier[held]
+            table.entries[0][held] = earlier[held]
         return table.complete()
 
     def _objective(

@@ -41,7 +41,8 @@ class PolicyBatch:
 
     drawn: Tensor  # bool, the response tokens that the policy drew
     mask: Tensor  # bool, the drawn tokens that correction has not rejected
-    old_logprobs: Tensor  # log-probabilities that the ratio starts from
+    # log-probabilities that the ratio starts from; None: those of the same pass
+    old_logprobs: Tensor | None
     advantages: Tensor  # the advantage of each token
     ref_logprobs: Tensor | None  # log-probabilities under the reference, or None
     weights: Tensor | None  # factors of the policy loss, or None
@@ -93,12 +94,6 @@ class PolicyLossSettings:
         )
 
     @property
-    def wants_entropy(self) -> bool:
-        """Whether the update computes entropies."""
-        # In bypass mode no pass before the update has measured them.
-        return self.section.entropy_coeff != 0 or self.bypass is not None
-
-    @property
     def by_token(self) -> bool:
         """Whether the loss of a token depends on no other token, once the batch is prepared."""
         corrects_packs = self.bypass is not None and not self.needs_mini_batch_pass
@@ -135,7 +130,7 @@ class PolicyLossSettings:
         return PolicyBatch(
             drawn=drawn,
             mask=mask,
-            old_logprobs=experience.old_logprobs[span],
+            old_logprobs=rows_of(experience.old_logprobs),
             advantages=experience.advantages[span],
             ref_logprobs=rows_of(experience.ref_logprobs),
             weights=rows_of(experience.weights),
@@ -150,7 +145,12 @@ class PolicyLossSettings:
         return token_weights(mask, section.agg_mode, section.loss_scale_factor)
 
     def corrected(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
-        """In bypass mode, the batch with weights and mask that the current `logprobs` give it."""
+        """The batch with what the current `logprobs` give it.
+
+        In bypass mode these are weights and mask, else old log-probabilities that it lacks.
+        """
+        if batch.old_logprobs is None:
+            return replace(batch, old_logprobs=logprobs.detach())
         if self.bypass is None:
             return batch
         correction = correct(logprobs.detach() - batch.old_logprobs, batch.mask, self.bypass)
@@ -171,6 +171,7 @@ class PolicyLossSettings:
             return batch
 
         section = self.section.policy_loss
+        assert batch.old_logprobs is not None
         fraction = section.kl_cov_ratio
         bounds = None
         excluded = None
@@ -186,6 +187,7 @@ class PolicyLossSettings:
 
     def loss(self, batch: PolicyBatch, logprobs: Tensor) -> tuple[PolicyLoss, Tensor]:
         """The loss with its statistics, and the loss of each token times its correction weight."""
+        assert batch.old_logprobs is not None
         inputs = PolicyLossInputs(
             logprobs, batch.old_logprobs, batch.advantages, batch.mask, batch.selected
         )

@@ -139,17 +139,19 @@ class HiddenObjective:
     def __call__(self, hidden: Tensor, number: int) -> tuple[Tensor, PackResult]:
         """The share of pack `number` in the loss, and its tally.
 
-        In bypass mode the result keeps the log-probabilities, [selected].
+        In bypass mode, and without old log-probabilities, the result keeps the log-probabilities
+        and entropies, [2, selected].
         """
         settings = self._settings
         pack = self._packs[number]
+        keeps = settings.bypass is not None or self._mini_batch.packs[number].old_logprobs is None
         tally = Tally()
-        logprobs: list[Tensor] = []
+        parts: list[TokenNumbers] = []
 
         def objective(token_range: TokenRange, numbers: TokenNumbers) -> Tensor:
             # The pack counts once, however many parts and ranks there are.
-            share = 0.0 if logprobs else pack.begun_rows / self._mini_batch.sequences
-            logprobs.append(numbers.logprobs.detach())
+            share = 0.0 if parts else pack.begun_rows / self._mini_batch.sequences
+            parts.append(numbers)
             if settings.by_token:
                 batch = self._mini_batch.packs[number].map(
                     lambda flat: flat[token_range.tokens][None]
@@ -167,7 +169,8 @@ class HiddenObjective:
                 tally.merge(part_tally)
             return loss
 
-        wanted = NumbersToCompute(entropy=settings.wants_entropy, kl=settings.wants_full_kl)
+        with_entropy = keeps or settings.section.entropy_coeff != 0
+        wanted = NumbersToCompute(entropy=with_entropy, kl=settings.wants_full_kl)
         loss = self._token_logprobs.loss(
             hidden,
             pack,
@@ -176,8 +179,7 @@ class HiddenObjective:
             by_token=settings.by_token,
             reference=None if self._ref_states is None else self._ref_states[number],
         )
-        kept = None if settings.bypass is None else torch.cat(logprobs)
-        return loss, PackResult(tally, kept)
+        return loss, PackResult(tally, _logprobs_and_entropy(parts) if keeps else None)
 
     def _whole_rows(
         self, number: int, rows: slice, numbers: TokenNumbers
@@ -200,3 +202,10 @@ class HiddenObjective:
         whole = gather_rows(torch.stack(list(wanted.values())), pack, cp_group, rows)
         table = replace(numbers, **dict(zip(wanted, map(lay, whole), strict=True)))
         return self._mini_batch.packs[number].map(lambda of_pack: lay(of_pack[flat])), table
+
+
+def _logprobs_and_entropy(parts: Sequence[TokenNumbers]) -> Tensor:
+    """Both of all tokens of a pack, [2, selected]."""
+    logprobs = torch.cat([part.logprobs.detach() for part in parts])
+    entropies = [part.entropy.detach() for part in parts if part.entropy is not None]
+    return torch.stack([logprobs, torch.cat(entropies)])

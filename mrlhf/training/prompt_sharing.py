@@ -51,7 +51,8 @@ def check_sharing(
     Raises:
         TrainingError: the outputs differ by more than rounding.
     """
-    ids = [number % spec.vocab_size for number in range(1, 12)]
+    # The first tokens of a vocabulary are special; models are chaotic where they never saw them.
+    ids = [spec.vocab_size * number // 13 for number in range(1, 12)]
     rows = [ids, [*ids[:6], *ids[8:]], [*ids[:6], ids[7]]]
     sequences = Sequences.of(rows, [6] * len(rows))
 

@@ -12,6 +12,7 @@ import re
 import pytest
 import torch
 
+from mrlhf.trainers.ppo.work import Work
 from tests.dist.ppo_runs import (
     DP4,
     HORIZON,
@@ -82,7 +83,7 @@ def test_all_ranks_tell_the_same(runs: Runs) -> None:
 
 
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
-    assert_engine_and_trainer_agree(runs)
+    assert_engine_and_trainer_agree(runs, without=(ROUNDED, ROUNDED_APART))
 
 
 def test_training_learns_something_to_compare(runs: Runs) -> None:
@@ -209,6 +210,73 @@ def test_the_first_update_sees_the_ratio_one(runs: Runs) -> None:
         assert step.metrics["actor/ppo_kl"] == 0.0
         assert step.metrics["actor/pg_clipfrac"] == 0.0
         assert step.actor_moved and step.critic_moved
+
+
+# Nothing needs the log-probs of before the update earlier, so its own pass gives them.
+ONE_PASS = [
+    "algorithm.use_kl_in_reward=false",
+    "actor.ppo_epochs=1",
+    "actor.ppo_mini_batch_size=8",
+    "actor.micro_batch_tokens=32",
+    "reference.path=ROOT/llama",
+    *TOKENS,
+]
+
+
+def _evaluates_before(patch: pytest.MonkeyPatch, _: int) -> None:
+    patch.setattr(Work, "update_evaluates", lambda *_: False)
+
+
+def _one_pass(name: str, *overrides: str) -> tuple[Scenario, Scenario]:
+    """The run, and the run with a pass before each update."""
+    own = [*ONE_PASS, *overrides]
+    return Scenario(f"one pass, {name}", own), Scenario(f"two, {name}", own, _evaluates_before)
+
+
+PIPE, PIPE_APART = _one_pass("tp2 pp2", *TP2_PP2, "actor.vpp=2", "actor.pp_layers=[0, 1, 1, 0]")
+CONTEXT, CONTEXT_APART = _one_pass(
+    "cp2", "actor.cp=2", "actor.share_prompts=true", "actor.policy_loss.loss_mode=gspo"
+)
+ADAPTED, ADAPTED_APART = _one_pass(
+    "tp2 dp2", "actor.tp=2", "actor.sequence_parallel=true", "actor.lora.rank=2"
+)
+ROUNDED, ROUNDED_APART = _one_pass("dp4", "actor.dtype=bfloat16", "actor.entropy_coeff=0.01")
+
+
+@pytest.mark.parametrize(
+    ("spared", "wanted"),
+    [
+        (PIPE, PIPE_APART),
+        (CONTEXT, CONTEXT_APART),
+        (ADAPTED, ADAPTED_APART),
+        (ROUNDED, ROUNDED_APART),
+    ],
+    ids=lambda scenario: scenario.name,
+)
+def test_an_update_of_one_pass_gives_the_old_log_probs_to_the_last_bit(
+    runs: Runs, spared: Scenario, wanted: Scenario
+) -> None:
+    phase = "timing_s/old_log_prob"
+    for rank in range(WORLD_SIZE):
+        pairs = zip(runs.steps(spared, rank), runs.steps(wanted, rank), strict=True)
+        for step, apart in pairs:
+            assert phase not in step.metrics and phase in apart.metrics
+            assert step.comparable_metrics == apart.comparable_metrics
+            assert step.responses == apart.responses
+            assert torch.equal(step.experience.old_logprobs, apart.experience.old_logprobs)
+            assert step.actor_moved
+
+    for number in (1, 2):  # the second step's new log-probs are of the weights after both
+        table = runs.table(spared, number).tokens
+        for name, column in runs.table(wanted, number).tokens.items():
+            assert table[name].tolist() == column.tolist(), name
+
+
+@pytest.mark.parametrize("scenario", [TERMINAL, WIDE])
+def test_log_probs_that_are_needed_before_the_update_have_a_pass(
+    runs: Runs, scenario: Scenario
+) -> None:
+    assert all("timing_s/old_log_prob" in step.metrics for step in runs.steps(scenario))
 
 
 WARM_UP = Scenario("warm-up", [*TP2_PP2, "trainer.critic_warmup=2", *TOKENS])

@@ -15,6 +15,7 @@ import torch
 from mrlhf.config import RewardModelConfig, SFTConfig
 from mrlhf.device import cores
 from mrlhf.errors import ConfigError
+from mrlhf.inference.native import linear as engine_linear
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.spec import Lora
 from mrlhf.parallel.layout import ParallelLayout
@@ -332,15 +333,15 @@ def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-@pytest.mark.parametrize("bfloat16_instructions", [False, True])
+@pytest.mark.parametrize("float32_is_faster", [False, True])
 def test_the_cache_is_what_the_engine_takes_on_this_machine(
-    tmp_path, monkeypatch, has_gpu, bfloat16_instructions
+    tmp_path, monkeypatch, has_gpu, float32_is_faster
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16_instructions)
+    monkeypatch.setattr(engine_linear, "float32_is_faster", lambda: float32_is_faster)
 
     spec = load_spec(model_dir(tmp_path), "lm")
-    widened = not (has_gpu or bfloat16_instructions)
+    widened = float32_is_faster and not has_gpu
     found = {}
     for dtype, engine in itertools.product(("auto", "bfloat16", "float32"), ("native", "vllm")):
         config = ppo(actor__dtype=dtype, rollout__engine=engine)

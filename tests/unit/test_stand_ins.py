@@ -146,6 +146,8 @@ def test_no_folder_for_bytecode_is_no_error(tmp_path: Path) -> None:
         ("torch.tensor(x, pin_memory=True)", "torch.tensor(x, pin_memory=False)"),
         ("kind == 'torch.cuda.FloatTensor'", "kind == 'torch.FloatTensor'"),
         ("weight.data.cuda(non_blocking=True)", "weight.data"),
+        ("torch.matmul(x, w.t())", "_stand_ins.matmul(x, w.t())"),
+        ("grad.t().matmul(x)", "_stand_ins.matmul(grad.t(), x)"),
         ("torch.nn.Module()", "torch.nn.Module()"),
         ("other.cuda.stream", "other.cuda.stream"),
     ],

@@ -47,7 +47,7 @@ class ModelOutputs:
     """The models' outputs for a rollout; float32 [batch, response_len]."""
 
     # Outputs of the policy before the update; None in bypass mode, which uses the engine's
-    # log-probabilities instead.
+    # log-probabilities instead, and where the update's own pass gives them.
     policy: Evaluation | None
     ref_logprobs: Tensor | None  # log-probabilities under the reference, or None without one
     values: Tensor | None  # the critic's predictions, or None without a critic
@@ -90,7 +90,9 @@ def make_experience(
     rollout = collected.rollout
     drawn = rollout.loss_mask
     policy = outputs.policy
-    old_logprobs = rollout.rollout_logprobs if policy is None else policy.logprobs
+    old_logprobs = None if policy is None else policy.logprobs
+    if algorithm.rollout_correction.bypass_mode:
+        old_logprobs = rollout.rollout_logprobs
 
     kl = _reward_kl(old_logprobs, outputs, algorithm) if algorithm.use_kl_in_reward else None
     rewarded = Rewarded.of(rollout)
@@ -185,7 +187,7 @@ def _corrected(
 ) -> tuple[Tensor, Tensor | None]:
     """The tokens that correction keeps, and their weights, if it gives any."""
     drawn = rollout.loss_mask
-    if policy is None:  # bypass mode, in which each mini-batch of the update is corrected
+    if policy is None:  # bypass mode corrects each mini-batch of the update, else nothing does
         return drawn, None
 
     log_ratio = policy.logprobs - rollout.rollout_logprobs
@@ -270,11 +272,13 @@ def _advantage_options(
     )
 
 
-def _reward_kl(old_logprobs: Tensor, outputs: ModelOutputs, algorithm: AlgorithmSection) -> Tensor:
+def _reward_kl(
+    old_logprobs: Tensor | None, outputs: ModelOutputs, algorithm: AlgorithmSection
+) -> Tensor:
     """KL to the reference at each token, [batch, response_len]."""
     if algorithm.kl_penalty == "full":
         assert outputs.policy is not None and outputs.policy.full_kl is not None
         return outputs.policy.full_kl
 
-    assert outputs.ref_logprobs is not None
+    assert old_logprobs is not None and outputs.ref_logprobs is not None
     return kl_penalty(old_logprobs, outputs.ref_logprobs, algorithm.kl_penalty)

@@ -78,9 +78,11 @@ class PPOTrainer:
         rollout = collected.rollout
 
         ref_logprobs, ref_states = work.reference(rollout, cuts)
-        bypass = self._config.algorithm.rollout_correction.bypass_mode
+        spared = self._config.algorithm.rollout_correction.bypass_mode or work.update_evaluates(
+            progress.number, rollout, cuts
+        )
         policy, measured = (
-            (None, {}) if bypass else work.evaluate(rollout, cuts, progress.version, ref_states)
+            (None, {}) if spared else work.evaluate(rollout, cuts, progress.version, ref_states)
         )
         if not self._config.full_kl_in_loss:
             ref_states = None  # they are large, so they go as soon as nobody needs them

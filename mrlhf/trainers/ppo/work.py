@@ -25,7 +25,7 @@ from mrlhf.rl.mismatch import (
 )
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
-from mrlhf.roles.policy_loss import make_correction
+from mrlhf.roles.policy_loss import make_correction, needs_mini_batch_pass
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
@@ -123,19 +123,44 @@ class Work:
                 rollout, cuts.actor, ref_states, traits.needs_squared_probabilities
             )
 
+        metrics = self._measure(evaluation.logprobs, evaluation.entropy, rollout, newest)
+        if evaluation.disagreement is not None:
+            metrics["training/rollout_experts_differ"] = evaluation.disagreement
+        return evaluation, metrics
+
+    def _measure(
+        self, logprobs: Tensor, entropy: Tensor, rollout: Rollout, newest: int
+    ) -> dict[str, float]:
+        """Metrics of the policy before the update."""
         correction = self.config.algorithm.rollout_correction
 
         def measure() -> dict[str, float]:
             mask = rollout.loss_mask
-            metrics = {"actor/entropy": float(selected(evaluation.entropy, mask).mean())}
-            return metrics | correction_metrics(
-                evaluation.logprobs, rollout, mask, correction, newest
-            )
+            metrics = {"actor/entropy": float(selected(entropy, mask).mean())}
+            return metrics | correction_metrics(logprobs, rollout, mask, correction, newest)
 
-        metrics = self.machine.compute_on_leader(measure)
-        if evaluation.disagreement is not None:
-            metrics["training/rollout_experts_differ"] = evaluation.disagreement
-        return evaluation, metrics
+        return self.machine.compute_on_leader(measure)
+
+    def update_evaluates(self, number: int, rollout: Rollout, cuts: Cuts) -> bool:
+        """Whether the update of step `number` makes its only pass with the weights of before.
+
+        It then gives the old log-probabilities and entropies, bit for bit those of a pass before
+        it, unless somebody needs them earlier.
+        """
+        config = self.config
+        correction = config.algorithm.rollout_correction
+        loss = correction.trained_loss(config.actor.policy_loss.loss_mode)
+        needed_earlier = (
+            correction.active
+            or config.algorithm.use_kl_in_reward
+            or estimator_traits(config.algorithm.adv_estimator).needs_squared_probabilities
+            or needs_mini_batch_pass(loss, None)
+            or config.actor.router_replay != "none"
+            or rollout.experts is not None
+        )
+        is_trained = number >= config.trainer.critic_warmup
+        passes = config.actor.ppo_epochs * len(cuts.actor.mini_batches)
+        return is_trained and passes == 1 and not needed_earlier
 
     def values(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
         """The critic's predictions, or None without a critic."""
@@ -223,12 +248,25 @@ class Work:
             bypass = correction.bypass_mode
             return self.evaluate(experience.rollout, cuts, newest)[1] if bypass else {}
 
+        measured: dict[str, float] = {}
+        if experience.old_logprobs is None and not self.update_evaluates(
+            progress.number, experience.rollout, cuts
+        ):  # the step was interrupted, and goes on with other keys
+            policy, measured = self.evaluate(experience.rollout, cuts, newest)
+            experience = replace(experience, old_logprobs=policy.logprobs)
+
         with self.phases.enter("update_actor"):
             updated = self.parts.actor.update(experience, cuts.actor, ref_states, progress.actor)
         logprobs = updated.logprobs
+        entropy = updated.entropy
         evaluated = updated.evaluated
-        if logprobs is None or evaluated is None:
-            return updated.metrics
+        if logprobs is None or entropy is None or evaluated is None:
+            return updated.metrics | measured
+        if experience.old_logprobs is None:
+            progress.experience = replace(experience, old_logprobs=logprobs)
+            if self.config.rollout.dump_is_due(progress.number):
+                progress.entropy = entropy
+            return updated.metrics | self._measure(logprobs, entropy, experience.rollout, newest)
         return updated.metrics | self.machine.compute_on_leader(
             lambda: correction_metrics(logprobs, experience.rollout, evaluated, correction, newest)
         )

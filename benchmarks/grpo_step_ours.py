@@ -1,0 +1,86 @@
+"""One rank of the contender "ours" of `grpo_step.py`: whole steps of the trainer."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from own_trainer import leave, make_trainer, phases_of
+from train_step_case import Case, read_case
+from train_step_ours import force_lengths
+from train_step_turns import Stopwatch, Turns
+
+RANK = 16
+LEARNING_RATE = 2e-4
+BETA = 0.02
+REWARD = """
+def distinct(data_source, solution_str, ground_truth, extra_info):
+    return len(set(solution_str.split())) / 40
+"""
+
+
+def main() -> None:
+    """Answer the word `step`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", type=Path)
+    parser.add_argument("samples", type=int)
+    parser.add_argument("--set", action="append", default=[])
+    arguments = parser.parse_args()
+    turns = Turns()
+    case = read_case(arguments.case)
+    (arguments.case / "reward.py").write_text(REWARD)
+    trainer = make_trainer(
+        _keys(case, arguments.case, arguments.samples), arguments.set, arguments.case
+    )
+    force_lengths(trainer.parts.generator.engine, case.response_lengths)
+    turns.answer({})
+
+    for number, _ in enumerate(turns, start=1):
+        dist.barrier()
+        watch = Stopwatch()
+        progress = trainer.begin_step(number)
+        metrics = trainer.step(progress)
+        assert progress.collected is not None
+        turns.answer(
+            {
+                "seconds": watch.read(),
+                "phases": phases_of(metrics),
+                "tokens": sum(progress.collected.rollout.response_lengths),
+                "optimizer_steps": metrics["actor/optimizer_steps"],
+            }
+        )
+    leave()
+
+
+def _keys(case: Case, directory: Path, samples: int) -> dict[str, Any]:
+    return {
+        "seed": 1,
+        "actor": {
+            "path": str(directory / "policy"),
+            "dtype": case.dtype,
+            "lora": {"rank": RANK},
+            "share_prompts": True,
+            "ppo_mini_batch_size": len(case.prompts),
+            "use_kl_loss": True,
+            "kl_loss_coef": BETA,
+            "optim": {"lr": LEARNING_RATE},
+        },
+        "algorithm": {"adv_estimator": "grpo"},
+        "reward": {"terms": [{"name": f"{directory / 'reward.py'}:distinct"}]},
+        "rollout": {"n": samples, "kv_cache_mb": 512},
+        "data": {
+            "train_files": str(directory / "train.jsonl"),
+            "tokenizer": str(directory / "tokenizer"),
+            "train_batch_size": len(case.prompts),
+            "max_prompt_length": max(case.prompt_lengths),
+            "max_response_length": max(case.response_lengths),
+            "shuffle": False,
+        },
+        "trainer": {"total_steps": 1000, "output_dir": str(directory / "run"), "log_samples": 0},
+    }
+
+
+if __name__ == "__main__":
+    main()
