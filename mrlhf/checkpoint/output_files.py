@@ -21,6 +21,7 @@ RUN_RECORD = "run.json"
 STATUS = "status.json"
 TENSORBOARD = "tensorboard"
 TIMELINE = "timeline"
+VALIDATION = "validation"
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", ".*.tmp")
 FILES = (
@@ -40,6 +41,7 @@ FOLDERS = MappingProxyType(
         TENSORBOARD: ("events.out.tfevents.*",),
         "rollouts": ("step_*.jsonl", "step_*.parquet"),
         TIMELINE: ("rank_*.jsonl",),
+        VALIDATION: ("step_*.jsonl",),
         PROFILES: ("step_*.json.gz", ".step_*.json.gz*", "out_of_memory_rank_*.pickle"),
         "hangs": ("*",),
         "wandb": ("*",),

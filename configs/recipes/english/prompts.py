@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,6 +259,11 @@ def rows(held_out: bool) -> Iterator[dict[str, object]]:
                 }
 
 
+def mixed(held_out: bool) -> list[dict[str, object]]:
+    """The rows in an order in which the first ones are of many kinds, always the same."""
+    return random.Random(0).sample(found := list(rows(held_out)), len(found))
+
+
 def main() -> None:
     """Write both files of prompts."""
     parser = argparse.ArgumentParser(description="Write the prompts of the recipe.")
@@ -265,7 +271,7 @@ def main() -> None:
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     for name, held_out in (("train", False), ("held_out", True)):
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows(held_out)]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in mixed(held_out)]
         file = out / f"{name}.jsonl"
         file.write_text("".join(lines), encoding="utf-8")
         print(f"{file}: {len(lines)} prompts")

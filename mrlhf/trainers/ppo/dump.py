@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
+from mrlhf.checkpoint.output_files import VALIDATION
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.data.rows import write_rows
 from mrlhf.data.sample_table import EPISODES, TEXTS, SampleTable, write_samples
@@ -80,12 +81,30 @@ def chosen_rows(rollout: Rollout, most: int | None) -> list[int]:
     return sorted(chosen or in_turn[0][:most])
 
 
+def write_validation(
+    output_dir: Path, step: int, rollout: Rollout, scores: Scores, most: int, tokenizer: Tokenizer
+) -> None:
+    """Write the answers to the first `most` prompts of a validation, one sample of each."""
+    directory = output_dir / VALIDATION
+    directory.mkdir(exist_ok=True)
+    totals = rollout.with_turn_rewards(scores.total)
+    count = min(most, len(rollout))
+    rows = [_line(rollout, scores, float(totals[row]), row, tokenizer) for row in range(count)]
+    write_rows(directory / f"step_{step:06d}.jsonl", rows)
+
+
 def _sample(dump: Dump, row: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One sample as a line of jsonl."""
-    rollout = dump.experience.rollout
+    """One sample of a step as a line of jsonl."""
+    score = float(dump.experience.scores[row])
+    return _line(dump.experience.rollout, dump.scores, score, row, tokenizer)
+
+
+def _line(
+    rollout: Rollout, scores: Scores, score: float, row: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
     prompts = rollout.prompts
     length = int(rollout.response_mask[row].sum())
-    numbers = {name: column[row] for name, column in dump.scores.terms.items()}
+    numbers = {name: column[row] for name, column in scores.terms.items()}
     sample = {
         "uid": prompts.uid[row],
         "sample": rollout.sample_index[row],
@@ -94,7 +113,7 @@ def _sample(dump: Dump, row: int, tokenizer: Tokenizer) -> dict[str, Any]:
         "response": tokenizer.decode(rollout.response_ids[row, :length].tolist()),
         "ground_truth": prompts.ground_truth[row],
         "stopped": bool(rollout.stopped[row]),
-        "score": float(dump.experience.scores[row]),
+        "score": score,
         "terms": {name: x for name, x in numbers.items() if not math.isnan(x)},
     }
     if rollout.episodes is not None:
