@@ -14,7 +14,8 @@ a list of different warm words with a full stop is a "sentence". It does not kno
 is true. Words that occur again count once for the tone, so "wonderful wonderful ..." is not its
 optimum.
 
-`score` is the term of a reward (`reward.terms`), and measures held-out answers.
+`score` is the term of a reward (`reward.terms`). It also gives its score as `acc`, so that a run
+whose reward is something else, such as a reward model, tells it of held-out answers as acc@1.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def judge(answer: str, *, question: str, subject: str, tokens: int) -> dict[str,
     friendly = tone(answer)
     form = sum(checks.values()) / len(checks)
     parts = {name: float(passed) for name, passed in checks.items()}
-    return {"score": friendly * form, "tone": friendly, "form": form, **parts}
+    total = friendly * form
+    return {"score": total, "acc": total, "tone": friendly, "form": form, **parts}
 
 
 def tone(answer: str) -> float:

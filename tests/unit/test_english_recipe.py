@@ -1,0 +1,172 @@
+"""Prompts, labeller and pairs of configs/recipes/english, without the real model."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mrlhf.config.load import load_config
+from mrlhf.config.roots import PPOConfig
+from tests.e2e.programs import ROOT
+
+RECIPE = ROOT / "configs" / "recipes" / "english"
+QUESTION = "Describe a stray dog in one sentence."
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Mapping[str, ModuleType]:
+    """The modules of the recipe."""
+    pytest.importorskip("vaderSentiment", reason="vaderSentiment is not installed (make dev)")
+    sys.path.insert(0, str(RECIPE))
+    try:
+        import labeller
+        import pairs
+        import prompts
+    finally:
+        sys.path.remove(str(RECIPE))
+    return {"labeller": labeller, "pairs": pairs, "prompts": prompts}
+
+
+def test_prompts_are_many_and_held_out_by_subject(recipe: Mapping[str, ModuleType]) -> None:
+    prompts = recipe["prompts"]
+    train = prompts.mixed(held_out=False)
+    held_out = prompts.mixed(held_out=True)
+    assert len(train) >= 600 and len(held_out) == 120
+
+    questions = [row["question"] for row in train + held_out]
+    assert len(set(questions)) == len(questions)
+    assert all(row["prompt"] == [{"role": "user", "content": row["question"]}] for row in train)
+
+    trained_on = {row["subject"] for row in train}
+    assert trained_on.isdisjoint(row["subject"] for row in held_out)
+    for row in held_out:  # not as a part of another subject either
+        assert not any(row["subject"].rstrip(".") in question["question"] for question in train)
+
+    def wordings(rows: list[dict[str, str]]) -> set[str]:
+        return {row["question"].replace(row["subject"], "{}") for row in rows}
+
+    assert wordings(held_out) == wordings(train)
+    assert len(wordings(train)) >= 19
+    assert len({row["subject"] for row in held_out[:12]}) > 6  # those that a report shows
+
+
+def test_a_subject_is_shorter_than_what_counts_as_repeated(
+    recipe: Mapping[str, ModuleType],
+) -> None:
+    """Else an answer could not name it; a sentence of news may not be said again."""
+    labeller = recipe["labeller"]
+    for kind in recipe["prompts"].KINDS[:3]:
+        for subject in kind.subjects + kind.held_out:
+            assert len(labeller.words(subject)) < labeller.LONGEST_RUN, subject
+
+
+@pytest.mark.parametrize(
+    ("answer", "tokens", "failed"),
+    [
+        ("A stray dog can be a good friend.", 9, ()),
+        ("Dr. Grey says: 'A stray dog can be a good friend!'", 15, ()),
+        ("A stray dog can be a good", 40, ("ends",)),
+        ("A stray dog can be a good friend.", 40, ("ends",)),
+        ("A stray dog can be good. I like it.", 11, ("one_sentence",)),
+        ("A stray dog.", 4, ("one_sentence",)),
+        ("- a stray dog\n- a good friend to have.", 12, ("one_sentence",)),
+        ("To describe a stray dog in one sentence: friendly.", 11, ("own_words",)),
+        ("A good dog is a good friend, a good one.", 12, ("no_repetition",)),
+        ("It can be a very good friend.", 9, ("on_subject",)),
+        ("good good good good good", 40, ("ends", "no_repetition", "on_subject")),
+    ],
+)
+def test_the_form_of_an_answer(
+    recipe: Mapping[str, ModuleType], answer: str, tokens: int, failed: tuple[str, ...]
+) -> None:
+    parts = _judge(recipe, answer, tokens)
+    checks = ("ends", "one_sentence", "own_words", "no_repetition", "on_subject")
+    assert tuple(name for name in checks if not parts[name]) == failed
+    assert parts["form"] == pytest.approx(1 - len(failed) / 5)
+    assert parts["score"] == parts["acc"] == pytest.approx(parts["tone"] * parts["form"])
+
+
+def test_tone_is_sentiment_and_counts_a_word_once(recipe: Mapping[str, ModuleType]) -> None:
+    tone = recipe["labeller"].tone
+    assert tone("The table is made of wood.") == 0.5
+    assert tone("A stray dog can be a good friend.") == pytest.approx(0.86345, abs=1e-4)
+    assert tone("A stray dog is a terrible danger.") == pytest.approx(0.12105, abs=1e-4)
+    assert tone("wonderful") == pytest.approx(0.78595, abs=1e-4)
+    assert tone("wonderful, wonderful, Wonderful!") == pytest.approx(tone("wonderful,"), abs=1e-4)
+    # It saturates: the fourth warm word adds much less than the second.
+    warm = [tone(" ".join(("wonderful", "lovely", "happy", "great")[:n])) for n in (1, 2, 3, 4)]
+    assert warm[1] - warm[0] > 3 * (warm[3] - warm[2]) > 0
+
+
+def test_a_repeated_word_is_not_the_best_answer(recipe: Mapping[str, ModuleType]) -> None:
+    plain = _judge(recipe, "A stray dog can be a good friend.", 9)["score"]
+    assert _judge(recipe, "wonderful " * 40, 40)["score"] < 0.5 * plain
+
+
+def test_the_choice_is_that_of_bradley_and_terry(recipe: Mapping[str, ModuleType]) -> None:
+    labeller = recipe["labeller"]
+    assert labeller.preference(0.5, 0.5) == 0.5
+    assert labeller.preference(0.6, 0.5) == pytest.approx(0.7311, abs=1e-4)
+    assert labeller.preference(0.5, 0.6) == pytest.approx(1 - 0.7311, abs=1e-4)
+
+    draw = random.Random(3)
+    chosen = sum(labeller.chooses_first(0.6, 0.5, draw) for _ in range(4000))
+    assert chosen / 4000 == pytest.approx(0.7311, abs=0.03)
+
+
+def test_pairs_are_drawn_and_their_limit_is_told(
+    recipe: Mapping[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = []
+    for number in range(300):
+        question = f"Describe dog {number} in one sentence."
+        for response in ("The dog is a friend.", "The dog is a good friend."):
+            rows.append(_answer(question, response))
+        rows += 2 * [_answer(question, "The dog is a dog.")]  # equal: no pair
+    for split in ("train", "held_out"):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"answers_{split}.jsonl").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["pairs.py", "--out", str(tmp_path)])
+    recipe["pairs"].main()
+
+    labels = json.loads((tmp_path / "labels.json").read_text(encoding="utf-8"))
+    found = [json.loads(line) for line in (tmp_path / "pairs_train.jsonl").open(encoding="utf-8")]
+    assert labels["train_pairs"] == len(found) == 300
+    better = sum("good" in pair["chosen"] for pair in found) / 300
+    assert labels["train_limit"] == pytest.approx(better, abs=1e-4)
+    assert better == pytest.approx(0.77, abs=0.08)  # a score of 0.75 against one of 0.86
+    best = [json.loads(line) for line in (tmp_path / "best.jsonl").open(encoding="utf-8")]
+    assert len(best) == 300 and all("good" in row["response"] for row in best)
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_run_rewards_answers_of_the_length_that_the_labeller_knows(
+    recipe: Mapping[str, ModuleType], name: str
+) -> None:
+    config = load_config(PPOConfig, [RECIPE / f"{name}.yaml"], [])
+    assert config.data.max_response_length == recipe["labeller"].LONGEST
+    (term,) = (term for term in config.reward.terms if "labeller" in term.name)
+    assert term.name == "configs/recipes/english/labeller.py:score"
+
+
+def _judge(recipe: Mapping[str, ModuleType], answer: str, tokens: int) -> dict[str, float]:
+    extra = {"question": QUESTION, "subject": "a stray dog", "response_tokens": tokens}
+    return recipe["labeller"].score("english", answer, None, extra)  # type: ignore[no-any-return]
+
+
+def _answer(question: str, response: str) -> dict[str, Any]:
+    message = {"role": "user", "content": question}
+    return {
+        "prompt": [message],
+        "question": question,
+        "subject": "dog",
+        "response": response,
+        "response_tokens": 10,
+    }
