@@ -55,6 +55,8 @@ SUBCOMMANDS = (
                "train a policy with PPO, GRPO or one of their family"),
     Subcommand("train", "torchrun", "mrlhf.run.elastic", "main",
                "torchrun with exit codes and signals for schedulers"),
+    Subcommand("look", "generate", "mrlhf.commands.generate", "main",
+               "answer a file of prompts, and score the answers"),
     Subcommand("look", "report", "mrlhf.commands.report", "main",
                "write one HTML file about one run or several"),
     Subcommand("look", "merge-summaries", "mrlhf.commands.merge_summaries", "main",
@@ -65,6 +67,7 @@ SUBCOMMANDS = (
 # fmt: on
 BY_NAME = {subcommand.name: subcommand for subcommand in SUBCOMMANDS}
 _RANKS = ("-n", "--ranks")
+_ON_RANKS = {"generate", *(row.name for row in SUBCOMMANDS if row.group == "train")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     rest = arguments[1:]
-    if BY_NAME[name].group == "train" and rest and rest[0] in _RANKS:
+    if name in _ON_RANKS and rest and rest[0] in _RANKS:
         return _on_ranks(name, rest)
     sys.argv = [f"mrlhf {name}", *rest]
     module = importlib.import_module(BY_NAME[name].module)

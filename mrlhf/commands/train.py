@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
-from mrlhf.config.arguments import DryRun
+from mrlhf.config.arguments import Arguments, DryRun
 from mrlhf.config.roots import AnyConfig
 from mrlhf.errors import ConfigError, HangError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging, quiet_transformers
@@ -98,8 +98,16 @@ def sft() -> int:
     return main(SFTConfig, train, sys.argv[1:])
 
 
-def main(root: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequence[str]) -> int:
+def main(
+    root: type[ConfigT],
+    train: Callable[[ConfigT], None],
+    argv: Sequence[str],
+    read: Callable[[type[ConfigT], Sequence[str]], Arguments[ConfigT]] = parse_args,
+    check: Callable[[ConfigT, int], str] | None = None,
+) -> int:
     """Read a configuration of class `root`, check it, run `train` on every rank, end the process.
+
+    `check` says what is about to run on so many ranks; None: `preflight`.
 
     If a rank fails, it reports why, and all ranks end with the same exit code. If the run was
     interrupted, all ranks end with exit code 75, which asks a scheduler to queue the job again.
@@ -109,7 +117,7 @@ def main(root: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequence[s
     """
     quiet_transformers()
     try:
-        config, dry, left_out = parse_args(root, argv)
+        config, dry, left_out = read(root, argv)
         if dry is not None:
             return _dry_run(config, dry, left_out)
 
@@ -122,7 +130,7 @@ def main(root: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequence[s
             logger.info("%s", left_out)
         from mrlhf.preflight import preflight
 
-        description = preflight(config, launch.world_size)
+        description = (check or preflight)(config, launch.world_size)
     except HangError as error:
         leave(report_before_start(launch, explain(error, launch.rank, True), log_failure).code)
     except MrlhfError as error:

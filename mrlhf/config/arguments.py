@@ -29,6 +29,10 @@ class DryRun:
     allow_missing: bool = False  # succeed although files or packages are not on this machine
 
 
+Arguments = tuple[ConfigT, DryRun | None, str]
+"""What `parse_args` returns."""
+
+
 class _Help(argparse.Action):
     """Prints the help with `show`, which reports an error at once, unlike argparse's own action."""
 
@@ -37,9 +41,7 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def parse_args(
-    root_class: type[ConfigT], argv: Sequence[str]
-) -> tuple[ConfigT, DryRun | None, str]:
+def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> Arguments[ConfigT]:
     """Read a launcher's arguments (without the program's name).
 
     Returns:

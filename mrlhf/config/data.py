@@ -60,6 +60,13 @@ class PromptDataSection(Section):
         return self.max_prompt_length + self.max_response_length
 
 
+class AnyPromptsSection(PromptDataSection):
+    """Prompts to answer, none of them to train on."""
+
+    train_files: Files = Field(default_factory=list)
+    """not read"""
+
+
 class SupervisedDataSection(Section):
     """Sequences to learn from."""
 

@@ -49,3 +49,10 @@ class RewardSection(Section):
     """longest time that one call of a user's function may take, seconds"""
     memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, _IF_OWN] = 16384
     """most private memory of each process of a user's function, MB; null: no limit"""
+
+
+class AnyRewardSection(RewardSection):
+    """The score of a response, if any is wanted."""
+
+    terms: list[RewardTermSection] = Field(default_factory=list)
+    """list of {name, weight}; may be empty"""

@@ -13,13 +13,14 @@ from pydantic import BaseModel, model_validator
 
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.data import (
+    AnyPromptsSection,
     PreferenceDataSection,
     PromptDataSection,
     SFTDataSection,
     SupervisedDataSection,
 )
 from mrlhf.config.fields import Section, Seed
-from mrlhf.config.reward import RewardSection
+from mrlhf.config.reward import AnyRewardSection, RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
@@ -214,6 +215,26 @@ class PPOConfig(Root):
         if self.needs_reference and not self.reference_is_policy:
             roles["reference"] = self.reference
         if self.reward_model is not None:
+            roles["reward_model"] = self.reward_model
+        return roles
+
+
+class GenerationConfig(PPOConfig):
+    """The configuration of a policy that is asked and not trained: PPO's, and what it may lack."""
+
+    reward: AnyRewardSection
+    """the score of a response; no terms: none"""
+    data: AnyPromptsSection
+    """prompts"""
+
+    def trained(self) -> dict[str, ActorSection | CriticSection]:
+        """None."""
+        return {}
+
+    def roles(self) -> dict[str, RoleSection]:
+        """The models that are built, by the name of their section."""
+        roles: dict[str, RoleSection] = {"actor": self.actor}
+        if any(term.name == "reward_model" for term in self.reward.terms) and self.reward_model:
             roles["reward_model"] = self.reward_model
         return roles
 

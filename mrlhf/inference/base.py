@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from numpy.typing import NDArray
@@ -53,6 +53,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int
     record_experts: bool = False
+
+    def greedy(self) -> SamplingParams:
+        """One response of the likeliest tokens, which ends as these do."""
+        return replace(self, n=1, temperature=0.0, top_k=-1, top_p=1.0, record_experts=False)
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:

@@ -39,6 +39,17 @@ class Launch:
     local_rank: int
 
 
+def launch_alone() -> None:
+    """Make this process the only rank of a job, unless a launcher has started it."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def read_launch() -> Launch:
     """Read the place of this process, and check the launcher's other variables.
 

@@ -3,6 +3,7 @@
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.dry_run import dry_run, preflight
 from mrlhf.preflight.inputs import (
+    EngineInputs,
     PPOInputs,
     PreferenceInputs,
     SFTInputs,
@@ -14,6 +15,7 @@ from mrlhf.preflight.model_checks import check_models
 from mrlhf.preflight.words import describe
 
 __all__ = [
+    "EngineInputs",
     "PPOInputs",
     "PreferenceInputs",
     "SFTInputs",

@@ -65,6 +65,14 @@ def check(config: AnyConfig, world_size: int) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def check_generation(config: PPOConfig, world_size: int) -> None:
+    """Refuse a configuration whose policy cannot be asked on `world_size` ranks; ConfigError."""
+    problems = [*_layout_problems(config, world_size), *_role_problems(config)]
+    problems += [*_rollout_problems(config, world_size), *_reward_problems(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     """Layouts that do not fit the ranks."""
     for name, role in config.roles().items():

@@ -52,18 +52,24 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class PPOInputs:
-    """The inputs of a PPO run."""
+class EngineInputs:
+    """What an engine needs beside a model to answer prompts."""
 
     tokenizer: Tokenizer
     endings: Endings
+    environments: EnvironmentInputs | None  # None if each response is a single turn
+
+
+@dataclass(frozen=True)
+class PPOInputs(EngineInputs):
+    """The inputs of a PPO run."""
+
     generation_config: str | None  # the text of the actor's file of that name, if it has one
     prompts: PromptDataset
     # The prompts of data.val_files as "val" and those of data.test_files as "test", if any.
     held_out: Mapping[str, Prompts]
     steps: int  # training steps of the run
     reward: RewardFunction  # users' functions are running
-    environments: EnvironmentInputs | None  # None if each response is a single turn
 
 
 @dataclass(frozen=True)
@@ -91,21 +97,33 @@ class PreferenceInputs:
 def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
     """Read the inputs of a PPO run, whose paths exist; raises as `check_inputs`."""
     _warn_of_uncorrected(config)
-    tokenizer, endings = _tokenizer_and_endings(config)
-    environments = read_environments(config, tokenizer, endings.token_ids)
-    splits = _prompts_by_split(config, tokenizer, environments)
-    check_sources(config, {name for _, every in splits.values() for name in every.data_source})
+    engine = read_engine_inputs(config)
+    splits = read_prompts(config, engine)
     prompts, _ = splits.pop("train")
     return PPOInputs(
-        tokenizer=tokenizer,
-        endings=endings,
+        **vars(engine),
         generation_config=read_generation_config(config.actor.path),
         prompts=prompts,
         held_out={split: rows for split, (_, rows) in splits.items()},
         steps=_ppo_steps(config, len(prompts)),
         reward=load_rewards(config.reward),
-        environments=environments,
     )
+
+
+def read_engine_inputs(config: PPOConfig) -> EngineInputs:
+    """Read what an engine needs beside its model; raises as `check_inputs`."""
+    tokenizer, endings = _tokenizer_and_endings(config)
+    environments = read_environments(config, tokenizer, endings.token_ids)
+    return EngineInputs(tokenizer, endings, environments)
+
+
+def read_prompts(
+    config: PPOConfig, engine: EngineInputs
+) -> dict[str, tuple[PromptDataset, Prompts]]:
+    """The prompts by split, as data sets and whole; raises as `check_inputs`."""
+    splits = _prompts_by_split(config, engine.tokenizer, engine.environments)
+    check_sources(config, {name for _, every in splits.values() for name in every.data_source})
+    return splits
 
 
 def read_sft_inputs(config: SFTConfig) -> SFTInputs:
@@ -158,9 +176,8 @@ def _check_present_inputs(config: AnyConfig, absent: Collection[str]) -> None:
     here = _without(config, absent)
     if not {config.data.tokenizer, config.data.chat_template} & set(absent):
         if isinstance(here, PPOConfig):
-            tokenizer, endings = _tokenizer_and_endings(here)
-            environments = read_environments(here, tokenizer, endings.token_ids)
-            _prompts_by_split(here, tokenizer, environments)
+            engine = read_engine_inputs(here)
+            _prompts_by_split(here, engine.tokenizer, engine.environments)
         elif isinstance(here, SFTConfig):
             _examples_and_held_out(here, _tokenizer(here))
         else:

@@ -8,7 +8,7 @@ models or losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol
 
@@ -115,9 +115,8 @@ class Collector:
 
         first_samples = range(0, len(drawn.rollout), sampling.n)
         prompts = drawn.rollout.prompts.select(first_samples)
-        greedy = replace(sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0, record_experts=False)
         with enter("gen"):
-            return self.generator.generate(prompts, greedy, "greedy baseline", step)
+            return self.generator.generate(prompts, sampling.greedy(), "greedy baseline", step)
 
     def _score_greedy(self, rollout: Rollout) -> Tensor:
         """Shaped score of each greedy response, float32 [prompts]."""

@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 1.0
 _SAY_S = 2.0
 _STOPPED_BEFORE_START = 75  # nothing is lost: start the same command again
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_LAUNCHERS = re.compile(r"(mrlhf-)?(torchrun|train[-_](dpo|ppo|rm|sft))(\.py)?")
+_LAUNCHERS = re.compile(r"(mrlhf-)?(torchrun|generate|train[-_](dpo|ppo|rm|sft))(\.py)?")
 # This process and its parent, when the package was imported; a launcher may go while torch is.
 _AT_IMPORT = (os.getpid(), os.getppid())
 

@@ -195,6 +195,29 @@ def start(config: AnyConfig) -> Run:
             directory, or it holds a run that must not be touched, or a rank has no device or does
             not come.
     """
+    context = _join(config)
+    try:
+        return _begin(config, context)
+    except Exception as error:
+        raise _reported(context.failures, error, context.job.rank) from error
+
+
+def start_without_directory(config: AnyConfig) -> Run:
+    """Join the job and set the seeds, for a program that leaves no run; a signal ends it at once.
+
+    Raises:
+        FailureReported: as `start`.
+    """
+    context = _join(config)
+    seed_everything(config.seed)
+    job = context.job
+    groups = GroupFactory(config.distributed.timeout_s)
+    place = (context.device, job.rank, job.world_size, groups, Path())
+    return Run(*place, failures=context.failures)
+
+
+def _join(config: AnyConfig) -> JobContext:
+    """Choose this rank's device, and join the job."""
     began = time.time()
     distributed = config.distributed
     deadline = _deadline(config.trainer.save_by_minutes)
@@ -209,11 +232,7 @@ def start(config: AnyConfig) -> Run:
         raise _reported(before, error, launch.rank) from error
 
     failures = Failures(dist.PrefixStore("failures", job.store), job.rank, job.world_size)
-    try:
-        context = JobContext(device, job, failures, began, deadline)
-        return _begin(config, context)
-    except Exception as error:
-        raise _reported(failures, error, job.rank) from error
+    return JobContext(device, job, failures, began, deadline)
 
 
 def _reported(failures: Failures, error: Exception, rank: int) -> FailureReported:

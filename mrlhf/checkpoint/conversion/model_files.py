@@ -42,7 +42,7 @@ class HuggingFaceSource(ModelSource):
         """
         stored = survey(directory)
         self.assets = directory
-        self.spec = load_spec(directory, head or _head(directory))
+        self.spec = load_spec(directory, head or stated_head(directory))
         expected = expected_tensors(self.spec)
         ignores_output = self.spec.output_is_embedding or head is not None
         # A model that is converted must be whole, and nothing of it is dropped in silence.
@@ -96,7 +96,7 @@ class HuggingFaceSource(ModelSource):
         return left_out
 
 
-def _head(directory: Path) -> Head:
+def stated_head(directory: Path) -> Head:
     """The head of a model, by the class that its `config.json` names."""
     try:
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))

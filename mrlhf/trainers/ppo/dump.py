@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,24 +87,30 @@ def write_validation(
     """Write the answers to the first `most` prompts of a validation, one sample of each."""
     directory = output_dir / VALIDATION
     directory.mkdir(exist_ok=True)
-    totals = rollout.with_turn_rewards(scores.total)
-    count = min(most, len(rollout))
-    rows = [_line(rollout, scores, float(totals[row]), row, tokenizer) for row in range(count)]
+    totals = rollout.with_turn_rewards(scores.total).tolist()[:most]
+    rows = [
+        describe_sample(rollout, row, tokenizer, total, scores.terms)
+        for row, total in enumerate(totals)
+    ]
     write_rows(directory / f"step_{step:06d}.jsonl", rows)
 
 
 def _sample(dump: Dump, row: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One sample of a step as a line of jsonl."""
     score = float(dump.experience.scores[row])
-    return _line(dump.experience.rollout, dump.scores, score, row, tokenizer)
+    return describe_sample(dump.experience.rollout, row, tokenizer, score, dump.scores.terms)
 
 
-def _line(
-    rollout: Rollout, scores: Scores, score: float, row: int, tokenizer: Tokenizer
+def describe_sample(
+    rollout: Rollout,
+    row: int,
+    tokenizer: Tokenizer,
+    score: float | None,
+    terms: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
+    """One sample as a line of jsonl; `terms` are [batch]."""
     prompts = rollout.prompts
     length = int(rollout.response_mask[row].sum())
-    numbers = {name: column[row] for name, column in scores.terms.items()}
+    numbers = {name: column[row] for name, column in terms.items()}
     sample = {
         "uid": prompts.uid[row],
         "sample": rollout.sample_index[row],

@@ -24,7 +24,7 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.preflight import PPOInputs
+from mrlhf.preflight import EngineInputs
 from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
@@ -66,11 +66,11 @@ def check_engine(config: PPOConfig, spec: ModelSpec, device: torch.device) -> No
 
 
 def build_generator(
-    config: PPOConfig, run: Run, actor: ModelEngine, inputs: PPOInputs
+    config: PPOConfig, run: Run, actor: ModelEngine, inputs: EngineInputs
 ) -> Generator:
     """Build the replica on this rank, and plan how the actor's weights get into it.
 
-    Every rank calls it, after the actor's optimizer has been attached.
+    Every rank calls it, after the actor's optimizer has been attached, if it is trained.
     """
     rollout = config.rollout
     tokenizer = inputs.tokenizer
@@ -113,7 +113,7 @@ def build_generator(
 
 
 def _conversations(
-    config: PPOConfig, groups: EngineGroups, inputs: PPOInputs
+    config: PPOConfig, groups: EngineGroups, inputs: EngineInputs
 ) -> Conversations | None:
     """What leads samples through several turns; the first rank of a replica has environments."""
     found = inputs.environments

@@ -14,7 +14,6 @@ from statistics import fmean
 
 from mrlhf.batch import Rollout
 from mrlhf.config.trainer import PPOTrainerSection
-from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics.tally import standard_errors
 from mrlhf.parallel.phases import Phases
 from mrlhf.rollout.scoring import Scores
@@ -38,13 +37,7 @@ class HeldOut:
         self._phases = phases
         self._parts = parts
         self._samples = samples
-        self._greedy = SamplingParams(
-            temperature=0.0,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-            stop=sampling.stop,
-            seed=sampling.seed,
-        )
+        self._greedy = sampling.greedy()
         self._sampled = replace(sampling, n=section.val_n, record_experts=False)
 
     def due(self, number: int) -> list[str]:

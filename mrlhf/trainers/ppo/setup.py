@@ -113,7 +113,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
     )
 
-    reward_model = _reward_model(config, run)
+    reward_model = build_reward_model(config, run)
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run, actor.engine)
@@ -144,7 +144,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     collector = _collector(config, generator, scorer, shaper, supply, partial_sampler)
     return Parts(
         tokenizer=tokenizer,
-        sampling=_sampling(config, inputs.endings, actor),
+        sampling=training_sampling(config, inputs.endings, actor.engine),
         generation_config=inputs.generation_config,
         held_out=inputs.held_out,
         prompts=prompts,
@@ -168,7 +168,8 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     )
 
 
-def _sampling(config: PPOConfig, endings: Endings, actor: Actor) -> SamplingParams:
+def training_sampling(config: PPOConfig, endings: Endings, actor: ModelEngine) -> SamplingParams:
+    """How the responses of training are drawn."""
     rollout = config.rollout
     return SamplingParams(
         n=rollout.n,
@@ -179,7 +180,7 @@ def _sampling(config: PPOConfig, endings: Endings, actor: Actor) -> SamplingPara
         stop_token_ids=endings.token_ids,
         stop=endings.strings,
         seed=config.seed,
-        record_experts=rollout.records_experts and actor.engine.spec.experts is not None,
+        record_experts=rollout.records_experts and actor.spec.experts is not None,
     )
 
 
@@ -214,7 +215,7 @@ def _collector(
 
 
 def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
-    engine = _engine(config, run, "actor", "lm", initial)
+    engine = role_engine(config, run, "actor", "lm", initial)
     settings = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
     return Actor(engine, settings, config.rollout.temperature)
 
@@ -222,7 +223,7 @@ def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
 def _critic(config: PPOConfig, run: Run, initial: bool) -> Critic | None:
     if not config.needs_critic:
         return None
-    return Critic(_engine(config, run, "critic", "scalar", initial), config.critic)
+    return Critic(role_engine(config, run, "critic", "scalar", initial), config.critic)
 
 
 def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | None:
@@ -231,20 +232,23 @@ def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | 
     if not config.needs_reference:
         return None
     if not config.reference_is_policy:
-        return Reference(_engine(config, run, "reference", "lm"), temperature)
+        return Reference(role_engine(config, run, "reference", "lm"), temperature)
     if config.reference.adapter == "base":
         return Reference(policy, temperature, policy.adapters.off)
     as_it_began = partial(policy.adapters.exchanged, policy.adapters.copy())
     return Reference(policy, temperature, as_it_began)
 
 
-def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
+def build_reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
+    """The reward model, if there is one."""
     if config.reward_model is None:
         return None
-    return RewardModel(_engine(config, run, "reward_model", "scalar"))
+    return RewardModel(role_engine(config, run, "reward_model", "scalar"))
 
 
-def _engine(config: PPOConfig, run: Run, name: str, head: Head, loads: bool = True) -> ModelEngine:
+def role_engine(
+    config: PPOConfig, run: Run, name: str, head: Head, loads: bool = True
+) -> ModelEngine:
     """The model of role `name`; without weights unless it `loads` them."""
     section = config.roles()[name]
     spec = spec_of_role(section, head)

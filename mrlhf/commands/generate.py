@@ -1,0 +1,93 @@
+"""Answers a file of prompts with a policy, scores the answers, and writes them as JSON lines.
+
+Usage: mrlhf generate [-n RANKS] --model DIR --prompts FILE --out FILE [--n N] [--temperature T]
+           [--config FILE ...] [key.path=value ...]
+
+It measures a checkpoint without training: with a run's configuration the numbers are those of the
+run's validation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from mrlhf.config import PPOConfig
+from mrlhf.config.arguments import Arguments
+from mrlhf.errors import ConfigError
+from mrlhf.version import add_version_option
+
+# Options that are keys of the configuration.
+_KEYS = {
+    "n": ("rollout.n", "samples of each prompt"),
+    "temperature": ("rollout.temperature", "of sampling; 0: the likeliest tokens"),
+    "top_p": ("rollout.top_p", "draw from the likeliest tokens of this probability together"),
+    "top_k": ("rollout.top_k", "draw from so many likeliest tokens"),
+    "max_response_length": ("data.max_response_length", "most tokens of a response"),
+    "seed": ("seed", "of sampling"),
+    "dtype": ("actor.dtype", "float32, bfloat16 or auto"),
+}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Answer prompts with a policy, and write prompt, response, tokens, "
+        "log-probabilities and scores of each sample as a JSON line, and a summary beside them.",
+        epilog="mrlhf generate -n 4 ... starts 4 ranks. The same command goes on where an "
+        "interrupted one has stopped. Exit code 0: done, 2: bad input.",
+        allow_abbrev=False,
+    )
+    add_version_option(parser)
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="model, run that has ended, or adapter"
+    )
+    parser.add_argument(
+        "--prompts", required=True, metavar="FILE", help="jsonl or parquet, as data.val_files"
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="a file that ends in .jsonl"
+    )
+    for name, (key, does) in _KEYS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=f"{does} ({key})")
+    parser.add_argument("--best", action="store_true", help="write the best of n samples alone")
+    parser.add_argument(
+        "--batch", type=int, default=128, metavar="N", help="prompts that are written at once (128)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at --out")
+    parser.add_argument(
+        "--config", action="append", metavar="FILE", help="reward.terms, layout and other keys"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="set a key")
+    return parser.parse_intermixed_args(arguments)
+
+
+def main() -> int:
+    """Generate on every rank; 0 when done, 2 on bad input."""
+    options = parse(sys.argv[1:])
+    from mrlhf.commands.train import main as run_on_ranks
+    from mrlhf.parallel.job import launch_alone
+    from mrlhf.trainers.generation import GenerationOptions, check_generation, generate
+    from mrlhf.trainers.policy import policy_config
+
+    launch_alone()
+    greedy = options.temperature is not None and float(options.temperature) == 0
+    asked = GenerationOptions(options.out, greedy, options.batch, options.best, options.overwrite)
+
+    def read(root: type[PPOConfig], argv: Sequence[str]) -> Arguments[PPOConfig]:
+        given = {key: vars(options)[name] for name, (key, _) in _KEYS.items()}
+        if greedy:
+            if int(options.n or 1) > 1:
+                raise ConfigError("--n samples of --temperature 0 are all the same; leave it out")
+            given |= {"rollout.temperature": None, "rollout.n": 1}
+        keys = [f"{key}={value}" for key, value in given.items() if value is not None]
+        keys += [f"data.val_files=[{json.dumps(options.prompts)}]"]
+        return policy_config(options.model, options.config, [*options.overrides, *keys]), None, ""
+
+    return run_on_ranks(
+        PPOConfig, partial(generate, asked), [], read, partial(check_generation, asked)
+    )
