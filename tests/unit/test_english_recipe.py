@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,9 +29,10 @@ def recipe() -> Mapping[str, ModuleType]:
         import labeller
         import pairs
         import prompts
+        import summary
     finally:
         sys.path.remove(str(RECIPE))
-    return {"labeller": labeller, "pairs": pairs, "prompts": prompts}
+    return {"labeller": labeller, "pairs": pairs, "prompts": prompts, "summary": summary}
 
 
 def test_prompts_are_many_and_held_out_by_subject(recipe: Mapping[str, ModuleType]) -> None:
@@ -113,12 +114,12 @@ def test_a_repeated_word_is_not_the_best_answer(recipe: Mapping[str, ModuleType]
 def test_the_choice_is_that_of_bradley_and_terry(recipe: Mapping[str, ModuleType]) -> None:
     labeller = recipe["labeller"]
     assert labeller.preference(0.5, 0.5) == 0.5
-    assert labeller.preference(0.6, 0.5) == pytest.approx(0.7311, abs=1e-4)
-    assert labeller.preference(0.5, 0.6) == pytest.approx(1 - 0.7311, abs=1e-4)
+    assert labeller.preference(0.6, 0.5) == pytest.approx(0.8808, abs=1e-4)
+    assert labeller.preference(0.5, 0.6) == pytest.approx(1 - 0.8808, abs=1e-4)
 
     draw = random.Random(3)
     chosen = sum(labeller.chooses_first(0.6, 0.5, draw) for _ in range(4000))
-    assert chosen / 4000 == pytest.approx(0.7311, abs=0.03)
+    assert chosen / 4000 == pytest.approx(0.8808, abs=0.03)
 
 
 def test_pairs_are_drawn_and_their_limit_is_told(
@@ -126,10 +127,9 @@ def test_pairs_are_drawn_and_their_limit_is_told(
 ) -> None:
     rows = []
     for number in range(300):
-        question = f"Describe dog {number} in one sentence."
-        for response in ("The dog is a friend.", "The dog is a good friend."):
-            rows.append(_answer(question, response))
-        rows += 2 * [_answer(question, "The dog is a dog.")]  # equal: no pair
+        rows.append(_answer(number, "The dog is a friend.", 0.75))
+        rows.append(_answer(number, "The dog is a good friend.", 0.86))
+        rows += 2 * [_answer(number, "The dog is a dog.", 0.5)]  # equal: no pair
     for split in ("train", "held_out"):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"answers_{split}.jsonl").write_text(text, encoding="utf-8")
@@ -141,7 +141,7 @@ def test_pairs_are_drawn_and_their_limit_is_told(
     assert labels["train_pairs"] == len(found) == 300
     better = sum("good" in pair["chosen"] for pair in found) / 300
     assert labels["train_limit"] == pytest.approx(better, abs=1e-4)
-    assert better == pytest.approx(0.77, abs=0.08)  # a score of 0.75 against one of 0.86
+    assert better == pytest.approx(0.9, abs=0.05)  # 1 / (1 + e^-2.2)
     best = [json.loads(line) for line in (tmp_path / "best.jsonl").open(encoding="utf-8")]
     assert len(best) == 300 and all("good" in row["response"] for row in best)
 
@@ -156,17 +156,65 @@ def test_a_run_rewards_answers_of_the_length_that_the_labeller_knows(
     assert term.name == "configs/recipes/english/labeller.py:score"
 
 
+def test_the_summary_has_the_figures_of_all_runs(
+    recipe: Mapping[str, ModuleType], tmp_path: Path
+) -> None:
+    figures = {"start_accuracy": 0.5, "final_accuracy": 0.75, "kl_final": 0.1}
+    figures |= {"start_sampled_accuracy": 0.4, "final_sampled_accuracy": 0.7}
+    figures |= {"reward_start": -1.0, "reward_final": 2.0}
+    _write(tmp_path / "ppo" / "summary.json", [figures])
+    _write(tmp_path / "grpo" / "summary.json", [figures | {"final_accuracy": 0.8}])
+    _write(tmp_path / "data" / "labels.json", [{"held_out_limit": 0.9, "train_pairs": 640}])
+    rows = [{"step": 1, "val/accuracy": 0.5}, {"step": 2, "val/accuracy": 0.6}, {"step": 3}]
+    _write(tmp_path / "rm" / "metrics.jsonl", rows)
+    for run in ("ppo", "grpo"):
+        _write(tmp_path / run / "validation" / "step_000000.jsonl", [_held_out("a b a b", False)])
+        _write(tmp_path / run / "validation" / "step_000012.jsonl", [_held_out("a | b", True)])
+    _write(tmp_path / "sums" / "summary.json", [{"start_accuracy": 0.1, "final_accuracy": 0.95}])
+
+    found = recipe["summary"].gather(tmp_path, tmp_path / "sums", 900.0)
+    expected = {
+        "labeller_start": 0.5,
+        "labeller_final": 0.75,
+        "labeller_final_grpo": 0.8,
+        "labeller_start_sampled": 0.4,
+        "learned_reward_final": 2.0,
+        "rm_pair_accuracy": 0.6,
+        "rm_pair_limit": 0.9,
+        "sums_accuracy_start": 0.1,
+        "sums_accuracy_final": 0.95,
+        "seconds": 900.0,
+        "kl_final": 0.1,
+        "words_start": 4.0,
+        "distinct_1_start": 0.5,
+        "distinct_2_start": 0.6667,
+        "ended_start": 0.0,
+        "ended_final": 1.0,
+        "tone_final": 0.25,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+    *_, row = recipe["summary"].page(tmp_path).splitlines()
+    assert row == "| Why? | a b a b … (0.50) | a \\| b (0.50) |"
+
+
+def _write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _held_out(response: str, stopped: bool) -> dict[str, Any]:
+    prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    terms = {"score/acc": 0.5, "score/tone": 0.25, "score/form": 1.0}
+    return {"prompt": prompt, "response": response, "stopped": stopped, "terms": terms}
+
+
 def _judge(recipe: Mapping[str, ModuleType], answer: str, tokens: int) -> dict[str, float]:
     extra = {"question": QUESTION, "subject": "a stray dog", "response_tokens": tokens}
     return recipe["labeller"].score("english", answer, None, extra)  # type: ignore[no-any-return]
 
 
-def _answer(question: str, response: str) -> dict[str, Any]:
-    message = {"role": "user", "content": question}
-    return {
-        "prompt": [message],
-        "question": question,
-        "subject": "dog",
-        "response": response,
-        "response_tokens": 10,
-    }
+def _answer(uid: int, response: str, reward: float) -> dict[str, Any]:
+    """A line of `mrlhf generate`, as far as pairs read it."""
+    message = {"role": "user", "content": f"Describe dog {uid} in one sentence."}
+    return {"uid": uid, "prompt": [message], "response": response, "reward": reward}

@@ -3,10 +3,11 @@
 Usage: python configs/recipes/english/pairs.py --out runs/english/data
 
 It reads `answers_train.jsonl` and `answers_held_out.jsonl` in OUT, several answers to each prompt
-as `mrlhf generate` writes them. The answers to a prompt are paired with their neighbours. The noisy
-labeller chooses in each pair: `pairs_train.jsonl`, `pairs_held_out.jsonl`. `best.jsonl` has the
-best answer to each training prompt. `labels.json` tells how often a labeller without noise agrees
-with these choices, which is the most that a reward model can reach.
+with the labeller's score as `mrlhf generate` writes them. The answers to a prompt are paired with
+their neighbours. The noisy labeller chooses in each pair: `pairs_train.jsonl`,
+`pairs_held_out.jsonl`. `best.jsonl` has the best answer to each training prompt. `labels.json`
+tells how often a labeller without noise agrees with these choices, which is the most that a reward
+model can reach.
 """
 
 from __future__ import annotations
@@ -25,18 +26,10 @@ SEED = 1
 Row = Mapping[str, Any]
 
 
-def judged(file: Path) -> list[list[dict[str, Any]]]:
-    """The answers of a file with the labeller's scores, those to one prompt together."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    for row in rows:
-        row["labeller"] = labeller.judge(
-            row["response"],
-            question=row["question"],
-            subject=row["subject"],
-            tokens=row["response_tokens"],
-        )["score"]
-    return [list(answers) for _, answers in groupby(rows, key=lambda row: row["question"])]
+def answers_of(file: Path) -> list[list[Row]]:
+    """The answers of a file, those to one prompt together."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [list(answers) for _, answers in groupby(rows, key=lambda row: row["uid"])]
 
 
 def pairs_of(answers: Sequence[Row], draw: random.Random) -> list[dict[str, Any]]:
@@ -45,14 +38,14 @@ def pairs_of(answers: Sequence[Row], draw: random.Random) -> list[dict[str, Any]
     for first, second in zip(answers[::2], answers[1::2], strict=False):
         if first["response"].strip() == second["response"].strip():
             continue
-        is_first = labeller.chooses_first(first["labeller"], second["labeller"], draw)
+        is_first = labeller.chooses_first(first["reward"], second["reward"], draw)
         chosen, rejected = (first, second) if is_first else (second, first)
         pairs.append(
             {
                 "prompt": chosen["prompt"],
                 "chosen": chosen["response"],
                 "rejected": rejected["response"],
-                "margin": round(chosen["labeller"] - rejected["labeller"], 4),
+                "margin": round(chosen["reward"] - rejected["reward"], 4),
             }
         )
     return pairs
@@ -65,7 +58,7 @@ def limit(pairs: Sequence[Row]) -> float:
 
 def best_of(answers: Sequence[Row]) -> dict[str, Any]:
     """The best of the answers to a prompt."""
-    best = max(answers, key=lambda row: row["labeller"])
+    best = max(answers, key=lambda row: row["reward"])
     return {"prompt": best["prompt"], "response": best["response"]}
 
 
@@ -77,7 +70,7 @@ def main() -> None:
     draw = random.Random(SEED)
     found: dict[str, float] = {}
     for split in ("train", "held_out"):
-        prompts = judged(out / f"answers_{split}.jsonl")
+        prompts = answers_of(out / f"answers_{split}.jsonl")
         pairs = [pair for answers in prompts for pair in pairs_of(answers, draw)]
         _write(out / f"pairs_{split}.jsonl", pairs)
         found[f"{split}_pairs"] = len(pairs)

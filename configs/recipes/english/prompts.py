@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DATA_SOURCE = "english"
+LABELLED = 320  # training prompts whose answers the labeller compares
 
 
 @dataclass(frozen=True)
@@ -265,13 +266,15 @@ def mixed(held_out: bool) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Write both files of prompts."""
+    """Write the files of prompts; those that the labeller sees are a part of the training ones."""
     parser = argparse.ArgumentParser(description="Write the prompts of the recipe.")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for name, held_out in (("train", False), ("held_out", True)):
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in mixed(held_out)]
+    train = mixed(held_out=False)
+    files = {"train": train, "labelled": train[:LABELLED], "held_out": mixed(held_out=True)}
+    for name, rows_of_file in files.items():
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows_of_file]
         file = out / f"{name}.jsonl"
         file.write_text("".join(lines), encoding="utf-8")
         print(f"{file}: {len(lines)} prompts")

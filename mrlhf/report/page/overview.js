@@ -73,7 +73,7 @@ function beforeAndAfter(run) {
   const words = ({ response, score, stopped }) => [response, element("span", { class: "faint" }, ` ${stopped ? "" : "(cut off) "}${short(score)}`)];
   const cells = (row, i) => [prompts[i], ...[before[i], row].map((one) => (one ? element("span", {}, ...words(one)) : "–"))];
   const title = report.runs.length > 1 ? `${label(run)}: ` : "";
-  return [element("h2", {}, `${title}Held-out answers, before and after`), table(["prompt", `step ${begin}`, `step ${end}`], after.map(cells))];
+  return [element("h2", {}, `${title}Held-out answers, before and after`), table(["prompt", `step ${begin}`, `step ${end}`], after.slice(0, 12).map(cells))];
 }
 
 // Texts without what the chat template puts before and after each: whole lines, and special tokens.
