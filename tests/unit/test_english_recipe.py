@@ -137,11 +137,18 @@ def test_pairs_are_drawn_and_their_limit_is_told(
     recipe["pairs"].main()
 
     labels = json.loads((tmp_path / "labels.json").read_text(encoding="utf-8"))
-    found = [json.loads(line) for line in (tmp_path / "pairs_train.jsonl").open(encoding="utf-8")]
-    assert labels["train_pairs"] == len(found) == 300
+    found = [json.loads(x) for x in (tmp_path / "pairs_held_out.jsonl").open(encoding="utf-8")]
+    assert labels["held_out_pairs"] == len(found) == 300
     better = sum("good" in pair["chosen"] for pair in found) / 300
-    assert labels["train_limit"] == pytest.approx(better, abs=1e-4)
+    assert labels["held_out_limit"] == pytest.approx(better, abs=1e-4)
     assert better == pytest.approx(0.9, abs=0.05)  # 1 / (1 + e^-2.2)
+
+    # Of four answers, what wins twice against what loses twice: noise is less, the gap wider.
+    found = [json.loads(x) for x in (tmp_path / "pairs_train.jsonl").open(encoding="utf-8")]
+    assert labels["train_pairs"] == len(found) == 300
+    assert 0.85 < sum("good" in pair["chosen"] for pair in found) / 300 < 0.95
+    assert sum("a dog" in pair["rejected"] for pair in found) > 285
+    assert labels["train_limit"] > 0.98
     best = [json.loads(line) for line in (tmp_path / "best.jsonl").open(encoding="utf-8")]
     assert len(best) == 300 and all("good" in row["response"] for row in best)
 
