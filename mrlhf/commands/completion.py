@@ -61,7 +61,7 @@ def _words(row: Subcommand) -> str:
     assert spec is not None and spec.origin is not None
     words = _OPTION.findall(Path(spec.origin).read_text(encoding="utf-8"))
 
-    root = roots.get(row.name, PPOConfig if row.name in ("plan", "doctor") else None)
+    root = roots.get(row.name, PPOConfig if row.name in ("plan", "doctor", "generate") else None)
     if root is not None:
         words += [f"{name}=" for name, node in nodes(root).items() if not node.is_section]
     if row.name == "docs":

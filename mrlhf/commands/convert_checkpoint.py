@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -21,7 +20,7 @@ from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, co
 from mrlhf.checkpoint.conversion.identify import examine
 from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
-from mrlhf.commands.endings import end_command
+from mrlhf.commands.endings import OneLineParser, end_command
 from mrlhf.printable import show, size_text
 from mrlhf.run.terminal import ByteBars
 from mrlhf.version import add_version_option
@@ -30,16 +29,9 @@ _FILE_MB = 5000
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in the command line in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see --help\n")
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = _Parser(
+    parser = OneLineParser(
         description="Convert a model's checkpoint, or say what a directory is. The format of the "
         "source is found out. The result appears when it is whole.",
         epilog="Exit code 0: done, 1: --inspect found something wrong, 2: bad input.",

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from mrlhf.errors import MrlhfError
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a mistake in the command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
+        self.exit(2, f"error: {message}; see --help\n")
 
 
 def end_command(action: Callable[[], int], place: Path) -> int:

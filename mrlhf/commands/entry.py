@@ -130,5 +130,5 @@ def start_ranks(count: int, name: str, arguments: Sequence[str]) -> int:
     # torchrun would set 1, and say so on five lines.
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    program = ["-m", "mrlhf", name, *arguments]
+    program = ["-m", "--", "mrlhf", name, *arguments]  # torchrun would take --n for its own
     return launch(["--standalone", f"--nproc-per-node={count}", *program])

@@ -11,31 +11,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mrlhf.commands.endings import OneLineParser
 from mrlhf.config import PPOConfig
 from mrlhf.config.arguments import Arguments
-from mrlhf.errors import ConfigError
 from mrlhf.version import add_version_option
 
-# Options that are keys of the configuration.
-_KEYS = {
-    "n": ("rollout.n", "samples of each prompt"),
-    "temperature": ("rollout.temperature", "of sampling; 0: the likeliest tokens"),
-    "top_p": ("rollout.top_p", "draw from the likeliest tokens of this probability together"),
-    "top_k": ("rollout.top_k", "draw from so many likeliest tokens"),
-    "max_response_length": ("data.max_response_length", "most tokens of a response"),
-    "seed": ("seed", "of sampling"),
-    "dtype": ("actor.dtype", "float32, bfloat16 or auto"),
-}
+# Options that set keys of the configuration.
+_KEYS = (
+    ("--n", "rollout.n", "samples of each prompt"),
+    ("--temperature", "rollout.temperature", "0: one answer of the likeliest tokens"),
+    ("--top-p", "rollout.top_p", "sample from the likeliest tokens of this probability"),
+    ("--top-k", "rollout.top_k", "sample from so many likeliest tokens"),
+    ("--max-response-length", "data.max_response_length", "most tokens of a response"),
+    ("--seed", "seed", "of the samples"),
+    ("--dtype", "actor.dtype", "auto, float32 or bfloat16"),
+)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description="Answer prompts with a policy, and write prompt, response, tokens, "
         "log-probabilities and scores of each sample as a JSON line, and a summary beside them.",
         epilog="mrlhf generate -n 4 ... starts 4 ranks. The same command goes on where an "
@@ -52,8 +53,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="a file that ends in .jsonl"
     )
-    for name, (key, does) in _KEYS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=f"{does} ({key})")
+    for option, key, does in _KEYS:
+        parser.add_argument(option, dest=key, metavar="X", help=f"{does} ({key})")
     parser.add_argument("--best", action="store_true", help="write the best of n samples alone")
     parser.add_argument(
         "--batch", type=int, default=128, metavar="N", help="prompts that are written at once (128)"
@@ -75,19 +76,16 @@ def main() -> int:
     from mrlhf.trainers.policy import policy_config
 
     launch_alone()
-    greedy = options.temperature is not None and float(options.temperature) == 0
+    given = {key: vars(options)[key] for _, key, _ in _KEYS}
+    greedy = re.fullmatch(r"0+\.?0*", given["rollout.temperature"] or "") is not None
+    if greedy:
+        given |= {"rollout.temperature": None, "rollout.n": given["rollout.n"] or 1}
     asked = GenerationOptions(options.out, greedy, options.batch, options.best, options.overwrite)
 
     def read(root: type[PPOConfig], argv: Sequence[str]) -> Arguments[PPOConfig]:
-        given = {key: vars(options)[name] for name, (key, _) in _KEYS.items()}
-        if greedy:
-            if int(options.n or 1) > 1:
-                raise ConfigError("--n samples of --temperature 0 are all the same; leave it out")
-            given |= {"rollout.temperature": None, "rollout.n": 1}
         keys = [f"{key}={value}" for key, value in given.items() if value is not None]
-        keys += [f"data.val_files=[{json.dumps(options.prompts)}]"]
-        return policy_config(options.model, options.config, [*options.overrides, *keys]), None, ""
+        keys.append(f"data.val_files=[{json.dumps(options.prompts)}]")
+        return policy_config(options.model, options.config, [*argv, *keys]), None, ""
 
-    return run_on_ranks(
-        PPOConfig, partial(generate, asked), [], read, partial(check_generation, asked)
-    )
+    actions = (read, partial(check_generation, asked))
+    return run_on_ranks(PPOConfig, partial(generate, asked), options.overrides, *actions)

@@ -69,7 +69,7 @@ def _end_before_start(number: int, frame: FrameType | None) -> None:
     # One rank speaks for all, since all of them get the signal.
     if os.environ.get("RANK", "0") == "0":
         name = signal.Signals(number).name
-        text = f"stopped early: {name} came before the start, so there is nothing to save\n"
+        text = f"stopped early: {name} came when nothing was to save; start it again\n"
         os.write(2, text.encode())
     os._exit(_STOPPED_BEFORE_START)
 

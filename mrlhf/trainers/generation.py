@@ -65,6 +65,8 @@ def check_generation(options: GenerationOptions, config: PPOConfig, world_size: 
     out = options.out
     if options.batch < 1:
         raise ConfigError(f"--batch {options.batch} is below 1")
+    if options.greedy and config.rollout.n > 1:
+        raise ConfigError(f"{config.rollout.n} answers of temperature 0 are alike; leave out --n")
     if options.best and not config.reward.terms:
         raise ConfigError("--best compares rewards, but reward.terms is empty; name terms there")
     if out.suffix != ".jsonl" or out.is_dir():
@@ -134,7 +136,10 @@ def answer(
 
         scores = None if scorer is None else scorer.score(rollout)
         if run.is_main_rank:
-            _append(options.partial, _samples(rollout, scores, inputs.tokenizer, asked, n))
+            rows = _samples(rollout, scores, inputs.tokenizer, asked, n)
+            with options.partial.open("a", encoding="utf-8") as file:
+                for row in rows:
+                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
             logger.info("%d of %d prompts", first + len(batch), len(prompts))
     if run.is_main_rank:
         speed = {"seconds": round(seconds, 2), "tokens_per_s": round(tokens / (seconds or 1), 1)}
@@ -201,15 +206,6 @@ def _samples(
     for first in range(0, len(rows) if rewards else 0, n):
         max(rows[first : first + n], key=lambda row: row["reward"])["best"] = True
     return rows
-
-
-def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows at the end of a file, and wait until they are on disk."""
-    with file.open("a", encoding="utf-8", newline="\n") as stream:
-        for row in rows:
-            stream.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _finish(options: GenerationOptions, config: PPOConfig, speed: Mapping[str, float]) -> None:

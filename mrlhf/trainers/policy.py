@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrlhf.checkpoint.conversion.model_files import stated_head
-from mrlhf.checkpoint.conversion.run_output import choose, models_in
+from mrlhf.checkpoint.conversion.run_output import choose
 from mrlhf.config.load import read_config
 from mrlhf.config.roots import GenerationConfig, PPOConfig
 from mrlhf.data.hub_files import read_object
@@ -86,9 +86,6 @@ def _files_of(model: str) -> tuple[str, str | None]:
 
     if stated_head(place) == "scalar":
         raise ConfigError(f"{place} is a reward model, which gives no answers; give a policy")
-    inside = models_in(place) if place.is_dir() and not (place / "config.json").is_file() else []
-    if inside:
-        raise ConfigError(f"{place} is no model; those in it are {', '.join(inside)}: give one")
     return str(place), None
 
 

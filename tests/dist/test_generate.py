@@ -5,6 +5,7 @@ rank and on two; and an interrupted job goes on to the same file.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,12 +175,12 @@ def test_an_unfinished_job_of_another_kind_is_not_gone_on_with(root: Path, tmp_p
         "seed 3 and not 4": ["seed=4"],
         "rollout.n 2 and not 5": ["rollout.n=5"],
         "data.val_files": [f"data.val_files={root / 'data' / 'sft.jsonl'}"],
-        "reward.terms": ["reward.terms=[{name: exact_match}]"],
+        "reward.terms": ["reward.terms=[{name: reward_model}]"],
     }
     for words, keys in changed.items():
         with pytest.raises(ConfigError, match=f"was begun with .*{words}"):
             check_generation(options, policy_config(str(root / "llama"), files, keys), 1)
-    with pytest.raises(ConfigError, match="was begun with actor.path"):
+    with pytest.raises(ConfigError, match=r"was begun with actor\.path"):
         check_generation(options, policy_config(str(root / "llama-ref"), files), 1)
     with pytest.raises(ConfigError, match="was begun with --batch 4 and not 5"):
         check_generation(replace(options, batch=5), config, 1)
@@ -190,3 +191,41 @@ def test_an_unfinished_job_of_another_kind_is_not_gone_on_with(root: Path, tmp_p
     options.partial.write_text("something else\n")
     with pytest.raises(ConfigError, match="partial was begun"):
         check_generation(options, config, 1)
+
+
+def test_mistakes_are_one_line_before_anything_is_built(root: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    scorer = tmp_path / "scorer"
+    models = {
+        "actor.path .*none does not exist": root / "none",
+        "qwen2-tied-critic is a reward model": root / "qwen2-tied-critic",
+        "the base of the adapter, /nowhere, is no directory here": adapter,
+        "adapter of a reward model": scorer,
+        "holds no config.json": root,
+    }
+    for directory, task in ((adapter, "CAUSAL_LM"), (scorer, "SEQ_CLS")):
+        directory.mkdir()
+        stated = {"base_model_name_or_path": "/nowhere", "r": 4, "task_type": task}
+        (directory / "adapter_config.json").write_text(json.dumps(stated))
+    files = [str(root / "ppo.yaml")]
+    options = GenerationOptions(tmp_path / "out.jsonl", False, BATCH, False, False)
+    for words, model in models.items():
+        with pytest.raises(ConfigError, match=words) as caught:
+            check_generation(options, policy_config(str(model), files), 1)
+        assert "\n" not in str(caught.value)
+
+    config = policy_config(str(root / "llama"), files)
+    nothing = policy_config(str(root / "llama"), None)
+    (tmp_path / "there.jsonl").touch()
+    for words, changes, given in (
+        ("no is no directory that can be written", {"out": tmp_path / "no" / "out.jsonl"}, config),
+        ("not the name of a file that ends in .jsonl", {"out": tmp_path / "out.txt"}, config),
+        ("is there already", {"out": tmp_path / "there.jsonl"}, config),
+        ("--batch 0 is below 1", {"batch": 0}, config),
+        ("2 answers of temperature 0 are alike", {"greedy": True}, config),
+        ("reward.terms is empty", {"best": True}, nothing),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            check_generation(replace(options, **changes), given, 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"bad value 0 for 'rollout\.n'"):
+        policy_config(str(root / "llama"), files, ["rollout.n=0"])

@@ -102,5 +102,5 @@ def test_a_signal_during_the_import_of_torch_is_one_line(
     process.send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == 75, errors
-    line = f"stopped early: {number.name} came before the start, so there is nothing to save\n"
+    line = f"stopped early: {number.name} came when nothing was to save; start it again\n"
     assert errors == (line if speaks else "")

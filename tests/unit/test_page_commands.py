@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 from mrlhf.commands import (
     convert_checkpoint,
     doctor,
+    generate,
     import_config,
     init,
     merge_summaries,
@@ -57,6 +58,7 @@ NOT_RUN = [
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "convert_checkpoint": convert_checkpoint.parse,
     "doctor": doctor.parse,
+    "generate": generate.parse,
     "import_config": import_config.parse,
     "init": init.parse,
     "merge_summaries": merge_summaries.parse,
