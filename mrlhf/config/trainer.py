@@ -177,6 +177,9 @@ class PPOTrainerSection(TrainerSection):
     log_samples: CountOrZero = 1
     """responses shown on the console at each validation, or without held-out prompts in the first
     and every tenth training step"""
+    val_samples: Annotated[CountOrZero, _IF_HELD_OUT] = 12
+    """prompts of the validation whose greedy answers are written down each time, in
+    validation/step_N.jsonl; the report shows the first and the last ones beside each other"""
     peak_tflops: Positive | None = None
     """peak of one device at the training dtype without sparsity, TFLOP/s, for perf/mfu; null: known
     for common NVIDIA GPUs"""

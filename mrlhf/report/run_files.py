@@ -40,6 +40,8 @@ class RunFiles:
     # busy seconds.
     phases: Mapping[int, Mapping[int, Sequence[Sequence[Any]]]]
     dumps: Mapping[int, Path]  # the files of rollouts, by step
+    # Of the first and the last validation that are written down: its step, and its answers.
+    validations: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]
     profiles: Sequence[Path]  # traces of steps, and of the memory at the end
 
     @property
@@ -79,6 +81,7 @@ def read_run(directory: Path) -> RunFiles:
         processes=processes,
         phases={step: phases[step] for step in sorted(phases) if step in steps},
         dumps=_dumps(directory / "rollouts", steps),
+        validations=_validations(directory / files.VALIDATION, steps),
         profiles=sorted((directory / files.PROFILES).glob("[!.]*")),
     )
 
@@ -143,6 +146,14 @@ def _dumps(directory: Path, steps: set[int]) -> dict[int, Path]:
         if step in steps:
             dumps[step] = file
     return dumps
+
+
+def _validations(directory: Path, steps: set[int]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """The step and the answers of the first and of the last validation, if these are two."""
+    found = {int(file.stem[5:]): file for file in directory.glob("step_*.jsonl")}
+    known = sorted(step for step in found if step in steps)
+    ends = (known[0], known[-1]) if len(known) > 1 else ()
+    return [(step, _records(found[step])) for step in ends]
 
 
 def _records(file: Path) -> list[dict[str, Any]]:

@@ -79,6 +79,7 @@ def _describe(run: RunFiles, packed: PackedSamples, folder: Path) -> dict[str, A
         "checkpoints": run.checkpoints,
         "alarms": run.alarms,
         "processes": run.processes,
+        "validations": run.validations,
         "profiles": [os.path.relpath(file, folder) for file in run.profiles],
         "samples": packed.columns,
         "quantities": packed.quantities,

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,10 +37,23 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_run(root / "turns", replace(SIZE, steps=3, has_episodes=True))
     write_report([root / "turns"], root / "turns.html", most_samples=1000)
     write_report([slow, root / "turns"], root / "mixed.html", most_samples=1000)
+    _write_validations(slow, {0: 11, 10: 12, 30: 13, 99: 14})  # the run has 30 steps
     write_report([slow], root / "one.html", most_samples=1000)
     write_report([slow, fast], root / "two.html", most_samples=1000)
     names = ("one", "two", "turns", "mixed")
     return {name: (root / f"{name}.html").as_uri() for name in names}
+
+
+def _write_validations(run: Path, answers: dict[int, int]) -> None:
+    """Held-out answers to three chats, of the steps in `answers`."""
+    (run / "validation").mkdir()
+    for step, answer in answers.items():
+        rows = []
+        for question in ("What is\n1 < 2?", "What is 3?", BREAKS_OUT):
+            prompt = f"<|system|>\nBe short.<|end|>\n<|user|>\n{question}<|end|>\n<|assistant|>\n"
+            row = {"prompt": prompt, "response": f"{answer}", "stopped": answer > 11, "score": 0.25}
+            rows.append(json.dumps(row) + "\n")
+        (run / "validation" / f"step_{step:06d}.jsonl").write_text("".join(rows))
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +128,24 @@ def test_the_first_view_says_whether_the_run_learned(page: Any, reports: dict[st
     assert "clip_fraction" in text and "0.62 of the tokens are clipped" in text
     assert not re.search(r"^step\t\d", text, re.MULTILINE)  # the sum of the phases
     assert re.search(r"^generating\t[\d.]+\t\d+ %", text, re.MULTILINE)
+
+
+def test_answers_before_and_after_stand_first(page: Any, reports: dict[str, str]) -> None:
+    page.goto(reports["one"])
+    table = page.locator("h2", has_text="before and after").locator("+ div")
+    rows = [row.locator("th, td").all_inner_texts() for row in table.locator("tr").all()]
+    assert rows == [
+        ["prompt", "step 0", "step 30"],
+        ["What is 1 < 2?", "11 (cut off) 0.25", "13 0.25"],
+        ["What is 3?", "11 (cut off) 0.25", "13 0.25"],
+        [BREAKS_OUT, "11 (cut off) 0.25", "13 0.25"],
+    ]
+    box = table.bounding_box()
+    assert box is not None and box["y"] + box["height"] < page.viewport_size["height"]
+    assert table.locator("td span.faint").count() == 6
+
+    page.goto(reports["two"])  # of the other run no validations are written down
+    assert page.locator("h2", has_text="before and after").count() == 1
 
 
 def test_what_to_do_next_follows_the_curve(page: Any, reports: dict[str, str]) -> None:

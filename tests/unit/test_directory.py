@@ -184,6 +184,7 @@ def test_overwrite_deletes_what_a_run_writes_and_nothing_else(tmp_path):
         "checkpoints/before_1.step_000009/manifest.json",
         "rollouts/step_000001.jsonl",
         "rollouts/step_000002.parquet",
+        "validation/step_000000.jsonl",
         "timeline/rank_3.jsonl",
         "report.html",
         "hangs/rank_00001.txt",
@@ -325,6 +326,7 @@ def test_going_back_sets_aside_all_that_is_later(tmp_path):
     later = {
         "rollouts/step_000003.jsonl": "rollouts/before_{}.step_000003.jsonl",
         "rollouts/step_000010.parquet": "rollouts/before_{}.step_000010.parquet",
+        "validation/step_000003.jsonl": "validation/before_{}.step_000003.jsonl",
         "profiles/step_000004_rank_0.json.gz": "profiles/before_{}.step_000004_rank_0.json.gz",
         "failed_step_000005.json": "before_{}.failed_step_000005.json",
         "checkpoints/step_000004/manifest.json": "checkpoints/before_{}.step_000004/manifest.json",

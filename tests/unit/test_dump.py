@@ -16,7 +16,7 @@ from mrlhf.data.sample_table import read_samples
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.ppo.dump import Dump, chosen_rows, save_batch, write_dump
+from mrlhf.trainers.ppo.dump import Dump, chosen_rows, save_batch, write_dump, write_validation
 from tests.rollouts import make_rollout, with_holes
 
 
@@ -202,6 +202,23 @@ def test_jsonl_has_texts_and_scores(tmp_path, tokenizer):
     lines = (tmp_path / "rollouts" / "step_000004.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[0])["response"] == "a"
+
+
+def test_the_first_answers_of_a_validation_are_written_down(tmp_path, tokenizer):
+    """With the rewards of turns in their scores, as validation counts them."""
+    rollout = rollout_of([7, 9])
+    scores = dump_of(rollout).scores
+    write_validation(tmp_path, 20, rollout, scores, 3, tokenizer)
+    (file,) = (tmp_path / "validation").iterdir()
+    assert file.name == "step_000020.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["prompt 7", "prompt 7", "prompt 9"]
+    turns = rollout.with_turn_rewards(scores.total).tolist()
+    assert [row["score"] for row in rows] == turns[:3]
+    assert rows[0]["response"] == "a" and rows[0]["terms"] == {"exact": 0.5}
+
+    write_validation(tmp_path, 0, rollout, scores, 99, tokenizer)
+    assert len((tmp_path / "validation/step_000000.jsonl").read_text().splitlines()) == 4
 
 
 def test_the_same_prompts_are_chosen_whenever_they_come():

@@ -49,6 +49,7 @@ const HEADLINES = [
 function overview() {
   const parts = [element("section", { "aria-label": "Summary" }, ...report.runs.map(verdict))];
   if (report.runs.length > 1) parts.push(element("h2", {}, "The runs beside each other"), comparison());
+  parts.push(...report.runs.filter((run) => run.validations.length).flatMap(beforeAndAfter));
   const [first, more] = highlightCards();
   parts.push(element("div", { class: "grid" }, ...first));
   if (more.length) {
@@ -63,6 +64,27 @@ function overview() {
   parts.push(element("h2", {}, "Machines"), ...(report.runs.length > 1 ? report.runs.map(origin) : []), machines());
   parts.push(element("h2", {}, "Configuration"), configuration());
   return parts;
+}
+
+// The answers of the first and of the last validation to the same prompts.
+function beforeAndAfter(run) {
+  const [[begin, before], [end, after]] = run.validations;
+  const prompts = withoutFrame(after.map((row) => row.prompt));
+  const words = ({ response, score, stopped }) => [response, element("span", { class: "faint" }, ` ${stopped ? "" : "(cut off) "}${short(score)}`)];
+  const cells = (row, i) => [prompts[i], ...[before[i], row].map((one) => (one ? element("span", {}, ...words(one)) : "–"))];
+  const title = report.runs.length > 1 ? `${label(run)}: ` : "";
+  return [element("h2", {}, `${title}Held-out answers, before and after`), table(["prompt", `step ${begin}`, `step ${end}`], after.slice(0, 12).map(cells))];
+}
+
+// Texts without what the chat template puts before and after each: whole lines, and special tokens.
+function withoutFrame(texts) {
+  const differ = new Set(texts).size > 1;
+  const alike = (reach) => differ && texts.every((text) => reach(text) === reach(texts[0]));
+  let head = texts[0]?.lastIndexOf("\n") + 1 || 0;
+  while (head && !alike((text) => text.slice(0, head))) head = texts[0].lastIndexOf("\n", head - 2) + 1;
+  let tail = texts[0]?.indexOf("<", head) ?? -1;
+  while (tail >= 0 && !alike((text) => text.slice(tail - texts[0].length))) tail = texts[0].indexOf("<", tail + 1);
+  return texts.map((text) => text.slice(head, tail < 0 ? undefined : tail - texts[0].length).trim());
 }
 
 // The metric by which the run is judged: its title and course.

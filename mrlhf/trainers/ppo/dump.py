@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
+from mrlhf.checkpoint.output_files import VALIDATION
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.data.rows import write_rows
 from mrlhf.data.sample_table import EPISODES, TEXTS, SampleTable, write_samples
@@ -78,6 +79,20 @@ def chosen_rows(rollout: Rollout, most: int | None) -> list[int]:
             break
         chosen += rows
     return sorted(chosen or in_turn[0][:most])
+
+
+def write_validation(
+    output_dir: Path, step: int, rollout: Rollout, scores: Scores, most: int, tokenizer: Tokenizer
+) -> None:
+    """Write the answers to the first `most` prompts of a validation, one sample of each."""
+    directory = output_dir / VALIDATION
+    directory.mkdir(exist_ok=True)
+    totals = rollout.with_turn_rewards(scores.total).tolist()[:most]
+    rows = [
+        describe_sample(rollout, row, tokenizer, total, scores.terms)
+        for row, total in enumerate(totals)
+    ]
+    write_rows(directory / f"step_{step:06d}.jsonl", rows)
 
 
 def _sample(dump: Dump, row: int, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class HeldOut:
             if split == "val":
                 title = "held-out prompts, greedy"
                 self._samples.show("held-out", title, greedy[split], scores)
+                self._samples.keep(number, greedy[split], scores, self._section.val_samples)
             scores = _with_turn_rewards(scores, greedy[split])
             greedy_metrics = summarise(scores, sources, n=1)
             metrics |= prompt_errors(split, scores, sources, n=1)

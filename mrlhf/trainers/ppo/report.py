@@ -23,7 +23,7 @@ from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.scoring import Scores
 from mrlhf.run.board import ShownSample
 from mrlhf.run.startup import Run
-from mrlhf.trainers.ppo.dump import Dump, save_batch, write_dump
+from mrlhf.trainers.ppo.dump import Dump, save_batch, write_dump, write_validation
 from mrlhf.trainers.ppo.progress import StepProgress
 from mrlhf.trainers.ppo.setup import Parts
 from mrlhf.trainers.ppo.work import Cuts
@@ -160,9 +160,15 @@ class SampleViewer:
 
     def __init__(self, run: Run, tokenizer: Tokenizer, count: int) -> None:
         """Show `count` prompts of each batch; none if that is 0."""
+        self._run = run
         self._board = run.board if run.is_main_rank and count else None
         self._tokenizer = tokenizer
         self._count = count
+
+    def keep(self, step: int, rollout: Rollout, scores: Scores, most: int) -> None:
+        """Write down the answers to the first `most` prompts of the validation after `step`."""
+        if most and self._run.is_main_rank:
+            write_validation(self._run.output_dir, step, rollout, scores, most, self._tokenizer)
 
     def show(self, kind: str, title: str, rollout: Rollout, scores: Scores) -> None:
         """Show the first responses of a batch.
