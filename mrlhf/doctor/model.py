@@ -7,8 +7,11 @@ from pathlib import Path
 
 from mrlhf.checkpoint.conversion.adapter_source import AdapterSource
 from mrlhf.checkpoint.conversion.model_files import stated_head
+from mrlhf.data.hub import base_of_adapter
+from mrlhf.data.hub_files import read_object
 from mrlhf.data.tokenizer import Message, Tokenizer, holds_tokenizer, load_tokenizer
 from mrlhf.doctor.findings import Finding, judged, ok
+from mrlhf.errors import ConfigError
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids
 from mrlhf.models.weight_files import check_weight_files
@@ -26,7 +29,7 @@ def model(directory: Path) -> Iterator[Finding]:
     weights = directory
     if (directory / ADAPTER_CONFIG).is_file():
         adapter = AdapterSource(directory, base=None, step=None)
-        weights = adapter.base.assets
+        weights = Path(base_of_adapter(read_object(directory / ADAPTER_CONFIG, ConfigError)))
         yield ok("adapter", f"{len(adapter.tensors)} tensors, which fit the model {weights}")
     head = stated_head(weights)
     spec = load_spec(weights, head)
