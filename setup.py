@@ -127,6 +127,8 @@ setup(
             # the adapters that ours are compared with
             "peft==0.21.*",
             "accelerate",
+            # reads and writes files of the kind in which the recipe's model comes
+            "gguf",
             "pytest-timeout",
             "pytest-xdist",
             "filelock",

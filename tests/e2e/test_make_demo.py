@@ -1,10 +1,12 @@
-"""`make demo` on a terminal, with two steps of each training: short, in colour, with a view.
+"""`make demo` and `make sums` on a terminal, with two steps of each training: short, with a view.
 
-`test_demo.py` runs all steps, and sees what they teach.
+`test_demo.py` and `test_sums_recipe.py` run all steps, and see what they teach. Here a small model
+with random weights stands for the real one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -20,11 +22,17 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.programs import ROOT, read_terminal
+from tests.models.chat import chat_tokenizer
+from tests.models.checkpoints import save_model
 from tests.pages import commands_of
-from tools.demo import STAGES, Stage, run
+from tools.demo import STAGES, SUMS_STAGES, Stage, run
 
 # This environment stands for the one that `make` would install.
-VARIABLES = [f"VENV={sys.prefix}", "READY=ready", "DEV_READY=dev-ready"]
+READY = ("ready", "dev-ready", "english-ready")
+VARIABLES = [
+    f"VENV={sys.prefix}",
+    *(f"{name.upper().replace('-', '_')}={name}" for name in READY),
+]
 
 
 @dataclass(frozen=True)
@@ -36,23 +44,53 @@ class Demo:
     screen: str  # what the terminal has got
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    place = tmp_path_factory.mktemp("demo")
+def copy_repository(place: Path, *configs: str) -> None:
+    """Put what `make` needs there, with two steps in these configurations."""
     for name in ("Makefile", "constraints-cpu.txt", "launch", "setup.py", "tools"):
         (place / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "configs", place / "configs")
-    for name in ("demo_sft_cpu.yaml", "demo_cpu.yaml"):
+    for name in configs:
         file = place / "configs" / name
         text = re.sub(r"total_steps: \d+", "total_steps: 2", file.read_text(encoding="utf-8"))
-        for many, few in (("lr_warmup_steps: 30", "lr_warmup_steps: 1"), ("freq: 10", "freq: 1")):
-            text = text.replace(many, few)
+        text = re.sub(r"lr_warmup_steps: \d+", "lr_warmup_steps: 1", text)
+        text = text.replace("freq: 10", "freq: 1")
         file.write_text(text, encoding="utf-8")
-
-    (command,) = commands_of("README.md", "^make demo$")
-    for name in ("ready", "dev-ready"):
+    for name in READY:
         (place / name).touch()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    place = tmp_path_factory.mktemp("demo")
+    copy_repository(place, "demo_sft_cpu.yaml", "demo_cpu.yaml")
+    (command,) = commands_of("README.md", "^make demo$")
     return Demo(place, *_on_a_terminal([*command.split(), *VARIABLES], place))
+
+
+def test_the_second_command_teaches_a_real_model_sums(tmp_path: Path) -> None:
+    """Here a small one, which is already where the first stage would write the real one."""
+    copy_repository(tmp_path, "recipes/english/sums.yaml")
+    model = tmp_path / "runs" / "english" / "model"
+    tokenizer = chat_tokenizer("chatml")
+    save_model("llama", model, vocab_size=tokenizer.highest_id + 1, max_position_embeddings=256)
+    tokenizer.save_pretrained(model)
+    # It cuts a text into more tokens than the real one.
+    file = tmp_path / "configs/recipes/english/sums.yaml"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(re.sub(r"prompt_length: \d+", "prompt_length: 200", text), encoding="utf-8")
+
+    (command,) = commands_of("README.md", "^make sums$")
+    code, screen = _on_a_terminal([*command.split(), *VARIABLES], tmp_path)
+    assert code == 0, screen
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
+    for number, stage in enumerate(SUMS_STAGES, start=1):
+        assert f"{number}/4 {stage.title}" in plain
+    assert re.search(r"learned: \d+% -> \d+% right answers to sums .* minutes", plain)
+
+    summary = json.loads((tmp_path / "runs/sums/summary.json").read_text(encoding="utf-8"))
+    assert 0 <= summary["start_accuracy"] <= 1 and 0 <= summary["final_accuracy"] <= 1
+    assert summary["seconds"] > summary["training_seconds"] > 0
+    assert (tmp_path / "runs/sums/report.html").is_file()
 
 
 def test_it_is_short_and_shows_what_it_does(demo: Demo) -> None:
