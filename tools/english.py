@@ -1,8 +1,9 @@
 """Runs the recipe of configs/recipes/english from the model's files to the report, with one seed.
 
-Usage: python -m tools.english [--only PART ...]
+Usage: python -m tools.english
 
-It shows each command as a user types it. The last one writes `runs/english/summary.json`.
+It shows each command as a user types it. Sums in words (`make sums`) are run too if their figures
+are not there yet. The last command writes `runs/english/summary.json`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.demo import INTERRUPTED, Stage, run
+from tools.demo import INTERRUPTED, SUMS, SUMS_STAGES, Stage, run_stages, tell_environment
 
 OUTPUT = Path("runs/english")
-SUMS = Path("runs/sums")
 RECIPE = "configs/recipes/english"
 _VIEW = "trainer.console=view trainer.overwrite=true"
 _GENERATE = f"mrlhf generate -n 2 --config {RECIPE}/answers.yaml --model {OUTPUT}/model"
@@ -68,31 +68,19 @@ def main() -> int:
     """Run the stages; 0 if all succeed, otherwise the exit code of the one that fails."""
     console = Console(highlight=False, soft_wrap=True)
     began = time.monotonic()
-    for number, stage in enumerate(STAGES, start=1):
-        code = show_and_run(stage, f"{number}/{len(STAGES) + 1}", console)
-        if code:
-            return code
+    sums = () if (SUMS / "summary.json").is_file() else SUMS_STAGES[1:]
+    code = run_stages([*STAGES, *sums], console)
+    if code:
+        return code
 
     seconds = round(time.monotonic() - began)
     last = Stage(
         "writing the summary and the report",
         f"python {RECIPE}/summary.py --out {OUTPUT} --sums {SUMS} --seconds {seconds}",
     )
-    code = show_and_run(last, f"{len(STAGES) + 1}/{len(STAGES) + 1}", console)
+    code = run_stages([last], console)
     if not code:
         tell_result(console)
-    return code
-
-
-def show_and_run(stage: Stage, number: str, console: Console) -> int:
-    """Run a stage, and say what it is and how long it took; returns its exit code."""
-    console.print(f"{number} {stage.title}", style="bold")
-    console.print(f"    $ {stage.command}", style="dim", markup=False)
-    began = time.monotonic()
-    code = run(stage)
-    seconds = time.monotonic() - began
-    words = f"failed with exit code {code}" if code else f"done in {seconds:.0f} s"
-    console.print(f"    {words}", style="bold red" if code else "green")
     return code
 
 
@@ -106,6 +94,7 @@ def tell_result(console: Console) -> None:
         style="bold green",
     )
     console.print(f"open     {OUTPUT}/report.html in a browser: answers before and after, curves")
+    tell_environment(console)
     console.print(f"read     {RECIPE}/README.md: what each stage does")
 
 
