@@ -11,18 +11,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mrlhf.device import Device
 from mrlhf.doctor.findings import Finding, judged, ok
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.links import (
-    all_reduce_seconds,
-    all_to_all_seconds,
-    median_seconds,
-    ring_seconds,
-)
 
 _BYTES = 16 * 2**20
+_ROUNDS = 5
 _LATE_S = 0.5
 _SLOW = 0.5  # of the median
 
@@ -43,21 +39,56 @@ def measure(device: Device) -> tuple[list[Measured], dict[str, float]]:
     rank = dist.get_rank()
     world = dist.get_world_size()
     matrix = torch.ones(512, 512, device=device.torch_device)
-    product_s = median_seconds(lambda: matrix @ matrix, device)
+    product_s = _median_seconds(lambda: matrix @ matrix, device)
     own = Measured(
         rank=rank,
         host=platform.node(),
         gflops=2 * 512**3 / product_s / 1e9,
-        link=_BYTES / ring_seconds(device, _BYTES) / 1e9 if world > 1 else math.inf,
+        link=_BYTES / _ring_seconds(rank, world, device) / 1e9 if world > 1 else math.inf,
         clock=_clock_ahead(rank, world),
     )
     every = all_gather_objects(own, None)
 
     speeds = {}
     if world > 1:
-        speeds["all-reduce"] = _BYTES / all_reduce_seconds(device, _BYTES) / 1e9
-        speeds["all-to-all"] = _BYTES / all_to_all_seconds(device, _BYTES) / 1e9
+        sent = _numbers(device, _BYTES // 4)
+        reduce_s = _median_seconds(lambda: dist.all_reduce(sent), device)
+        shared = _numbers(device, _BYTES // 4 // world * world)
+        others = torch.empty_like(shared)
+        share_s = _median_seconds(lambda: dist.all_to_all_single(others, shared), device)
+        speeds = {"all-reduce": _BYTES / reduce_s / 1e9, "all-to-all": _BYTES / share_s / 1e9}
     return every, speeds
+
+
+def _median_seconds(work: Callable[[], object], device: Device) -> float:
+    """The median seconds of the work, after a round that is not counted."""
+    seconds = []
+    for _ in range(_ROUNDS + 1):
+        begin = time.perf_counter()
+        work()
+        device.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])
+
+
+def _ring_seconds(rank: int, world: int, device: Device) -> float:
+    """Seconds in which each rank sends to the next one and gets the previous one's."""
+    sent = _numbers(device, _BYTES // 4)
+    received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        work = [
+            dist.P2POp(dist.isend, sent, (rank + 1) % world),
+            dist.P2POp(dist.irecv, received, (rank - 1) % world),
+        ]
+        for each in dist.batch_isend_irecv(work):
+            each.wait()
+
+    return _median_seconds(exchange, device)
+
+
+def _numbers(device: Device, count: int) -> Tensor:
+    return torch.ones(count, device=device.torch_device)
 
 
 def judge(measured: Sequence[Measured], speeds: dict[str, float]) -> Iterator[Finding]:
