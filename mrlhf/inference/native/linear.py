@@ -114,5 +114,6 @@ def panels(weight: Tensor, columns: int) -> Tensor:
 
     The last panel is filled up with zeros; see `mrlhf/host/products.h`.
     """
-    filled = F.pad(weight, (0, 0, 0, -len(weight) % columns))
+    missing = -len(weight) % columns
+    filled = F.pad(weight, (0, 0, 0, missing)) if missing else weight  # it copies in any case
     return filled.unflatten(0, (-1, columns)).transpose(1, 2)
