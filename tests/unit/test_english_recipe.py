@@ -15,7 +15,13 @@ import pytest
 from mrlhf.config.load import load_config
 from mrlhf.config.roots import PPOConfig
 from tests.e2e.programs import ROOT
+from tests.pages import commands_of
+from tools.english import STAGES
 
+COMMANDS = commands_of(
+    "configs/recipes/english/README.md",
+    "^make english|english/(prepare|prompts|answers|pairs|rm|ppo)",
+) + commands_of("configs/recipes/english/README.md", "english/(grpo|summary)")
 RECIPE = ROOT / "configs" / "recipes" / "english"
 QUESTION = "Describe a stray dog in one sentence."
 
@@ -151,6 +157,14 @@ def test_pairs_are_drawn_and_their_limit_is_told(
     assert labels["train_limit"] > 0.98
     best = [json.loads(line) for line in (tmp_path / "best.jsonl").open(encoding="utf-8")]
     assert len(best) == 300 and all("good" in row["response"] for row in best)
+
+
+def test_make_english_runs_the_commands_of_the_page() -> None:
+    """In their order; it adds how the runs show themselves."""
+    stages = [stage.command for stage in STAGES]
+    told = [command for command in COMMANDS if any(at.startswith(command) for at in stages)]
+    assert len(told) == len(stages)
+    assert all(stage.startswith(command) for stage, command in zip(stages, told, strict=True))
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])

@@ -1,4 +1,4 @@
-"""Gathers the figures of the recipe's runs, and writes the report and some answers as a page.
+"""Gathers the figures of the recipe's runs, and writes PPO's report and some answers as a page.
 
 Usage: python configs/recipes/english/summary.py --out runs/english --seconds N [--sums DIR]
 
@@ -125,9 +125,8 @@ def main() -> int:
     (out / "answers.md").write_text(page(out), encoding="utf-8")
     for name, value in summary.items():
         print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
-    runs = [str(out / name) for name in ("ppo", "grpo", "rm")]
-    report = [sys.executable, "-m", "mrlhf", "report", *runs, "--out", str(out / "report.html")]
-    return subprocess.run(report).returncode
+    report = [sys.executable, "-m", "mrlhf", "report", str(out / "ppo")]
+    return subprocess.run([*report, "--out", str(out / "report.html")]).returncode
 
 
 if __name__ == "__main__":

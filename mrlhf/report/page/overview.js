@@ -48,8 +48,8 @@ const HEADLINES = [
 ];
 function overview() {
   const parts = [element("section", { "aria-label": "Summary" }, ...report.runs.map(verdict))];
-  if (report.runs.length > 1) parts.push(element("h2", {}, "The runs beside each other"), comparison());
   parts.push(...report.runs.filter((run) => run.validations.length).flatMap(beforeAndAfter));
+  if (report.runs.length > 1) parts.push(element("h2", {}, "The runs beside each other"), comparison());
   const [first, more] = highlightCards();
   parts.push(element("div", { class: "grid" }, ...first));
   if (more.length) {
@@ -73,7 +73,8 @@ function beforeAndAfter(run) {
   const words = ({ response, score, stopped }) => [response, element("span", { class: "faint" }, ` ${stopped ? "" : "(cut off) "}${short(score)}`)];
   const cells = (row, i) => [prompts[i], ...[before[i], row].map((one) => (one ? element("span", {}, ...words(one)) : "–"))];
   const title = report.runs.length > 1 ? `${label(run)}: ` : "";
-  return [element("h2", {}, `${title}Held-out answers, before and after`), table(["prompt", `step ${begin}`, `step ${end}`], after.slice(0, 12).map(cells))];
+  const answers = table(["prompt", `step ${begin}`, `step ${end}`], after.slice(0, 12).map(cells));
+  return [element("h2", {}, `${title}Held-out answers, before and after`), element("div", { class: "answers" }, answers)];
 }
 
 // Texts without what the chat template puts before and after each: whole lines, and special tokens.
