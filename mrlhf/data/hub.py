@@ -58,8 +58,8 @@ def local_directory(
 
 
 def base_of_adapter(stated: Mapping[str, Any]) -> str:
-    """The directory of the model that an `adapter_config.json` names; "" if it names none."""
-    name = str(stated.get("base_model_name_or_path") or "")
+    """The directory of the model that an `adapter_config.json` names, if it names one."""
+    name = str(stated.get("base_model_name_or_path") or "(none)")
     if stated.get("revision") and not Path(name).is_dir():
         name += f"@{stated['revision']}"
     return local_directory(name)

@@ -78,12 +78,12 @@ def _files_of(model: str) -> tuple[str, str | None]:
         base = base_of_adapter(stated)
         if stated.get("task_type") == "SEQ_CLS":
             raise ConfigError(f"{place} is the adapter of a reward model, which gives no answers")
-        if not base or not Path(base).is_dir():
+        if not Path(base).is_dir():
             raise ConfigError(
                 f"{place}: the base of the adapter, {base}, is no directory here; name it as "
                 f"base_model_name_or_path in {place / ADAPTER_CONFIG}"
             )
-        return str(base), str(place)
+        return base, str(place)
 
     if stated_head(place) == "scalar":
         raise ConfigError(f"{place} is a reward model, which gives no answers; give a policy")

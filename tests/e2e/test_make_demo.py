@@ -80,6 +80,7 @@ def test_the_second_command_teaches_a_real_model_sums(tmp_path: Path) -> None:
     file.write_text(re.sub(r"prompt_length: \d+", "prompt_length: 200", text), encoding="utf-8")
 
     (command,) = commands_of("README.md", "^make sums$")
+    assert commands_of("configs/recipes/english/README.md", "^make sums$") == [command]
     code, screen = _on_a_terminal([*command.split(), *VARIABLES], tmp_path)
     assert code == 0, screen
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
