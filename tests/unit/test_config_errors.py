@@ -58,8 +58,8 @@ def test_every_missing_key_is_named_once_with_its_meaning():
         "trainer.output_dir",
     ]
     assert lines[0] == (
-        "missing key 'actor.path' (Hugging Face directory: config.json and safetensors; "
-        "with init: random, config.json alone); set it in the file or as actor.path=..."
+        "missing key 'actor.path' (Hugging Face directory, or org/name of the Hub: config.json "
+        "and safetensors; with init: random, config.json alone); set it in the file or as actor.path=..."
     )
 
 

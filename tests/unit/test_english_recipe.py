@@ -136,6 +136,7 @@ def test_pairs_are_drawn_and_their_limit_is_told(
         rows.append(_answer(number, "The dog is a friend.", 0.75))
         rows.append(_answer(number, "The dog is a good friend.", 0.86))
         rows += 2 * [_answer(number, "The dog is a dog.", 0.5)]  # equal: no pair
+        rows.append(_answer(number, "The dog is a lovely, wonderful", 0.9, "length"))  # no pair
     for split in ("train", "held_out"):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"answers_{split}.jsonl").write_text(text, encoding="utf-8")
@@ -149,7 +150,7 @@ def test_pairs_are_drawn_and_their_limit_is_told(
     assert labels["held_out_limit"] == pytest.approx(better, abs=1e-4)
     assert better == pytest.approx(0.9, abs=0.05)  # 1 / (1 + e^-2.2)
 
-    # Of four answers, what wins twice against what loses twice: noise is less, the gap wider.
+    # What is chosen of all answers against what is always rejected: less noise, a wider gap.
     found = [json.loads(x) for x in (tmp_path / "pairs_train.jsonl").open(encoding="utf-8")]
     assert labels["train_pairs"] == len(found) == 300
     assert 0.85 < sum("good" in pair["chosen"] for pair in found) / 300 < 0.95
@@ -157,6 +158,7 @@ def test_pairs_are_drawn_and_their_limit_is_told(
     assert labels["train_limit"] > 0.98
     best = [json.loads(line) for line in (tmp_path / "best.jsonl").open(encoding="utf-8")]
     assert len(best) == 300 and all("good" in row["response"] for row in best)
+    assert not any("lovely" in json.dumps(row) for row in found + best)
 
 
 def test_make_english_runs_the_commands_of_the_page() -> None:
@@ -235,7 +237,8 @@ def _judge(recipe: Mapping[str, ModuleType], answer: str, tokens: int) -> dict[s
     return recipe["labeller"].score("english", answer, None, extra)  # type: ignore[no-any-return]
 
 
-def _answer(uid: int, response: str, reward: float) -> dict[str, Any]:
+def _answer(uid: int, response: str, reward: float, finish: str = "stop") -> dict[str, Any]:
     """A line of `mrlhf generate`, as far as pairs read it."""
     message = {"role": "user", "content": f"Describe dog {uid} in one sentence."}
-    return {"uid": uid, "prompt": [message], "response": response, "reward": reward}
+    row = {"uid": uid, "prompt": [message], "response": response, "reward": reward}
+    return row | {"finish_reason": finish}

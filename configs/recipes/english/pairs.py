@@ -4,10 +4,11 @@ Usage: python configs/recipes/english/pairs.py --out runs/english/data
 
 It reads `answers_train.jsonl` and `answers_held_out.jsonl` in OUT, several answers to each prompt
 with the labeller's score as `mrlhf generate` writes them, and has the noisy labeller choose
-between two answers at a time. `pairs_train.jsonl` has one pair of each four answers, by a knock-out
-of four choices; `pairs_held_out.jsonl` has answers as they were drawn, with one choice each.
-`best.jsonl` has the best answer to each training prompt. `labels.json` tells how often a labeller
-without noise agrees with these pairs, which is the most that a reward model can reach.
+between two answers at a time. `pairs_train.jsonl` has the best and the worst answer to each prompt
+by these choices; `pairs_held_out.jsonl` has answers as they were drawn, with one choice each.
+Answers that were cut off are in no pair: that is easily told, and a reward model would learn little
+else. `best.jsonl` has the best answer to each training prompt. `labels.json` tells how often a
+labeller without noise agrees with these pairs, which is the most that a reward model can reach.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ def answers_of(file: Path) -> list[list[Row]]:
 
 def neighbours(answers: Sequence[Row], draw: random.Random) -> list[dict[str, Any]]:
     """Each answer with the next one, as the labeller chooses; equal answers are no pair."""
-    found = zip(answers[::2], answers[1::2], strict=True)
+    found = zip(answers[::2], answers[1::2], strict=False)
     return [pair for two in found for pair in _pair(*_choice(*two, draw))]
 
 
-def knock_out(answers: Sequence[Row], draw: random.Random) -> list[dict[str, Any]]:
-    """Of four answers the one that is chosen twice, with the one that is rejected twice.
+def extremes(answers: Sequence[Row], draw: random.Random) -> list[dict[str, Any]]:
+    """The answer that is still chosen after all choices, with the one that is always rejected.
 
     Such a pair differs more than two answers do, and so teaches more.
     """
-    first, second, third, fourth = answers
-    winner, loser = _choice(first, second, draw)
-    other_winner, other_loser = _choice(third, fourth, draw)
-    best, _ = _choice(winner, other_winner, draw)
-    _, worst = _choice(loser, other_loser, draw)
+    if len(answers) < 2:
+        return []
+    best = worst = answers[0]
+    for answer in answers[1:]:
+        best, _ = _choice(best, answer, draw)
+        _, worst = _choice(worst, answer, draw)
     return _pair(best, worst)
 
 
@@ -89,14 +91,15 @@ def main() -> None:
     out: Path = parser.parse_args().out
     draw = random.Random(SEED)
     found: dict[str, float] = {}
-    for split, draw_pairs in (("train", knock_out), ("held_out", neighbours)):
+    for split, draw_pairs in (("train", extremes), ("held_out", neighbours)):
         prompts = answers_of(out / f"answers_{split}.jsonl")
-        pairs = [pair for answers in prompts for pair in draw_pairs(answers, draw)]
+        ended = [[row for row in answers if row["finish_reason"] == "stop"] for answers in prompts]
+        pairs = [pair for answers in ended for pair in draw_pairs(answers, draw)]
         _write(out / f"pairs_{split}.jsonl", pairs)
         found[f"{split}_pairs"] = len(pairs)
         found[f"{split}_limit"] = round(limit(pairs), 4)
         if split == "train":
-            _write(out / "best.jsonl", [best_of(answers) for answers in prompts])
+            _write(out / "best.jsonl", [best_of(answers) for answers in ended if answers])
 
     (out / "labels.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(" ".join(f"{name} {value:g}" for name, value in found.items()))
