@@ -59,7 +59,8 @@ def test_every_missing_key_is_named_once_with_its_meaning():
     ]
     assert lines[0] == (
         "missing key 'actor.path' (Hugging Face directory, or org/name of the Hub: config.json "
-        "and safetensors; with init: random, config.json alone); set it in the file or as actor.path=..."
+        "and safetensors; with init: random, config.json alone); set it in the file or as "
+        "actor.path=..."
     )
 
 

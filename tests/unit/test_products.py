@@ -126,6 +126,20 @@ def test_training_multiplies_in_the_faster_format_alone(widens: bool) -> None:
     assert weight.main_grad.any() and output.grad is not None and output.grad.any()
 
 
-def test_the_faster_format_is_measured() -> None:
-    assert products.float32_is_faster() in (True, False)
-    assert products.float32_is_faster.cache_info().currsize == 1
+@pytest.mark.parametrize(
+    ("tiles", "bfloat16", "vendor", "widens"),
+    [
+        (True, True, "GenuineIntel", False),
+        (False, True, "GenuineIntel", True),
+        (False, True, "AuthenticAMD", False),
+        (False, False, "AuthenticAMD", True),
+    ],
+)
+def test_instructions_decide(
+    monkeypatch: pytest.MonkeyPatch, tiles: bool, bfloat16: bool, vendor: str, widens: bool
+) -> None:
+    """A clock could decide otherwise on another rank, or when a run goes on."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    monkeypatch.setattr(products, "_vendor", lambda: vendor)
+    assert products.float32_is_faster.__wrapped__() == widens
