@@ -40,7 +40,7 @@ def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, fl
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - var(returns - values) / var(returns) over the positions of `mask`; NaN without any."""
+    """1 - var(returns - values) / var(returns) over `mask`, [batch, response_len]; NaN if empty."""
     if not mask.any():
         return math.nan
 

@@ -14,7 +14,10 @@ SMALLEST_SUM = 1e-20  # scores that are all 0 must not become NaN
 
 
 def chosen_experts(scores: Tensor, correction: Tensor | None, experts: Experts) -> Tensor:
-    """Return the experts with the best scores + `correction`, int64 [tokens, per_token]."""
+    """Return the chosen experts, int64 [tokens, per_token].
+
+    `scores` are float32 [tokens, experts]; `correction` [experts] counts for the choice alone.
+    """
     if correction is not None:
         scores = scores + correction
     if experts.groups > 1:

@@ -56,7 +56,7 @@ class EngineLayout:
 
     @classmethod
     def inside(cls, actor: ParallelLayout, tp: int, ep: int = 1) -> EngineLayout:
-        """Replicas of `tp` neighbours inside model-parallel groups; ConfigError if none fits."""
+        """Replicas of `tp` neighbours in model-parallel groups; ConfigError if it divides none."""
         sizes = AxisSizes(tp=actor.tp, cp=actor.cp, pp=actor.pp)
         if sizes.ranks % tp:
             raise ConfigError(

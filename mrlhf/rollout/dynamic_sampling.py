@@ -136,7 +136,10 @@ class DynamicSampler:
 
 
 def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:
-    """Whether the `n` values of each prompt group, [prompts * n], differ; NaN is none."""
+    """Whether the `n` values of each prompt group, [prompts * n], differ.
+
+    NaN stands for no value; where fewer than two are left, nothing differs.
+    """
     table = values.view(-1, n)
     highest = table.nan_to_num(nan=-math.inf).amax(dim=1)
     lowest = table.nan_to_num(nan=math.inf).amin(dim=1)

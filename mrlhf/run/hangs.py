@@ -150,7 +150,10 @@ def is_time_out(error: BaseException | None) -> bool:
 
 
 def describe(rank: int, waited_s: float, report: Report) -> str:
-    """One line with the ranks for which `rank` has waited, and the directory with the stacks."""
+    """One line with the ranks for which `rank` has waited, and the directory with the stacks.
+
+    They give no answer or wait for nobody. If all wait, those in another phase are named.
+    """
     own = report.answers[rank]
     phase = own.phase if own is not None else "an unknown phase"
     others = {number: answer for number, answer in report.answers.items() if number != rank}

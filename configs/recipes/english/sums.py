@@ -29,7 +29,7 @@ PHRASINGS = (
 HELD_OUT = 256
 PLACES = 0.5  # most that a wrong answer earns
 
-_NUMBER = re.compile(r"\s*(\d+)\s*")
+_NUMBER = re.compile(r"\s*(\d{1,3})\s*")
 
 
 def write_sums(out: Path, seed: int = 0) -> dict[str, int]:
@@ -57,8 +57,8 @@ def reward(
 ) -> dict[str, float]:
     """1 for the sum alone, else half of the share of places that are right, units with units.
 
-    An answer with other words or numbers beside the sum earns nothing. `acc` is the accuracy that
-    is reported: the last number of the answer is the sum.
+    An answer with other words or numbers beside the sum earns nothing, nor does a number longer
+    than a sum can be. `acc` is the accuracy that is reported: the last number is the sum.
     """
     right = gsm8k_flexible(data_source, solution_str, ground_truth, extra_info)
     number = _NUMBER.fullmatch(solution_str)
