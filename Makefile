@@ -2,7 +2,7 @@
 # `make help` prints the lines that begin with two of these signs.
 ## make install       .venv with all that runs need; plain `make` does this
 ## make demo          PPO on arithmetic, a few minutes on two CPU cores
-## make sums          GRPO on sums in words, with a real language model, in six minutes
+## make sums          GRPO on sums in words, with a real language model, in seven minutes
 ## make english       a reward model, PPO and GRPO on a real language model, in English
 ## make install-english
 ##                    what it needs beside `make install`
