@@ -131,6 +131,7 @@ def _decode(contenders: Sequence[str], size: str, out: Path) -> Step:
             {
                 "name": f"{count} x {length}",
                 "prompts": count,
+                "samples": 1,
                 "prompt_length": length,
                 "max_tokens": length,
                 "mean_tokens": None,

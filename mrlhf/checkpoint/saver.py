@@ -46,9 +46,10 @@ from mrlhf.checkpoint.tensor_file import (
 from mrlhf.errors import CheckpointError
 from mrlhf.printable import size_text
 from mrlhf.training.engine import ModelEngine
+from mrlhf.version import __version__
 
 logger = logging.getLogger(__name__)
-_PACKAGES = ("mrlhf", "torch", "megatron-core", "transformers", "safetensors")
+_PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Saver:
         self.directory = directory
         self._identity = identity
         self._world = world
-        self._versions = {name: version(name) for name in _PACKAGES}
+        self._versions = {"mrlhf": __version__} | {name: version(name) for name in _PACKAGES}
         self._versions["python"] = platform.python_version()
         self._verify = verify
         self._staging = Staging() if asynchronous else None

@@ -48,10 +48,11 @@ const HEADLINES = [
 ];
 function overview() {
   const parts = [element("section", { "aria-label": "Summary" }, ...report.runs.map(verdict))];
-  parts.push(...report.runs.filter((run) => run.validations.length).flatMap(beforeAndAfter));
-  if (report.runs.length > 1) parts.push(element("h2", {}, "The runs beside each other"), comparison());
+  const answers = report.runs.filter((run) => run.validations.length).flatMap(beforeAndAfter);
   const [first, more] = highlightCards();
-  parts.push(element("div", { class: "grid" }, ...first));
+  const curves = element("div", { class: "grid" }, ...first);
+  if (report.runs.length > 1) parts.push(element("h2", {}, "The runs beside each other"), comparison(), curves, ...answers);
+  else parts.push(...answers, curves);
   if (more.length) {
     const rest = element("div", { class: "grid" });
     const box = element("details", {}, element("summary", {}, `${more.length} more curves`), rest);
