@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrlhf.inference.native.linear import Factors, Linear, linear
+from mrlhf.inference.native.linear import Factors, Linear, linear, with_added
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.models.lora import MODULE
 from mrlhf.weights.shard import Piece, Slot
@@ -20,7 +20,8 @@ def linear_of(
     parameters: Parameters, dtype: torch.dtype, weight: str, bias: Tensor | None = None
 ) -> Linear:
     """Return the function of the parameter `weight` and its adapters, computed in `dtype`."""
-    return linear(parameters[weight].to(dtype), bias, factors_of(parameters, weight, dtype))
+    base: Linear = parameters.made_of(weight, lambda: linear(parameters[weight].to(dtype), bias))
+    return with_added(base, factors_of(parameters, weight, dtype))
 
 
 def factors_of(parameters: Parameters, weight: str, dtype: torch.dtype) -> Factors | None:

@@ -234,7 +234,8 @@ class NativeEngine:
     def sleep(self, free_weights: bool = False) -> None:
         """Free the KV cache and the copies of weights laid out for this machine.
 
-        With `free_weights`, also free the weights that are neither bound nor kept.
+        Copies of the base of adapters stay, as the base does. With `free_weights`, also free the
+        weights that are neither bound nor kept.
 
         Raises:
             EngineError: samples are in flight.

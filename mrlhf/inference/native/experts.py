@@ -18,7 +18,7 @@ from torch import Tensor
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
-from mrlhf.inference.native.linear import Factors, linear, panels
+from mrlhf.inference.native.linear import Factors, linear, panels, with_added
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.grouped_products import ALIGNMENT, has_kernel
 from mrlhf.models.ops import gated, torch_gated
@@ -130,7 +130,7 @@ def _experts_as_layers(experts: LocalExperts, dtype: torch.dtype) -> Experts:
     depend on the others.
     """
     fc1, fc2 = (
-        [linear(weight.to(dtype), None, added) for weight, added in zip_longest(*matrices)]
+        [with_added(linear(weight.to(dtype)), added) for weight, added in zip_longest(*matrices)]
         for matrices in ((experts.fc1, experts.fc1_factors), (experts.fc2, experts.fc2_factors))
     )
     held = range(experts.first, experts.first + len(fc1))

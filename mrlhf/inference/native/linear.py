@@ -64,18 +64,23 @@ class HostLinear:
         return out
 
 
-def linear(weight: Tensor, bias: Tensor | None = None, added: Factors | None = None) -> Linear:
+def with_added(base: Linear, added: Factors | None) -> Linear:
+    """Return the function x [rows, in] -> base(x) + x @ added.T; `base` if nothing is added.
+
+    What is added is computed apart, so that the sum of the matrices is not rounded.
+    """
+    if added is None:
+        return base
+    first = linear(added.first)
+    second = linear(added.second)
+    return lambda x: base(x).add_(second(first(x)))
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Return the function x [rows, in] -> x @ weight.T + bias [rows, out].
 
-    The weight [out, in] must not change afterwards; a host copies it if it is float32 or large. The
-    product of what is `added` to it is computed apart, so that the sum of matrices is not rounded.
+    The weight [out, in] must not change afterwards; a host copies it if it is float32 or large.
     """
-    if added is not None:
-        base = linear(weight, bias)
-        first = linear(added.first)
-        second = linear(added.second)
-        return lambda x: base(x).add_(second(first(x)))
-
     on_host = weight.device.type == "cpu"
     host = kernels.find_for(weight)
     if weight.dtype == torch.float32 and host is not None:

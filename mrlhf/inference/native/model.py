@@ -25,6 +25,8 @@ from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 
+_EMBEDDING = "embedding.word_embeddings.weight"
+
 
 @dataclass(frozen=True)
 class DecoderLayer:
@@ -63,7 +65,7 @@ class Decoder:
             return parameters[name].to(dtype)
 
         layer = partial(linear_of, parameters, dtype)
-        self._embedding = tensor("embedding.word_embeddings.weight")
+        self._embedding = tensor(_EMBEDDING)
         self._layers: list[DecoderLayer] = []
         for number in range(spec.num_layers):
             attention = _attention(spec, number, tables[number], tensor, layer, parallel)
@@ -71,9 +73,8 @@ class Decoder:
             self._layers.append(_layer(spec, number, tensor, attention, mlp))
 
         self._final_norm = tensor("decoder.final_layernorm.weight")
-        self._output = linear(
-            self._embedding if spec.output_is_embedding else tensor("output_layer.weight")
-        )
+        output = _EMBEDDING if spec.output_is_embedding else "output_layer.weight"
+        self._output = parameters.made_of(output, lambda: linear(tensor(output)))
 
         # This rank's rows of the vocabulary; rows past its end are padding.
         rows = len(self._embedding)
