@@ -1,10 +1,16 @@
 """Weights of the native engine: new ones, training's own, and those that sleep frees."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import InferenceEngine
+from mrlhf.inference.native.parameters import Parameters
+from mrlhf.models.lora import is_adapter
+from mrlhf.models.spec import Lora
+from mrlhf.parallel.engine_layout import ReplicaPlace
 from tests.models.engines import (
     GREEDY,
     PROMPTS,
@@ -16,6 +22,7 @@ from tests.models.engines import (
     fill,
     hf_model,
     make_engine,
+    spec_of,
 )
 
 
@@ -92,6 +99,32 @@ def test_bound_parameters_are_the_training_parameters_themselves():
         engine.bind("output_layer.weight", torch.zeros(2, 2))
     with pytest.raises(EngineError, match="no parameter 'lm_head'"):
         engine.bind("lm_head", torch.zeros(2, 2))
+
+
+def test_the_base_of_adapters_is_laid_out_once():
+    """Each version brings other adapters, and the same base."""
+    parameters = _parameters(lora=Lora(rank=2, alpha=4.0))
+    laid_out = parameters.made_of(_PROJ, object)
+    parameters.free(keeps=lambda name: not is_adapter(name))
+    assert parameters.made_of(_PROJ, object) is laid_out
+
+    parameters.bind(_PROJ, parameters[_PROJ].clone())
+    assert parameters.made_of(_PROJ, object) is not laid_out
+
+
+def test_without_adapters_every_version_is_laid_out_anew():
+    parameters = _parameters(lora=None)
+    assert parameters.made_of(_PROJ, object) is not parameters.made_of(_PROJ, object)
+
+
+_PROJ = "decoder.layers.0.self_attention.linear_proj.weight"
+
+
+def _parameters(lora: Lora | None) -> Parameters:
+    spec = replace(spec_of(hf_model("llama")), lora=lora)
+    parameters = Parameters(spec, ReplicaPlace(tp_rank=0, tp=1), torch.device("cpu"), torch.float32)
+    parameters.slots()
+    return parameters
 
 
 def test_sleep_frees_the_cache_and_wake_changes_nothing():
