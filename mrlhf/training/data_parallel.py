@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,9 @@ def data_parallel(
         DistributedDataParallel(config, settings, module, pg_collection=groups.collection)
         for module in modules
     ]
+    if settings.use_distributed_optimizer and not settings.overlap_grad_reduce:
+        for chunk in chunks:
+            _sum_where_gradients_are(chunk)
     # A CPU has the kernel, and so has a GPU with Apex.
     if layers._grad_accum_fusion_available or _adds_products_to_sums():
         for chunk in chunks:
@@ -157,13 +161,44 @@ def _gather(group: _ParamAndGradBucketGroup) -> list[dist.Work]:
     memory of its own is then freed twice now and then; ALLGATHER_COALESCED is the only such name.
     """
     ranks = group.intra_distributed_optimizer_instance_group
+    in_place = dist.get_backend(ranks) == "gloo"  # its all-gather copies what it sends and receives
     works = []
     for bucket in group.buckets:
-        own = bucket.param_data.chunk(ranks.size())[ranks.rank()]
+        parts = bucket.param_data.chunk(ranks.size())
+        if in_place:
+            works += [
+                dist.broadcast(part, group=ranks, group_src=rank, async_op=True)
+                for rank, part in enumerate(parts)
+            ]
+            continue
+        own = parts[ranks.rank()]
         works.append(
             dist.all_gather_into_tensor(bucket.param_data, own, group=ranks, async_op=True)
         )
     return works
+
+
+def _sum_where_gradients_are(wrapped: DistributedDataParallel) -> None:
+    """Let gloo add gradients up in the memory where they are.
+
+    It has no reduce-scatter of its own: it copies all gradients, adds the copies up, and returns a
+    part of the sum. The sums are the same to the last bit; the parts of other ranks, which nobody
+    reads, hold sums too.
+    """
+    for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
+        replicas = group.intra_distributed_optimizer_instance_group
+        if dist.get_backend(replicas) == "gloo":
+            group.start_grad_sync = partial(_add_up, group.buckets, replicas)
+
+
+def _add_up(
+    buckets: Sequence[Any], replicas: dist.ProcessGroup, force_all_reduce: bool = False
+) -> None:
+    """Do what `start_grad_sync` does without overlap."""
+    for bucket in buckets:
+        if bucket.gradient_scaling_factor != 1.0:
+            bucket.grad_data *= bucket.gradient_scaling_factor
+        dist.all_reduce(bucket.grad_data, group=replicas)
 
 
 def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:
