@@ -11,7 +11,7 @@ from mrlhf.config.presets import is_of_method
 from mrlhf.config.reads import trained_loss
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig
 from mrlhf.config.tree import in_yaml, nodes
-from mrlhf.config.unread import default_of, is_read
+from mrlhf.config.unread import default_of
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.spec import ModelSpec
@@ -137,7 +137,7 @@ def _changed_keys(config: AnyConfig) -> Iterator[str]:
         is_part = is_of_method(key) or key.startswith(_METHOD) or key.endswith("skip_grad_norm")
         if not is_part or node.is_section or key in _SAID or key.split(".")[0] in config.unbuilt:
             continue
-        if is_read(config, key) and config.value_of(key) != default_of(config, key):
+        if config.reads(key) and config.value_of(key) != default_of(config, key):
             yield key
 
 
