@@ -53,6 +53,15 @@ class Root(Section):
         """The sections of models that this run does not build."""
         return frozenset()
 
+    @property
+    def loads_weights(self) -> bool:
+        """Whether models begin with stored weights; supervised training may draw random ones."""
+        return True
+
+    def head_of(self, role: str) -> Literal["lm", "scalar"]:
+        """The head of a role's model."""
+        return "scalar" if role in ("critic", "reward_model") else "lm"
+
     def why_unread(self, key: str) -> NotRead | None:
         """The reason why a key has no effect, by the facts beside it; None if it has one."""
         place = Place(self, key.rpartition(".")[0])
@@ -294,6 +303,11 @@ class SupervisedConfig(Root):
     distributed: DistributedSection
     """the processes"""
 
+    @property
+    def loads_weights(self) -> bool:
+        """Whether the model begins with stored weights."""
+        return self.model.init != "random"
+
     def optims(self) -> dict[str, OptimSection]:
         """The optimizer, by its key."""
         return {"optim": self.optim}
@@ -322,6 +336,10 @@ class RewardModelConfig(PreferenceConfig):
 
     optim: ScalarOptimSection
     """optimizer"""
+
+    def head_of(self, role: str) -> Literal["lm", "scalar"]:
+        """The head of the model."""
+        return "scalar"
 
 
 class DPOConfig(PreferenceConfig):

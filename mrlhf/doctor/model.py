@@ -12,10 +12,10 @@ from mrlhf.data.hub_files import read_object
 from mrlhf.data.tokenizer import Message, Tokenizer, holds_tokenizer, load_tokenizer
 from mrlhf.doctor.findings import Finding, judged, ok
 from mrlhf.errors import ConfigError
+from mrlhf.inputs.vocabulary import check_vocabularies, warn_of_end_tokens, warn_of_other_end
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids
 from mrlhf.models.weight_files import check_weight_files
-from mrlhf.preflight.vocabulary import check_vocabularies, warn_of_end_tokens, warn_of_other_end
 from mrlhf.weights.stored import ADAPTER_CONFIG
 
 _TALK = ("What is 2 + 2?", "<think>\nEasy.\n</think>\n\n4", "And 3 + 3?", "6")

@@ -17,18 +17,7 @@ from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.device import cores, device_kind, gpu_memory_mb, host_memory_bytes
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.installed import require_engine
-from mrlhf.metrics.trackers import check_trackers
-from mrlhf.models.adapter_choice import spec_of_role
-from mrlhf.models.families import family_of
-from mrlhf.models.published import published_model
-from mrlhf.parallel.layout import AxisSizes
-from mrlhf.preflight.batches import trained_models
-from mrlhf.preflight.checks import check
-from mrlhf.preflight.inputs import check_inputs
-from mrlhf.preflight.memory_checks import check_memory, describe_phases, with_keys
-from mrlhf.preflight.model_checks import check_models, head_of, of_shipped_sizes, without_weights
-from mrlhf.preflight.output import check_output
-from mrlhf.preflight.paths import (
+from mrlhf.inputs.paths import (
     InputPath,
     absent_paths,
     own_methods,
@@ -37,6 +26,17 @@ from mrlhf.preflight.paths import (
     with_local_inputs,
     without,
 )
+from mrlhf.inputs.read import check_inputs
+from mrlhf.metrics.trackers import check_trackers
+from mrlhf.models.adapter_choice import spec_of_role
+from mrlhf.models.families import family_of
+from mrlhf.models.published import published_model
+from mrlhf.parallel.layout import AxisSizes
+from mrlhf.preflight.batches import trained_models
+from mrlhf.preflight.checks import check, check_generation
+from mrlhf.preflight.memory_checks import check_memory, describe_phases, with_keys
+from mrlhf.preflight.model_checks import check_models, of_shipped_sizes, without_weights
+from mrlhf.preflight.output import check_output
 from mrlhf.preflight.words import count, describe, describe_cache, describe_memory
 
 _ON = {"cpu": "on a CPU", "cuda": "on a GPU"}
@@ -146,7 +146,7 @@ def _least_bytes(config: AnyConfig, world_size: int) -> int:
         if place is not None and not (Path(role.path) / "config.json").is_file():
             role = role.model_copy(update={"path": str(place)})
         try:
-            spec = spec_of_role(role, head_of(config, name))
+            spec = spec_of_role(role, config.head_of(name))
         except (ConfigError, WeightError):
             continue  # that it is missing or wrong is told elsewhere
         shapes = family_of(spec).tensor_shapes(spec).values()
@@ -182,6 +182,14 @@ def preflight(config: AnyConfig, world_size: int) -> str:
         _check_user_methods(config)
         require_engine(config.rollout.engine)
     return describe(config, world_size)
+
+
+def check_policy(config: PPOConfig, world_size: int) -> None:
+    """Check, before anything is built, that so many ranks can ask the policy; ConfigError."""
+    check_generation(config, world_size)
+    require_paths(config)
+    check_models(config, need_weights=True)
+    require_engine(config.rollout.engine)
 
 
 def _check_user_methods(config: PPOConfig, absent: Collection[InputPath] = ()) -> None:

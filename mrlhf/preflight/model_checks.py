@@ -15,21 +15,20 @@ from pathlib import Path
 import torch
 
 from mrlhf.checkpoint.frozen import check_base
-from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import CacheShape, block_tokens
 from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
-from mrlhf.inference.native.linear import compute_dtype
-from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
+from mrlhf.inference.installed import cache_dtype, missing_feature
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.adapter_files import check_adapter
 from mrlhf.models.families import load_spec
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.published import published_model
-from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import check_weight_files
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.printable import size_text
@@ -84,7 +83,7 @@ def check_models(
     problems: list[str] = []
     remarks: list[str] = []
     specs: dict[str, ModelSpec | None] = {}
-    if loads_weights(config):
+    if config.loads_weights:
         unchecked = set() if need_weights else set(without_weights(config))
     else:
         unchecked = set(config.roles())
@@ -97,7 +96,7 @@ def check_models(
         is_whole = adapter not in absent
         try:
             if (Path(role.path) / "config.json").is_file():
-                head = head_of(config, name)
+                head = config.head_of(name)
                 spec = spec_of_role(role, head) if is_whole else load_spec(role.path, head)
                 if name not in unchecked:
                     needs_head = name == "reward_model"
@@ -108,7 +107,7 @@ def check_models(
                     remarks += check_base(adapter, role.path) if name not in unchecked else ()
             elif (place := published_model(role.path)) is not None:
                 shipped = role.model_copy(update={"path": str(place)})
-                head = head_of(config, name)
+                head = config.head_of(name)
                 spec = spec_of_role(shipped, head) if is_whole else load_spec(place, head)
         except (ConfigError, WeightError) as error:
             refused.add(role.path)
@@ -130,16 +129,9 @@ def check_models(
     return specs
 
 
-def head_of(config: AnyConfig, name: str) -> Head:
-    """The head of role `name`'s model."""
-    if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
-        return "scalar"
-    return "lm"
-
-
 def without_weights(config: AnyConfig) -> list[str]:
     """The roles that load weights, but whose directories hold only a `config.json`."""
-    if not loads_weights(config):
+    if not config.loads_weights:
         return []
     roles = []
     for name, role in config.roles().items():
@@ -160,19 +152,11 @@ def of_shipped_sizes(config: AnyConfig) -> list[str]:
     return lines
 
 
-def loads_weights(config: AnyConfig) -> bool:
-    """Whether models begin with stored weights; supervised training may draw random ones."""
-    return isinstance(config, PPOConfig) or config.model.init != "random"
-
-
 def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     """The part of an engine rank's KV cache that `data.max_length` tokens take."""
     rollout = config.rollout
     device = torch.device(device_kind(config.distributed.device))
-    dtype = dtype_on(config.actor.dtype, device.type)
-    if rollout.engine == "native":
-        dtype = compute_dtype(dtype, device)
-
+    dtype = cache_dtype(rollout.engine, dtype_on(config.actor.dtype, device.type), device)
     block = cache_block(config)
     blocks = -(-config.data.max_length // block)
     if rollout.engine == "vllm" and device.type == "cpu":
@@ -243,15 +227,11 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     if problem is None and rollout.ep is not None:
         problem = engine_ep_problem(rollout.engine, rollout.ep, rollout.tp, spec)
 
-    feature = None
-    if rollout.engine == "vllm":
-        feature = unsupported_feature(spec)
-        if feature is None and device_kind(config.distributed.device) == "cpu":
-            feature = unsupported_on_cpu(spec)
+    feature = missing_feature(rollout.engine, spec, device_kind(config.distributed.device))
     if feature is not None:
         yield (
-            f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
-            f"rollout.engine=native"
+            f"rollout.engine is {rollout.engine}, which is not supported for a model with "
+            f"{feature}; set rollout.engine=native"
         )
         return
     if problem is not None:

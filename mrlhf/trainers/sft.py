@@ -13,12 +13,12 @@ from torch import Tensor
 from mrlhf.batch import Sequences
 from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
+from mrlhf.inputs import read_sft_inputs
 from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.vocab import TokenRange
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
-from mrlhf.preflight import read_sft_inputs
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer

@@ -22,9 +22,9 @@ from mrlhf.data.sft import encode_sft
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError
+from mrlhf.inputs import read_ppo_inputs
+from mrlhf.inputs.read import load_rewards, read_engine_inputs, read_prompts
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.preflight import read_ppo_inputs
-from mrlhf.preflight.inputs import load_rewards, read_engine_inputs, read_prompts
 from mrlhf.run.startup import Run
 from mrlhf.trainers.generation import GenerationOptions, _facts, answer, check_generation
 from mrlhf.trainers.policy import policy_config

@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.models.generation_config import end_token_ids, read_generation_config
-from mrlhf.preflight.vocabulary import (
+from mrlhf.inputs.vocabulary import (
     check_vocabularies,
     find_endings,
     ids_without_token,
     warn_of_end_tokens,
     warn_of_undrawn,
 )
+from mrlhf.models.generation_config import end_token_ids, read_generation_config
 
 
 @pytest.fixture(scope="module")

@@ -25,17 +25,14 @@ from mrlhf.data.sft import SftExample, encode_sft
 from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.errors import DataError
-from mrlhf.models.families import load_spec
-from mrlhf.models.generation_config import end_token_ids, read_generation_config
-from mrlhf.preflight.environments import (
+from mrlhf.inputs.environments import (
     EnvironmentInputs,
     check_sources,
     draw_episodes,
     read_environments,
 )
-from mrlhf.preflight.model_checks import head_of, loads_weights
-from mrlhf.preflight.paths import InputPath
-from mrlhf.preflight.vocabulary import (
+from mrlhf.inputs.paths import InputPath
+from mrlhf.inputs.vocabulary import (
     Endings,
     check_tokens,
     check_vocabularies,
@@ -44,6 +41,8 @@ from mrlhf.preflight.vocabulary import (
     warn_of_other_end,
     warn_of_undrawn,
 )
+from mrlhf.models.families import load_spec
+from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.rules import answer_rules
 from mrlhf.workers.process import Limits
@@ -141,7 +140,7 @@ def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
     pairs, held_out = _pairs_and_held_out(config, tokenizer, split=not config.data.val_files)
     assert pairs is not None, "train_files names a file, and each has rows"
     steps = _supervised_steps(config, len(pairs), "pairs")
-    generates = head_of(config, "model") == "lm"
+    generates = config.head_of("model") == "lm"
     generation_config = read_generation_config(config.model.path) if generates else None
     return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
 
@@ -311,18 +310,18 @@ def _tokenizer(config: AnyConfig) -> Tokenizer:
 def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that makes tokens which a model on this machine does not have."""
     sizes = {
-        name: load_spec(role.path, head_of(config, name)).vocab_size
+        name: load_spec(role.path, config.head_of(name)).vocab_size
         for name, role in config.roles().items()
         if Path(role.path).exists()
     }
-    if loads_weights(config):
+    if config.loads_weights:
         _check_tokens(config, tokenizer)
     full_kl = isinstance(config, PPOConfig) and config.needs_full_kl
     check_vocabularies(sizes, tokenizer.highest_id, ("actor", "reference") if full_kl else ())
     if "actor" in sizes:
         warn_of_undrawn(sizes["actor"], tokenizer.ids)
     policy = "actor" if isinstance(config, PPOConfig) else "model"
-    if policy in sizes and head_of(config, policy) == "lm":
+    if policy in sizes and config.head_of(policy) == "lm":
         warn_of_other_end(end_token_ids(config.roles()[policy].path), tokenizer)
 
 
