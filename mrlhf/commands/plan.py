@@ -139,9 +139,11 @@ def _specs(config: AnyConfig) -> Specs:
     found = {}
     for name, spec in check_models(config).items():
         if spec is None:
-            path = config.roles()["actor" if name == "rollout" else name].path
-            get = how_to_get(path, "config.json")
-            raise ConfigError(f"{name}: {path} holds no config.json; it alone is needed{get}")
+            role = config.roles()["actor" if name == "rollout" else name]
+            if (Path(role.path) / "config.json").is_file():
+                raise ConfigError(f"{name}.lora.path {role.value_of('lora.path')} does not exist")
+            get = how_to_get(role.path, "config.json")
+            raise ConfigError(f"{name}: {role.path} holds no config.json; it alone is needed{get}")
         found[name] = spec
     return found
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mrlhf.batch import Prompts
 from mrlhf.config.data import SupervisedDataSection
-from mrlhf.config.fields import Section
 from mrlhf.config.reward import RewardSection
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
@@ -31,14 +30,13 @@ from mrlhf.inputs.environments import (
     draw_episodes,
     read_environments,
 )
-from mrlhf.inputs.paths import InputPath
+from mrlhf.inputs.paths import absent_paths, awaits_tokenizer, has_tokenizer, present
 from mrlhf.inputs.vocabulary import (
     Endings,
     check_tokens,
     check_vocabularies,
     find_endings,
-    warn_of_end_tokens,
-    warn_of_other_end,
+    warn_of_ends,
     warn_of_undrawn,
 )
 from mrlhf.models.families import load_spec
@@ -145,17 +143,17 @@ def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
     return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
 
 
-def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> tuple[int | None, list[str]]:
-    """Check the inputs as a run would, except those that are `absent`.
+def check_inputs(config: AnyConfig) -> tuple[int | None, list[str]]:
+    """Check the inputs as a run would, except those that are not on this machine.
 
     Returns:
-        The training steps of the run, None if an input is absent; and lines that show an episode.
+        The training steps of the run, None if an input is not here; and lines that show an episode.
 
     Raises:
         ConfigError, DataError, RewardError: an input cannot be used; one line.
     """
-    if absent:
-        _check_present_inputs(config, {path.path for path in absent})
+    if absent_paths(config) or awaits_tokenizer(config):
+        _check_present_inputs(config)
         return None, []
     if isinstance(config, PPOConfig):
         inputs = read_ppo_inputs(config)
@@ -170,10 +168,10 @@ def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> tuple[int 
     return read_preference_inputs(config).steps, []
 
 
-def _check_present_inputs(config: AnyConfig, absent: Collection[str]) -> None:
-    """Check the inputs that do not lie at the `absent` paths."""
-    here = _without(config, absent)
-    if not {config.data.tokenizer, config.data.chat_template} & set(absent):
+def _check_present_inputs(config: AnyConfig) -> None:
+    """Check those inputs that are on this machine."""
+    here = present(config)
+    if has_tokenizer(config):
         if isinstance(here, PPOConfig):
             engine = read_engine_inputs(here)
             _prompts_by_split(here, engine.tokenizer, engine.environments)
@@ -188,37 +186,12 @@ def _check_present_inputs(config: AnyConfig, absent: Collection[str]) -> None:
             load_rewards(here.reward).close()
 
 
-def _without(config: AnyConfig, absent: Collection[str]) -> AnyConfig:
-    """`config` without the data files and the user's functions at the `absent` paths."""
-    splits = [name for name in type(config.data).model_fields if name.endswith("_files")]
-    present = {
-        name: [file for file in config.data.value_of(name) if file not in absent] for name in splits
-    }
-    changes: dict[str, Section] = {"data": config.data.model_copy(update=present)}
-    if isinstance(config, PPOConfig):
-        terms = [term for term in config.reward.terms if _file(term.name) not in absent]
-        changes["reward"] = config.reward.model_copy(update={"terms": terms})
-        rollout = config.rollout
-        kept = {
-            "environment": [e for e in rollout.environment if _file(e.name) not in absent],
-            "tools": [name for name in rollout.tools if _file(name) not in absent],
-        }
-        changes["rollout"] = rollout.model_copy(update=kept)
-    return config.model_copy(update=changes)
-
-
-def _file(reference: str) -> str:
-    """The file of a user's function or class; empty for a name that is built in."""
-    return reference.rpartition(":")[0]
-
-
 def _tokenizer_and_endings(config: PPOConfig) -> tuple[Tokenizer, Endings]:
     """The tokenizer of a PPO run, and what ends a response."""
     end_tokens = end_token_ids(config.actor.path)
     tokenizer = _tokenizer(config).ending_with(end_tokens)
     stop = (config.rollout.stop, config.rollout.stop_token_ids)
     endings = find_endings(*stop, end_tokens, tokenizer)
-    warn_of_end_tokens(end_tokens, tokenizer)
     return tokenizer, endings
 
 
@@ -322,7 +295,8 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
         warn_of_undrawn(sizes["actor"], tokenizer.ids)
     policy = "actor" if isinstance(config, PPOConfig) else "model"
     if policy in sizes and config.head_of(policy) == "lm":
-        warn_of_other_end(end_token_ids(config.roles()[policy].path), tokenizer)
+        ends = end_token_ids(config.roles()[policy].path)
+        warn_of_ends(ends, tokenizer, draws=policy == "actor")
 
 
 def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:

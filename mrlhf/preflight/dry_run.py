@@ -7,7 +7,7 @@ functions included. This file builds no process group or model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from mrlhf.device import cores, device_kind, gpu_memory_mb, host_memory_bytes
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.installed import require_engine
 from mrlhf.inputs.paths import (
-    InputPath,
     absent_paths,
+    awaits_tokenizer,
+    is_here,
     own_methods,
     require_paths,
-    tokenizer_to_come,
     with_local_inputs,
     without,
 )
@@ -90,25 +90,21 @@ def dry_run(
     check(config, world_size)
     config, taken, reasons = with_local_inputs(config, begun or {}, weights=False)
     check_output(config)
-    absent = absent_paths(config)
-    why = [reasons.get(path.path) or without(path) for path in absent]
+    why = [reasons.get(path.path) or without(path) for path in absent_paths(config)]
     missing = (*why, *_missing_packages(config))
-    to_come = tokenizer_to_come(config)
-    if to_come is not None:
-        absent.append(to_come)
     config, on = _with_device(config, world_size)
-    specs = check_models(config, absent={path.path for path in absent})
+    specs = check_models(config)
     check_memory(config, specs, world_size)
     if isinstance(config, PPOConfig):
-        _check_user_methods(config, absent)
-    steps, episode = check_inputs(config, absent)
+        _check_user_methods(config)
+    steps, episode = check_inputs(config)
 
     lines = [f"not found: {line}" for line in missing]
     lines += [f"{name}: {places[0]}" for name, places in taken.items()]
     lines += [f"not checked: the weights of {name}" for name in without_weights(config)]
     lines += of_shipped_sizes(config)
-    if to_come is not None:
-        lines.append(f"not checked: the data, since {to_come.path} holds no tokenizer")
+    if awaits_tokenizer(config):
+        lines.append(f"not checked: the data, since {config.data.tokenizer} holds no tokenizer")
     fits = "what could be checked" if lines else "configuration"
 
     lines.append(describe(config, world_size, steps))
@@ -192,15 +188,13 @@ def check_policy(config: PPOConfig, world_size: int) -> None:
     require_engine(config.rollout.engine)
 
 
-def _check_user_methods(config: PPOConfig, absent: Collection[InputPath] = ()) -> None:
-    """Find the user's own functions in the method, except those in files that are `absent`."""
-    missing = {path.key for path in absent}
+def _check_user_methods(config: PPOConfig) -> None:
+    """Find the user's own functions in the method, as far as their files are here."""
     problems = []
     for key, name in own_methods(config).items():
-        if key in missing:
-            continue
         try:
-            find_method(key, name, {})
+            if is_here(name):
+                find_method(key, name, {})
         except ConfigError as error:
             problems.append(str(error))
 

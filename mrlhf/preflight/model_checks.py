@@ -8,7 +8,8 @@ and builds no model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,15 +63,11 @@ class CacheNeeds:
         return f"{pairs} x {self.tokens} tokens = {size_text(self.bytes)}"
 
 
-def check_models(
-    config: AnyConfig, need_weights: bool = False, absent: Collection[str] = ()
-) -> dict[str, ModelSpec | None]:
+def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, ModelSpec | None]:
     """Check each role's model, and the layout of each role and of the engine against it.
 
-    Args:
-        need_weights: refuse a directory that holds only a `config.json`, if the role loads weights;
-            otherwise its weights are not checked.
-        absent: paths of adapters that are not on this machine, and so not checked.
+    With `need_weights` a directory that holds only a `config.json` is refused if the role loads
+    weights; otherwise its weights are not checked.
 
     Returns:
         The spec of each role's model; None if its `config.json` is not on this machine, nor among
@@ -83,32 +80,15 @@ def check_models(
     problems: list[str] = []
     remarks: list[str] = []
     specs: dict[str, ModelSpec | None] = {}
-    if config.loads_weights:
-        unchecked = set() if need_weights else set(without_weights(config))
-    else:
-        unchecked = set(config.roles())
+    unchecked = [] if need_weights else without_weights(config)
     refused: set[str] = set()  # paths; roles often share one, and its mistake is reported once
     for name, role in config.roles().items():
         if role.path in refused:
             continue
-        spec = None
-        adapter = role.directories().get("lora.path")
-        is_whole = adapter not in absent
         try:
-            if (Path(role.path) / "config.json").is_file():
-                head = config.head_of(name)
-                spec = spec_of_role(role, head) if is_whole else load_spec(role.path, head)
-                if name not in unchecked:
-                    needs_head = name == "reward_model"
-                    base = without_adapters(spec)
-                    remarks += check_weight_files(role.path, base, needs_head=needs_head)
-                if adapter is not None and is_whole:
-                    check_adapter(adapter, spec)
-                    remarks += check_base(adapter, role.path) if name not in unchecked else ()
-            elif (place := published_model(role.path)) is not None:
-                shipped = role.model_copy(update={"path": str(place)})
-                head = config.head_of(name)
-                spec = spec_of_role(shipped, head) if is_whole else load_spec(place, head)
+            spec = _spec(config, name)
+            if config.loads_weights and name not in unchecked:
+                remarks += _check_weights(config, name, spec)
         except (ConfigError, WeightError) as error:
             refused.add(role.path)
             problems.append(f"{name}: {error}")
@@ -122,11 +102,48 @@ def check_models(
     if problems:
         raise ConfigError("\n".join(problems))
     for name, role in config.roles().items():
-        if role.directories().get("lora.path") in absent:
+        if not _has_adapter(role):
             specs[name] = None
     for remark in dict.fromkeys(remarks):  # roles often share a model
         logger.warning("%s", remark)
     return specs
+
+
+def _has_adapter(role: RoleSection) -> bool:
+    """Whether the adapter that a role starts from is on this machine, if there is one."""
+    adapter = role.directories().get("lora.path")
+    return adapter is None or os.path.lexists(adapter)
+
+
+def _spec(config: AnyConfig, name: str) -> ModelSpec | None:
+    """A role's model, with its adapter if that is here; from the shipped sizes if it is not."""
+    role = config.roles()[name]
+    head = config.head_of(name)
+    is_here = (Path(role.path) / "config.json").is_file()
+    place = role.path if is_here else published_model(role.path)
+    if place is None:
+        return None
+    if not _has_adapter(role):
+        return load_spec(place, head)
+
+    spec = spec_of_role(role.model_copy(update={"path": str(place)}), head)
+    adapter = role.directories().get("lora.path")
+    if adapter is not None and is_here:
+        check_adapter(adapter, spec)
+    return spec
+
+
+def _check_weights(config: AnyConfig, name: str, spec: ModelSpec | None) -> list[str]:
+    """Check the weights from which a role starts, if they are here; returns remarks."""
+    role = config.roles()[name]
+    if spec is None or not (Path(role.path) / "config.json").is_file():
+        return []
+    base = without_adapters(spec)
+    remarks = [*check_weight_files(role.path, base, needs_head=name == "reward_model")]
+    adapter = role.directories().get("lora.path")
+    if adapter is not None and _has_adapter(role):
+        remarks += check_base(adapter, role.path)
+    return remarks
 
 
 def without_weights(config: AnyConfig) -> list[str]:
