@@ -62,7 +62,6 @@ setup(
     package_data={
         "mrlhf": [
             "commands/*.sh",
-            "config/*.yaml",
             "config/imports/*.yaml",
             "config/imports/*.sh",
             "host/*.cpp",

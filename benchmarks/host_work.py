@@ -45,11 +45,11 @@ from train_step_case import FIRST_WORD, Case, write_case
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.device import pick_device
 from mrlhf.inference.base import EngineStats, Finished, Request, Sample
+from mrlhf.inputs import read_ppo_inputs
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.job import init_distributed
 from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.schedule import Pipeline
-from mrlhf.preflight import read_ppo_inputs
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo import work
 from mrlhf.trainers.ppo.setup import assemble

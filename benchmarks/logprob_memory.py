@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mrlhf.parallel.vocab import OutputLayer, Tokens, token_loss
-from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
+from mrlhf.parallel.vocab import LossParts, OutputLayer, Tokens
+from mrlhf.parallel.vocab_sums import NumbersToCompute
 
 FORMS = ("whole", "chunks", "chunks, short sequences", "chunks, one long sequence")
 SHORT = 64  # tokens of a short sequence
@@ -38,10 +38,6 @@ class _Measured(NamedTuple):
     peak: int  # bytes above those before the runs
     gradient: int  # bytes of the weight's gradient, a part of the peak
     seconds: float  # of one run, the median
-
-
-def _sum_of_logprobs(part: slice, numbers: TokenNumbers) -> Tensor:
-    return numbers.logprobs.sum()
 
 
 def _forms(weight: Tensor, tokens: int) -> dict[str, Callable[[], Tensor]]:
@@ -57,8 +53,10 @@ def _forms(weight: Tensor, tokens: int) -> dict[str, Callable[[], Tensor]]:
         return -torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
 
     def chunks(lengths: list[int], by_token: bool) -> Tensor:
-        some = Tokens(hidden, targets, lengths)
-        return token_loss(layer, some, NumbersToCompute(), _sum_of_logprobs, by_token)
+        parts = LossParts(layer, Tokens(hidden, targets, lengths), NumbersToCompute(), by_token)
+        for part in parts:
+            parts.add(part, part.numbers.logprobs.sum())
+        return parts.total()
 
     functions = (
         whole,

@@ -16,9 +16,9 @@ import yaml
 
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.device import pick_device
+from mrlhf.inputs import read_ppo_inputs
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.job import init_distributed
-from mrlhf.preflight import read_ppo_inputs
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.setup import assemble
 from mrlhf.trainers.ppo.step import PPOTrainer

@@ -67,7 +67,7 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
 
     speaks = rank == 0 and console != "quiet"
     logging.getLogger("mrlhf").setLevel(logging.INFO if speaks else logging.WARNING)
-    for same_everywhere in ("mrlhf.data", "mrlhf.preflight", "mrlhf.rollout"):
+    for same_everywhere in ("mrlhf.data", "mrlhf.inputs", "mrlhf.preflight", "mrlhf.rollout"):
         logging.getLogger(same_everywhere).setLevel(logging.ERROR if rank else logging.NOTSET)
 
 

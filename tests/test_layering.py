@@ -21,9 +21,10 @@ LAYERS = [
     {"models"},
     {"training"},
     {"reshard", "inference", "checkpoint"},
-    {"roles"},
-    {"rollout", "run", "preflight"},
-    {"trainers", "report", "doctor", "planning"},
+    {"roles", "inputs"},
+    {"rollout", "run"},
+    {"trainers", "report", "preflight"},
+    {"doctor", "planning"},
     {"commands"},
     {"__main__"},
 ]

@@ -19,15 +19,16 @@ from mrlhf.commands.endings import end_command
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inputs.paths import require_paths
+from mrlhf.inputs.read import read_engine_inputs
 from mrlhf.log import quiet_transformers
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.job import launch_alone, processes_on_this_machine
-from mrlhf.preflight.inputs import read_engine_inputs
-from mrlhf.preflight.paths import require_paths
+from mrlhf.preflight import check_policy
 from mrlhf.printable import show
 from mrlhf.rollout.talk import Talk
 from mrlhf.run.startup import start_without_directory
-from mrlhf.trainers.policy import check_policy, open_policy, policy_config
+from mrlhf.trainers.policy import open_policy, policy_config
 from mrlhf.version import add_version_option
 
 _ENGINE = ("rollout.max_num_seqs=1", "rollout.max_prefill_tokens=512")  # ^C waits for a pass

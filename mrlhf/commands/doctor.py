@@ -23,11 +23,11 @@ from mrlhf.data.hub import local_directory
 from mrlhf.device import pick_device
 from mrlhf.doctor import data, machine, model, ranks
 from mrlhf.doctor.findings import Finding, examine, in_words, ok
+from mrlhf.inputs.paths import with_local_inputs
 from mrlhf.log import quiet_transformers
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.job import init_distributed, read_place
 from mrlhf.preflight import dry_run
-from mrlhf.preflight.paths import with_local_inputs
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 

@@ -72,6 +72,7 @@ def main() -> int:
     options = parse(sys.argv[1:])
     from mrlhf.commands.train import main as run_on_ranks
     from mrlhf.parallel.job import launch_alone
+    from mrlhf.preflight import check_policy
     from mrlhf.trainers.generation import GenerationOptions, check_generation, generate
     from mrlhf.trainers.policy import policy_config
 
@@ -87,5 +88,10 @@ def main() -> int:
         keys.append(f"data.val_files=[{json.dumps(options.prompts)}]")
         return policy_config(options.model, options.config, [*argv, *keys]), None, ""
 
-    actions = (read, partial(check_generation, asked))
+    def check(config: PPOConfig, world_size: int) -> str:
+        said = check_generation(asked, config, world_size)
+        check_policy(config, world_size)
+        return said
+
+    actions = (read, check)
     return run_on_ranks(PPOConfig, partial(generate, asked), options.overrides, *actions)

@@ -17,6 +17,7 @@ from mrlhf.commands.endings import end_command
 from mrlhf.config.load import keys_as_yaml, read_any
 from mrlhf.config.roots import PROGRAMS, AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
+from mrlhf.inputs.paths import with_local_inputs
 from mrlhf.log import quiet_transformers
 from mrlhf.models.published import how_to_get
 from mrlhf.planning.gpus import GPUS, Gpu
@@ -27,7 +28,6 @@ from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.dry_run import check_ranks
 from mrlhf.preflight.footprint import GENERATION, Specs
 from mrlhf.preflight.model_checks import check_models, of_shipped_sizes
-from mrlhf.preflight.paths import with_local_inputs
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
@@ -139,9 +139,11 @@ def _specs(config: AnyConfig) -> Specs:
     found = {}
     for name, spec in check_models(config).items():
         if spec is None:
-            path = config.roles()["actor" if name == "rollout" else name].path
-            get = how_to_get(path, "config.json")
-            raise ConfigError(f"{name}: {path} holds no config.json; it alone is needed{get}")
+            role = config.roles()["actor" if name == "rollout" else name]
+            if (Path(role.path) / "config.json").is_file():
+                raise ConfigError(f"{name}.lora.path {role.value_of('lora.path')} does not exist")
+            get = how_to_get(role.path, "config.json")
+            raise ConfigError(f"{name}: {role.path} holds no config.json; it alone is needed{get}")
         found[name] = spec
     return found
 

@@ -214,7 +214,7 @@ def _compare(launch: Launch, config: ConfigT) -> tuple[dist.Store | None, str, C
     the configuration with local paths.
     """
     from mrlhf.data.hub import repository_of
-    from mrlhf.preflight.paths import input_paths, with_local_inputs
+    from mrlhf.inputs.paths import input_paths, with_local_inputs
     from mrlhf.run.startup import begun_with, first_day_of
 
     def take(is_first: bool) -> tuple[ConfigT, dict[str, str]]:

@@ -5,7 +5,7 @@ It knows the names of the methods. It does not know their formulas or other sect
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,7 @@ from mrlhf.config.fields import (
     FunctionReference,
     NotNegative,
     Positive,
+    Rows,
     Section,
     known_name,
     known_or_own,
@@ -23,6 +24,7 @@ from mrlhf.config.fields import (
 from mrlhf.config.presets import PresetName
 from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, by_estimator, read_if
 from mrlhf.rl.names import (
+    CORRECTNESS_TERMS,
     AdvantageEstimator,
     FilterMetric,
     KlControllerKind,
@@ -30,6 +32,7 @@ from mrlhf.rl.names import (
     RewardKlKind,
     RewardNorm,
     estimator_traits,
+    policy_loss_traits,
 )
 
 
@@ -66,6 +69,17 @@ class KlCtrlSection(Section):
     horizon: Annotated[Count, _IF_IN_REWARD, _IF_ADAPTIVE] = 10000
     """adaptive: the larger, the slower the coefficient changes, samples"""
 
+    refused: ClassVar[Rows] = {
+        "{horizon} is too short for data.train_batch_size x rollout.n = {samples} samples a "
+        "step: the coefficient could change by -0.2 x {samples} / {=horizon} and so reach 0 or "
+        "less; raise horizon above {least}": lambda self, samples_per_step: (
+            samples_per_step >= 5 * self.horizon
+            and {"samples": samples_per_step, "least": samples_per_step // 5}
+        ),
+        "{kl_coef} with {type} stays 0 for ever, since it is multiplied; set kl_coef above 0 "
+        "or use_kl_in_reward to false": lambda self: (self.type, self.kl_coef) == ("adaptive", 0),
+    }
+
 
 class OverlongBufferSection(Section):
     """DAPO's penalty (arXiv 2503.14476) for responses near data.max_response_length."""
@@ -76,6 +90,17 @@ class OverlongBufferSection(Section):
     """the penalty begins this many tokens before the longest response; required if enabled"""
     penalty_factor: Annotated[NotNegative, read_if("enable")] = 1.0
     """penalty of a response of full length; it grows linearly from 0"""
+
+    refused: ClassVar[Rows] = {
+        "algorithm.overlong_buffer.enable is on without algorithm.overlong_buffer.len; set len "
+        "to the number of last tokens to penalise, below {data.max_response_length}": lambda self: (
+            self.enable and self.len is None
+        ),
+        "{len} is not below {data.max_response_length}, so every response would be penalised; "
+        "lower the first or raise the second": lambda self, data: (
+            (self.len or 0) >= data.max_response_length
+        ),
+    }
 
 
 class FilterGroupsSection(Section):
@@ -91,6 +116,77 @@ class FilterGroupsSection(Section):
     score after clipping and penalties"""
     max_num_gen_batches: Annotated[Count, read_if("enable")] = 10
     """most batches of data.gen_batch_size prompts in one step"""
+
+    refused: ClassVar[Rows] = {
+        "algorithm.filter_groups.enable and rollout.partial both choose the prompts of a step; "
+        "turn filter_groups off or set rollout.partial.over to 1": lambda self, rollout: (
+            self.enable and rollout.partial.is_on
+        ),
+        "{max_num_gen_batches} x {data.gen_batch_size} = {most} prompts never fill "
+        "{data.train_batch_size}; raise max_num_gen_batches to at least {enough} or "
+        "gen_batch_size": lambda self, data: (
+            (most := self.max_num_gen_batches * data.gen_batch_size) < data.train_batch_size
+            and {"most": most, "enough": -(-data.train_batch_size // data.gen_batch_size)}
+        ),
+    }
+
+
+def _comparers(self: Any, rollout: Any) -> list[dict[str, str]]:
+    """A key that compares the answers to a prompt, although there is only one."""
+    users = []
+    if estimator_traits(self.adv_estimator).compares_answers:
+        users.append(f"algorithm.adv_estimator {self.adv_estimator}")
+    if self.filter_groups.enable:
+        users.append("algorithm.filter_groups.enable")
+    if self.reward_norm == "group":
+        users.append("algorithm.reward_norm group")
+    return [{"user": user} for user in users[:1]] if rollout.n == 1 else []
+
+
+def _differing_tokens(self: Any, actor: Any, reads: Any) -> dict[str, str] | None:
+    """Why a response has several advantages, where its loss is defined for one."""
+    traits = estimator_traits(self.adv_estimator)
+    if actor.policy_loss.loss_mode != "geo_mean":
+        return None
+    if traits.needs_values or traits.needs_squared_probabilities:
+        return {"reason": ""}
+    if traits.sums_later_rewards and reads("algorithm.gamma") and self.gamma != 1.0:
+        return {"reason": f" with algorithm.gamma {self.gamma}"}
+    if traits.sums_later_rewards and self.use_kl_in_reward and self.kl_placement == "token":
+        return {"reason": " with the KL in the reward at algorithm.kl_placement token"}
+    return None
+
+
+def _named_again(self: Any) -> list[dict[str, object]]:
+    """The scores that gdpo is given more than once."""
+    names = self.gdpo_reward_keys or []
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return [{"name": name, "times": names.count(name)} for name in twice]
+
+
+def _unknown_scores(self: Any, reward: Any, rollout: Any) -> list[dict[str, str]]:
+    """The scores for gdpo that no term reports; a user's code tells its own when it is called."""
+    if rollout.environment or any(":" in name for name in reward.names):
+        return []
+    unknown = [name for name in self.gdpo_reward_keys or () if name not in reward.names]
+    return [{"name": name, "terms": ", ".join(reward.names)} for name in unknown]
+
+
+def _need_correctness(self: Any, reward: Any, actor: Any, trainer: Any) -> list[dict[str, str]]:
+    """The keys that need to know which responses are right, although no term says it."""
+    # A function or an environment of the user's may return acc.
+    if any(name in (*CORRECTNESS_TERMS, "environment") or ":" in name for name in reward.names):
+        return []
+    users = []
+    if self.filter_groups.enable and self.filter_groups.metric == "acc":
+        users.append("algorithm.filter_groups.metric acc")
+    if actor.positive_lm_coef > 0:
+        users.append(f"actor.positive_lm_coef {actor.positive_lm_coef}")
+    for key in ("keep_best", "export_best"):
+        metric = trainer.value_of(key) or ""
+        if any(share in metric for share in ("/acc@", "/pass@", "/maj@")):
+            users.append(f"trainer.{key} {metric}")
+    return [{"user": user} for user in users]
 
 
 class AlgorithmSection(Section):
@@ -151,6 +247,63 @@ class AlgorithmSection(Section):
     """dynamic sampling: prompts that teach nothing are replaced"""
     rollout_correction: RolloutCorrectionSection
     """correction of the difference between the engine's policy and the trainer's"""
+
+    refused: ClassVar[Rows] = {
+        "{user} compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
+        "least 2": _comparers,
+        "{reward_norm} with {adv_estimator}: the greedy answer's score, which is taken off, "
+        "would stay on another scale; set algorithm.reward_norm to null": lambda self: (
+            self.reward_norm is not None
+            and estimator_traits(self.adv_estimator).needs_greedy_answer
+        ),
+        "{actor.policy_loss.loss_mode} is defined for one advantage a response, but "
+        "{adv_estimator}{reason} gives one a token; use another estimator, such as grpo, or "
+        "another loss": _differing_tokens,
+        "{rollout.top_k}, {rollout.top_p}: truncated sampling breaks PPO's probability ratio, "
+        "because training uses the whole distribution; set rollout.top_k=-1 "
+        "rollout.top_p=1.0": lambda self, actor, rollout: (
+            rollout.truncates
+            and (
+                self.rollout_correction.active
+                or policy_loss_traits(actor.policy_loss.loss_mode).uses_ratio
+            )
+        ),
+        "{lam_length_alpha} x {data.max_response_length} = {product} is not above 1, so lambda "
+        "would be 0 for every response; raise lam_length_alpha above {least} or the "
+        "length": lambda self, data: (
+            self.lam_length_alpha is not None
+            and (product := self.lam_length_alpha * data.max_response_length) <= 1
+            and {"product": f"{product:g}", "least": f"{1 / data.max_response_length:g}"}
+        ),
+        "reward.terms gives every term the weight 0 ({names}), so every score would be 0 and "
+        "nothing could be learned; give at least one term another weight": lambda self, reward: (
+            self.gdpo_reward_keys is None
+            and not any(term.weight for term in reward.terms)
+            and {"names": ", ".join(reward.names)}
+        ),
+        "{gdpo_reward_weights} needs algorithm.gdpo_reward_keys, which says what is "
+        "weighted; set both": lambda self: (
+            self.gdpo_reward_weights is not None and self.gdpo_reward_keys is None
+        ),
+        "{gdpo_reward_weights} has {numbers} numbers for the {names} names in "
+        "algorithm.gdpo_reward_keys; give one for each": lambda self: (
+            self.gdpo_reward_keys is not None
+            and self.gdpo_reward_weights is not None
+            and (numbers := len(self.gdpo_reward_weights)) != len(self.gdpo_reward_keys)
+            and {"numbers": numbers, "names": len(self.gdpo_reward_keys)}
+        ),
+        "{gdpo_reward_weights} is 0 for every term, so nothing could be learned; give "
+        "another weight": lambda self: (
+            self.gdpo_reward_weights is not None and not any(self.gdpo_reward_weights)
+        ),
+        "{gdpo_reward_keys} names {name} {times} times; name it once and add the "
+        "weights": _named_again,
+        "{gdpo_reward_keys} names {name}, which no term of reward.terms reports (they "
+        "are {terms}); name one of these, or add a function that returns {name}": _unknown_scores,
+        "{user} needs to know which responses are right, but no reward term says whether a "
+        "response is right; add {name: exact_match, weight: 0}, gsm8k, or a function that returns "
+        "acc, to reward.terms": _need_correctness,
+    }
 
     @field_validator("preset")
     @classmethod

@@ -9,13 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import BeforeValidator, model_validator
 
-from mrlhf.config.fields import Section, known_name
+from mrlhf.config.fields import Rows, Section, known_name
 from mrlhf.config.reads import read_if
-from mrlhf.rl.names import BypassLoss, Statistic, WeightLevel
+from mrlhf.rl.names import BypassLoss, Statistic, WeightLevel, estimator_traits
 
 CorrectionPreset = Literal[
     "decoupled_token_is",
@@ -190,6 +190,35 @@ class RolloutCorrectionSection(Section):
     loss_type: BypassLoss = "ppo_clip"
     """with bypass_mode; ppo_clip: the loss of actor.policy_loss; reinforce: REINFORCE with the
     weights"""
+
+    refused: ClassVar[Rows] = {
+        "{loss_type} needs algorithm.rollout_correction.bypass_mode; turn that on or set "
+        "loss_type to ppo_clip": lambda self: (
+            self.loss_type == "reinforce" and not self.bypass_mode
+        ),
+        "{loss_type} and {actor.policy_loss.loss_mode} are two losses; set loss_mode to "
+        "vanilla or loss_type to ppo_clip": lambda self, actor: (
+            self.bypass_mode
+            and self.loss_type == "reinforce"
+            and actor.policy_loss.loss_mode != "vanilla"
+        ),
+        "{rollout_is} with bypass_mode and loss_type ppo_clip: the ratio is to the engine's "
+        "policy already and would count twice; set rollout_is to null or loss_type to "
+        "reinforce": lambda self: (
+            self.bypass_mode and self.loss_type == "ppo_clip" and self.rollout_is is not None
+        ),
+        "algorithm.kl_penalty full needs the forward pass that "
+        "algorithm.rollout_correction.bypass_mode saves; choose another algorithm.kl_penalty, "
+        "such as k1, or turn bypass_mode off": lambda self, full_kl_in_reward: (
+            self.bypass_mode and full_kl_in_reward
+        ),
+        "{algorithm.adv_estimator} needs the probabilities of the whole vocabulary, from the "
+        "forward pass that algorithm.rollout_correction.bypass_mode saves; turn bypass_mode "
+        "off or use another estimator, such as rloo": lambda self, algorithm: (
+            self.bypass_mode
+            and estimator_traits(algorithm.adv_estimator).needs_squared_probabilities
+        ),
+    }
 
     @classmethod
     def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,11 @@ class PromptDataSection(Section):
     """the day that a chat template writes as today; null: that of the run's first start"""
 
     @property
+    def validates(self) -> bool:
+        """Whether there are rows for validation."""
+        return bool(self.val_files)
+
+    @property
     def max_length(self) -> int:
         """Longest prompt and response together, tokens."""
         return self.max_prompt_length + self.max_response_length
@@ -87,6 +92,11 @@ class SupervisedDataSection(Section):
     date: Day = None
     """the day that a chat template writes as today; null: that of the run's first start"""
 
+    @property
+    def validates(self) -> bool:
+        """Whether there are rows for validation."""
+        return bool(self.val_files)
+
 
 class SFTDataSection(SupervisedDataSection):
     """Prompts with the responses to learn."""
@@ -104,3 +114,8 @@ class PreferenceDataSection(SupervisedDataSection):
         float, read_if("val_files", lambda files: not files, "is set", "leave that empty")
     ] = Field(0.1, ge=0, lt=1)
     """fraction of the prompts of train_files that is kept for validation if val_files is empty"""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are rows for validation."""
+        return bool(self.val_files) or self.held_out_fraction > 0

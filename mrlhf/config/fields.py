@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import reduce
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -155,6 +155,9 @@ FunctionReference = Annotated[
 ]
 
 
+Rows = Mapping[str, Callable[..., Any]]
+
+
 class Section(BaseModel):
     """A frozen section of keys; unknown keys, inexact types, inf and nan are refused.
 
@@ -164,6 +167,9 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    # Values that contradict each other: the text of the refusal, and what then holds of the
+    # configuration; see `unread.contradictions`.
+    refused: ClassVar[Rows] = {}
 
     def value_of(self, key: str) -> Any:
         """The value of `key`; a dot leads into a subsection."""

@@ -22,11 +22,11 @@ class Place:
     """The place of a key: the whole configuration, and the dotted name of the key's section."""
 
     config: Any
-    section: str
+    section: str  # empty for the keys of the configuration itself
 
     def name(self, key: str) -> str:
         """The dotted name of `key`; a key without a dot is in the same section."""
-        return key if "." in key else f"{self.section}.{key}"
+        return key if "." in key or not self.section else f"{self.section}.{key}"
 
     def value(self, key: str) -> Any:
         """The value of `key`, named as for `name`."""
@@ -82,7 +82,8 @@ def by_estimator(*names: str) -> ReadIf:
         if name in names or is_reference(name):
             return None
         own = "an estimator of your own (path/to/file.py:function)"
-        return NotRead(f" with {ESTIMATOR} {name}", f"use {_one_of(names or [own])}", (ESTIMATOR,))
+        use = listed(names or [own], "or")
+        return NotRead(f" with {ESTIMATOR} {name}", f"use {use}", (ESTIMATOR,))
 
     return ReadIf(problem)
 
@@ -94,7 +95,7 @@ def by_loss(*names: str, own: bool = True) -> ReadIf:
         name, decider = trained_loss(place.config)
         if name in names or (own and is_reference(name)):
             return None
-        return NotRead(f" with {decider} {name}", f"use {_one_of(names)}", (decider,))
+        return NotRead(f" with {decider} {name}", f"use {listed(names, 'or')}", (decider,))
 
     return ReadIf(problem)
 
@@ -106,6 +107,7 @@ def trained_loss(config: Any) -> tuple[str, str]:
     return loss, LOSS_MODE if loss == loss_mode else LOSS_TYPE
 
 
-def _one_of(names: Sequence[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
+def listed(words: Sequence[str], before_last: str = "and") -> str:
+    """The words as a list in a sentence."""
+    *others, last = words
+    return f"{', '.join(others)} {before_last} {last}" if others else last

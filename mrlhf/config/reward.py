@@ -5,11 +5,19 @@ It does not know models, files or ranks.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, model_validator
 
-from mrlhf.config.fields import MOST, FunctionReference, Number, Seconds, Section, known_or_own
+from mrlhf.config.fields import (
+    MOST,
+    FunctionReference,
+    Number,
+    Rows,
+    Seconds,
+    Section,
+    known_or_own,
+)
 from mrlhf.config.reads import read_if
 from mrlhf.config.user_code import is_reference
 from mrlhf.rl.names import RewardName
@@ -49,6 +57,24 @@ class RewardSection(Section):
     """longest time that one call of a user's function may take, seconds"""
     memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, _IF_OWN] = 16384
     """most private memory of each process of a user's function, MB; null: no limit"""
+
+    refused: ClassVar[Rows] = {
+        "reward.terms holds 'reward_model' but there is no such model; set reward_model.path or "
+        "remove the term": lambda self, reward_model: (
+            "reward_model" in self.names and reward_model is None
+        ),
+        "reward_model is set but no reward term uses it; add {name: reward_model} to reward.terms "
+        "or remove it": lambda self, reward_model: (
+            "reward_model" not in self.names and reward_model is not None
+        ),
+        "reward.terms holds 'environment' but there is none; set rollout.environment or remove the "
+        "term": lambda self, rollout: "environment" in self.names and not rollout.environment,
+    }
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the terms."""
+        return [term.name for term in self.terms]
 
 
 class AnyRewardSection(RewardSection):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -14,6 +14,7 @@ from mrlhf.config.fields import (
     CountOrZero,
     FunctionReference,
     Ranks,
+    Rows,
     Seconds,
     Section,
     Texts,
@@ -117,6 +118,14 @@ class PartialSection(Section):
         """How many prompts are begun where a step takes `batch`; a part counts as one."""
         # As it is written: the float 1.1 is a little more than 1.1, so 10 times as much is not 11.
         return math.ceil(Fraction(str(self.over)) * batch)
+
+
+def _named_twice(self: Any) -> list[dict[str, str]]:
+    """The rows that have several environments."""
+    sources = [section.data_source for section in self.environment]
+    twice = {source for source in sources if sources.count(source) > 1}
+    named = sorted(f"the data source {source}" for source in twice - {None})
+    return [{"rows": rows} for rows in ["all rows"] * (None in twice) + named]
 
 
 class RolloutSection(Section):
@@ -223,6 +232,18 @@ class RolloutSection(Section):
     dump_ratios: Annotated[bool, _IF_DUMPED, _IF_PARQUET] = True
     """for parquet, compute log-probabilities once more after the update, which shows how it changed
     each token"""
+
+    refused: ClassVar[Rows] = {
+        "{lora} is given, but {engine} only takes whole weights; set rollout.lora to "
+        "merged, which rounds them, or rollout.engine to native": lambda self: (
+            self.engine == "vllm" and self.lora == "apart"
+        ),
+        "{ep} does not divide {tp}; use one of {sizes}": lambda self: (
+            self.tp % (self.ep or 1) != 0
+            and {"sizes": ", ".join(str(n) for n in range(1, self.tp + 1) if self.tp % n == 0)}
+        ),
+        "rollout.environment names several for {rows}; keep one": _named_twice,
+    }
 
     @model_validator(mode="after")
     def _top_k_is_off_or_a_count(self) -> RolloutSection:

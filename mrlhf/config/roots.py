@@ -19,7 +19,8 @@ from mrlhf.config.data import (
     SFTDataSection,
     SupervisedDataSection,
 )
-from mrlhf.config.fields import Section, Seed
+from mrlhf.config.fields import Rows, Section, Seed
+from mrlhf.config.reads import NotRead, Place, ReadIf
 from mrlhf.config.reward import AnyRewardSection, RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
@@ -51,6 +52,29 @@ class Root(Section):
     def unbuilt(self) -> frozenset[str]:
         """The sections of models that this run does not build."""
         return frozenset()
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether models begin with stored weights; supervised training may draw random ones."""
+        return True
+
+    def head_of(self, role: str) -> Literal["lm", "scalar"]:
+        """The head of a role's model."""
+        return "scalar" if role in ("critic", "reward_model") else "lm"
+
+    def why_unread(self, key: str) -> NotRead | None:
+        """The reason why a key has no effect, by the facts beside it; None if it has one."""
+        place = Place(self, key.rpartition(".")[0])
+        for fact in nodes(type(self))[key].field.metadata:
+            if isinstance(fact, ReadIf):
+                reason = fact.problem(place)
+                if reason is not None:
+                    return reason
+        return None
+
+    def reads(self, key: str) -> bool:
+        """Whether a key has an effect."""
+        return self.why_unread(key) is None
 
     @model_validator(mode="before")
     @classmethod
@@ -209,6 +233,10 @@ class PPOConfig(Root):
             trained["critic"] = self.critic
         return trained
 
+    def optims(self) -> dict[str, OptimSection]:
+        """The optimizers of the models that are trained, by their keys."""
+        return {f"{name}.optim": role.optim for name, role in self.trained().items()}
+
     def roles(self) -> dict[str, RoleSection]:
         """The models that this run builds, by the name of their section."""
         roles: dict[str, RoleSection] = {**self.trained()}
@@ -245,6 +273,17 @@ class TrainedModelSection(AdaptedSection, RouterSection, RoleSection):
     init: Literal["checkpoint", "random"] = "checkpoint"
     """checkpoint: read the safetensors of path; random: draw new weights"""
 
+    refused: ClassVar[Rows] = {
+        "model.lora trains adapters of the model in model.path, and model.init is random; set "
+        "model.init to checkpoint, or model.lora.rank to 0": lambda self: (
+            self.lora.is_on and self.init == "random"
+        ),
+        "optim.name muon is for whole matrices, and model.lora trains adapters; set optim.name to "
+        "adamw, or leave out model.lora": lambda self, optim: (
+            self.lora.is_on and optim.name == "muon"
+        ),
+    }
+
 
 class SupervisedConfig(Root):
     """The keys of every training on rows of a file: fine-tuning, and those on preference pairs."""
@@ -263,6 +302,15 @@ class SupervisedConfig(Root):
     """how long to train, and what to leave behind"""
     distributed: DistributedSection
     """the processes"""
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether the model begins with stored weights."""
+        return self.model.init != "random"
+
+    def optims(self) -> dict[str, OptimSection]:
+        """The optimizer, by its key."""
+        return {"optim": self.optim}
 
     def roles(self) -> dict[str, RoleSection]:
         """The models that this run builds, by the name of their section."""
@@ -288,6 +336,10 @@ class RewardModelConfig(PreferenceConfig):
 
     optim: ScalarOptimSection
     """optimizer"""
+
+    def head_of(self, role: str) -> Literal["lm", "scalar"]:
+        """The head of the model."""
+        return "scalar"
 
 
 class DPOConfig(PreferenceConfig):

@@ -7,7 +7,7 @@ fills in the values that one section takes from another, and `preflight` compare
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -22,6 +22,7 @@ from mrlhf.config.fields import (
     PathText,
     Positive,
     Ranks,
+    Rows,
     Section,
     Texts,
     UpToOne,
@@ -269,6 +270,14 @@ class StoredAdapterSection(Section):
     modules_to_save: list[str] = Field(default_factory=list)
 
 
+_MUON_OF_ADAPTERS = {
+    "{section}.optim.name muon is for whole matrices, and {section}.lora trains adapters; set "
+    "{section}.optim.name to adamw, or leave out {section}.lora": lambda self: (
+        self.lora.is_on and self.optim.name == "muon"
+    )
+}
+
+
 class AdaptedSection(Section):
     """How much of a model is trained."""
 
@@ -364,6 +373,20 @@ class ActorSection(AdaptedSection, RouterSection, RoleSection):
     that its routers choose; rollout: those of the inference engine; old: in the update, those of
     the pass that gave the old log-probabilities"""
 
+    refused: ClassVar[Rows] = {
+        **_MUON_OF_ADAPTERS,
+        "actor.router_replay rollout needs the experts that the engine chose, which "
+        "{rollout.engine} does not record; set rollout.engine to native, or "
+        "actor.router_replay to old or none": lambda self, rollout: (
+            self.router_replay == "rollout" and not rollout.records_experts
+        ),
+        "actor.router_replay old needs the forward pass that "
+        "algorithm.rollout_correction.bypass_mode saves; turn bypass_mode off or set "
+        "actor.router_replay to rollout": lambda self, algorithm: (
+            self.router_replay == "old" and algorithm.rollout_correction.bypass_mode
+        ),
+    }
+
     @property
     def agg_mode(self) -> LossAggMode:
         """How the losses of the tokens become one number; if not set, as the loss defines it."""
@@ -402,6 +425,8 @@ class CriticSection(AdaptedSection, RouterSection, RoleSection):
     """how the losses of the tokens become one number"""
     loss_scale_factor: Annotated[_Divisor | None, _IF_NORMALISED] = None
     """divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"""
+
+    refused: ClassVar[Rows] = _MUON_OF_ADAPTERS
 
     @property
     def agg_mode(self) -> LossAggMode:
@@ -442,6 +467,13 @@ class ReferenceSection(RoleSection):
     offload: Annotated[OffloadFrozen, ReadIf(_as_policy)] = Field(default_factory=list)
     """what waits on the host while no phase needs it"""
 
+    refused: ClassVar[Rows] = {
+        "{adapter} is for a reference that is the policy, and a key of reference "
+        "differs from the policy's; leave its other keys out": lambda self, reference_is_policy: (
+            self.adapter == "start" and not reference_is_policy
+        ),
+    }
+
 
 class RewardModelSection(RoleSection):
     """A frozen sequence classifier with one output (score.weight) that scores whole responses."""
@@ -465,3 +497,8 @@ class DPOSection(Section):
         read_if("loss_type", lambda name: name != "ipo", "is ipo", "use sigmoid"),
     ] = 0.0
     """sigmoid: fraction of the pairs that are taken to be the wrong way round"""
+
+    refused: ClassVar[Rows] = {
+        "model.init is random, but DPO compares with the policy that it starts from; set it to "
+        "checkpoint, and model.path to a trained policy": lambda model: model.init == "random"
+    }

@@ -5,12 +5,12 @@ A section checks its own fields, and knows no other sections.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from mrlhf.config.fields import Count, CountOrZero, Minutes, Name, PathText, Positive, Section
-from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, read_if
+from mrlhf.config.fields import Count, CountOrZero, Minutes, Name, PathText, Positive, Rows, Section
+from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, listed, read_if
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
@@ -65,6 +65,26 @@ class ProfileSection(Section):
     """ranks that trace them"""
     stacks: Annotated[bool, _IF_PROFILED] = False
     """also write down from which lines of Python each operator was called; slows the step down"""
+
+    refused: ClassVar[Rows] = {
+        "trainer.profile.steps names step {last}, after {trainer.total_steps}; name earlier "
+        "steps": lambda self, trainer: (
+            (last := max(self.steps, default=0)) > (trainer.total_steps or last) and {"last": last}
+        ),
+    }
+
+
+def _late_warmups(self: Any, optims: Any) -> dict[str, str] | None:
+    """The warm-ups that would not end within the run."""
+    if self.total_steps is None:
+        return None
+    late = []
+    if isinstance(self, PPOTrainerSection) and self.critic_warmup > self.total_steps:
+        late.append(f"trainer.critic_warmup {self.critic_warmup}")
+    for name, optim in optims().items():
+        if optim.lr_warmup_steps >= self.total_steps:
+            late.append(f"{name}.lr_warmup_steps {optim.lr_warmup_steps}")
+    return {"late": listed(late)} if late else None
 
 
 class TrainerSection(Section):
@@ -135,6 +155,13 @@ class TrainerSection(Section):
     save_by_minutes: Minutes | None = None
     """minutes after the start of the job when it saves and ends with exit code 75; null: before the
     end that Slurm tells, if it does, as early as the saves so far need"""
+
+    refused: ClassVar[Rows] = {
+        "{test_freq} needs data to validate on, but data.val_files is empty; give files, or "
+        "leave it out": lambda self, data: self.test_freq > 0 and not data.validates,
+        "{late} would not end before {total_steps}; lower the first or raise the "
+        "second": _late_warmups,
+    }
 
     @field_validator("trackers", mode="before")
     @classmethod

@@ -149,4 +149,6 @@ def unknown_names(root: type[Section], values: Mapping[str, Any], prefix: str = 
 
 def in_yaml(value: object) -> str:
     """`value` as in a YAML file."""
-    return "null" if value is None else str(value).lower()
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

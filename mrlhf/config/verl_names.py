@@ -1,15 +1,15 @@
-"""The names here of verl's configuration keys, for the message about an unknown key.
+"""The names here of verl's configuration keys, for messages about unknown keys and for imports.
 
-They stand in `verl_names.yaml`, which is read when the first unknown key is met.
+They stand in `imports/verl.yaml`, which is read when the first unknown key is met.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -18,13 +18,23 @@ _ROLES = ("actor", "critic", "reference", "reward_model", "model")
 
 
 @dataclass(frozen=True)
+class Name:
+    """What a key of another system is here."""
+
+    ours: str | None  # None: it has no counterpart; of several, joined by |, the first that exists
+    # of its value: the name of one of `CONVERSIONS`, or what each value becomes
+    conversion: str | Mapping[Any, Any] | None = None
+    change: str = ""  # what changes with the name
+    reason: str = ""  # why there is no counterpart, if there is anything to tell
+
+
+@dataclass(frozen=True)
 class Names:
-    """The tables of `verl_names.yaml` by verl's keys; the file says what each holds."""
+    """The tables of names of `imports/verl.yaml` by verl's keys; the file says what each holds."""
 
     sections: Mapping[str, str]
-    below_a_role: Mapping[str, str]
-    elsewhere: Mapping[str, list[str]]
-    changes: Mapping[str, str]
+    below_a_role: Mapping[str, Name]
+    elsewhere: Mapping[str, Name]
     missing: Mapping[str, str]  # the reasons; "" without one
     missing_below_a_role: Mapping[str, str]
 
@@ -32,11 +42,15 @@ class Names:
 @cache
 def read_names() -> Names:
     """Read the tables."""
-    tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    file = Path(__file__).with_name("imports") / "verl.yaml"
+    tables = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for table in ("below_a_role", "elsewhere"):
+        rows = tables[table].items()
+        tables[table] = {key: Name(*row if isinstance(row, list) else [row]) for key, row in rows}
     for table in ("missing", "missing_below_a_role"):
         reasons = tables[table].items()
         tables[table] = {key: reason for reason, keys in reasons for key in keys}
-    return Names(**tables)
+    return Names(**{name: tables[name] for name in Names.__dataclass_fields__})
 
 
 def verl_hint(name: str, known: Collection[str]) -> str | None:
@@ -53,22 +67,15 @@ def verl_hint(name: str, known: Collection[str]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Name:
-    """What a key of another system is here."""
-
-    ours: str | None  # None: it has no counterpart
-    conversion: str | None = None  # of its value, by its name in `CONVERSIONS`
-    change: str = ""  # what changes with the name
-    reason: str = ""  # why there is no counterpart, if there is anything to tell
-
-
 def translate_name(name: str, known: Collection[str]) -> Name | None:
     """Return what verl's key `name` is among the `known` keys; None if it is not in the tables."""
     here = _without_verls_section(name.lstrip("+~"))
-    ours = _counterpart(here, known)
-    if ours is not None:
-        return Name(ours, change=longest_end(read_names().changes, here) or "")
+    for row in _rows(here):
+        for ours in (row.ours or "").split(" | "):
+            if ours in known:
+                return replace(row, ours=ours)
+    if here in known:
+        return Name(here)
     reason = _reason(here)
     return None if reason is None else Name(None, reason=reason)
 
@@ -92,18 +99,22 @@ def _without_verls_section(name: str) -> str:
 def _with_sections(word: str) -> list[str]:
     """The keys of the tables whose part after the section is `word`."""
     names = read_names()
-    with_reason = [key for key, reason in names.missing.items() if reason]
-    return [key for key in (*names.elsewhere, *with_reason) if key.partition(".")[2] == word]
+    rows = names.elsewhere
+    # neither those that are alike nor those in a section with a row of its own
+    keys = [key for key in rows if rows[key].ours != key and key.split(".")[0] not in rows]
+    keys += [key for key, reason in names.missing.items() if reason]
+    return [key for key in keys if key.partition(".")[2] == word]
 
 
-def _counterpart(name: str, known: Collection[str]) -> str | None:
-    if name in known:
-        return name
+def _rows(name: str) -> Iterator[Name]:
+    """The rows of a key, those of the whole key first."""
+    row = _longest(read_names().elsewhere, name)
+    if row is not None:
+        yield row
     role, _, rest = name.partition(".")
-    candidates = list(_longest(read_names().elsewhere, name) or ())
-    if role in _ROLES and rest in read_names().below_a_role:
-        candidates.append(f"{role}.{read_names().below_a_role[rest]}")
-    return next((key for key in candidates if key in known), None)
+    row = read_names().below_a_role.get(rest)
+    if role in _ROLES and row is not None:
+        yield replace(row, ours=f"{role}.{row.ours}")
 
 
 def _reason(name: str) -> str | None:

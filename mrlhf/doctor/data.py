@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from mrlhf.batch import Prompts
 from mrlhf.config.roots import AnyConfig, PPOConfig, SFTConfig
 from mrlhf.doctor.findings import Finding, judged, ok
-from mrlhf.preflight import read_ppo_inputs, read_preference_inputs, read_sft_inputs
-from mrlhf.preflight.inputs import PPOInputs
+from mrlhf.inputs import read_ppo_inputs, read_preference_inputs, read_sft_inputs
+from mrlhf.inputs.read import PPOInputs
 from mrlhf.rewards.interface import RewardInput
 
 _BARS = "▁▂▃▄▅▆▇█"

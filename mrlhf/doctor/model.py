@@ -12,10 +12,10 @@ from mrlhf.data.hub_files import read_object
 from mrlhf.data.tokenizer import Message, Tokenizer, holds_tokenizer, load_tokenizer
 from mrlhf.doctor.findings import Finding, judged, ok
 from mrlhf.errors import ConfigError
+from mrlhf.inputs.vocabulary import check_vocabularies, warn_of_ends
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids
 from mrlhf.models.weight_files import check_weight_files
-from mrlhf.preflight.vocabulary import check_vocabularies, warn_of_end_tokens, warn_of_other_end
 from mrlhf.weights.stored import ADAPTER_CONFIG
 
 _TALK = ("What is 2 + 2?", "<think>\nEasy.\n</think>\n\n4", "And 3 + 3?", "6")
@@ -49,8 +49,7 @@ def model(directory: Path) -> Iterator[Finding]:
 def tokenizer(loaded: Tokenizer, vocab_size: int, end_tokens: dict[int, str]) -> Iterator[Finding]:
     """Look over a tokenizer beside its model's vocabulary and end tokens; raises a ConfigError."""
     check_vocabularies({"the model": vocab_size}, loaded.highest_id)
-    warn_of_end_tokens(end_tokens, loaded)
-    warn_of_other_end(end_tokens, loaded)
+    warn_of_ends(end_tokens, loaded, draws=True)
     end = loaded.decode([loaded.eos_id], skip_special_tokens=False)
     yield ok("tokenizer", f"{len(loaded.ids)} tokens; a response ends with {end!r}")
     yield from chat_template(loaded)

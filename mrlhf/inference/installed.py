@@ -1,13 +1,30 @@
-"""Checks that this machine has the optional packages of a configuration; it imports none."""
+"""What an engine needs of this machine, and what it can do with a model; it imports no vLLM."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 
+import torch
+
 from mrlhf.errors import ConfigError
+from mrlhf.inference.native.linear import compute_dtype
+from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
+from mrlhf.models.spec import ModelSpec
 
 VLLM = "0.32"
+
+
+def missing_feature(engine: str, spec: ModelSpec, device: str) -> str | None:
+    """A feature of the model in words that the engine lacks on this type of device, if any."""
+    if engine != "vllm":
+        return None
+    return unsupported_feature(spec) or (unsupported_on_cpu(spec) if device == "cpu" else None)
+
+
+def cache_dtype(engine: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which an engine keeps keys and values where weights have `dtype`."""
+    return compute_dtype(dtype, device) if engine == "native" else dtype
 
 
 def require_engine(engine: str) -> None:

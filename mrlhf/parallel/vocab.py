@@ -4,18 +4,18 @@ Hidden states are projected onto the vocabulary, which is split over tensor-para
 of tokens at a time. A few numbers for each token remain of a chunk's logits, so no tensor of
 [tokens, vocab] is ever made.
 
-For training, a loss of these numbers is evaluated as soon as the numbers are there, and its
-gradient is taken while the logits are. A chunk holds whole sequences wherever they are short
-enough, so that a loss over whole sequences needs the logits once. Where several ranks hold parts of
-each sequence, all of them cut between the same sequences. This file knows no loss.
+For training, the caller walks through `LossParts` and adds the loss of each part, whose gradient is
+taken while the logits are there. A chunk holds whole sequences wherever they are short enough, so
+that a loss over whole sequences needs the logits once. Where several ranks hold parts of each
+sequence, all of them cut between the same sequences. This file knows no loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,17 +39,6 @@ _LEAST_CHUNK_TOKENS = 128
 def chunk_rows(row_bytes: int, device: str) -> int:
     """The most tokens of a chunk whose logits take so many bytes each, on this type of device."""
     return max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES[device] // row_bytes)
-
-
-class TokenRange(NamedTuple):
-    """Consecutive tokens whose loss is evaluated at once."""
-
-    tokens: slice  # their range among this rank's tokens
-    rows: slice  # the range of the sequences that they belong to
-
-
-Objective = Callable[[TokenRange, TokenNumbers], Tensor]
-"""Takes some of the tokens and their numbers, which have gradients; gives their loss, a scalar."""
 
 
 @dataclass(frozen=True)
@@ -89,55 +78,101 @@ class Tokens:
 def token_numbers(layer: OutputLayer, tokens: Tokens, wanted: NumbersToCompute) -> TokenNumbers:
     """The numbers of each token, equal on all ranks of the layer's group.
 
-    They are equal, bit for bit, to those that `token_loss` computes from the same tokens.
+    They are equal, bit for bit, to those of `LossParts` from the same tokens.
     """
     projection = _Projection(layer, tokens, wanted)
     return projection.measure(projection.chunks)[0]
 
 
-def token_loss(
-    layer: OutputLayer,
-    tokens: Tokens,
-    wanted: NumbersToCompute,
-    objective: Objective,
-    by_token: bool,
-) -> Tensor:
-    """The loss of all tokens, a scalar with gradients in the hidden states and the weight.
+@dataclass(frozen=True)
+class LossPart:
+    """Consecutive tokens whose loss is evaluated at once."""
 
-    A frozen weight gets none.
+    rows: slice  # the range of the sequences that they belong to
+    chunks: list[slice]  # their ranges among this rank's tokens, chunk by chunk
+    numbers: TokenNumbers  # those that are wanted, of these tokens; they have gradients
+    normalisers: Normalisers  # for the gradients
 
-    The gradient in the hidden states is that through this rank's columns; the caller sums over the
-    ranks of the group.
+    @property
+    def tokens(self) -> slice:
+        """Their range among this rank's tokens."""
+        return slice(self.chunks[0].start, self.chunks[-1].stop)
 
-    The objective reads the numbers that are `wanted`, and is equal on all ranks of the group. With
-    `by_token` it is a sum over tokens. If not, it is a sum over sequences: it gets all tokens of a
-    sequence that are here, and the logits of a sequence that is longer than a chunk are computed
-    twice. Ranks that hold parts of the same sequences call it together.
+
+class LossParts:
+    """The loss of all tokens, in a loop over its parts.
+
+        parts = LossParts(layer, tokens, wanted, by_token)
+        for part in parts:
+            parts.add(part, loss_of(part.numbers))
+        loss = parts.total()
+
+    With `by_token` the loss is a sum over tokens. If not, it is a sum over sequences: a part has
+    all tokens of a sequence that are here, and the logits of a sequence that is longer than a chunk
+    are computed twice. Ranks that hold parts of the same sequences walk together. The loss of a
+    part is a scalar, equal on all ranks of the layer's group.
     """
-    hidden = tokens.hidden
-    weight = layer.weight
-    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    with torch.no_grad():
-        projection = _Projection(layer, tokens, wanted)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight: Tensor | None = None
-        if weight.requires_grad:
-            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        spans = projection.spans
+
+    def __init__(
+        self, layer: OutputLayer, tokens: Tokens, wanted: NumbersToCompute, by_token: bool
+    ) -> None:
+        self._layer = layer
+        self._hidden = tokens.hidden
+        self._projection = _Projection(layer, tokens, wanted)
+        spans = self._projection.spans
         if by_token:
             spans = [_Span(span.rows, [chunk]) for span in spans for chunk in span.chunks]
+        self._spans = spans
+        self._added = 0  # parts that have a loss
 
-        for span in spans:
-            numbers, normalisers = projection.measure(span.chunks)
-            part_loss, grad_numbers = _differentiate(objective, span.token_range, numbers)
-            loss += part_loss
-            for rows, grad_logits in projection.grad_logits(
-                span.chunks, numbers, grad_numbers, normalisers
-            ):
-                mm(grad_logits, weight, grad_hidden[rows])
-                if grad_weight is not None:
-                    add_mm(grad_weight, grad_logits.t(), hidden[rows])
-    return _KnownGradients.apply(loss, hidden, weight, grad_hidden, grad_weight)
+        weight = layer.weight
+        self._loss = torch.zeros((), dtype=torch.float32, device=weight.device)
+        self._grad_hidden = torch.empty_like(tokens.hidden)
+        self._grad_weight: Tensor | None = None
+        if weight.requires_grad:
+            self._grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
+    def __iter__(self) -> Iterator[LossPart]:
+        for span in self._spans:
+            with torch.no_grad():
+                numbers, normalisers = self._projection.measure(span.chunks)
+            leaves = {
+                name: number.detach().requires_grad_()
+                for name, number in vars(numbers).items()
+                if number is not None and name != "sum_of_squares"
+            }
+            yield LossPart(span.rows, span.chunks, replace(numbers, **leaves), normalisers)
+
+    def add(self, part: LossPart, loss: Tensor) -> None:
+        """Add the loss of the part at which the loop is, and take its gradient."""
+        leaves = {
+            name: number
+            for name, number in vars(part.numbers).items()
+            if number is not None and number.requires_grad
+        }
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        gradients: dict[str, Any] = dict.fromkeys(vars(part.numbers))
+        gradients |= zip(leaves, found, strict=True)
+        if gradients["logprobs"] is None:
+            gradients["logprobs"] = torch.zeros_like(part.numbers.logprobs)
+
+        with torch.no_grad():
+            self._loss += loss
+            for rows, grad_logits in self._projection.grad_logits(part, TokenNumbers(**gradients)):
+                mm(grad_logits, self._layer.weight, self._grad_hidden[rows])
+                if self._grad_weight is not None:
+                    add_mm(self._grad_weight, grad_logits.t(), self._hidden[rows])
+        self._added += 1
+
+    def total(self) -> Tensor:
+        """The loss of all tokens, a scalar with gradients in the hidden states and the weight.
+
+        A frozen weight gets none. The gradient in the hidden states is that through this rank's
+        columns; the caller sums over the ranks of the group.
+        """
+        assert self._added == len(self._spans), "a part has no loss"
+        gradients = (self._grad_hidden, self._grad_weight)
+        return _KnownGradients.apply(self._loss, self._hidden, self._layer.weight, *gradients)
 
 
 @dataclass(frozen=True)
@@ -146,11 +181,6 @@ class _Span:
 
     rows: slice  # the range of the sequences
     chunks: list[slice]  # their tokens, at least one chunk; it may be empty
-
-    @property
-    def token_range(self) -> TokenRange:
-        """All tokens of the span."""
-        return TokenRange(slice(self.chunks[0].start, self.chunks[-1].stop), self.rows)
 
 
 class _Projection:
@@ -194,18 +224,14 @@ class _Projection:
         return sums.combine(self._layer.group)
 
     def grad_logits(
-        self,
-        chunks: Sequence[slice],
-        numbers: TokenNumbers,
-        grad_numbers: TokenNumbers,
-        normalisers: Normalisers,
+        self, part: LossPart, grad_numbers: TokenNumbers
     ) -> Iterator[tuple[slice, Tensor]]:
-        """The tokens of each of the chunks measured last, and the gradient in their logits.
+        """The tokens of each chunk of the part measured last, and the gradient in their logits.
 
-        `grad_numbers` is the gradient of the loss in each of their `numbers`.
+        `grad_numbers` is the gradient of the loss in each of its numbers.
         """
-        first = chunks[0].start
-        for rows in chunks:
+        first = part.chunks[0].start
+        for rows in part.chunks:
             logits, ref_logits = self._project(rows)
             inside = slice(rows.start - first, rows.stop - first)
             write_gradient(
@@ -213,9 +239,9 @@ class _Projection:
                 self._tokens.targets[rows],
                 ref_logits,
                 self._columns,
-                numbers.tokens(inside),
+                part.numbers.tokens(inside),
                 grad_numbers.tokens(inside),
-                normalisers[inside],
+                part.normalisers[inside],
             )
 
             # The gradient has been written over the logits.
@@ -264,29 +290,6 @@ def _spans(lengths: Sequence[int], most_lengths: Sequence[int], most_rows: int) 
         spans.append(_Span(slice(first, last), chunks))
         begin = end
     return spans
-
-
-def _differentiate(
-    objective: Objective, token_range: TokenRange, numbers: TokenNumbers
-) -> tuple[Tensor, TokenNumbers]:
-    """The loss of these tokens, and its gradient in each of their numbers."""
-    leaves = {
-        name: number.detach().requires_grad_()
-        for name, number in vars(numbers).items()
-        if number is not None and name != "sum_of_squares"
-    }
-    with torch.enable_grad():
-        loss = objective(token_range, replace(numbers, **leaves))
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-
-    gradients = dict(zip(leaves, found, strict=True))
-    grad_logprobs = gradients["logprobs"]
-    return loss.detach(), TokenNumbers(
-        logprobs=torch.zeros_like(numbers.logprobs) if grad_logprobs is None else grad_logprobs,
-        entropy=gradients.get("entropy"),
-        full_kl=gradients.get("full_kl"),
-        sum_of_squares=None,
-    )
 
 
 class _KnownGradients(torch.autograd.Function):

@@ -1,9 +1,8 @@
-"""Conditions between keys, and between keys and the number of ranks, checked before anything is
-built.
+"""Conditions between keys and the number of ranks, checked before anything is built.
 
-Each complaint is one line with both numbers and the remedy. This file checks layouts, batches and
-the run by arithmetic on the configuration. `method_checks` checks the method, `model_checks` the
-conditions between keys and models.
+Each complaint is one line with both numbers and the remedy. This file checks layouts and batches by
+arithmetic, and the names of metrics. Conditions between keys alone stand beside the keys, in
+`mrlhf/config/`; `model_checks` has those between keys and models.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mrlhf.config.data import PromptDataSection
+from mrlhf.config.reads import listed
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
-from mrlhf.config.sections import AdaptedSection, OptimSection
-from mrlhf.config.trainer import PPOTrainerSection
-from mrlhf.config.unread import unread_keys
+from mrlhf.config.unread import contradictions, unread_keys
 from mrlhf.errors import ConfigError
 from mrlhf.metrics.table import KINDS
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.stages import Stages
-from mrlhf.preflight.batches import longest_unit, role_work, trained_models
-from mrlhf.preflight.method_checks import method_problems
+from mrlhf.preflight.batches import longest_unit, role_work
 from mrlhf.rewards.term_names import term_names
 
 # The keys of a role that place its ranks.
@@ -30,7 +27,6 @@ _AXES_OF_RANKS = ("tp", "cp", "pp", "ep", "etp")
 _TEST = ("test", "test_sampled")
 _PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "dpo", "se"))
 _SUPERVISED = ("perf", "timing_s", "val")
-_NO_DATA = "needs data to validate on, but data.val_files is empty; give files, or leave it out"
 
 
 def check(config: AnyConfig, world_size: int) -> None:
@@ -45,18 +41,16 @@ def check(config: AnyConfig, world_size: int) -> None:
     problems = list(_layout_problems(config, world_size))
     fits = not problems
     problems += _role_problems(config)
-    problems += _adapter_problems(config)
     if isinstance(config, PPOConfig):
         problems += _batch_problems(config)
         if fits:
             problems += _share_problems(config, world_size)
         problems += _rollout_problems(config, world_size)
         problems += _full_kl_problems(config)
-        problems += method_problems(config)
-        problems += _reward_problems(config)
+        problems += _term_problems(config)
     elif fits:
         problems += _supervised_problems(config, world_size)
-    problems += _run_problems(config)
+    problems += contradictions(config)
     problems += _profile_problems(config, world_size)
     problems += _metric_problems(config)
     problems += [str(unread) for unread in unread_keys(config)]
@@ -68,7 +62,8 @@ def check(config: AnyConfig, world_size: int) -> None:
 def check_generation(config: PPOConfig, world_size: int) -> None:
     """Refuse a configuration whose policy cannot be asked on `world_size` ranks; ConfigError."""
     problems = [*_layout_problems(config, world_size), *_role_problems(config)]
-    problems += [*_rollout_problems(config, world_size), *_reward_problems(config)]
+    problems += [*_rollout_problems(config, world_size), *_term_problems(config)]
+    problems += contradictions(config, only=("reward", "rollout"))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -89,32 +84,6 @@ def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
         if source is None or role.value_of(key) != config.value_of(source):
             return False
     return True
-
-
-def _adapter_problems(config: AnyConfig) -> Iterator[str]:
-    """Adapters that do not go with the rest."""
-    if isinstance(config, PPOConfig | DPOConfig):
-        policy = config.actor if isinstance(config, PPOConfig) else config.model
-        starts_adapted = config.reference.adapter == "start" and policy.lora.path is not None
-        if starts_adapted and not config.reference_is_policy:
-            yield (
-                "reference.adapter start is for a reference that is the policy, and a key of "
-                "reference differs from the policy's; leave its other keys out"
-            )
-    for name, (role, optim) in trained_models(config).items():
-        if optim.name == "muon" and isinstance(role, AdaptedSection) and role.lora.is_on:
-            key = f"{name}.optim.name" if isinstance(config, PPOConfig) else "optim.name"
-            yield (
-                f"{key} muon is for whole matrices, and {name}.lora trains adapters; set {key} to "
-                f"adamw, or leave out {name}.lora"
-            )
-    if isinstance(config, PPOConfig):
-        return
-    if config.model.lora.is_on and config.model.init == "random":
-        yield (
-            "model.lora trains adapters of the model in model.path, and model.init is random; set "
-            "model.init to checkpoint, or model.lora.rank to 0"
-        )
 
 
 def _role_problems(config: AnyConfig) -> Iterator[str]:
@@ -140,7 +109,7 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
         unit = "pair of sequences" if isinstance(config, PreferenceConfig) else "sequence"
         verb = "is" if len(too_small) == 1 else "are"
         yield (
-            f"{_joined(too_small)} {verb} less than the longest {unit}, {_length_in_words(config)} "
+            f"{listed(too_small)} {verb} less than the longest {unit}, {_length_in_words(config)} "
             f"tokens{padded_for}; raise micro_batch_tokens to at least {needed} or lower the length"
         )
 
@@ -181,12 +150,6 @@ def _length_in_words(config: AnyConfig) -> str:
     if isinstance(config, PreferenceConfig):
         return f"2 x data.max_length {data.max_length} = {longest_unit(config)}"
     return f"data.max_length {data.max_length}"
-
-
-def _joined(words: Sequence[str]) -> str:
-    """The words as a list in a sentence."""
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _batch_problems(config: PPOConfig) -> Iterator[str]:
@@ -230,17 +193,6 @@ def _rollout_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     if ranks % rollout.tp:
         divisors = ", ".join(str(divisor) for divisor in _divisors(ranks, most=ranks))
         yield f"rollout.tp {rollout.tp} does not divide {divided}; use one of {divisors}"
-    if rollout.engine == "vllm" and config.actor.lora.is_on and rollout.lora == "apart":
-        yield (
-            "rollout.lora is apart, but rollout.engine vllm only takes whole weights; set "
-            "rollout.lora to merged, which rounds them, or rollout.engine to native"
-        )
-    if rollout.ep is not None and rollout.tp % rollout.ep:
-        divisors = ", ".join(str(size) for size in _divisors(rollout.tp, most=rollout.tp))
-        yield (
-            f"rollout.ep {rollout.ep} does not divide rollout.tp {rollout.tp}; use one of "
-            f"{divisors}"
-        )
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -261,7 +213,7 @@ def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
     if not sizes["reference"].has_ranks_of(sizes["actor"]):
         yield (
             "KL 'full' compares whole distributions rank by rank, but reference is "
-            f"{sizes['reference']} and actor {sizes['actor']}; leave {_joined(keys)} out"
+            f"{sizes['reference']} and actor {sizes['actor']}; leave {listed(keys)} out"
         )
     if reference.sequence_parallel and not actor.sequence_parallel:
         yield (
@@ -270,33 +222,12 @@ def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _reward_problems(config: PPOConfig) -> Iterator[str]:
-    names = [term.name for term in config.reward.terms]
+def _term_problems(config: PPOConfig) -> Iterator[str]:
+    """Terms of the reward whose numbers could not be told apart."""
     try:
-        term_names(names)
+        term_names([term.name for term in config.reward.terms])
     except ConfigError as error:
         yield str(error)
-
-    uses_model = "reward_model" in names
-    if uses_model and config.reward_model is None:
-        yield (
-            "reward.terms holds 'reward_model' but there is no such model; set reward_model.path "
-            "or remove the term"
-        )
-    if not uses_model and config.reward_model is not None:
-        yield (
-            "reward_model is set but no reward term uses it; add {name: reward_model} to "
-            "reward.terms or remove it"
-        )
-    if "environment" in names and not config.rollout.environment:
-        yield (
-            "reward.terms holds 'environment' but there is none; set rollout.environment or remove "
-            "the term"
-        )
-    sources = [section.data_source for section in config.rollout.environment]
-    for source in sorted({str(source) for source in sources if sources.count(source) > 1}):
-        rows = "all rows" if source == "None" else f"the data source {source}"
-        yield f"rollout.environment names several for {rows}; keep one"
 
 
 def _supervised_problems(config: SFTConfig | PreferenceConfig, world_size: int) -> Iterator[str]:
@@ -306,62 +237,16 @@ def _supervised_problems(config: SFTConfig | PreferenceConfig, world_size: int) 
             f"data.batch_size {config.data.batch_size} is less than the data-parallel size {dp} of "
             f"model; set data.batch_size to at least {dp} or raise model.tp"
         )
-    if isinstance(config, DPOConfig) and config.model.init == "random":
-        yield (
-            "model.init is random, but DPO compares with the policy that it starts from; set it to "
-            "checkpoint, and model.path to a trained policy"
-        )
-
-
-def _optims(config: AnyConfig) -> dict[str, OptimSection]:
-    """The optimizers of the models that are trained, by their keys."""
-    if isinstance(config, PPOConfig):
-        return {f"{name}.optim": role.optim for name, role in config.trained().items()}
-    return {"optim": config.optim}
 
 
 def _profile_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
-    """Traces of steps and ranks that do not come."""
+    """Traces of ranks that there are not."""
     profile = config.trainer.profile
-    total = config.trainer.total_steps
-    if total is not None and max(profile.steps, default=0) > total:
-        yield (
-            f"trainer.profile.steps names step {max(profile.steps)}, after trainer.total_steps "
-            f"{total}; name earlier steps"
-        )
     if profile.steps and max(profile.ranks, default=0) >= world_size:
         yield (
             f"trainer.profile.ranks names rank {max(profile.ranks)}, but the last of {world_size} "
             f"ranks is {world_size - 1}"
         )
-
-
-def _run_problems(config: AnyConfig) -> Iterator[str]:
-    """Validation without data, and schedules longer than the run."""
-    trainer = config.trainer
-    if trainer.test_freq and not _validates(config):
-        yield f"trainer.test_freq {trainer.test_freq} {_NO_DATA}"
-
-    total = trainer.total_steps
-    if total is None:
-        return
-    too_late = []
-    if isinstance(trainer, PPOTrainerSection) and trainer.critic_warmup > total:
-        too_late.append(f"trainer.critic_warmup {trainer.critic_warmup}")
-    for name, optim in _optims(config).items():
-        if optim.lr_warmup_steps >= total:
-            too_late.append(f"{name}.lr_warmup_steps {optim.lr_warmup_steps}")
-    if too_late:
-        yield (
-            f"{_joined(too_late)} would not end before trainer.total_steps {total}; lower the "
-            "first or raise the second"
-        )
-
-
-def _validates(config: AnyConfig) -> bool:
-    """Whether there are rows for validation."""
-    held_out = isinstance(config, PreferenceConfig) and config.data.held_out_fraction > 0
-    return bool(config.data.val_files) or held_out
 
 
 def _metric_problems(config: AnyConfig) -> Iterator[str]:
@@ -388,7 +273,10 @@ def _metric_problems(config: AnyConfig) -> Iterator[str]:
                 f"trainer.{key} is {name}, which is no metric of this run; their names begin with "
                 f"{', '.join(f'{known}/' for known in kinds)}"
             )
-        elif kind in ("val", "val_sampled") and not _validates(config):
-            yield f"trainer.{key} {name} {_NO_DATA}"
+        elif kind in ("val", "val_sampled") and not config.data.validates:
+            yield (
+                f"trainer.{key} {name} needs data to validate on, but data.val_files is empty; "
+                "give files, or leave it out"
+            )
         elif kind == "val_sampled" and not config.value_of("trainer.val_sampled"):
             yield f"trainer.{key} is {name}, but trainer.val_sampled is false; turn that on"

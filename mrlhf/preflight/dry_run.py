@@ -7,7 +7,7 @@ functions included. This file builds no process group or model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,26 @@ from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.device import cores, device_kind, gpu_memory_mb, host_memory_bytes
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.installed import require_engine
+from mrlhf.inputs.paths import (
+    absent_paths,
+    awaits_tokenizer,
+    is_here,
+    own_methods,
+    require_paths,
+    with_local_inputs,
+    without,
+)
+from mrlhf.inputs.read import check_inputs
 from mrlhf.metrics.trackers import check_trackers
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.families import family_of
 from mrlhf.models.published import published_model
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.batches import trained_models
-from mrlhf.preflight.checks import check
-from mrlhf.preflight.inputs import check_inputs
+from mrlhf.preflight.checks import check, check_generation
 from mrlhf.preflight.memory_checks import check_memory, describe_phases, with_keys
-from mrlhf.preflight.model_checks import check_models, head_of, of_shipped_sizes, without_weights
+from mrlhf.preflight.model_checks import check_models, of_shipped_sizes, without_weights
 from mrlhf.preflight.output import check_output
-from mrlhf.preflight.paths import (
-    InputPath,
-    absent_paths,
-    own_methods,
-    require_paths,
-    tokenizer_to_come,
-    with_local_inputs,
-    without,
-)
 from mrlhf.preflight.words import count, describe, describe_cache, describe_memory
 
 _ON = {"cpu": "on a CPU", "cuda": "on a GPU"}
@@ -90,25 +90,21 @@ def dry_run(
     check(config, world_size)
     config, taken, reasons = with_local_inputs(config, begun or {}, weights=False)
     check_output(config)
-    absent = absent_paths(config)
-    why = [reasons.get(path.path) or without(path) for path in absent]
+    why = [reasons.get(path.path) or without(path) for path in absent_paths(config)]
     missing = (*why, *_missing_packages(config))
-    to_come = tokenizer_to_come(config)
-    if to_come is not None:
-        absent.append(to_come)
     config, on = _with_device(config, world_size)
-    specs = check_models(config, absent={path.path for path in absent})
+    specs = check_models(config)
     check_memory(config, specs, world_size)
     if isinstance(config, PPOConfig):
-        _check_user_methods(config, absent)
-    steps, episode = check_inputs(config, absent)
+        _check_user_methods(config)
+    steps, episode = check_inputs(config)
 
     lines = [f"not found: {line}" for line in missing]
     lines += [f"{name}: {places[0]}" for name, places in taken.items()]
     lines += [f"not checked: the weights of {name}" for name in without_weights(config)]
     lines += of_shipped_sizes(config)
-    if to_come is not None:
-        lines.append(f"not checked: the data, since {to_come.path} holds no tokenizer")
+    if awaits_tokenizer(config):
+        lines.append(f"not checked: the data, since {config.data.tokenizer} holds no tokenizer")
     fits = "what could be checked" if lines else "configuration"
 
     lines.append(describe(config, world_size, steps))
@@ -146,7 +142,7 @@ def _least_bytes(config: AnyConfig, world_size: int) -> int:
         if place is not None and not (Path(role.path) / "config.json").is_file():
             role = role.model_copy(update={"path": str(place)})
         try:
-            spec = spec_of_role(role, head_of(config, name))
+            spec = spec_of_role(role, config.head_of(name))
         except (ConfigError, WeightError):
             continue  # that it is missing or wrong is told elsewhere
         shapes = family_of(spec).tensor_shapes(spec).values()
@@ -184,15 +180,21 @@ def preflight(config: AnyConfig, world_size: int) -> str:
     return describe(config, world_size)
 
 
-def _check_user_methods(config: PPOConfig, absent: Collection[InputPath] = ()) -> None:
-    """Find the user's own functions in the method, except those in files that are `absent`."""
-    missing = {path.key for path in absent}
+def check_policy(config: PPOConfig, world_size: int) -> None:
+    """Check, before anything is built, that so many ranks can ask the policy; ConfigError."""
+    check_generation(config, world_size)
+    require_paths(config)
+    check_models(config, need_weights=True)
+    require_engine(config.rollout.engine)
+
+
+def _check_user_methods(config: PPOConfig) -> None:
+    """Find the user's own functions in the method, as far as their files are here."""
     problems = []
     for key, name in own_methods(config).items():
-        if key in missing:
-            continue
         try:
-            find_method(key, name, {})
+            if is_here(name):
+                find_method(key, name, {})
         except ConfigError as error:
             problems.append(str(error))
 

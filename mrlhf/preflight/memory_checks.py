@@ -5,9 +5,10 @@ The bytes come from `footprint`; nothing is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+from mrlhf.config.fields import Section
 from mrlhf.config.roots import AnyConfig, PPOConfig, SupervisedConfig
 from mrlhf.errors import ConfigError
 from mrlhf.models.spec import ModelSpec
@@ -16,6 +17,7 @@ from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.footprint import OWNERS, Specs, footprint
 from mrlhf.printable import size_text
 
+SectionT = TypeVar("SectionT", bound=Section)
 _REMEDIES = 3
 
 
@@ -107,23 +109,14 @@ def offloads(config: AnyConfig) -> list[dict[str, Any]]:
     return [*choices, choices[-1] | without_states | streams]
 
 
-def with_keys(config: AnyConfig, keys: dict[str, Any]) -> AnyConfig:
-    """The configuration with other values of some keys, `section.name`; nothing is checked."""
-    sections: dict[str, dict[str, Any]] = {}
+def with_keys(config: AnyConfig, keys: Mapping[str, Any]) -> AnyConfig:
+    """The configuration with other values of some keys; nothing is checked."""
     for key, value in keys.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    changed = {
-        section: _section_with(getattr(config, section), values)
-        for section, values in sections.items()
-    }
-    return config.model_copy(update=changed)
+        config = _with(config, key.split("."), value)
+    return config
 
 
-def _section_with(section: Any, values: dict[str, Any]) -> Any:
-    """A section with other values of keys, of which `optim.name` are of a section in it."""
-    own = {key: value for key, value in values.items() if "." not in key}
-    of_optim = {key.partition(".")[2]: values[key] for key in values.keys() - own.keys()}
-    if of_optim:
-        own["optim"] = section.optim.model_copy(update=of_optim)
-    return section.model_copy(update=own)
+def _with(section: SectionT, path: Sequence[str], value: Any) -> SectionT:
+    name, *rest = path
+    inner = _with(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: inner})

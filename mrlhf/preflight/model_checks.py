@@ -8,28 +8,28 @@ and builds no model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mrlhf.checkpoint.frozen import check_base
-from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import CacheShape, block_tokens
 from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
-from mrlhf.inference.native.linear import compute_dtype
-from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
+from mrlhf.inference.installed import cache_dtype, missing_feature
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.adapter_files import check_adapter
 from mrlhf.models.families import load_spec
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.published import published_model
-from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import check_weight_files
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.printable import size_text
@@ -63,15 +63,11 @@ class CacheNeeds:
         return f"{pairs} x {self.tokens} tokens = {size_text(self.bytes)}"
 
 
-def check_models(
-    config: AnyConfig, need_weights: bool = False, absent: Collection[str] = ()
-) -> dict[str, ModelSpec | None]:
+def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, ModelSpec | None]:
     """Check each role's model, and the layout of each role and of the engine against it.
 
-    Args:
-        need_weights: refuse a directory that holds only a `config.json`, if the role loads weights;
-            otherwise its weights are not checked.
-        absent: paths of adapters that are not on this machine, and so not checked.
+    With `need_weights` a directory that holds only a `config.json` is refused if the role loads
+    weights; otherwise its weights are not checked.
 
     Returns:
         The spec of each role's model; None if its `config.json` is not on this machine, nor among
@@ -84,32 +80,15 @@ def check_models(
     problems: list[str] = []
     remarks: list[str] = []
     specs: dict[str, ModelSpec | None] = {}
-    if loads_weights(config):
-        unchecked = set() if need_weights else set(without_weights(config))
-    else:
-        unchecked = set(config.roles())
+    unchecked = [] if need_weights else without_weights(config)
     refused: set[str] = set()  # paths; roles often share one, and its mistake is reported once
     for name, role in config.roles().items():
         if role.path in refused:
             continue
-        spec = None
-        adapter = role.directories().get("lora.path")
-        is_whole = adapter not in absent
         try:
-            if (Path(role.path) / "config.json").is_file():
-                head = head_of(config, name)
-                spec = spec_of_role(role, head) if is_whole else load_spec(role.path, head)
-                if name not in unchecked:
-                    needs_head = name == "reward_model"
-                    base = without_adapters(spec)
-                    remarks += check_weight_files(role.path, base, needs_head=needs_head)
-                if adapter is not None and is_whole:
-                    check_adapter(adapter, spec)
-                    remarks += check_base(adapter, role.path) if name not in unchecked else ()
-            elif (place := published_model(role.path)) is not None:
-                shipped = role.model_copy(update={"path": str(place)})
-                head = head_of(config, name)
-                spec = spec_of_role(shipped, head) if is_whole else load_spec(place, head)
+            spec = _spec(config, name)
+            if config.loads_weights and name not in unchecked:
+                remarks += _check_weights(config, name, spec)
         except (ConfigError, WeightError) as error:
             refused.add(role.path)
             problems.append(f"{name}: {error}")
@@ -123,23 +102,53 @@ def check_models(
     if problems:
         raise ConfigError("\n".join(problems))
     for name, role in config.roles().items():
-        if role.directories().get("lora.path") in absent:
+        if not _has_adapter(role):
             specs[name] = None
     for remark in dict.fromkeys(remarks):  # roles often share a model
         logger.warning("%s", remark)
     return specs
 
 
-def head_of(config: AnyConfig, name: str) -> Head:
-    """The head of role `name`'s model."""
-    if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
-        return "scalar"
-    return "lm"
+def _has_adapter(role: RoleSection) -> bool:
+    """Whether the adapter that a role starts from is on this machine, if there is one."""
+    adapter = role.directories().get("lora.path")
+    return adapter is None or os.path.lexists(adapter)
+
+
+def _spec(config: AnyConfig, name: str) -> ModelSpec | None:
+    """A role's model, with its adapter if that is here; from the shipped sizes if it is not."""
+    role = config.roles()[name]
+    head = config.head_of(name)
+    is_here = (Path(role.path) / "config.json").is_file()
+    place = role.path if is_here else published_model(role.path)
+    if place is None:
+        return None
+    if not _has_adapter(role):
+        return load_spec(place, head)
+
+    spec = spec_of_role(role.model_copy(update={"path": str(place)}), head)
+    adapter = role.directories().get("lora.path")
+    if adapter is not None and is_here:
+        check_adapter(adapter, spec)
+    return spec
+
+
+def _check_weights(config: AnyConfig, name: str, spec: ModelSpec | None) -> list[str]:
+    """Check the weights from which a role starts, if they are here; returns remarks."""
+    role = config.roles()[name]
+    if spec is None or not (Path(role.path) / "config.json").is_file():
+        return []
+    base = without_adapters(spec)
+    remarks = [*check_weight_files(role.path, base, needs_head=name == "reward_model")]
+    adapter = role.directories().get("lora.path")
+    if adapter is not None and _has_adapter(role):
+        remarks += check_base(adapter, role.path)
+    return remarks
 
 
 def without_weights(config: AnyConfig) -> list[str]:
     """The roles that load weights, but whose directories hold only a `config.json`."""
-    if not loads_weights(config):
+    if not config.loads_weights:
         return []
     roles = []
     for name, role in config.roles().items():
@@ -160,19 +169,11 @@ def of_shipped_sizes(config: AnyConfig) -> list[str]:
     return lines
 
 
-def loads_weights(config: AnyConfig) -> bool:
-    """Whether models begin with stored weights; supervised training may draw random ones."""
-    return isinstance(config, PPOConfig) or config.model.init != "random"
-
-
 def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     """The part of an engine rank's KV cache that `data.max_length` tokens take."""
     rollout = config.rollout
     device = torch.device(device_kind(config.distributed.device))
-    dtype = dtype_on(config.actor.dtype, device.type)
-    if rollout.engine == "native":
-        dtype = compute_dtype(dtype, device)
-
+    dtype = cache_dtype(rollout.engine, dtype_on(config.actor.dtype, device.type), device)
     block = cache_block(config)
     blocks = -(-config.data.max_length // block)
     if rollout.engine == "vllm" and device.type == "cpu":
@@ -243,15 +244,11 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     if problem is None and rollout.ep is not None:
         problem = engine_ep_problem(rollout.engine, rollout.ep, rollout.tp, spec)
 
-    feature = None
-    if rollout.engine == "vllm":
-        feature = unsupported_feature(spec)
-        if feature is None and device_kind(config.distributed.device) == "cpu":
-            feature = unsupported_on_cpu(spec)
+    feature = missing_feature(rollout.engine, spec, device_kind(config.distributed.device))
     if feature is not None:
         yield (
-            f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
-            f"rollout.engine=native"
+            f"rollout.engine is {rollout.engine}, which is not supported for a model with "
+            f"{feature}; set rollout.engine=native"
         )
         return
     if problem is not None:

@@ -15,7 +15,7 @@ import mrlhf
 from mrlhf.checkpoint.output_files import FILES, FOLDERS
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
-from mrlhf.preflight.paths import input_paths
+from mrlhf.inputs.paths import input_paths
 
 _LONGEST_NAME = 255
 _NO_FILES_THERE = ("proc", "sys")

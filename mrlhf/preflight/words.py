@@ -1,4 +1,4 @@
-"""A run in words: its layout, the keys of its method, the arithmetic of its batches, its length.
+"""A run in words: its layout, the keys that were set, the arithmetic of its batches, its length.
 
 The numbers come from `batches` and `model_checks`.
 """
@@ -7,23 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mrlhf.config.presets import is_of_method
-from mrlhf.config.reads import trained_loss
-from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig
-from mrlhf.config.tree import in_yaml, nodes
-from mrlhf.config.unread import default_of, is_read
+from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
+from mrlhf.config.tree import flatten, in_yaml
+from mrlhf.config.unread import default_of
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.preflight.batches import RoleWork, longest_unit, role_work, trained_models
 from mrlhf.preflight.model_bytes import ModelBytes, merged_bytes, training_bytes
-from mrlhf.preflight.model_checks import MEBIBYTE, cache_block, cache_needs
+from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs
 from mrlhf.printable import size_text
-from mrlhf.roles.policy_loss import configured_bypass, needs_mini_batch_pass
-
-_METHOD = ("algorithm.", "dpo.", "actor.entropy_coeff", "actor.target_kl_stop")
-_SAID = ("rollout.n",)  # beside the batch
 
 
 def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> str:
@@ -31,9 +25,7 @@ def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> st
     program = type(config).__name__.removesuffix("Config")
     lines = [f"{program} on {count(world_size, 'rank')}"]
     lines += _layout(config, world_size)
-
-    if isinstance(config, PPOConfig | DPOConfig):
-        lines += _method(config)
+    lines += _set_keys(config)
     if isinstance(config, PPOConfig):
         lines += _ppo_step(config, world_size)
     else:
@@ -116,29 +108,18 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
         yield f"  {'rollout':<12} {axes} x {replicas}, {rollout.engine} engine"
 
 
-def _method(config: PPOConfig | DPOConfig) -> Iterator[str]:
-    """The keys of the method that are not at their defaults, and a pass that it costs."""
-    changed = [f"{key} {in_yaml(config.value_of(key))}" for key in _changed_keys(config)]
-    yield "the method"
-    yield f"  {', '.join(changed) or 'all keys at their defaults'}"
-
-    if isinstance(config, PPOConfig):
-        loss, _ = trained_loss(config)
-        if needs_mini_batch_pass(loss, configured_bypass(config.algorithm.rollout_correction)):
-            yield (
-                "  one more forward pass a mini-batch: a statistic of the current policy over all "
-                "of it comes first"
-            )
-
-
-def _changed_keys(config: AnyConfig) -> Iterator[str]:
-    """The keys of the method that are read and not at their defaults."""
-    for key, node in nodes(type(config)).items():
-        is_part = is_of_method(key) or key.startswith(_METHOD) or key.endswith("skip_grad_norm")
-        if not is_part or node.is_section or key in _SAID or key.split(".")[0] in config.unbuilt:
+def _set_keys(config: AnyConfig) -> Iterator[str]:
+    """The keys that are read and not at their defaults, a line for each section."""
+    by_section: dict[str, list[str]] = {}
+    for key, value in flatten(config).items():
+        section = key.split(".")[0]
+        if section in config.unbuilt or not config.reads(key) or value == default_of(config, key):
             continue
-        if is_read(config, key) and config.value_of(key) != default_of(config, key):
-            yield key
+        by_section.setdefault(section, []).append(f"{key} {in_yaml(value)}")
+
+    yield "keys that are not at their defaults"
+    for keys in by_section.values():
+        yield f"  {', '.join(keys)}"
 
 
 def _share(work: RoleWork) -> str:
@@ -160,24 +141,6 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
         f"  {count(data.train_batch_size, 'prompt')} x {rollout.n} = {count(samples, 'sample')}, "
         f"{-(-samples // replicas)} a replica if equally long, {rollout.max_num_seqs} decoded at "
         "once"
-    )
-
-    filters = config.algorithm.filter_groups
-    if filters.enable:
-        yield (
-            f"  prompts whose answers all have the same {filters.metric} are replaced: <= "
-            f"{filters.max_num_gen_batches} x {count(data.gen_batch_size, 'prompt')} are generated"
-        )
-
-    block = cache_block(config)
-    blocks = -(-data.max_length // block)
-    yield (
-        f"  prompts are computed in steps of <= {rollout.max_prefill_tokens} tokens; KV cache in "
-        f"blocks of {block} tokens, <= {count(blocks, 'block')} per sample"
-    )
-    yield (
-        f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = "
-        f"{data.max_length} tokens; the step: <= {samples * data.max_length} tokens"
     )
 
     for work in role_work(config, world_size):
@@ -214,8 +177,3 @@ def _run(config: AnyConfig, steps: int | None) -> Iterator[str]:
         least = f", at least {trainer.min_steps}" if trainer.min_steps else ""
         total = "training steps" if steps is None else f"= {count(steps, 'training step')}"
         yield f"  {epochs} x (rows // {batch}){least} {total}"
-
-    policy = next(iter(config.roles().values()))
-    start = " with the adapter ".join(policy.directories().values())
-    yield f"  from {start} on {', '.join(config.data.train_files)}"
-    yield f"  everything is written into {trainer.output_dir}"

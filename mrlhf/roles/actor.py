@@ -6,9 +6,9 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from torch import Tensor
 from mrlhf.batch import Experience, ExpertRecord, Rollout
 from mrlhf.errors import Interrupted
 from mrlhf.metrics import Tally
-from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
+from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.vocab_sums import NumbersToCompute
 from mrlhf.roles.policy_loss import PolicyLossSettings
-from mrlhf.roles.policy_objective import HiddenObjective, PolicyMiniBatch
+from mrlhf.roles.policy_objective import MiniBatchLoss, PolicyMiniBatch
 from mrlhf.roles.router_replay import EvaluationRouting, replayed_in_update
 from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs, reference_on_device
 from mrlhf.roles.update_progress import UpdateProgress
@@ -173,15 +173,19 @@ class Actor:
         limit = self._section.target_kl_stop
         stop = None if limit is None else partial(_kl_is_above, limit)
         routing = self._pass_routing(experience)
-        makers = self._loss_makers(experience, cut, ref_states)
-        steps = self._section.ppo_epochs * list(zip(cut.mini_batches, makers, strict=True))
+        in_epoch = len(cut.mini_batches)
+        steps = self._section.ppo_epochs * in_epoch
+        losses: dict[int, MiniBatchLoss] = {}
 
-        for number in range(progress.mini_batches, len(steps)):
-            mini_batch, make_loss = steps[number]
-            self.engine.phases.advance(number, len(steps), "mini-batches")
-            loss = make_loss()
+        for number in range(progress.mini_batches, steps):
+            self.engine.phases.advance(number, steps, "mini-batches")
+            place = number % in_epoch
+            mini_batch = cut.mini_batches[place]
+            loss = losses.get(place) or self._loss(experience, cut, place, ref_states)
+            if not self._settings.needs_mini_batch_pass:  # it is the same in every epoch
+                losses[place] = loss
             result = self.engine.train_mini_batch(mini_batch.packs, loss, "actor", stop, routing)
-            if number < len(cut.mini_batches):  # the first epoch
+            if number < in_epoch:  # the first epoch
                 for pack, numbers in zip(mini_batch.packs, result.kept, strict=False):
                     if numbers is not None:
                         kept.append((pack.places, numbers.cpu()))
@@ -190,26 +194,6 @@ class Actor:
                 return self.engine.metrics_of([result])
             progress.add(result)
         return None
-
-    def _loss_makers(
-        self,
-        experience: Experience,
-        cut: BatchCut,
-        ref_states: Sequence[ReferenceStates] | None,
-    ) -> list[Callable[[], HiddenObjective]]:
-        """For each mini-batch the function that makes its loss, to be called at each of its steps.
-
-        A loss that needs no pass over its mini-batch is made once for all epochs.
-        """
-        makers: list[Callable[[], HiddenObjective]] = []
-        begin = 0
-        for mini_batch in cut.mini_batches:
-            end = begin + len(mini_batch.packs)
-            states = None if ref_states is None else ref_states[begin:end]
-            make = partial(self._objective, experience, mini_batch, states)
-            makers.append(make if self._settings.needs_mini_batch_pass else cache(make))
-            begin = end
-        return makers
 
     def _end_update(self, progress: UpdateProgress, stopping: Tally | None) -> dict[str, float]:
         """The metrics; `stopping` are those of the mini-batch that ended the update."""
@@ -245,18 +229,20 @@ class Actor:
             table.entries[0][held] = earlier[held]
         return table.complete()
 
-    def _objective(
+    def _loss(
         self,
         experience: Experience,
-        mini_batch: PackedMiniBatch,
+        cut: BatchCut,
+        place: int,
         ref_states: Sequence[ReferenceStates] | None,
-    ) -> HiddenObjective:
-        """The loss of the mini-batch, after a pass over it where the loss needs one.
+    ) -> MiniBatchLoss:
+        """The loss of mini-batch `place`, after a pass over it where the loss needs one.
 
         It keeps the numbers of this rank's packs, not the mini-batch's tables; before the last
         stage, where no loss is taken, not even those.
         """
         settings = self._settings
+        mini_batch = cut.mini_batches[place]
         packs = mini_batch.local_packs
         batch = settings.batch(experience, mini_batch.rows)
         if settings.needs_mini_batch_pass:
@@ -268,9 +254,9 @@ class Actor:
         if not self.engine.groups.is_last_stage:
             packs = []
         numbers = PolicyMiniBatch.of(batch, packs, settings.by_token)
-        return HiddenObjective(
-            settings, numbers, self._token_logprobs, mini_batch.packs, ref_states
-        )
+        begin = sum(len(earlier.packs) for earlier in cut.mini_batches[:place])
+        states = None if ref_states is None else ref_states[begin : begin + len(mini_batch.packs)]
+        return MiniBatchLoss(settings, numbers, self._token_logprobs, mini_batch.packs, states)
 
     def _evaluation_routing(self, rollout: Rollout) -> EvaluationRouting | None:
         """The routing of a pass before the update; None: the routers choose by themselves."""

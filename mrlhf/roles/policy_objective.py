@@ -1,6 +1,6 @@
 """The loss of one mini-batch of the policy, as the pipeline calls it for each micro-batch.
 
-`PolicyObjective` takes the current policy's log-probabilities; `HiddenObjective` computes them from
+`PolicyObjective` takes the current policy's log-probabilities; `MiniBatchLoss` computes them from
 hidden states. Neither knows where advantages and weights come from.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mrlhf.metrics import Tally
 from mrlhf.parallel.packs import Pack, gather_rows, lay_in_rows
-from mrlhf.parallel.vocab import TokenRange
+from mrlhf.parallel.vocab import LossPart
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregation_count
@@ -113,8 +113,8 @@ class PolicyObjective:
         return masked_sum(per_token * batch.token_weights, batch.mask) / self._count
 
 
-class HiddenObjective:
-    """The policy objective as a function of the hidden states of each of this rank's packs."""
+class MiniBatchLoss:
+    """The policy's loss on a mini-batch, from the hidden states of each of this rank's packs."""
 
     def __init__(
         self,
@@ -145,41 +145,36 @@ class HiddenObjective:
         settings = self._settings
         pack = self._packs[number]
         keeps = settings.bypass is not None or self._mini_batch.packs[number].old_logprobs is None
+        with_entropy = keeps or settings.section.entropy_coeff != 0
+        wanted = NumbersToCompute(entropy=with_entropy, kl=settings.wants_full_kl)
+        reference = None if self._ref_states is None else self._ref_states[number]
+        parts = self._token_logprobs.loss_parts(hidden, pack, wanted, settings.by_token, reference)
+
         tally = Tally()
-        parts: list[TokenNumbers] = []
-
-        def objective(token_range: TokenRange, numbers: TokenNumbers) -> Tensor:
-            # The pack counts once, however many parts and ranks there are.
-            share = 0.0 if parts else pack.begun_rows / self._mini_batch.sequences
-            parts.append(numbers)
-            if settings.by_token:
-                batch = self._mini_batch.packs[number].map(
-                    lambda flat: flat[token_range.tokens][None]
-                )
-                table = numbers.map(lambda flat: flat[None])
-                share /= pack.segments.size
-            else:
-                batch, table = self._whole_rows(number, token_range.rows, numbers)
-
+        kept: list[TokenNumbers] = []
+        # All ranks that share the sequences count them together.
+        share = pack.begun_rows / self._mini_batch.sequences
+        if settings.by_token:
+            share /= pack.segments.size
+        for part in parts:
+            batch, numbers = self._tables(number, part)
             if not settings.needs_mini_batch_pass:
-                batch = settings.corrected(batch, table.logprobs)
-            loss, part_tally = self._objective(batch, table, share)
+                batch = settings.corrected(batch, numbers.logprobs)
+            loss, part_tally = self._objective(batch, numbers, share)
+            parts.add(part, loss)
+            share = 0.0  # the pack counts once, however many parts it has
             # All ranks that share the sequences have the loss of whole ones; one of them counts it.
             if settings.by_token or pack.segments.rank == 0:
                 tally.merge(part_tally)
-            return loss
+            kept.append(part.numbers)
+        return parts.total(), PackResult(tally, _logprobs_and_entropy(kept) if keeps else None)
 
-        with_entropy = keeps or settings.section.entropy_coeff != 0
-        wanted = NumbersToCompute(entropy=with_entropy, kl=settings.wants_full_kl)
-        loss = self._token_logprobs.loss(
-            hidden,
-            pack,
-            wanted,
-            objective,
-            by_token=settings.by_token,
-            reference=None if self._ref_states is None else self._ref_states[number],
-        )
-        return loss, PackResult(tally, _logprobs_and_entropy(parts) if keeps else None)
+    def _tables(self, number: int, part: LossPart) -> tuple[PolicyBatch, TokenNumbers]:
+        """The part's tokens in one row, or tables of its sequences where the loss needs these."""
+        if not self._settings.by_token:
+            return self._whole_rows(number, part.rows, part.numbers)
+        batch = self._mini_batch.packs[number].map(lambda flat: flat[part.tokens][None])
+        return batch, part.numbers.map(lambda flat: flat[None])
 
     def _whole_rows(
         self, number: int, rows: slice, numbers: TokenNumbers

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.parallel.packs import Pack, gather_rows, lay_in_rows
-from mrlhf.parallel.vocab import TokenRange, Tokens, token_loss
-from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
+from mrlhf.parallel.vocab import LossParts, Tokens
+from mrlhf.parallel.vocab_sums import NumbersToCompute
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.training.engine import ModelEngine
 
@@ -63,12 +63,12 @@ class ResponseLogprobs:
             most_lengths=counts.amax(dim=0).tolist(),
         )
 
-        def of_units(token_range: TokenRange, numbers: TokenNumbers) -> Tensor:
-            rows = slice(token_range.rows.start * together, token_range.rows.stop * together)
-            return objective(rows, self._sums(numbers.logprobs, pack, rows))
-
         layer = self._token_logprobs.layer
-        return token_loss(layer, tokens, NumbersToCompute(), of_units, by_token=False)
+        parts = LossParts(layer, tokens, NumbersToCompute(), by_token=False)
+        for part in parts:
+            rows = slice(part.rows.start * together, part.rows.stop * together)
+            parts.add(part, objective(rows, self._sums(part.numbers.logprobs, pack, rows)))
+        return parts.total()
 
     @property
     def _token_logprobs(self) -> TokenLogprobs:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packs import Pack
-from mrlhf.parallel.vocab import Objective, OutputLayer, Tokens, token_loss, token_numbers
+from mrlhf.parallel.vocab import LossParts, OutputLayer, Tokens, token_numbers
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.residency import Residency
@@ -81,21 +81,20 @@ class TokenLogprobs:
         """
         return token_numbers(self.layer, self._tokens(hidden, pack, reference), wanted)
 
-    def loss(
+    def loss_parts(
         self,
         hidden: Tensor,
         pack: Pack,
         wanted: NumbersToCompute,
-        objective: Objective,
         by_token: bool,
         reference: ReferenceStates | None = None,
-    ) -> Tensor:
-        """A loss of the numbers of the selected tokens, a scalar with gradients.
+    ) -> LossParts:
+        """The parts of a loss of the numbers of the selected tokens.
 
-        The arguments are those of `evaluate` and of `token_loss`.
+        The arguments are those of `evaluate` and of `LossParts`.
         """
         tokens = self._tokens(hidden, pack, reference)
-        return token_loss(self.layer, tokens, wanted, objective, by_token)
+        return LossParts(self.layer, tokens, wanted, by_token)
 
     def _tokens(self, hidden: Tensor, pack: Pack, reference: ReferenceStates | None) -> Tokens:
         counts = pack.rank_counts

@@ -17,11 +17,11 @@ from mrlhf.batch import Sequences
 from mrlhf.config.roots import DPOConfig
 from mrlhf.config.sections import DPOSection
 from mrlhf.data.preferences import PreferencePairs
+from mrlhf.inputs import read_preference_inputs
 from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
-from mrlhf.preflight import read_preference_inputs
 from mrlhf.rl.preference import PairLogprobs, PairLossOptions, measure_pairs
 from mrlhf.roles.response_logprobs import ResponseLogprobs
 from mrlhf.run.startup import start

@@ -22,15 +22,15 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.data.rows import read_rows, write_rows
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.preflight import EngineInputs
-from mrlhf.preflight.inputs import load_rewards, read_engine_inputs, read_prompts
-from mrlhf.preflight.paths import input_paths
+from mrlhf.inputs import EngineInputs
+from mrlhf.inputs.paths import input_paths
+from mrlhf.inputs.read import load_rewards, read_engine_inputs, read_prompts
 from mrlhf.printable import show
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rollout.scoring import Scorer, Scores
 from mrlhf.run.same_start import describe_start
 from mrlhf.run.startup import Run, start_without_directory
-from mrlhf.trainers.policy import check_policy, open_policy
+from mrlhf.trainers.policy import open_policy
 from mrlhf.trainers.ppo.dump import describe_sample
 from mrlhf.trainers.ppo.held_out import STREAMS
 from mrlhf.trainers.ppo.setup import build_reward_model
@@ -57,7 +57,7 @@ class GenerationOptions:
 
 
 def check_generation(options: GenerationOptions, config: PPOConfig, world_size: int) -> str:
-    """Check all but the prompts, before anything is built; returns what will be done.
+    """Check the options, before anything is built; returns what will be done.
 
     Raises:
         ConfigError: one line for each mistake.
@@ -75,7 +75,6 @@ def check_generation(options: GenerationOptions, config: PPOConfig, world_size: 
         raise ConfigError(f"--out {out}: {out.parent} is no directory that can be written")
     if out.exists() and not options.overwrite:
         raise ConfigError(f"--out {out} is there already; name another, or add --overwrite")
-    check_policy(config, world_size)
     _begun(options, _facts(options, config, world_size))
     return f"answering {config.data.val_files[0]} with {config.actor.path}"
 

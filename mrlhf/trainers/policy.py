@@ -19,11 +19,8 @@ from mrlhf.data.hub_files import read_object
 from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
-from mrlhf.inference.installed import require_engine
+from mrlhf.inputs import EngineInputs
 from mrlhf.models.families import load_spec
-from mrlhf.preflight import EngineInputs, check_models
-from mrlhf.preflight.checks import check_generation
-from mrlhf.preflight.paths import require_paths
 from mrlhf.rollout.generator import Generator
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.generator_setup import build_generator, check_engine
@@ -88,14 +85,6 @@ def _files_of(model: str) -> tuple[str, str | None]:
     if stated_head(place) == "scalar":
         raise ConfigError(f"{place} is a reward model, which gives no answers; give a policy")
     return str(place), None
-
-
-def check_policy(config: PPOConfig, world_size: int) -> None:
-    """Check, before anything is built, that so many ranks can ask the policy; ConfigError."""
-    check_generation(config, world_size)
-    require_paths(config)
-    check_models(config, need_weights=True)
-    require_engine(config.rollout.engine)
 
 
 def open_policy(config: PPOConfig, run: Run, inputs: EngineInputs) -> OpenPolicy:

@@ -14,11 +14,11 @@ from torch.nn.functional import logsigmoid
 from mrlhf.batch import Sequences
 from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferencePairs
+from mrlhf.inputs import read_preference_inputs
 from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import gather_rows
-from mrlhf.preflight import read_preference_inputs
 from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer

@@ -13,12 +13,11 @@ from torch import Tensor
 from mrlhf.batch import Sequences
 from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
+from mrlhf.inputs import read_sft_inputs
 from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
-from mrlhf.parallel.vocab import TokenRange
-from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
-from mrlhf.preflight import read_sft_inputs
+from mrlhf.parallel.vocab_sums import NumbersToCompute
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
@@ -53,12 +52,12 @@ class FineTuning(SupervisedTask[Sequence[SftExample]]):
         cut = engine.cut(sequences, "response")
         packs = cut.packs
 
-        def of_tokens(token_range: TokenRange, numbers: TokenNumbers) -> Tensor:
-            return -numbers.logprobs.sum()
-
         def loss(hidden: Tensor, number: int) -> tuple[Tensor, PackResult]:
             pack = packs[number]
-            total = token_logprobs.loss(hidden, pack, NumbersToCompute(), of_tokens, by_token=True)
+            parts = token_logprobs.loss_parts(hidden, pack, NumbersToCompute(), by_token=True)
+            for part in parts:
+                parts.add(part, -part.numbers.logprobs.sum())
+            total = parts.total()
             tally = Tally()
             tally.add("sft/loss", total, len(pack.select))
             return total / response_tokens, PackResult(tally)

@@ -20,11 +20,11 @@ from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PreferenceConfig, SFTConfig
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
+from mrlhf.inputs import PreferenceInputs, SFTInputs
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.device_memory import memory_metrics
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
-from mrlhf.preflight import PreferenceInputs, SFTInputs
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.reporter import Reporter, ResumePoint
 from mrlhf.run.startup import Run

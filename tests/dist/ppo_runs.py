@@ -23,9 +23,10 @@ from mrlhf.config import PPOConfig, load_config
 from mrlhf.data.sample_table import SampleTable, read_samples
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError, RewardError, TrainingError
+from mrlhf.inputs import read_ppo_inputs
 from mrlhf.metrics.table import without_row
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.preflight import check, check_models, read_ppo_inputs
+from mrlhf.preflight import check, check_models
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.setup import assemble
 from mrlhf.trainers.ppo.step import PPOTrainer

@@ -32,8 +32,9 @@ from mrlhf.inference.base import (
     generate,
     requests_for,
 )
+from mrlhf.inputs import read_ppo_inputs
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.preflight import dry_run, read_ppo_inputs
+from mrlhf.preflight import dry_run
 from mrlhf.rewards.custom import load_custom
 from mrlhf.rewards.interface import RewardInput, Scored
 from mrlhf.rl.advantages import (

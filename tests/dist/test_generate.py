@@ -22,9 +22,10 @@ from mrlhf.data.sft import encode_sft
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError
+from mrlhf.inputs import read_ppo_inputs
+from mrlhf.inputs.read import load_rewards, read_engine_inputs, read_prompts
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.preflight import read_ppo_inputs
-from mrlhf.preflight.inputs import load_rewards, read_engine_inputs, read_prompts
+from mrlhf.preflight import check_policy
 from mrlhf.run.startup import Run
 from mrlhf.trainers.generation import GenerationOptions, _facts, answer, check_generation
 from mrlhf.trainers.policy import policy_config
@@ -211,7 +212,7 @@ def test_mistakes_are_one_line_before_anything_is_built(root: Path, tmp_path: Pa
     options = GenerationOptions(tmp_path / "out.jsonl", False, BATCH, False, False)
     for words, model in models.items():
         with pytest.raises(ConfigError, match=words) as caught:
-            check_generation(options, policy_config(str(model), files), 1)
+            check_policy(policy_config(str(model), files), 1)
         assert "\n" not in str(caught.value)
 
     config = policy_config(str(root / "llama"), files)

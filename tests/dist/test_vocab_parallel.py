@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.parallel import vocab
-from mrlhf.parallel.vocab import OutputLayer, TokenRange, Tokens, token_loss, token_numbers
-from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
+from mrlhf.parallel.vocab import LossPart, OutputLayer, Tokens, token_numbers
+from mrlhf.parallel.vocab_sums import Normalisers, NumbersToCompute, TokenNumbers
 from tests.ranks import run_ranks
+from tests.token_loss import token_loss
 
 TOKENS = 9
 HIDDEN = 6
@@ -24,7 +25,7 @@ def _random(rows: int, seed: int) -> Tensor:
     return 1.6 * torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def _weighted(part: TokenRange, numbers: TokenNumbers) -> Tensor:
+def _weighted(part: LossPart, numbers: TokenNumbers) -> Tensor:
     values = torch.stack([numbers.logprobs, numbers.entropy, numbers.full_kl])
     return (values * FACTORS[:, part.tokens]).sum()
 
@@ -66,7 +67,7 @@ def _shard_results(
     assert calls == 1, "one gather for all chunks"
     seen = []
 
-    def objective(part: TokenRange, current: TokenNumbers) -> Tensor:
+    def objective(part: LossPart, current: TokenNumbers) -> Tensor:
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
@@ -89,7 +90,9 @@ def _shard_results(
         full_kl=(p * (log_p - log_q)).sum(dim=1),
         sum_of_squares=p.square().sum(dim=1),
     )
-    _weighted(TokenRange(slice(0, TOKENS), slice(0, 2)), expected).backward()
+    no_sums = Normalisers(torch.empty(0), torch.empty(0))
+    everything = LossPart(slice(0, 2), [slice(0, TOKENS)], expected, no_sums)
+    _weighted(everything, expected).backward()
 
     pairs = zip(vars(numbers).values(), vars(expected).values(), strict=True)
     worst_value = max((found - wanted).abs().max().item() for found, wanted in pairs)

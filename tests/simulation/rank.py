@@ -27,16 +27,16 @@ from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.device import Device, device_kind, dtype_on
 from mrlhf.inference.base import Request, generate
+from mrlhf.inputs import PPOInputs
+from mrlhf.inputs.vocabulary import Endings
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.spec import Head
 from mrlhf.parallel.device_memory import DeviceMemory
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.machine import Machine, OpenTable
 from mrlhf.parallel.phases import Phases
-from mrlhf.preflight import PPOInputs
 from mrlhf.preflight.memory_checks import with_keys
 from mrlhf.preflight.model_checks import cache_block
-from mrlhf.preflight.vocabulary import Endings
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rl.names import estimator_traits
 from mrlhf.run.board import Board

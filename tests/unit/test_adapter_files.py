@@ -19,12 +19,12 @@ from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.commands.convert_checkpoint import main
 from mrlhf.config.sections import LoraSection
 from mrlhf.errors import ConfigError, MrlhfError
+from mrlhf.inputs.paths import absent_paths
 from mrlhf.models.adapter_choice import with_lora
 from mrlhf.models.adapter_files import check_adapter
 from mrlhf.models.families import load_spec
 from mrlhf.preflight import check_models, dry_run
 from mrlhf.preflight.output import check_output
-from mrlhf.preflight.paths import absent_paths
 from mrlhf.run.same_start import describe_start
 from tests.oracle.plain_lora import PREFIX, adapter_of
 from tests.oracle.plain_models import load, save_models

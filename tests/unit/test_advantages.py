@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mrlhf.config.unread import is_read
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
@@ -232,7 +231,7 @@ def test_an_estimator_does_what_its_traits_say(name):
     for key, option in options.items():
         moved = estimate_advantages(estimator, inputs, AdvantageOptions(**option))
         read = not torch.equal(torch.stack(moved), result)
-        assert read == is_read(config, f"algorithm.{key}"), (
+        assert read == config.reads(f"algorithm.{key}"), (
             f"{name} {'reads' if read else 'does not read'} algorithm.{key}; say so in "
             "by_estimator beside the key, in mrlhf/config/algorithm.py"
         )

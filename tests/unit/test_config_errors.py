@@ -31,8 +31,9 @@ def test_a_misspelt_key_of_ours_is_not_taken_for_one_of_verl(ours):
 
 def test_each_key_of_verl_leads_to_one_that_exists():
     known = {*nodes(PPOConfig), *nodes(SFTConfig)}
-    names = [ours for entry in verl_names.read_names().elsewhere.values() for ours in entry]
-    names += [f"actor.{ours}" for ours in verl_names.read_names().below_a_role.values()]
+    tables = verl_names.read_names()
+    names = [ours for row in tables.elsewhere.values() for ours in row.ours.split(" | ")]
+    names += [f"actor.{row.ours}" for row in tables.below_a_role.values()]
     assert set(names) <= known
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from mrlhf.config.unread import is_read
 from mrlhf.rl.policy_losses import (
     POLICY_LOSSES,
     PolicyLossInputs,
@@ -47,7 +46,7 @@ def test_a_loss_reads_exactly_the_keys_that_it_is_said_to_read():
             moved = replace(PolicyLossOptions(), **{option: 1.5})
             read = not torch.equal(policy_loss(function, inputs, moved).per_token, loss)
             section = "actor.policy_loss" if key == "ppo_kl_coef" else "actor"
-            assert read == is_read(config, f"{section}.{key}"), (
+            assert read == config.reads(f"{section}.{key}"), (
                 f"{name} {'reads' if read else 'does not read'} {section}.{key}; say so in by_loss "
                 "beside the key, in mrlhf/config/sections.py"
             )

@@ -15,13 +15,8 @@ import mrlhf
 from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.errors import MrlhfError
-from mrlhf.preflight import (
-    dry_run,
-    preflight,
-    read_ppo_inputs,
-    read_preference_inputs,
-    read_sft_inputs,
-)
+from mrlhf.inputs import read_ppo_inputs, read_preference_inputs, read_sft_inputs
+from mrlhf.preflight import dry_run, preflight
 from tests.unit.configurations import changed
 from tests.users_file import REWARDS
 

@@ -46,7 +46,7 @@ def test_rank_zero_informs_and_every_rank_warns(rank, informs, clean_logging, ca
     assert len(lines) == 1 + informs
     assert lines[-1].endswith(f"[rank {rank}] WARNING mrlhf.trainers.ppo.step: slow disk")
 
-    for about in ("mrlhf.data.rows", "mrlhf.preflight.inputs", "mrlhf.rollout.partial"):
+    for about in ("mrlhf.data.rows", "mrlhf.inputs.read", "mrlhf.rollout.partial"):
         logging.getLogger(about).warning("the same on every rank")
     assert len(capsys.readouterr().err.splitlines()) == (3 if rank == 0 else 0)
 

@@ -97,7 +97,7 @@ def test_check_models_reads_config_json(tmp_path):
             {"rank": 4, "target_modules": ["q_proj"], "exclude_modules": ["q_proj"]},
             ("lora.exclude_modules", "no layer"),
         ),
-        ({"path": "nowhere"}, ("nowhere", "adapter_config.json")),
+        ({"path": "configs"}, ("configs", "adapter_config.json")),
     ],
 )
 def test_adapters_that_do_not_fit_the_model_are_refused(tmp_path, lora, words):
@@ -315,7 +315,6 @@ def test_dry_run_checks_first(tmp_path):
     on_gpu = dry_run(ppo(**paths, distributed__device="cuda"), 8).text
     assert "the KV cache of a rank on a GPU\n" in on_gpu
     assert "2 KV heads x 8 x 2 bytes x 256 tokens = 98.3 kB\n" in on_gpu
-    assert "KV cache in blocks of 256 tokens, <= 1 block per sample" in on_gpu
 
     with pytest.raises(ConfigError):
         dry_run(ppo(), 6)
@@ -328,7 +327,7 @@ def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
     paths = {"actor__path": model_dir(tmp_path), "data__tokenizer": "tokenizer"}
     text = dry_run(ppo(**wrong, **paths, algorithm__adv_estimator="grpo"), 8).text
     assert "critic.path" not in text
-    assert "the method\n  algorithm.adv_estimator grpo\n" in text
+    assert "\n  algorithm.adv_estimator grpo\n" in text and "critic.tp" not in text
     assert "  critic" not in text
 
 

@@ -15,7 +15,6 @@ import torch
 from mrlhf.config import PPOConfig
 from mrlhf.config.correction import CorrectionPreset
 from mrlhf.config.tree import nodes
-from mrlhf.config.unread import is_read
 from mrlhf.rewards.combine import EXTERNAL_TERMS
 from mrlhf.rewards.rules import RULES
 from mrlhf.rl import names
@@ -46,11 +45,11 @@ def test_correctness_terms_are_rules():
 def test_a_users_function_is_given_every_number_that_it_can_use():
     config = ppo(algorithm__adv_estimator="my.py:f", actor__policy_loss__loss_mode="my.py:g")
     starts = ("actor.clip_ratio_", "actor.tau", "actor.policy_loss.", "algorithm.gdpo")
-    own = {key for key in nodes(PPOConfig) if key.startswith(starts) and not is_read(config, key)}
+    own = {key for key in nodes(PPOConfig) if key.startswith(starts) and not config.reads(key)}
     choosing_tokens = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio"}
     assert own == {f"actor.policy_loss.{key}" for key in choosing_tokens}
     for key in ("use_critic", "gamma", "lam", "f_norm", "norm_adv_by_std_in_grpo"):
-        assert is_read(config, f"algorithm.{key}")
+        assert config.reads(f"algorithm.{key}")
 
 
 def test_every_name_of_a_number_computes_one():

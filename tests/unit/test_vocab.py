@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrlhf.parallel import vocab, vocab_sums
-from mrlhf.parallel.vocab import OutputLayer, TokenRange, Tokens, token_loss, token_numbers
-from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
+from mrlhf.parallel.vocab import LossPart, OutputLayer, Tokens, token_numbers
+from mrlhf.parallel.vocab_sums import Normalisers, NumbersToCompute, TokenNumbers
+from tests.token_loss import token_loss
 
 VOCABULARY = 37
 TOKENS = 11
@@ -37,7 +38,7 @@ def _log_softmax(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
     return torch.log_softmax((hidden @ weight.T)[:, :VOCABULARY] * scale, dim=-1)
 
 
-def _weighted(part: TokenRange, numbers: TokenNumbers) -> Tensor:
+def _weighted(part: LossPart, numbers: TokenNumbers) -> Tensor:
     """A loss with another factor at each number."""
     values = (numbers.logprobs, numbers.entropy, numbers.full_kl)
     factors = FACTORS[:, part.tokens]
@@ -88,7 +89,7 @@ def test_numbers_and_gradients_equal_float64(
     numbers = token_numbers(layer, tokens, NumbersToCompute(entropy=True, squares=True, kl=True))
     seen = []
 
-    def objective(part: TokenRange, current: TokenNumbers) -> Tensor:
+    def objective(part: LossPart, current: TokenNumbers) -> Tensor:
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
@@ -106,8 +107,10 @@ def test_numbers_and_gradients_equal_float64(
         full_kl=(p * (log_p - log_q)).sum(dim=1),
         sum_of_squares=p.square().sum(dim=1),
     )
-    everything = TokenRange(slice(0, TOKENS), slice(0, len(LENGTHS)))
-    slow_loss = _weighted(everything, expected.map(lambda number: number.float()))
+    numbers_32 = expected.map(lambda number: number.float())
+    no_sums = Normalisers(torch.empty(0), torch.empty(0))
+    everything = LossPart(slice(0, len(LENGTHS)), [slice(0, TOKENS)], numbers_32, no_sums)
+    slow_loss = _weighted(everything, numbers_32)
     (3 * slow_loss).backward()
 
     for name, wanted in vars(expected).items():
@@ -134,7 +137,7 @@ def test_a_loss_of_sequences_gets_them_whole_and_their_logits_once(
     products = []
     project = torch.mm
 
-    def objective(part: TokenRange, numbers: TokenNumbers) -> Tensor:
+    def objective(part: LossPart, numbers: TokenNumbers) -> Tensor:
         parts.append((part.tokens.start, part.tokens.stop, part.rows.start, part.rows.stop))
         return numbers.logprobs.sum().square()
 
@@ -154,9 +157,9 @@ def test_ranks_that_share_sequences_cut_between_the_same_ones(
     _small_chunks(monkeypatch, 4, 100)
     layer = _layer(1, VOCABULARY, 1.0)
     longest = [3, 0, 2, 5, 3, 1]
-    parts: list[TokenRange] = []
+    parts: list[LossPart] = []
 
-    def objective(part: TokenRange, numbers: TokenNumbers) -> Tensor:
+    def objective(part: LossPart, numbers: TokenNumbers) -> Tensor:
         parts.append(part)
         return numbers.logprobs.sum().square()
 
@@ -189,7 +192,7 @@ def test_gradient_of_one_number_alone(used: str) -> None:
     hidden = _random(TOKENS, 3).requires_grad_()
     wanted = NumbersToCompute(entropy=True)
 
-    def objective(part: TokenRange, numbers: TokenNumbers) -> Tensor:
+    def objective(part: LossPart, numbers: TokenNumbers) -> Tensor:
         return getattr(numbers, used).sum()
 
     token_loss(layer, Tokens(hidden, TARGETS, LENGTHS), wanted, objective, by_token=True).backward()
@@ -262,7 +265,7 @@ def test_kl_of_equal_distributions_is_exactly_zero() -> None:
     tokens = Tokens(hidden, TARGETS, LENGTHS, layer, hidden.detach())
     seen = []
 
-    def objective(part: TokenRange, numbers: TokenNumbers) -> Tensor:
+    def objective(part: LossPart, numbers: TokenNumbers) -> Tensor:
         assert numbers.full_kl is not None
         seen.append(numbers.full_kl.detach())
         return numbers.full_kl.sum()
@@ -281,7 +284,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert numbers.logprobs.item() == -2e4
     assert numbers.entropy is not None and numbers.entropy.item() == 0.0
 
-    def objective(part: TokenRange, current: TokenNumbers) -> Tensor:
+    def objective(part: LossPart, current: TokenNumbers) -> Tensor:
         return (current.logprobs + current.entropy).sum()
 
     token_loss(layer, tokens, NumbersToCompute(entropy=True), objective, by_token=True).backward()

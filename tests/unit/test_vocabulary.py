@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.models.generation_config import end_token_ids, read_generation_config
-from mrlhf.preflight.vocabulary import (
+from mrlhf.inputs.vocabulary import (
     check_vocabularies,
     find_endings,
     ids_without_token,
-    warn_of_end_tokens,
+    warn_of_ends,
     warn_of_undrawn,
 )
+from mrlhf.models.generation_config import end_token_ids, read_generation_config
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,12 @@ def test_an_end_token_has_no_text_at_the_end(tokenizer):
 def test_odd_end_tokens_are_warned_of(tokenizer, caplog):
     files = {0: "config.json", 5: "config.json", 6: "config.json"}
     with caplog.at_level(logging.WARNING):
-        warn_of_end_tokens(files, tokenizer)
+        warn_of_ends(files, tokenizer, draws=True)
         assert not caplog.records
-        warn_of_end_tokens({3: "config.json", 70: "generation_config.json"}, tokenizer)
-    ordinary, unknown = (record.message for record in caplog.records)
+        odd = {3: "config.json", 70: "generation_config.json"}
+        warn_of_ends(odd, tokenizer, draws=True)
+    ordinary, unknown, other = (record.message for record in caplog.records)
+    assert other.startswith("the tokenizer's end token is 0 ('<eos>'), and config.json and")
     assert ordinary.startswith("responses end after token 3 ('b'), which config.json names")
     assert unknown.startswith("generation_config.json names token 70 as eos_token_id, which")
 

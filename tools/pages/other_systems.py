@@ -7,7 +7,7 @@ from textwrap import fill
 from typing import Any
 
 from mrlhf.config.imports.source import System, read_table
-from mrlhf.config.verl_names import longest_end, read_names
+from mrlhf.config.verl_names import Name, longest_end, read_names
 
 _TITLES: dict[System, str] = {"trl": "TRL", "openrlhf": "OpenRLHF"}
 _VERL = """\
@@ -60,13 +60,12 @@ written by `python tools/write_configuration_page.py` from the tables that the i
 def verl_page() -> str:
     """Return `docs/coming_from_verl.md`."""
     names = read_names()
-    changes = {**names.changes, **read_table("verl")["changes"]}
     lines = [_VERL, "## Sections", "", "| verl | here |", "|---|---|"]
     lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in names.sections.items()]
     lines += ["", "## Keys below a role", "", "| verl | here | changes |", "|---|---|---|"]
-    lines += _rows(names.below_a_role, changes)
+    lines += _verl_rows(names.below_a_role)
     lines += ["", "## Other keys", "", "| verl | here | changes |", "|---|---|---|"]
-    lines += _rows({theirs: ours[0] for theirs, ours in names.elsewhere.items()}, changes)
+    lines += _verl_rows(names.elsewhere)
     lines += ["", "## Without a counterpart", "", *_missing(names.missing)]
     lines += ["", "Below a role:", "", *_missing(names.missing_below_a_role)]
     return "\n".join(lines) + "\n"
@@ -92,6 +91,15 @@ def others_page() -> str:
         lines += ["", f"Without a counterpart in {title}'s list:", "", *_missing(table["missing"])]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _verl_rows(names: Mapping[str, Name]) -> Iterator[str]:
+    """The rows of keys that are not named alike, and not as the section around them."""
+    for theirs, row in names.items():
+        ours = (row.ours or "").split(" | ")[0]
+        around = names.get(theirs.rpartition(".")[0])
+        if ours != theirs and (around is None or around.ours != row.ours or row.change):
+            yield f"| `{theirs}` | `{ours}` | {row.change} |"
 
 
 def _name(row: Any) -> str:

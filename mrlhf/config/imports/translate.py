@@ -1,6 +1,6 @@
 """Translates the values of another system into ours, by the tables beside this file.
 
-What a value becomes stands in `conversions`; verl's names stand in `../verl_names.yaml`.
+What a value becomes stands in `conversions`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ def name_of(system: System, program: Program, theirs: str, trainer: str = "") ->
     table = read_table(system)
     known = nodes(PROGRAMS[program])
     if system == "verl":
-        found = translate_name(theirs, known)
-        if found is None:
-            return None
-        change = longest_end(table["changes"], theirs) or found.change
-        return replace(found, conversion=longest_end(table["conversions"], theirs), change=change)
+        return translate_name(theirs, known)
 
     of_program = table["by_program"][program] | table["by_program"].get(trainer, {})
     row = of_program.get(theirs, table["names"].get(theirs))
@@ -56,6 +52,7 @@ def name_of(system: System, program: Program, theirs: str, trainer: str = "") ->
         reason = next((found for found in around if found is not None), None)
         return None if reason is None else Name(None, reason=reason)
     name, conversion = row if isinstance(row, list) else (row, None)
+    conversion = longest_end(table["choices"], theirs) or conversion
     is_ppo = program == "ppo"
     ours = name.format(
         role="actor" if is_ppo else "model",
@@ -97,7 +94,7 @@ def translate(source: Source, world_size: int) -> Imported:
 
     def order(theirs: str) -> tuple[bool, bool, bool]:
         name = named[theirs]
-        converts = name is not None and name.conversion is not None
+        converts = name is not None and isinstance(name.conversion, str)
         is_length = name is not None and name.ours == "trainer.total_steps"
         return converts, not is_length, theirs in given
 
@@ -145,9 +142,8 @@ def _add(
 def _converted(result: Imported, source: Source, theirs: str, name: Name, world_size: int) -> Any:
     """Our value; a dictionary if it is one of several of our keys."""
     value = source.values[theirs]
-    of_value = longest_end(read_table(source.system)["choices"], theirs)
-    if of_value is not None:
-        choices = {str(key).lower(): ours for key, ours in of_value.items()}
+    if isinstance(name.conversion, Mapping):
+        choices = {str(key).lower(): ours for key, ours in name.conversion.items()}
         alone = value[0] if isinstance(value, list) and len(value) == 1 else value
         found = choices.get(str(alone).lower(), choices.get("*", LeftOut()))
         if isinstance(found, LeftOut):

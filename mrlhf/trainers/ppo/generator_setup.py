@@ -18,14 +18,14 @@ from mrlhf.inference.engine_sizes import engine_ep
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.vllm.engine import VllmEngine, check_support
 from mrlhf.inference.vllm.pieces import vllm_pieces
+from mrlhf.inputs import EngineInputs
+from mrlhf.inputs.vocabulary import ids_without_token
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parameters import carried_pieces, engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.preflight import EngineInputs
-from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around

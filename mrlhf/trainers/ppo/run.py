@@ -15,7 +15,7 @@ from typing import Any
 from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import CheckpointError, Interrupted
-from mrlhf.preflight import read_ppo_inputs
+from mrlhf.inputs import read_ppo_inputs
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.report import ppo_achievements
 from mrlhf.run.reporter import Reporter, ResumePoint

@@ -16,11 +16,11 @@ from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.inference.base import SamplingParams
+from mrlhf.inputs import PPOInputs
+from mrlhf.inputs.vocabulary import Endings
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
-from mrlhf.preflight import PPOInputs
-from mrlhf.preflight.vocabulary import Endings
 from mrlhf.rl.kl import KlController
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, named_checkpoint
+from mrlhf.config.fields import Section
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.user_code import is_reference
 from mrlhf.data.hub import local_directory, local_files
@@ -88,18 +89,44 @@ def without(path: InputPath) -> str:
     return f"{path} does not exist; {_hint(path)}{get}"
 
 
-def tokenizer_to_come(config: AnyConfig) -> InputPath | None:
-    """The tokenizer, if its directory is that of a model that has only a `config.json` so far.
+def awaits_tokenizer(config: AnyConfig) -> bool:
+    """Whether the tokenizer's directory is that of a model that has only a `config.json` so far.
 
-    That is enough for a dry run. None if the tokenizer is here, or if the directory should hold
-    nothing else.
+    That is enough for a dry run.
     """
     directory = Path(config.data.tokenizer)
     of_model = any(role.path == config.data.tokenizer for role in config.roles().values())
     is_model = of_model and (directory / "config.json").is_file()
-    if not is_model or holds_tokenizer(directory):
-        return None
-    return InputPath(TOKENIZER, config.data.tokenizer, "directory")
+    return is_model and not holds_tokenizer(directory)
+
+
+def has_tokenizer(config: AnyConfig) -> bool:
+    """Whether the tokenizer and its template are here."""
+    template = config.data.chat_template
+    is_here = os.path.lexists(config.data.tokenizer) and not awaits_tokenizer(config)
+    return is_here and (template is None or os.path.lexists(template))
+
+
+def present(config: AnyConfig) -> AnyConfig:
+    """The configuration without the data, and the code of the user's, that are not here."""
+    splits = [name for name in type(config.data).model_fields if name.endswith("_files")]
+    files = {name: list(filter(os.path.lexists, config.data.value_of(name))) for name in splits}
+    changes: dict[str, Section] = {"data": config.data.model_copy(update=files)}
+    if isinstance(config, PPOConfig):
+        terms = [term for term in config.reward.terms if is_here(term.name)]
+        changes["reward"] = config.reward.model_copy(update={"terms": terms})
+        rollout = config.rollout
+        kept = {
+            "environment": [one for one in rollout.environment if is_here(one.name)],
+            "tools": list(filter(is_here, rollout.tools)),
+        }
+        changes["rollout"] = rollout.model_copy(update=kept)
+    return config.model_copy(update=changes)
+
+
+def is_here(name: str) -> bool:
+    """Whether a name is built in, or the file of the user's function is on this machine."""
+    return not is_reference(name) or os.path.lexists(name.rpartition(":")[0])
 
 
 def with_local_inputs(

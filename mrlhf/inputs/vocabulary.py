@@ -149,9 +149,14 @@ def find_endings(
     return Endings(tuple(dict.fromkeys([*ids, *stop_token_ids])), tuple(strings))
 
 
-def warn_of_end_tokens(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> None:
-    """Warn of end tokens that are ordinary text, or that the tokenizer lacks."""
-    for number, file in end_tokens.items():
+def warn_of_ends(end_tokens: Mapping[int, str], tokenizer: Tokenizer, draws: bool) -> None:
+    """Warn of end tokens in a model's files that are not those of the tokenizer.
+
+    Many published models have such files, and a run stops at either token. But other programs stop
+    the exported model only at the tokens in its files. Where a run `draws` responses, it warns too
+    of tokens that are ordinary text, or that the tokenizer lacks.
+    """
+    for number, file in end_tokens.items() if draws else ():
         if number not in tokenizer.ids:
             logger.warning(
                 "%s names token %d as eos_token_id, which the tokenizer does not have; it ends no "
@@ -167,14 +172,6 @@ def warn_of_end_tokens(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> N
                 tokenizer.decode([number], skip_special_tokens=False),
                 file,
             )
-
-
-def warn_of_other_end(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> None:
-    """Warn if the tokenizer ends a response with a token that the model's files do not name.
-
-    Many published models have such files, and a run stops at either token. But other programs stop
-    the exported model only at the tokens in its files.
-    """
     if end_tokens and tokenizer.eos_id not in end_tokens:
         logger.warning(
             "the tokenizer's end token is %d (%r), and %s of the model names %s as eos_token_id; "

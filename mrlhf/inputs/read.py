@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mrlhf.batch import Prompts
 from mrlhf.config.data import SupervisedDataSection
-from mrlhf.config.fields import Section
 from mrlhf.config.reward import RewardSection
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
@@ -25,25 +24,23 @@ from mrlhf.data.sft import SftExample, encode_sft
 from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.errors import DataError
-from mrlhf.models.families import load_spec
-from mrlhf.models.generation_config import end_token_ids, read_generation_config
-from mrlhf.preflight.environments import (
+from mrlhf.inputs.environments import (
     EnvironmentInputs,
     check_sources,
     draw_episodes,
     read_environments,
 )
-from mrlhf.preflight.model_checks import head_of, loads_weights
-from mrlhf.preflight.paths import InputPath
-from mrlhf.preflight.vocabulary import (
+from mrlhf.inputs.paths import absent_paths, awaits_tokenizer, has_tokenizer, present
+from mrlhf.inputs.vocabulary import (
     Endings,
     check_tokens,
     check_vocabularies,
     find_endings,
-    warn_of_end_tokens,
-    warn_of_other_end,
+    warn_of_ends,
     warn_of_undrawn,
 )
+from mrlhf.models.families import load_spec
+from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.rules import answer_rules
 from mrlhf.workers.process import Limits
@@ -141,22 +138,22 @@ def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
     pairs, held_out = _pairs_and_held_out(config, tokenizer, split=not config.data.val_files)
     assert pairs is not None, "train_files names a file, and each has rows"
     steps = _supervised_steps(config, len(pairs), "pairs")
-    generates = head_of(config, "model") == "lm"
+    generates = config.head_of("model") == "lm"
     generation_config = read_generation_config(config.model.path) if generates else None
     return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
 
 
-def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> tuple[int | None, list[str]]:
-    """Check the inputs as a run would, except those that are `absent`.
+def check_inputs(config: AnyConfig) -> tuple[int | None, list[str]]:
+    """Check the inputs as a run would, except those that are not on this machine.
 
     Returns:
-        The training steps of the run, None if an input is absent; and lines that show an episode.
+        The training steps of the run, None if an input is not here; and lines that show an episode.
 
     Raises:
         ConfigError, DataError, RewardError: an input cannot be used; one line.
     """
-    if absent:
-        _check_present_inputs(config, {path.path for path in absent})
+    if absent_paths(config) or awaits_tokenizer(config):
+        _check_present_inputs(config)
         return None, []
     if isinstance(config, PPOConfig):
         inputs = read_ppo_inputs(config)
@@ -171,10 +168,10 @@ def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> tuple[int 
     return read_preference_inputs(config).steps, []
 
 
-def _check_present_inputs(config: AnyConfig, absent: Collection[str]) -> None:
-    """Check the inputs that do not lie at the `absent` paths."""
-    here = _without(config, absent)
-    if not {config.data.tokenizer, config.data.chat_template} & set(absent):
+def _check_present_inputs(config: AnyConfig) -> None:
+    """Check those inputs that are on this machine."""
+    here = present(config)
+    if has_tokenizer(config):
         if isinstance(here, PPOConfig):
             engine = read_engine_inputs(here)
             _prompts_by_split(here, engine.tokenizer, engine.environments)
@@ -189,37 +186,12 @@ def _check_present_inputs(config: AnyConfig, absent: Collection[str]) -> None:
             load_rewards(here.reward).close()
 
 
-def _without(config: AnyConfig, absent: Collection[str]) -> AnyConfig:
-    """`config` without the data files and the user's functions at the `absent` paths."""
-    splits = [name for name in type(config.data).model_fields if name.endswith("_files")]
-    present = {
-        name: [file for file in config.data.value_of(name) if file not in absent] for name in splits
-    }
-    changes: dict[str, Section] = {"data": config.data.model_copy(update=present)}
-    if isinstance(config, PPOConfig):
-        terms = [term for term in config.reward.terms if _file(term.name) not in absent]
-        changes["reward"] = config.reward.model_copy(update={"terms": terms})
-        rollout = config.rollout
-        kept = {
-            "environment": [e for e in rollout.environment if _file(e.name) not in absent],
-            "tools": [name for name in rollout.tools if _file(name) not in absent],
-        }
-        changes["rollout"] = rollout.model_copy(update=kept)
-    return config.model_copy(update=changes)
-
-
-def _file(reference: str) -> str:
-    """The file of a user's function or class; empty for a name that is built in."""
-    return reference.rpartition(":")[0]
-
-
 def _tokenizer_and_endings(config: PPOConfig) -> tuple[Tokenizer, Endings]:
     """The tokenizer of a PPO run, and what ends a response."""
     end_tokens = end_token_ids(config.actor.path)
     tokenizer = _tokenizer(config).ending_with(end_tokens)
     stop = (config.rollout.stop, config.rollout.stop_token_ids)
     endings = find_endings(*stop, end_tokens, tokenizer)
-    warn_of_end_tokens(end_tokens, tokenizer)
     return tokenizer, endings
 
 
@@ -311,19 +283,20 @@ def _tokenizer(config: AnyConfig) -> Tokenizer:
 def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that makes tokens which a model on this machine does not have."""
     sizes = {
-        name: load_spec(role.path, head_of(config, name)).vocab_size
+        name: load_spec(role.path, config.head_of(name)).vocab_size
         for name, role in config.roles().items()
         if Path(role.path).exists()
     }
-    if loads_weights(config):
+    if config.loads_weights:
         _check_tokens(config, tokenizer)
     full_kl = isinstance(config, PPOConfig) and config.needs_full_kl
     check_vocabularies(sizes, tokenizer.highest_id, ("actor", "reference") if full_kl else ())
     if "actor" in sizes:
         warn_of_undrawn(sizes["actor"], tokenizer.ids)
     policy = "actor" if isinstance(config, PPOConfig) else "model"
-    if policy in sizes and head_of(config, policy) == "lm":
-        warn_of_other_end(end_token_ids(config.roles()[policy].path), tokenizer)
+    if policy in sizes and config.head_of(policy) == "lm":
+        ends = end_token_ids(config.roles()[policy].path)
+        warn_of_ends(ends, tokenizer, draws=policy == "actor")
 
 
 def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
