@@ -8,7 +8,7 @@ import pytest
 
 from mrlhf.checkpoint.summary import write_summary
 from mrlhf.errors import CheckpointError, ConfigError
-from mrlhf.run.report import closing_report, plot_curves, ppo_achievements
+from mrlhf.run.reporter import closing_report, plot_curves, ppo_achievements
 from tests.e2e.programs import run_program, succeed
 
 RECORDS = [
