@@ -17,8 +17,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.families import load_spec
 from mrlhf.models.flops import forward_flops
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.planning.gpus import STATED, Gpu
-from mrlhf.planning.machine_file import gpu_of
+from mrlhf.planning.gpus import STATED, Gpu, gpu_of
 from mrlhf.planning.passes import Passes, Work
 from mrlhf.planning.seconds import Estimate, Lengths, estimate
 from mrlhf.preflight.footprint import footprint
