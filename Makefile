@@ -90,7 +90,7 @@ gsm8k: $(READY)
 	$(BIN)/torchrun --nproc-per-node=2 launch/train_sft.py --config configs/recipes/rlhf_gsm8k/sft.yaml trainer.overwrite=true
 	$(BIN)/torchrun --nproc-per-node=2 launch/train_rm.py --config configs/recipes/rlhf_gsm8k/rm.yaml trainer.overwrite=true
 	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/recipes/rlhf_gsm8k/ppo.yaml trainer.overwrite=true
-	$(BIN)/python tools/merge_summaries.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
+	$(BIN)/python configs/recipes/rlhf_gsm8k/summary.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
 	$(BIN)/python tools/report.py runs/gsm8k/ppo runs/gsm8k/rm runs/gsm8k/sft --out runs/gsm8k/report.html
 
 # So many processes run the tests, each a file at a time, in the order of tests/tiers.py; 0 starts

@@ -78,7 +78,6 @@ setup(
             "mrlhf-doctor = mrlhf.commands.doctor:main",
             "mrlhf-import-config = mrlhf.commands.import_config:main",
             "mrlhf-init = mrlhf.commands.init:main",
-            "mrlhf-merge-summaries = mrlhf.commands.merge_summaries:main",
             "mrlhf-prepare-data = mrlhf.commands.prepare_data:main",
             "mrlhf-report = mrlhf.commands.report:main",
             "mrlhf-torchrun = mrlhf.run.elastic:main",

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,10 +102,6 @@ class Case:
             "disk": self._plain_read,
         }
 
-    def wait_until_copied(self) -> None:
-        """Wait as an optimizer step does: until a save in a thread has copied the state."""
-        self.engine.hold_until(lambda: None)
-
     def bytes_written(self) -> int:
         """Bytes of our checkpoint, of all ranks."""
         return sum(file.nbytes for file in read_manifest(self.root / "ours/step_000001").files)
@@ -173,23 +168,6 @@ def load(engine: ModelEngine, directory: Path) -> None:
     """Check and load the checkpoint of step 1 in `directory`, as a resumed run does."""
     checkpoint = open_checkpoint(directory / "step_000001", _world())
     checkpoint.load_models({"actor": engine})
-
-
-@contextmanager
-def peak_growth(result: dict[str, int], name: str) -> Iterator[None]:
-    """Put the bytes by which this process grew at its largest, in a block, under `name`."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status("VmRSS")
-    yield
-    result[name] = max(0, _status("VmHWM") - before)
-
-
-def _status(key: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {key}")
 
 
 def _world() -> dist.ProcessGroup:

@@ -7,14 +7,6 @@ from typing import Any
 from transformers import LlamaConfig, Qwen3Config
 
 SIZES: dict[str, dict[str, int]] = {
-    "one layer": {
-        "vocab_size": 32,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-    },
     "tiny": {
         "vocab_size": 256,
         "hidden_size": 32,

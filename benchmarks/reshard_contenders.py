@@ -27,7 +27,7 @@ from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner, ReshardPlan
-from mrlhf.reshard.sides import side_of_ranks
+from mrlhf.reshard.sides import Side
 from mrlhf.reshard.views import Views
 from mrlhf.weights.shard import Piece, Slot
 
@@ -195,8 +195,7 @@ def _copies(needed: list[Piece], held: list[Piece], rank: int) -> list[Move]:
     by_key = {piece.key: piece for piece in held}
     names = {piece.name for piece in held}
     wanted = [piece for piece in needed if piece.name in names]
-    sides = (side_of_ranks({rank: held}), side_of_ranks({rank: wanted}))
-    local_plan = Planner([sides], itemsize=1).plan(rank)
+    local_plan = Planner([(_alone(rank, held), _alone(rank, wanted))], itemsize=1).plan(rank)
 
     copies = list(local_plan.copies)
     for alias in local_plan.aliases:
@@ -204,6 +203,11 @@ def _copies(needed: list[Piece], held: list[Piece], rank: int) -> list[Move]:
             source = by_key[piece.key]
             copies.append(Move(rank, rank, source, piece, piece.start, piece.stop))
     return copies
+
+
+def _alone(rank: int, pieces: list[Piece]) -> Side:
+    """A side of one rank."""
+    return Side(1, range(1), lambda _: (0, 0), lambda *_: rank, lambda _: pieces)
 
 
 @dataclass

@@ -34,7 +34,6 @@ from model_sizes import SIZES, model_config
 from teams import Team
 from train_step_case import MEAN_PROMPT, MEAN_RESPONSE, Case, make_case, write_case
 from train_step_contenders import LAYOUTS, RANKS, Contender, prepare_trl
-from train_step_profile import print_tables
 from train_step_rows import limit_of, needed_operations, product_shapes, summary, table
 from train_step_turns import LIMIT
 
@@ -57,7 +56,7 @@ def main() -> None:
                 if arguments.json:
                     Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
 
-    print_tables(table(rows), rows)
+    print("\n".join(table(rows)))
 
 
 def _arguments() -> argparse.Namespace:
@@ -76,7 +75,6 @@ def _arguments() -> argparse.Namespace:
     add("--layouts", type=_names(*LAYOUTS), default=list(LAYOUTS), help="of ours")
     add("--prompts", type=int, default=64)
     add("--repeats", type=int, default=5)
-    add("--profile", action="store_true", help="say where the seconds of our updates go")
     add("--before", type=Path, metavar="DIR", help="a checkout that takes part as well")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of ours")
     add("--trl-venv", type=Path, default=ROOT / "runs" / "trl-venv", metavar="DIR")
@@ -148,10 +146,6 @@ def _measure(
             _say(f"round {number} of {arguments.repeats}")
             for one in measured:
                 one.take_turn(counts=number > 0)
-
-        if arguments.profile:
-            for one in measured:
-                one.take_profile()
     finally:
         for _, team in teams:
             team.end()
@@ -180,7 +174,6 @@ class _Measured:
         self._cpu: dict[str, list[float]] = {}
         self._phases: dict[str, list[dict[str, float]]] = {}
         self._limits: list[list[list[float]]] = []
-        self._profile: list[dict[str, float]] | None = None
 
     def take_turn(self, counts: bool) -> None:
         """Have the contender do each case once, and measure its limit."""
@@ -203,11 +196,6 @@ class _Measured:
         }
         self._limits.append(self._team.ask(LIMIT, question))
 
-    def take_profile(self) -> None:
-        """Have ours profile an update."""
-        if self._contender.name in ("ours", "before"):
-            self._profile = self._team.ask("profile")
-
     def rows(self, run: str) -> Iterator[dict[str, Any]]:
         """A row for each case that was asked for; `run` names what took turns."""
         contender = self._contender
@@ -219,7 +207,7 @@ class _Measured:
         for name in self._cases:
             if name not in self._seconds:
                 continue
-            row = {
+            yield {
                 "contender": contender.name,
                 "case": name,
                 "lengths": case.lengths,
@@ -239,12 +227,6 @@ class _Measured:
                 "settings": list(contender.settings),
                 "run": run,
             }
-            if name == "update" and self._profile is not None:
-                title = f"{case.size} {case.dtype} {case.lengths} {contender.title}"
-                row["title"] = title
-                row["profile"] = self._profile[0]
-                row["profile_of_ranks"] = self._profile
-            yield row
 
 
 def _say(text: str) -> None:

@@ -6,7 +6,6 @@ It calls whole steps of the trainer, and whole updates of actor and critic, and 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,7 @@ from train_step_case import (
     Case,
     read_case,
 )
-from train_step_profile import ranges, seconds_by_category
-from train_step_turns import Stopwatch, Turns, peak_bytes
+from train_step_turns import Stopwatch, Turns
 
 from mrlhf.inference.base import Request
 
@@ -31,7 +29,7 @@ ROLES = ("actor", "critic", "reference", "reward_model")
 
 
 def main() -> None:
-    """Answer the words `step`, `update`, `profile` and `bytes`."""
+    """Answer the words `step` and `update`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("case", type=Path)
     parser.add_argument("--tp", type=int, default=1)
@@ -45,9 +43,8 @@ def main() -> None:
     ours = _Ours(case, arguments)
     turns.answer({})
 
-    others = {"profile": ours.profile, "bytes": ours.nbytes}
     for word in turns:
-        turns.answer(others[word]() if word in others else ours.seconds(word))
+        turns.answer(ours.seconds(word))
     leave()
 
 
@@ -58,13 +55,10 @@ class _Ours:
         self._trainer = make_trainer(_keys(case, arguments), arguments.set, arguments.case)
         parts = self._trainer.parts
 
-        self._vocab = parts.actor.engine.spec.padded_vocab(arguments.tp) // arguments.tp
         self._number = 0
-        self._metrics: dict[str, float] = {}  # of the last step
         force_lengths(parts.generator.engine, case.response_lengths)
         assert parts.critic is not None
         self._updates = (_Recorded(parts.critic), _Recorded(parts.actor))
-        self._engines = (parts.critic.engine, parts.actor.engine)
         self._step()  # updates need its experience
 
     def seconds(self, word: str) -> dict[str, Any]:
@@ -76,27 +70,12 @@ class _Ours:
         dist.barrier()
         watch = Stopwatch()
         phases = actions[word]()
-        return {"seconds": {word: watch.read()}, "phases": phases, "peak_bytes": peak_bytes()}
-
-    def nbytes(self) -> dict[str, float]:
-        """Bytes of all trained models on this rank, and those of the last hand-over."""
-        sizes = Counter[str]()
-        for engine in self._engines:
-            sizes.update(engine.residency.nbytes)
-        return {**sizes, "hand_over": self._metrics["reshard/bytes_moved"]}
-
-    def profile(self) -> dict[str, float]:
-        """Where the seconds of an update go, by category."""
-        with ranges(self._engines):
-            dist.barrier()
-            return seconds_by_category(self._update, self._vocab)
+        return {"seconds": {word: watch.read()}, "phases": phases}
 
     def _step(self) -> dict[str, float]:
         """A whole step; returns the seconds of its phases."""
         self._number += 1
-        metrics = self._trainer.step(self._trainer.begin_step(self._number))
-        self._metrics = metrics
-        return phases_of(metrics)
+        return phases_of(self._trainer.step(self._trainer.begin_step(self._number)))
 
     def _update(self) -> dict[str, float]:
         """The updates of the last step once more."""

@@ -27,7 +27,7 @@ from train_step_case import (
     Case,
     read_case,
 )
-from train_step_turns import Stopwatch, Turns, peak_bytes
+from train_step_turns import Stopwatch, Turns
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -44,11 +44,7 @@ def main() -> None:
     turns = Turns()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     directory = Path(sys.argv[1])
-    lora_rank = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    if lora_rank:  # TRL 1.12 does not find adapters in a policy that is wrapped for several ranks
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name)
-    trainer = _trainer(read_case(directory), directory, lora_rank)
+    trainer = _trainer(read_case(directory), directory)
     clock = _Clock(turns)
     trainer.model.register_forward_pre_hook(clock.at_update)
     train(trainer, clock)
@@ -68,7 +64,7 @@ class _Clock(WordClock):
         """After each step."""
         assert self._update is not None
         seconds = {"step": self.step.read(), "update": self._update.read()}
-        self.turns.answer({"seconds": seconds, "peak_bytes": peak_bytes()})
+        self.turns.answer({"seconds": seconds})
         self._update = None
         self.wait()
 
@@ -99,7 +95,7 @@ class _ForcedEnds(LogitsProcessor):  # type: ignore[misc]
         return self._lengths[tuple(row[first:])]
 
 
-def _trainer(case: Case, directory: Path, lora_rank: int) -> PPOTrainer:
+def _trainer(case: Case, directory: Path) -> PPOTrainer:
     """The trainer, set as fast as it goes for this work; rank 0 trains the policy whole."""
     batch = len(case.prompts)
     settings = PPOConfig(
@@ -128,24 +124,15 @@ def _trainer(case: Case, directory: Path, lora_rank: int) -> PPOTrainer:
     policy.generation_config.pad_token_id = PAD
     ends = LogitsProcessorList([_ForcedEnds(case)])
     policy.generate = functools.partial(policy.generate, logits_processor=ends)
-    reference = None if lora_rank else AutoModelForCausalLM.from_pretrained(directory / "policy")
     return PPOTrainer(
         args=settings,
         processing_class=tokenizer,
         model=policy,
-        ref_model=reference,
+        ref_model=AutoModelForCausalLM.from_pretrained(directory / "policy"),
         reward_model=AutoModelForSequenceClassification.from_pretrained(directory / "reward"),
         value_model=AutoModelForSequenceClassification.from_pretrained(directory / "critic"),
         train_dataset=Dataset.from_list([{"input_ids": prompt} for prompt in case.prompts]),
-        peft_config=_adapters(lora_rank) if lora_rank else None,
     )
-
-
-def _adapters(rank: int) -> Any:
-    """Adapters as ours has them."""
-    from peft import LoraConfig
-
-    return LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -55,11 +54,6 @@ class Stopwatch:
             "clock": time.perf_counter() - self._clock,
             "cpu": time.process_time() - self._cpu,
         }
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had at once."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def product_speeds(

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from mrlhf.environments.host import EnvironmentHost, ToolLimits
 from mrlhf.environments.interface import EnvironmentReference, Outcome
-from mrlhf.errors import EnvironmentFault
 from tests.pages import ROOT
 
 ADAPTERS = ROOT / "configs/recipes/turns/adapters"
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 50, "max_turns": 4}
 LONGEST_S = 60.0  # of an episode
 Turn = str | dict[str, Any]  # a text, or what else the trainer answers
+Handler = Callable[[str, str, Any], Any]  # of session, path and body; None: nothing is there
 
 
 def calling(*calls: tuple[str, dict[str, Any]], content: str = "", **further: Any) -> Turn:
@@ -73,13 +74,21 @@ class Folder:
             host.close()
         self._hosts.clear()
 
+    def nemo(self, row: dict[str, Any], handler: Handler, further: str = "") -> dict[str, Any]:
+        """Have `mine` speak to such a server of NeMo-Gym; returns its row for the trainer."""
+        data, rows = self.path / "gym.jsonl", self.path / "out/train.jsonl"
+        data.write_text(json.dumps(row) + "\n")
+        self.write(
+            "from nemo_gym_adapter import adapt, write_rows\n"
+            f"mine = adapt('http://127.0.0.1:{_serve(handler)}'{further})\n"
+            f"write_rows({str(data)!r}, {str(rows)!r})\n"
+        )
+        self.load("mine")
+        written: dict[str, Any] = json.loads(rows.read_text())
+        return written
+
     def load(self, name: str) -> None:
         assert self._host(name).programs["e"].is_function
-
-    def refusal(self, name: str) -> str:
-        with pytest.raises(EnvironmentFault) as caught:
-            self.load(name)
-        return str(caught.value)
 
     def play(self, name: str, row: dict[str, Any], turns: Sequence[Turn]) -> Played:
         """An episode whose policy says these turns, and has no room for more."""
@@ -108,6 +117,31 @@ class Folder:
             limits = ToolLimits(timeout_s=LONGEST_S)
             self._hosts[name] = EnvironmentHost({"e": reference}, limits)
         return self._hosts[name]
+
+
+def _serve(handler: Handler) -> int:
+    """The port of a server that tells sessions apart by a cookie, as those of NeMo-Gym do."""
+    sessions = count()
+
+    class Requests(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            cookie = self.headers.get("Cookie") or f"session=s{next(sessions)}"
+            answer = handler(cookie, self.path, body)
+            text = json.dumps(answer).encode()
+
+            self.send_response(404 if answer is None else 200)
+            self.send_header("Set-Cookie", f"{cookie}; Path=/")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Requests)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.server_port
 
 
 def _answer(

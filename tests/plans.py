@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Alias, Planner, ReshardPlan
+from mrlhf.reshard.sides import Side
+from mrlhf.weights.shard import Piece
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,16 @@ def check_agreement(plans: Mapping[int, ReshardPlan]) -> None:
             assert move.source_rank != rank == move.target_rank
             received.setdefault((move.source_rank, rank), []).append(move)
     assert sent == received
+
+
+def side_of_ranks(pieces: Mapping[int, Sequence[Piece]]) -> Side:
+    """A side of ranks that each have other pieces."""
+    ranks = sorted(pieces)
+    shards = {rank: shard for shard, rank in enumerate(ranks)}
+    return Side(
+        shards=len(ranks),
+        replicas=range(1),
+        place_of=lambda rank: (shards[rank], 0) if rank in shards else None,
+        rank_at=lambda shard, replica: ranks[shard],
+        pieces=lambda shard: pieces[ranks[shard]],
+    )

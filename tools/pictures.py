@@ -21,12 +21,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.report_run import RunSize, write_run
 from mrlhf.metrics.table import COLUMNS as CURVES
 from mrlhf.report.write import write_report
 from mrlhf.run.alarms.watch import Alarm
 from mrlhf.run.board import Board, ShownSample
 from mrlhf.run.terminal import render
+from tools.report_run import RunSize, write_run
 
 COLUMNS, ROWS = 110, 32  # of the terminal
 VIEWS = {"english.png": "overview", "report.png": "overview", "rollouts.png": "inspector"}

@@ -1,12 +1,12 @@
 """`summary.json`: the few numbers that a run is judged by, for people and scripts.
 
-This file writes, reads and merges summaries. It does not know what the numbers mean.
+This file writes and reads summaries. It does not know what the numbers mean.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,3 @@ def read_summary(output_dir: Path) -> dict[str, Any] | None:
     if not isinstance(summary, dict):
         raise DataError(f"{file} is no summary: it holds a {type(summary).__name__}; remove it")
     return summary
-
-
-def combine_summaries(stage_dirs: Sequence[Path], output_dir: Path) -> dict[str, Any]:
-    """Merge the summaries of runs that follow each other, write the result, and return it.
-
-    A later run wins a name, and seconds add up. DataError if a stage has no whole summary.
-    """
-    combined: dict[str, Any] = {}
-    seconds = 0.0
-    for stage in stage_dirs:
-        summary = read_summary(stage)
-        if summary is None:
-            raise DataError(f"{stage} has no {SUMMARY}; run that stage first")
-        seconds += summary["seconds"]
-        combined.update(summary)
-
-    combined["seconds"] = round(seconds, 1)
-    write_summary(output_dir, combined)
-    return combined

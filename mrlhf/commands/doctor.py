@@ -21,7 +21,7 @@ from mrlhf.config.load import read_any
 from mrlhf.config.roots import PROGRAMS, AnyConfig
 from mrlhf.data.hub import local_directory
 from mrlhf.device import pick_device
-from mrlhf.doctor import data, machine, model, ranks
+from mrlhf.doctor import data, machine, model
 from mrlhf.doctor.findings import Finding, examine, in_words, ok
 from mrlhf.inputs.paths import with_local_inputs
 from mrlhf.log import quiet_transformers
@@ -126,7 +126,7 @@ def _job_and_ranks(output_dir: Path) -> Groups | None:
     device = pick_device("auto", place.local_rank)
     init_distributed(device, _TIMEOUT_S)
     try:
-        measured, speeds = ranks.measure(device)
+        measured, speeds = machine.measure_ranks(device)
         own: list[Finding] = []
         if place.rank and place.local_rank == 0:
             found = examine("machine", lambda: machine.machine(output_dir))
@@ -136,7 +136,7 @@ def _job_and_ranks(output_dir: Path) -> Groups | None:
         dist.destroy_process_group()
     if place.rank:
         return None
-    groups = [("ranks", examine("ranks", lambda: ranks.judge(measured, speeds)))]
+    groups = [("ranks", examine("ranks", lambda: machine.judge_ranks(measured, speeds)))]
     for each, findings in zip(measured, every, strict=True):
         groups.append((f"machine {each.host}", findings))
     return groups

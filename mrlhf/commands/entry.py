@@ -61,8 +61,6 @@ SUBCOMMANDS = (
                "talk to a policy in the terminal"),
     Subcommand("look", "report", "mrlhf.commands.report", "main",
                "write one HTML file about one run or several"),
-    Subcommand("look", "merge-summaries", "mrlhf.commands.merge_summaries", "main",
-               "put the summaries of several runs into one"),
     Subcommand("go on", "convert", "mrlhf.commands.convert_checkpoint", "main",
                "convert checkpoints from and to Hugging Face and Megatron-LM"),
 )

@@ -20,8 +20,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.inputs.paths import with_local_inputs
 from mrlhf.log import quiet_transformers
 from mrlhf.models.published import how_to_get
-from mrlhf.planning.gpus import GPUS, Gpu
-from mrlhf.planning.machine_file import gpu_of
+from mrlhf.planning.gpus import GPUS, Gpu, gpu_of
 from mrlhf.planning.search import Found, Plan, search
 from mrlhf.planning.seconds import Lengths
 from mrlhf.preflight.batches import trained_models

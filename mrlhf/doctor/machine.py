@@ -1,54 +1,53 @@
-"""Checks of one machine: versions, GPUs, compiler, limits and disk.
+"""Checks of one machine (torch and driver, GPUs, compiler, limits, disk) and of a job's ranks.
 
-Each check is given what was found, and so can be tried with values of another machine.
+Most are given what was found, and so can be tried with values of another machine. Versions of
+packages are left to `python -m torch.utils.collect_env` and `pip check`.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import math
 import os
 import platform
 import resource
 import shutil
+import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from mrlhf.device import cores, host_memory_bytes
+from mrlhf.device import Device
 from mrlhf.doctor.findings import Finding, judged, ok
-from mrlhf.errors import MrlhfError
-from mrlhf.inference.installed import require_engine
+from mrlhf.parallel.collectives import all_gather_objects
 
-# What each optional package is for.
-_OPTIONAL = {
-    "transformer-engine": "fused layers on GPUs",
-    "apex": "a fused optimizer on GPUs",
-    "wandb": "trainer.trackers wandb",
-    "trackio": "trainer.trackers trackio",
-}
 # The oldest driver for each major version of CUDA: NVIDIA, "CUDA Compatibility", minor versions.
 _OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 _TRIED_MB = 64
 _LEAST_FILES = 4096
 _LEAST_DISK_MB_S = 100
 _LEAST_ROOM_GB = 20
+# Of ranks.
+_BYTES = 16 * 2**20
+_ROUNDS = 5
+_LATE_S = 0.5
+_SLOW = 0.5  # of the median
 
 
 def machine(output_dir: Path) -> Iterator[Finding]:
     """Look over this machine, which would write a run into `output_dir`."""
-    yield ok("Python", f"{platform.python_version()} on {platform.platform()}")
     yield from torch_build(torch.version.cuda, driver_version(), torch.cuda.is_available())
     if torch.cuda.is_available():
         yield from _gpus()
         yield nccl(torch.cuda.nccl.version(), platform.machine())
-    yield _packages()
-    yield from processor(cores(), host_memory_bytes() / 1e9)
+    yield compiler()
     yield from limits()
     yield from disk(output_dir)
-    yield from _slurm()
 
 
 def torch_build(cuda: str | None, driver: str | None, available: bool) -> Iterator[Finding]:
@@ -125,32 +124,13 @@ def nccl(version: tuple[int, ...], processor_name: str) -> Finding:
     return ok("NCCL", shown)
 
 
-def _packages() -> Finding:
-    found = []
-    absent = []
-    for name, use in _OPTIONAL.items():
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            absent.append(f"{name} ({use})")
-    try:
-        require_engine("vllm")
-        found.append("vLLM")
-    except MrlhfError as error:
-        absent.append(f"vLLM ({error})")
-    parts = {"found": found, "without": absent}
-    seen = [f"{word} {', '.join(names)}" for word, names in parts.items() if names]
-    return ok("optional packages", "; ".join(seen))
-
-
-def processor(cores: int, memory_gb: float) -> Iterator[Finding]:
-    """Look at cores, memory, and whether kernels for this processor can be compiled."""
-    yield ok("processor", f"{cores} cores, {memory_gb:.0f} GB of memory")
-    compiler = shutil.which("g++") or shutil.which("c++")
-    yield judged(
-        compiler is not None,
+def compiler() -> Finding:
+    """Look whether kernels for this processor can be compiled."""
+    found = shutil.which("g++") or shutil.which("c++")
+    return judged(
+        found is not None,
         "C++ compiler",
-        compiler or "none on PATH",
+        found or "none on PATH",
         "install g++: without it training and generation on CPUs run on torch's slower operators",
     )
 
@@ -222,8 +202,123 @@ def disk(directory: Path) -> Iterator[Finding]:
     )
 
 
-def _slurm() -> Iterator[Finding]:
-    names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK")
-    found = [f"{name} {os.environ[name]}" for name in names if name in os.environ]
-    if found:
-        yield ok("Slurm", ", ".join(found))
+@dataclass(frozen=True)
+class Measured:
+    """What one rank has measured."""
+
+    rank: int
+    host: str
+    gflops: float  # of a product of matrices
+    link: float  # GB/s from the rank before it
+    clock: float  # seconds by which its clock is ahead of that of rank 0
+
+
+def measure_ranks(device: Device) -> tuple[list[Measured], dict[str, float]]:
+    """Measure this rank, with all others; returns what each measured, and GB/s of collectives."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    matrix = torch.ones(512, 512, device=device.torch_device)
+    product_s = _median_seconds(lambda: matrix @ matrix, device)
+    own = Measured(
+        rank=rank,
+        host=platform.node(),
+        gflops=2 * 512**3 / product_s / 1e9,
+        link=_BYTES / _ring_seconds(rank, world, device) / 1e9 if world > 1 else math.inf,
+        clock=_clock_ahead(rank, world),
+    )
+    every = all_gather_objects(own, None)
+
+    speeds = {}
+    if world > 1:
+        sent = _numbers(device, _BYTES // 4)
+        reduce_s = _median_seconds(lambda: dist.all_reduce(sent), device)
+        shared = _numbers(device, _BYTES // 4 // world * world)
+        others = torch.empty_like(shared)
+        share_s = _median_seconds(lambda: dist.all_to_all_single(others, shared), device)
+        speeds = {"all-reduce": _BYTES / reduce_s / 1e9, "all-to-all": _BYTES / share_s / 1e9}
+    return every, speeds
+
+
+def _median_seconds(work: Callable[[], object], device: Device) -> float:
+    """The median seconds of the work, after a round that is not counted."""
+    seconds = []
+    for _ in range(_ROUNDS + 1):
+        begin = time.perf_counter()
+        work()
+        device.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])
+
+
+def _ring_seconds(rank: int, world: int, device: Device) -> float:
+    """Seconds in which each rank sends to the next one and gets the previous one's."""
+    sent = _numbers(device, _BYTES // 4)
+    received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        work = [
+            dist.P2POp(dist.isend, sent, (rank + 1) % world),
+            dist.P2POp(dist.irecv, received, (rank - 1) % world),
+        ]
+        for each in dist.batch_isend_irecv(work):
+            each.wait()
+
+    return _median_seconds(exchange, device)
+
+
+def _numbers(device: Device, count: int) -> Tensor:
+    return torch.ones(count, device=device.torch_device)
+
+
+def judge_ranks(measured: Sequence[Measured], speeds: dict[str, float]) -> Iterator[Finding]:
+    """Look for ranks that are much slower than the others, and for clocks that differ."""
+    hosts = sorted({each.host for each in measured})
+    yield ok("ranks", f"{len(measured)} on {len(hosts)} {'hosts' if len(hosts) > 1 else 'host'}")
+    yield from _slowest(measured, "product", "GFLOP/s", lambda each: each.gflops)
+    if len(measured) > 1:
+        yield from _slowest(measured, "link", "GB/s", lambda each: each.link)
+    for name, speed in speeds.items():
+        yield ok(name, f"{speed:.2f} GB/s, {_BYTES // 2**20} MB a rank")
+    for host in hosts:
+        ahead = next(each.clock for each in measured if each.host == host)
+        if abs(ahead) > _LATE_S:
+            way = "ahead of" if ahead > 0 else "behind"
+            yield Finding(
+                "look",
+                "clocks",
+                f"that of {host} is {abs(ahead):.1f} s {way} that of {measured[0].host}",
+                "let both follow a time server; times in logs and timelines do not fit otherwise",
+            )
+
+
+def _slowest(
+    measured: Sequence[Measured], name: str, unit: str, speed: Callable[[Measured], float]
+) -> Iterator[Finding]:
+    median = statistics.median(map(speed, measured))
+    slow = [each for each in measured if speed(each) < _SLOW * median]
+    whom = ", ".join(f"rank {each.rank} on {each.host} {speed(each):.2f}" for each in slow)
+    shown = f"median {median:.2f} {unit}"
+    yield judged(
+        not slow,
+        name,
+        f"{shown}; slow: {whom}" if slow else shown,
+        "every step waits for the slowest rank: look for other programs there, for a GPU that is "
+        "throttled, or for a network interface that is not the fast one (NCCL_SOCKET_IFNAME)",
+    )
+
+
+def _clock_ahead(rank: int, world: int) -> float:
+    """Seconds by which this rank's clock is ahead of that of rank 0."""
+    ahead = 0.0
+    for other in range(1, world):
+        for _ in range(3):  # the last one counts, since the first connects
+            moment = torch.tensor([time.time()], dtype=torch.float64)
+            if rank == other:
+                asked = time.time()
+                dist.send(moment, 0)
+                dist.recv(moment, 0)
+                ahead = (asked + time.time()) / 2 - float(moment)
+            elif rank == 0:
+                dist.recv(moment, other)
+                dist.send(torch.tensor([time.time()], dtype=torch.float64), other)
+    return ahead

@@ -6,7 +6,6 @@ Columns of the console, curves, bounds of the alarms, the names that an update a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 
 from mrlhf.metrics.learning import CRITIC, HELD_OUT, LENGTHS, PAIRS, POLICY, SCORES
@@ -41,13 +40,6 @@ def unit_of(name: str) -> str:
     """The unit of a metric, if it tells a reader more than the metric's name does."""
     unit = row_of(name).unit
     return "" if unit in ("loss", "ratio", "score", "share") else unit
-
-
-def without_row(names: Iterable[str]) -> list[str]:
-    """The names that have no row, apart from `step`, which is no metric but the key of a line."""
-    return [
-        name for name in names if name != "step" and not any(row.describes(name) for row in TABLE)
-    ]
 
 
 def upper_bound(name: str) -> float:

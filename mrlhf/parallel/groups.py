@@ -110,11 +110,6 @@ class GroupFactory:
         self._machines = machines or all_gather_objects(name_of_this_machine(), world)
         self.machine = self._machine()
 
-    @property
-    def own_groups(self) -> int:
-        """The number of groups of several ranks that this rank is in."""
-        return sum(self._rank in ranks and len(ranks) > 1 for ranks in self._groups)
-
     def alone(self) -> Group:
         """The group of this rank alone."""
         return self._own_group([[self._rank]])

@@ -25,71 +25,24 @@ Select = Literal["response", "last"]
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What is laid end to end: rows, or the parts of rows that share prompts; int64."""
+class _Layout:
+    """The places of everything when all packs are laid end to end, over all ranks; int64.
 
-    sources: Tensor  # [parts], a row that has each part
-    firsts: Tensor  # [parts], the position of each part's first token in its row
-    lengths: Tensor  # [parts], tokens of each part
-    pack_of: Tensor  # [parts], the pack of each part
-    ends: Tensor  # [rows], the part that each row ends with
-    prompts: Tensor | None = None  # [rows], the part of its shared prompt, -1 for none
-
-    @staticmethod
-    def whole(rows: Tensor, pack_of: Tensor, sequences: Sequences) -> _Parts:
-        """Each row as one part."""
-        return _Parts(
-            rows, torch.zeros_like(rows), sequences.lengths[rows], pack_of, torch.arange(len(rows))
-        )
-
-    @staticmethod
-    def sharing(rows: Tensor, pack_of: Tensor, sequences: Sequences, groups: Tensor) -> _Parts:
-        """The prompt of neighbours in a pack that are of one group, and the rest of each."""
-        group = groups[rows]
-        begins = torch.ones(len(rows), dtype=torch.bool)
-        begins[1:] = (group[1:] != group[:-1]) | (pack_of[1:] != pack_of[:-1])
-        tree = begins.cumsum(0) - 1
-        members = torch.bincount(tree)
-        is_shared = members > 1
-
-        # In each tree the prompt comes first, if it is a part of its own.
-        parts_in = members + is_shared
-        first_part = parts_in.cumsum(0) - parts_in
-        first_row = members.cumsum(0) - members
-        number = torch.arange(len(rows)) - first_row[tree]
-        ends = first_part[tree] + is_shared[tree] + number
-
-        parts = int(parts_in.sum())
-        sources = torch.empty(parts, dtype=torch.int64)
-        firsts = torch.zeros(parts, dtype=torch.int64)
-        lengths = torch.empty(parts, dtype=torch.int64)
-        packs = torch.empty(parts, dtype=torch.int64)
-        prompt_lengths = sequences.prompt_lengths[rows]
-        sources[ends] = rows
-        packs[ends] = pack_of
-        firsts[ends] = torch.where(is_shared[tree], prompt_lengths, 0)
-        lengths[ends] = sequences.lengths[rows] - firsts[ends]
-
-        owner = first_row[is_shared]
-        place = first_part[is_shared]
-        sources[place] = rows[owner]
-        packs[place] = pack_of[owner]
-        lengths[place] = prompt_lengths[owner]
-        prompts = torch.where(is_shared[tree], first_part[tree], -1)
-        return _Parts(sources, firsts, lengths, packs, ends, prompts)
-
-
-@dataclass(frozen=True)
-class _Laid:
-    """The places of everything when all packs are laid end to end, over all ranks; int64."""
+    What is laid are parts: rows, or the parts of rows that share prompts.
+    """
 
     rows: Tensor  # [rows], in the order of the packs
     rows_in: Tensor  # [packs], the number of rows of each pack
     row_pack: Tensor  # [rows], the pack of each row
-    parts: _Parts
-    parts_in: Tensor  # [packs], the number of parts of each pack
+    row_ends: Tensor  # [rows], the part that each row ends with
+    prompts: Tensor | None  # [rows], the part of its shared prompt, -1 for none
+    sources: Tensor  # [parts], a row that has each part
+    firsts: Tensor  # [parts], the position of each part's first token in its row
+    lengths: Tensor  # [parts], tokens of each part
+    pack_of: Tensor  # [parts], the pack of each part
     begins: Tensor  # [parts], the beginning of each part
     padded: Tensor  # [parts], tokens of each part with its own padding
+    parts_in: Tensor  # [packs], the number of parts of each pack
     padding: Tensor  # [packs], tokens after the last part of each pack
     ends: Tensor  # [packs], the end of each pack, its padding included
 
@@ -103,28 +56,24 @@ class _Laid:
         """Tokens of each pack, [packs]."""
         return self.ends - self.pack_begins
 
+    def within(
+        self, segments: Segments, parts: Tensor, first: Tensor, end: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The positions from `first` up to `end`, [parts], in each segment that a rank holds.
 
-class _Held:
-    """The segments of some parts that one rank holds, all parts unless they are named; int64."""
-
-    def __init__(self, laid: _Laid, segments: Segments, parts: Tensor | None = None) -> None:
-        chosen: Tensor | slice = slice(None) if parts is None else parts
+        Returns:
+            Three tensors of [parts, segments]: the first of the positions, their number, and the
+            place of the first, if the rank's packs are laid end to end.
+        """
         held = torch.tensor(segments.held, dtype=torch.int64)
-        # [parts, 1], tokens of a segment, with padding.
-        self.sizes = (laid.padded[chosen] // segments.count)[:, None]
-        # [parts, held], the position of each segment's first token in its sequence.
-        self.positions = laid.parts.firsts[chosen][:, None] + self.sizes * held
-        # [parts, held], the beginning of each segment, if this rank's packs are laid end to end.
-        numbers = torch.arange(len(held))
-        self.begins = (laid.begins[chosen] // segments.size)[:, None] + self.sizes * numbers
-        # [parts, 1], where the tokens of each part end in its sequence.
-        self.ends = (laid.parts.firsts + laid.parts.lengths)[chosen][:, None]
+        sizes = (self.padded[parts] // segments.count)[:, None]  # of a segment, with padding
+        positions = self.firsts[parts][:, None] + sizes * held  # of its first token, in the row
+        begins = (self.begins[parts] // segments.size)[:, None] + sizes * torch.arange(len(held))
+        part_ends = (self.firsts + self.lengths)[parts][:, None]
 
-    def within(self, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """The first position in `first`..`end` in each segment, and their number, [parts, held]."""
-        low = torch.maximum(self.positions, first[:, None])
-        high = torch.minimum(self.positions + self.sizes, end[:, None]).minimum(self.ends)
-        return low, (high - low).clamp(min=0)
+        low = torch.maximum(positions, first[:, None])
+        high = torch.minimum(positions + sizes, end[:, None]).minimum(part_ends)
+        return low, (high - low).clamp(min=0), begins + low - positions
 
 
 def make_packs(
@@ -184,50 +133,101 @@ def _lay(
     segments: Segments,
     multiple: int,
     groups: Tensor | None,
-) -> _Laid:
+) -> _Layout:
     rows = torch.tensor(list(chain.from_iterable(packs)), dtype=torch.int64)
     rows_in = torch.tensor([len(pack) for pack in packs], dtype=torch.int64)
     row_pack = torch.arange(len(packs)).repeat_interleave(rows_in)
-    if groups is None:
-        parts = _Parts.whole(rows, row_pack, sequences)
-    else:
-        parts = _Parts.sharing(rows, row_pack, sequences, groups)
+    row_ends = torch.arange(len(rows))
+    prompts = None
+    sources, firsts, pack_of = rows, torch.zeros_like(rows), row_pack
+    lengths = sequences.lengths[rows]
+    if groups is not None:
+        row_ends, prompts = _shared_prompts(groups[rows], row_pack)
+        sources, firsts, lengths, pack_of = _parts(sequences, rows, row_pack, row_ends, prompts)
 
-    padded = segments.padded(parts.lengths)
-    filled = torch.zeros_like(rows_in).index_add(0, parts.pack_of, padded)
+    padded = segments.padded(lengths)
+    filled = torch.zeros_like(rows_in).index_add(0, pack_of, padded)
     whole_multiple = segments.pack_multiple(multiple)
     padding = torch.where(filled == 0, whole_multiple, -filled % whole_multiple)
     padding_before = padding.cumsum(0) - padding
-    return _Laid(
+    return _Layout(
         rows=rows,
         rows_in=rows_in,
         row_pack=row_pack,
-        parts=parts,
-        parts_in=torch.bincount(parts.pack_of, minlength=len(packs)),
-        begins=padded.cumsum(0) - padded + padding_before[parts.pack_of],
+        row_ends=row_ends,
+        prompts=prompts,
+        sources=sources,
+        firsts=firsts,
+        lengths=lengths,
+        pack_of=pack_of,
+        begins=padded.cumsum(0) - padded + padding_before[pack_of],
         padded=padded,
+        parts_in=torch.bincount(pack_of, minlength=len(packs)),
         padding=padding,
         ends=(filled + padding).cumsum(0),
     )
 
 
-def _token_ids(sequences: Sequences, laid: _Laid, segments: Segments) -> Tensor:
+def _shared_prompts(group: Tensor, row_pack: Tensor) -> tuple[Tensor, Tensor]:
+    """The part that each row ends with, and that of its shared prompt (-1: none), [rows].
+
+    Neighbours in a pack that are of one group share their prompt, which is a part before theirs.
+    """
+    begins = torch.ones(len(group), dtype=torch.bool)
+    begins[1:] = (group[1:] != group[:-1]) | (row_pack[1:] != row_pack[:-1])
+    tree = begins.cumsum(0) - 1
+    members = torch.bincount(tree)
+    is_shared = members > 1
+
+    parts_in = members + is_shared
+    first_part = parts_in.cumsum(0) - parts_in
+    first_row = members.cumsum(0) - members
+    number = torch.arange(len(group)) - first_row[tree]
+    row_ends = first_part[tree] + is_shared[tree] + number
+    return row_ends, torch.where(is_shared[tree], first_part[tree], -1)
+
+
+def _parts(
+    sequences: Sequences, rows: Tensor, row_pack: Tensor, row_ends: Tensor, prompts: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`sources`, `firsts`, `lengths` and `pack_of` of the parts of rows that share prompts."""
+    is_shared = prompts >= 0
+    prompt_lengths = sequences.prompt_lengths[rows]
+    count = int(row_ends[-1]) + 1 if len(rows) else 0
+    sources = torch.empty(count, dtype=torch.int64)
+    firsts = torch.zeros(count, dtype=torch.int64)
+    lengths = torch.empty(count, dtype=torch.int64)
+    pack_of = torch.empty(count, dtype=torch.int64)
+
+    # Members of a group have the same prompt, so it does not matter which of them writes last.
+    places = prompts[is_shared]
+    sources[places] = rows[is_shared]
+    lengths[places] = prompt_lengths[is_shared]
+    pack_of[places] = row_pack[is_shared]
+    sources[row_ends] = rows
+    firsts[row_ends] = torch.where(is_shared, prompt_lengths, 0)
+    lengths[row_ends] = sequences.lengths[rows] - firsts[row_ends]
+    pack_of[row_ends] = row_pack
+    return sources, firsts, lengths, pack_of
+
+
+def _token_ids(sequences: Sequences, laid: _Layout, segments: Segments) -> Tensor:
     """All tokens of all packs on this rank, int32, zeros where they are padded."""
-    held = _Held(laid, segments)
-    firsts = laid.parts.firsts
-    positions, counts = held.within(firsts, firsts + laid.parts.lengths)
-    begins = sequences.begins[laid.parts.sources][:, None] + positions
+    every = torch.arange(len(laid.lengths))
+    ends = laid.firsts + laid.lengths
+    positions, counts, places = laid.within(segments, every, laid.firsts, ends)
+    begins = sequences.begins[laid.sources][:, None] + positions
     tokens = Parts(begins.flatten(), counts.flatten()).of(sequences.token_ids)
     total = int(laid.ends[-1]) // segments.size
     if len(tokens) == total:
         return tokens
 
     padded = torch.zeros(total, dtype=torch.int32)
-    padded[Parts(held.begins.flatten(), counts.flatten()).places] = tokens
+    padded[Parts(places.flatten(), counts.flatten()).places] = tokens
     return padded
 
 
-def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor]:
+def _boundaries(laid: _Layout) -> tuple[Tensor, Tensor]:
     """The number of boundaries of each pack, [packs]; all of them, padding's too, int32."""
     is_padded = laid.padding > 0
     padding_begins = (laid.ends - laid.padding)[is_padded]
@@ -240,41 +240,40 @@ def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor]:
     return edges_in, boundaries.to(torch.int32)
 
 
-def _largest(laid: _Laid, of_parts: Tensor) -> Tensor:
+def _largest(laid: _Layout, of_parts: Tensor) -> Tensor:
     """The largest number of the parts of each pack, [packs]; 0 without parts."""
     zeros = torch.zeros_like(laid.parts_in)
-    return zeros.scatter_reduce(0, laid.parts.pack_of, of_parts, "amax")
+    return zeros.scatter_reduce(0, laid.pack_of, of_parts, "amax")
 
 
-def _trees(laid: _Laid, edges_in: Tensor, device: torch.device) -> Sequence[Trees | None]:
+def _trees(laid: _Layout, edges_in: Tensor, device: torch.device) -> Sequence[Trees | None]:
     """The trees of each pack; None for all if rows share no prompts."""
-    parts = laid.parts
-    if parts.prompts is None:
+    if laid.prompts is None:
         return [None] * len(laid.parts_in)
-    reach = torch.maximum(_largest(laid, parts.firsts + laid.padded), laid.padding).tolist()
-    before = torch.zeros_like(laid.parts_in).index_add(0, parts.pack_of, parts.firsts).tolist()
+    reach = torch.maximum(_largest(laid, laid.firsts + laid.padded), laid.padding).tolist()
+    before = torch.zeros_like(laid.parts_in).index_add(0, laid.pack_of, laid.firsts).tolist()
 
     # The padding of a pack is its last part.
     parts_with_padding = edges_in - 1
-    places = torch.arange(len(parts.firsts))
+    places = torch.arange(len(laid.firsts))
     places += (torch.nn.functional.pad((parts_with_padding - laid.parts_in), (1, 0)).cumsum(0))[
-        parts.pack_of
+        laid.pack_of
     ]
     of_parts = torch.zeros((2, int(parts_with_padding.sum())), dtype=torch.int32)
-    of_parts[:, places] = torch.stack([parts.firsts, parts.lengths]).int()
+    of_parts[:, places] = torch.stack([laid.firsts, laid.lengths]).int()
 
     first_part = (laid.parts_in.cumsum(0) - laid.parts_in)[laid.row_pack]
     none = parts_with_padding[laid.row_pack]
-    prompts = torch.where(parts.prompts < 0, none, parts.prompts - first_part)
-    of_rows = torch.stack([parts.ends - first_part, prompts]).int()
+    prompts = torch.where(laid.prompts < 0, none, laid.prompts - first_part)
+    of_rows = torch.stack([laid.row_ends - first_part, prompts]).int()
 
     split_parts = send(of_parts, device).split(parts_with_padding.tolist(), dim=1)
     rows_in = laid.rows_in.tolist()
     split_rows = send(of_rows, device).split(rows_in, dim=1)
     repeats = []
-    for shared in parts.prompts.split(rows_in):
+    for shared in laid.prompts.split(rows_in):
         numbers, times = shared[shared >= 0].unique(return_counts=True)
-        tokens = parts.lengths[numbers].tolist()
+        tokens = laid.lengths[numbers].tolist()
         repeats.append(list(zip(tokens, (times - 1).tolist(), strict=True)))
     return [
         Trees(*of_parts, *of_rows, *of_pack)
@@ -285,7 +284,7 @@ def _trees(laid: _Laid, edges_in: Tensor, device: torch.device) -> Sequence[Tree
 
 
 def _selected(
-    sequences: Sequences, laid: _Laid, segments: Segments, select: Select, device: torch.device
+    sequences: Sequences, laid: _Layout, segments: Segments, select: Select, device: torch.device
 ) -> dict[str, Sequence[Tensor]]:
     """The fields of each pack about its selected positions."""
     if select == "response":
@@ -322,26 +321,15 @@ def _selected(
 
 
 def _within_rows(
-    laid: _Laid, segments: Segments, first: Tensor, end: Tensor
+    laid: _Layout, segments: Segments, first: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The positions from `first` up to `end`, [rows], in each segment of a row that a rank holds.
-
-    The segments of a shared prompt come before those of what follows it.
-
-    Returns:
-        Three tensors of [rows, segments]: the first of the positions, their number, and the place
-        of the first, if the rank's packs are laid end to end.
-    """
-    whole = [(laid.parts.ends, end)]
-    if laid.parts.prompts is not None:
+    """`_Layout.within` of rows; segments of a shared prompt come before those of what follows."""
+    whole = [(laid.row_ends, end)]
+    if laid.prompts is not None:
         # Rows without a shared prompt take none of the positions from the first part.
-        of_prompt = torch.where(laid.parts.prompts < 0, first, end)
-        whole.insert(0, (laid.parts.prompts.clamp(min=0), of_prompt))
+        of_prompt = torch.where(laid.prompts < 0, first, end)
+        whole.insert(0, (laid.prompts.clamp(min=0), of_prompt))
 
-    found = []
-    for parts, last in whole:
-        held = _Held(laid, segments, parts)
-        low, count = held.within(first, last)
-        found.append((low, count, held.begins + low - held.positions))
+    found = [laid.within(segments, parts, first, last) for parts, last in whole]
     lows, counts, begins = (torch.cat(columns, dim=1) for columns in zip(*found, strict=True))
     return lows, counts, begins

@@ -9,7 +9,7 @@ moves are planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -145,16 +145,3 @@ def sides_around(
 
 def _of_kind(pieces_of_rank: PiecesOfRank, of_expert: bool) -> PiecesOfRank:
     return lambda rank: [piece for piece in pieces_of_rank(rank) if piece.of_expert == of_expert]
-
-
-def side_of_ranks(pieces: Mapping[int, Sequence[Piece]]) -> Side:
-    """A side of ranks that each have other pieces."""
-    ranks = sorted(pieces)
-    shards = {rank: shard for shard, rank in enumerate(ranks)}
-    return Side(
-        shards=len(ranks),
-        replicas=range(1),
-        place_of=lambda rank: (shards[rank], 0) if rank in shards else None,
-        rank_at=lambda shard, replica: ranks[shard],
-        pieces=lambda shard: pieces[ranks[shard]],
-    )

@@ -38,7 +38,7 @@ from mrlhf.parallel.job import (
 )
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.phases import Phases, seconds_by_phase
-from mrlhf.run.board import Board
+from mrlhf.run.board import Board, Monitor, Timeline
 from mrlhf.run.directory import (
     OpeningOptions,
     begun_keys,
@@ -52,7 +52,6 @@ from mrlhf.run.failures import FAILED, FailureReported, Failures, explain, log_f
 from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
 from mrlhf.run.lock import DirectoryLock
-from mrlhf.run.monitor import Monitor, Timeline
 from mrlhf.run.profiles import Profiles
 from mrlhf.run.terminal import LinesAboveView, TerminalView, console_of_log, is_drawn
 from mrlhf.run.watcher import Deadline, Watcher

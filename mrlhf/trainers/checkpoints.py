@@ -32,7 +32,7 @@ from mrlhf.config.sections import AdaptedSection
 from mrlhf.errors import CheckpointError
 from mrlhf.run.directory import keep_aside
 from mrlhf.run.export import ExportedModel, export_result
-from mrlhf.run.report import closing_report
+from mrlhf.run.reporter import closing_report
 from mrlhf.run.startup import Run
 from mrlhf.trainers.best_export import BestExport, of_rank_0
 from mrlhf.training.engine import ModelEngine

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from mrlhf.batch import Rollout
 from mrlhf.config.sections import RoleSection
-from mrlhf.metrics.table import without_row
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.roles.actor import Actor
@@ -41,6 +40,7 @@ from tests.dist.role_runs import (
     load_experience,
     tables_of,
 )
+from tests.metric_rows import without_row
 from tests.oracle import plain_ppo, plain_supervised
 from tests.oracle.plain_models import critic_of
 from tests.oracle.plain_optimizer import Outcome

@@ -24,12 +24,12 @@ from mrlhf.data.sample_table import SampleTable, read_samples
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError, RewardError, TrainingError
 from mrlhf.inputs import read_ppo_inputs
-from mrlhf.metrics.table import without_row
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import check, check_models
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.setup import assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
+from tests.metric_rows import without_row
 from tests.oracle import plain_models, plain_optimizer, plain_tables
 from tests.ranks import run_ranks
 from tests.tiny_task import write_tiny_task

@@ -10,14 +10,14 @@ import sys
 import torch.distributed as dist
 
 from mrlhf.device import pick_device
-from mrlhf.doctor.ranks import Measured, measure
+from mrlhf.doctor.machine import Measured, measure_ranks
 from tests.pages import ROOT, commands_of
 from tests.ranks import run_ranks
 
 
 def _measured(rank: int, world_size: int) -> tuple[list[Measured], dict[str, float]]:
     assert dist.is_initialized()
-    return measure(pick_device("cpu", local_rank=rank))
+    return measure_ranks(pick_device("cpu", local_rank=rank))
 
 
 def test_every_rank_knows_what_each_has_measured() -> None:

@@ -11,7 +11,7 @@ from mrlhf.device import pick_device
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.job import Launch
-from mrlhf.run.monitor import Timeline
+from mrlhf.run.board import Timeline
 from mrlhf.run.same_start import describe_differences, describe_start, require_same_start
 from mrlhf.run.startup import Run
 from tests.ranks import run_ranks

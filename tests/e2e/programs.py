@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mrlhf.metrics.table import without_row
+from tests.metric_rows import without_row
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 3000.0  # a program that takes as long hangs; pytest's own limit is a little longer

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.e2e.programs import ROOT, read_lines, run_commands, run_program, succeed
+from tests.e2e.programs import ROOT, read_lines, run_commands, succeed
 from tests.pages import commands_of
 
 RLHF = commands_of("configs/recipes/rlhf_gsm8k/README.md")
@@ -191,9 +191,3 @@ def test_the_layout_for_gpus_passes_the_dry_run(followed: Path) -> None:
     said = (followed / "dry_run.txt").read_text(encoding="utf-8")
     assert "actor        tp 1 x pp 1 x dp 8, 16384 tokens a micro-batch" in said
     assert said.endswith(" fits 8 ranks\n")
-
-
-def test_merging_says_which_stage_is_missing(tmp_path: Path) -> None:
-    done = run_program(["tools/merge_summaries.py", "--out", str(tmp_path), str(tmp_path / "sft")])
-    assert done.returncode == 2
-    assert "run that stage first" in done.stderr

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report_run import RunSize, write_run
 from mrlhf.report.write import write_report
+from tools.report_run import RunSize, write_run
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(

@@ -25,9 +25,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mrlhf.checkpoint.state_tree import read_state
-from mrlhf.metrics.table import without_row
 from tests.faults.faults import Fault, install
 from tests.leftovers import assert_nothing_is_left
+from tests.metric_rows import without_row
 from tests.ranks import fork_server
 
 ROOT = Path(__file__).parents[2]

@@ -31,12 +31,12 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
-from mrlhf.reshard.sides import side_of_ranks
 from tests.dist import role_runs
 from tests.dist.role_runs import MANY_PACKS, Form, Setting
 from tests.gpu import packed_attention
 from tests.oracle import plain_models, plain_ppo, plain_tables
 from tests.oracle.plain_ppo import Case
+from tests.plans import side_of_ranks
 
 Figures = dict[str, float]
 

@@ -16,7 +16,7 @@ from mrlhf.config.load import read_any
 from mrlhf.config.roots import PROGRAMS
 from mrlhf.errors import ConfigError
 from mrlhf.log import quiet_transformers
-from mrlhf.planning.machine_file import gpu_of
+from mrlhf.planning.gpus import gpu_of
 from mrlhf.preflight.footprint import footprint
 from mrlhf.preflight.model_checks import check_models
 from tests.simulation.job import simulate

@@ -103,7 +103,7 @@ def simulate_rank(config: AnyConfig, world_size: int, rank: int, per_machine: in
         DeviceMemory.take_peaks(memory),
         dict(mode.calls),
         dict(mode.nbytes),
-        0 if factory is None else factory.own_groups,
+        0 if factory is None else sum(rank in own for own in factory._groups if len(own) > 1),
         time.monotonic() - began,
         **failed,
     )

@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 
 from mrlhf.commands import doctor
 from mrlhf.data.tokenizer import load_tokenizer
-from mrlhf.doctor import machine, model, ranks
+from mrlhf.doctor import machine, model
 from mrlhf.doctor.findings import Finding, examine, in_words
+from mrlhf.doctor.machine import Measured
 from mrlhf.doctor.model import chat_template, tokenizer
-from mrlhf.doctor.ranks import Measured
 from tests.oracle import plain_models
 from tests.tiny_task import ppo_keys, sft_keys, write_tiny_task
 
@@ -100,7 +100,7 @@ def test_a_machine_without_a_compiler_or_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    finding = worst(machine.processor(4, 8.0))
+    finding = machine.compiler()
     assert (finding.level, finding.subject) == ("look", "C++ compiler")
     assert "install g++" in finding.advice
 
@@ -120,11 +120,11 @@ def test_a_machine_without_a_compiler_or_room(
 
 def test_slow_ranks_and_late_clocks_are_named() -> None:
     every = [Measured(rank, f"node{rank // 2}", 80.0, 10.0, 0.0) for rank in range(6)]
-    assert worst(ranks.judge(every, {"all-reduce": 5.0})).level == "ok"
+    assert worst(machine.judge_ranks(every, {"all-reduce": 5.0})).level == "ok"
 
     every[3] = Measured(3, "node1", 80.0, 2.0, 0.0)
     every[4] = Measured(4, "node2", 30.0, 10.0, -2.5)
-    looks = [finding for finding in ranks.judge(every, {}) if finding.level == "look"]
+    looks = [finding for finding in machine.judge_ranks(every, {}) if finding.level == "look"]
     assert [(finding.subject, finding.seen.split("; ")[-1]) for finding in looks] == [
         ("product", "slow: rank 4 on node2 30.00"),
         ("link", "slow: rank 3 on node1 2.00"),

@@ -315,17 +315,11 @@ def test_groups_grow_no_faster_than_ranks(place: str) -> None:
     smallest = costs[WORLDS[0]]
     for world_size, cost in costs.items():
         growth = world_size / WORLDS[0]
-        assert cost.own <= smallest.own
+        assert cost.own <= min(16, smallest.own)
         assert cost.calls <= smallest.calls * growth
         assert cost.calls < 2 * world_size, "a rank makes no group of one other rank"
-        assert cost.connections <= smallest.connections * growth * 1.05
+        assert cost.connections <= min(smallest.connections * growth * 1.05, 4 * world_size)
         assert cost.addresses <= smallest.addresses * growth * 1.05
-
-
-def test_a_rank_is_in_few_groups() -> None:
-    cost = _cost(0, 1024)
-    assert cost.own <= 16
-    assert cost.connections <= 4 * 1024
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mrlhf.metrics.metric import Metric
-from mrlhf.metrics.table import COLUMNS, CURVES, KINDS, TABLE, names_of, row_of, without_row
+from mrlhf.metrics.table import COLUMNS, CURVES, KINDS, TABLE, names_of, row_of
 from tests.faults.runs import FREE, FREE_WITH_ADAPTERS
+from tests.metric_rows import without_row
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mrlhf"

@@ -8,7 +8,7 @@ import torch
 
 from mrlhf.batch import NO_VERSION, Experience, Prompts
 from mrlhf.metrics import Tally, data_metrics, explained_variance, throughput_metrics
-from mrlhf.metrics.table import without_row
+from tests.metric_rows import without_row
 from tests.rollouts import make_rollout
 
 

@@ -23,7 +23,6 @@ from mrlhf.commands import (
     generate,
     import_config,
     init,
-    merge_summaries,
     prepare_data,
     report,
 )
@@ -61,7 +60,6 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "generate": generate.parse,
     "import_config": import_config.parse,
     "init": init.parse,
-    "merge_summaries": merge_summaries.parse,
     "prepare_data": prepare_data.parse,
     "report": report.parse,
 }

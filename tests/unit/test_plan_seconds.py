@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,12 +11,10 @@ from transformers import LlamaConfig
 
 from mrlhf.config import PPOConfig, SFTConfig, load_config
 from mrlhf.config.roots import AnyConfig
-from mrlhf.errors import ConfigError
 from mrlhf.models.families import load_spec
 from mrlhf.models.flops import forward_flops
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.planning.gpus import STATED, Gpu
-from mrlhf.planning.machine_file import gpu_of
+from mrlhf.planning.gpus import STATED, Gpu, gpu_of
 from mrlhf.planning.passes import Passes, Work
 from mrlhf.planning.seconds import Estimate, Lengths, estimate
 from mrlhf.preflight.footprint import footprint
@@ -131,34 +127,11 @@ def test_the_products_of_a_pass_are_its_operations() -> None:
             assert plain < took < plain * STATED.products / STATED.experts, path
 
 
-def _without(name: str) -> Callable[[dict[str, Any]], object]:
-    return lambda values: values.pop(name)
-
-
-BAD = [
-    (_without("tflops"), "bad.yaml: tflops missing; give memory_gb, tflops"),
-    (lambda values: values.update(gbps=1), "no field is called gbps; there are memory_gb"),
-    (lambda values: values.update(tflops=-1), "tflops must be a number above 0, and is -1"),
-    (lambda values: values.update(tflops=True), "tflops must be a number above 0, and is True"),
-    (lambda values: values.update(device="tpu"), "device must be cuda or cpu, and is 'tpu'"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "message"), BAD, ids=[message for _, message in BAD])
-def test_a_bad_file_is_refused_in_one_line(
-    spoil: Callable[[dict[str, Any]], object], message: str
-) -> None:
+def test_a_file_holds_the_fields_of_a_gpu() -> None:
     values = asdict(SLOW)
     del values["name"]
     Path("slow.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     assert gpu_of("slow.yaml") == SLOW
-
-    spoil(values)
-    Path("bad.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        gpu_of("bad.yaml")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def _fine_tuning(*keys: str) -> SFTConfig:

@@ -422,10 +422,11 @@ def _bad_input() -> Iterator[tuple[list[str], str]]:
         ["--gpus", "8", "--gpu", "half.yaml"],
         "half.yaml: tflops, memory_gb_s, link_gb_s, network_gb_s, host_gb_s missing",
     )
-    yield ["--gpus", "8", "--gpu", "zero.yaml"], "tflops must be a number above 0"
-    for name in ("nan", "infinite", "huge", "tiny"):
+    for name in ("zero", "yes", "nan", "infinite", "huge", "tiny"):
         yield ["--gpus", "8", "--gpu", f"{name}.yaml"], "tflops must be a number above 0"
     yield ["--gpus", "8", "--gpu", "parts.yaml"], "per_machine must be a whole number above 0"
+    yield ["--gpus", "8", "--gpu", "more.yaml"], "no field is called gbps; there are memory_gb"
+    yield ["--gpus", "8", "--gpu", "other.yaml"], "device must be cuda or cpu, and is 'tpu'"
     yield ["--gpus", "8", "--gpu", "latin.yaml"], "latin.yaml is not UTF-8 text"
     yield ["--gpus", "8", "--gpu", "configs"], "configs is neither a file nor one of"
     for reserve in ("-1", "nan", "inf", "80"):
@@ -443,19 +444,17 @@ def test_bad_input_is_one_line(
     (place / "half.yaml").write_text("memory_gb: 24\n", encoding="utf-8")
     rates = {
         "memory_gb": 24,
-        "tflops": 0,
+        "tflops": 1,
         "memory_gb_s": 1,
         "link_gb_s": 1,
         "network_gb_s": 1,
         "host_gb_s": 1,
     }
-    (place / "zero.yaml").write_text(yaml.safe_dump(rates), encoding="utf-8")
-    odd = {"nan": math.nan, "infinite": math.inf, "huge": 10**400, "tiny": 1e-320}
-    for name, tflops in odd.items():
-        text = yaml.safe_dump(rates | {"tflops": tflops})
-        (place / f"{name}.yaml").write_text(text, encoding="utf-8")
-    text = yaml.safe_dump(rates | {"tflops": 1, "per_machine": 1.5})
-    (place / "parts.yaml").write_text(text, encoding="utf-8")
+    odd = {"zero": 0, "yes": True, "nan": math.nan, "infinite": math.inf, "huge": 10**400}
+    files = {name: {"tflops": value} for name, value in {**odd, "tiny": 1e-320}.items()}
+    files |= {"parts": {"per_machine": 1.5}, "more": {"gbps": 1}, "other": {"device": "tpu"}}
+    for name, values in files.items():
+        (place / f"{name}.yaml").write_text(yaml.safe_dump(rates | values), encoding="utf-8")
     (place / "latin.yaml").write_bytes("# \xe9\n".encode("latin-1"))
     assert main(["--config", GRPO, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()

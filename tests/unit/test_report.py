@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from mrlhf.checkpoint.summary import combine_summaries, write_summary
-from mrlhf.errors import CheckpointError, ConfigError, DataError
-from mrlhf.run.report import closing_report, plot_curves, ppo_achievements
+from mrlhf.checkpoint.summary import write_summary
+from mrlhf.errors import CheckpointError, ConfigError
+from mrlhf.run.reporter import closing_report, plot_curves, ppo_achievements
+from tests.e2e.programs import run_program, succeed
 
 RECORDS = [
     {"step": 0, "val/a/acc@1": 0.25, "val/b/acc@1": 0.75, "val/a/reward_mean": 0.5},
@@ -143,11 +144,12 @@ def test_summaries_of_runs_that_follow_each_other(tmp_path):
         stage.mkdir()
     write_summary(stages[0], {"loss": 1.0, "checkpoint": "sft", "seconds": 10.04})
     write_summary(stages[1], {"reward": 2.0, "checkpoint": "ppo", "seconds": 5.03})
-    combined = combine_summaries(stages, tmp_path)
+    program = ["configs/recipes/rlhf_gsm8k/summary.py", "--out", str(tmp_path), *map(str, stages)]
+    combined = json.loads(succeed(run_program(program)))
     assert combined == {"loss": 1.0, "checkpoint": "ppo", "seconds": 15.1, "reward": 2.0}
     assert json.loads((tmp_path / "summary.json").read_text()) == combined
-    with pytest.raises(DataError, match=r"rm has no summary\.json; run that stage first"):
-        combine_summaries([*stages, tmp_path / "rm"], tmp_path)
+    refused = run_program([*program, str(tmp_path / "rm")])
+    assert refused.returncode == 2 and "rm has no summary.json; run that" in refused.stderr
 
 
 def test_curves_are_drawn_with_gaps(tmp_path):

@@ -13,7 +13,6 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from benchmarks.report_run import RunSize, write_run
 from mrlhf.data.sample_table import SampleTable, read_samples, write_samples
 from mrlhf.errors import DataError
 from mrlhf.report.run_files import differing_keys, read_run
@@ -21,6 +20,7 @@ from mrlhf.report.samples import pack_samples
 from mrlhf.report.write import write_report
 from tests.e2e.programs import run_commands, run_program
 from tests.pages import ROOT, commands_of
+from tools.report_run import RunSize, write_run
 
 SIZE = RunSize(steps=6, samples=4, tokens=20, ranks=2)
 BREAKS_OUT = "</script><script>document.title = 'broken'</script><!--"

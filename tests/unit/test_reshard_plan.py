@@ -20,9 +20,9 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.moves import Move, split
 from mrlhf.reshard.plan import Planner, ReshardPlan
-from mrlhf.reshard.sides import Sides, side_of_ranks, sides_around, sides_of_all
+from mrlhf.reshard.sides import Sides, sides_around, sides_of_all
 from mrlhf.weights.shard import Piece, Rule, Slot, pieces_of
-from tests.plans import WholePlan, plan_all
+from tests.plans import WholePlan, plan_all, side_of_ranks
 from tests.shards import MODELS, fill, make_slots, stored, tiny_spec
 
 Pieces = Mapping[int, Sequence[Piece]]

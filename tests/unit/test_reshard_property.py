@@ -18,9 +18,9 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.moves import Move, split
 from mrlhf.reshard.plan import Planner
-from mrlhf.reshard.sides import Side, Sides, side_of_ranks, sides_around
+from mrlhf.reshard.sides import Side, Sides, sides_around
 from mrlhf.weights.shard import Piece, Rule, local_shape, pieces_of
-from tests.plans import WholePlan, check_agreement, plan_all
+from tests.plans import WholePlan, check_agreement, plan_all, side_of_ranks
 
 Arrays = dict[str, np.ndarray]
 

@@ -8,8 +8,7 @@ import pytest
 
 from mrlhf.run import monitor as monitor_file
 from mrlhf.run.alarms.watch import Alarm
-from mrlhf.run.board import Board
-from mrlhf.run.monitor import Monitor
+from mrlhf.run.board import Board, Monitor
 
 ALARM = Alarm(3, "truncation", "warning", "40% are cut off", "long", "data.x", "docs")
 

@@ -4,7 +4,7 @@ import json
 import logging
 
 from mrlhf.parallel.phases import Span
-from mrlhf.run.monitor import Timeline
+from mrlhf.run.board import Timeline
 
 SPANS = [Span("gen", 1000.5, 0.25, 0.125), Span("step", 1000.0, 2.0, 1.5)]
 

@@ -17,8 +17,7 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import CheckpointError, Interrupted
 from mrlhf.inputs import read_ppo_inputs
 from mrlhf.run.export import ExportedModel, export_checkpoint
-from mrlhf.run.report import ppo_achievements
-from mrlhf.run.reporter import Reporter, ResumePoint
+from mrlhf.run.reporter import Reporter, ResumePoint, ppo_achievements
 from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.trainers.ppo.progress import StepProgress, fixed_settings
