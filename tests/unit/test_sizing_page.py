@@ -1,4 +1,4 @@
-"""The figures of docs/sizing.md are those of the preflight, and its command runs."""
+"""The figures of docs/memory.md are those of the preflight, and its command runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_table_is_up_to_date() -> None:
 
 
 def test_the_dry_run_of_the_page_passes() -> None:
-    (command,) = commands_of("docs/sizing.md", "--dry-run")
+    (command,) = commands_of("docs/memory.md", "--dry-run")
     words = [sys.executable, *shlex.split(command)[1:]]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "what could be checked fits 8 ranks" in done.stdout
