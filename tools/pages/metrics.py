@@ -20,7 +20,7 @@ Every number of a line of `metrics.jsonl`: what it means, and where it stands in
   others have the same name there, or that in "meaning".
 - "reduced" says how tokens, responses or ranks become one number. "named": as the end of the name
   says; "main rank": measured there; empty: one number for the step.
-- An [alarm](troubleshooting.md) is raised outside the healthy range, for some after several steps.
+- Outside the healthy range, for some after several steps, an [alarm](operations.md#alarms) comes.
 """
 
 
