@@ -123,9 +123,9 @@ def test_page_and_schema_hold_every_key(launcher):
         start = f"- `{section}`, " if section else "- keys without a section, "
         lists = [line for line in chapter.splitlines() if line.startswith(start)]
         named = [line for line in lists if f"`{name}`" in line.partition(": ")[2]]
-        rows = chapter.count(f"| `{key.name}` |")
+        rows = chapter.count(f"- `{key.name}` (")
         assert rows + len(named) == 1, key.name
-        assert key.doc in page.replace("\\|", "|"), key.name
+        assert key.doc in page, key.name
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -56,9 +56,9 @@ def verl_page() -> str:
     changes = {**names.changes, **read_table("verl")["changes"]}
     elsewhere = {theirs: ours[0] for theirs, ours in names.elsewhere.items()}
     lines = [_VERL]
-    lines += ["## Sections", "", *_table("verl", names.sections, {}), ""]
-    lines += ["## Keys below a role", "", *_table("verl", names.below_a_role, changes), ""]
-    lines += ["## Other keys", "", *_table("verl", elsewhere, changes)]
+    lines += ["## Sections", "", *_list(names.sections, {}), ""]
+    lines += ["## Keys below a role", "", *_list(names.below_a_role, changes), ""]
+    lines += ["## Other keys", "", *_list(elsewhere, changes)]
     return "\n".join(lines) + "\n"
 
 
@@ -74,10 +74,10 @@ def others_page() -> str:
                 by_program.setdefault(theirs, []).append(f"{_name(row)}` ({program})")
         several = {theirs: ", `".join(ours) for theirs, ours in by_program.items()}
 
-        lines += [f"## {title}", "", *_table(title, names, table["changes"])]
+        lines += [f"## {title}", "", *_list(names, table["changes"])]
         for theirs, ours in several.items():
             change = table["changes"].get(theirs)
-            lines.append(f"| `{theirs}` | `{ours}{f': {change}' if change else ''} |")
+            lines.append(f"- `{theirs}` → `{ours}{f': {change}' if change else ''}")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -86,13 +86,13 @@ def _name(row: Any) -> str:
     return str(row[0] if isinstance(row, list) else row)
 
 
-def _table(title: str, names: Mapping[str, str], changes: Mapping[str, str]) -> list[str]:
-    """A row for each of our keys and what changes, with all of their keys that become it."""
+def _list(names: Mapping[str, str], changes: Mapping[str, str]) -> list[str]:
+    """A line for each of our keys and what changes, with all of their keys that become it."""
     by_key: dict[tuple[str, str], list[str]] = {}
     for theirs, ours in names.items():
         by_key.setdefault((ours, longest_end(changes, theirs) or ""), []).append(f"`{theirs}`")
 
-    lines = [f"| {title} | here |", "|---|---|"]
-    for (ours, change), theirs in by_key.items():
-        lines.append(f"| {', '.join(theirs)} | `{ours}`{f': {change}' if change else ''} |")
-    return lines
+    return [
+        f"- {', '.join(theirs)} → `{ours}`{f': {change}' if change else ''}"
+        for (ours, change), theirs in by_key.items()
+    ]
