@@ -1,4 +1,4 @@
-"""docs/parallelism.md is right: its layout fits, and its picture shows where ranks stand."""
+"""docs/parallelism.md is right: its layout passes the dry run and fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.models.families import FAMILIES, load_spec
-from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.preflight import dry_run
 from tests import memory_rules
 from tests.tiny_task import write_tiny_task
@@ -107,18 +106,3 @@ def test_the_models_have_the_weights_that_the_page_computes_with(place: Path) ->
         experts = [math.prod(shapes[key]) for key in shapes if ".experts." in key]
     assert billions == {"mixture-235b": 235}
     assert round(sum(experts) / 1e9) == 227
-
-
-def test_the_picture_shows_where_ranks_stand() -> None:
-    rows = re.findall(r"^pp   layers \d+-\d+ +([\d ]+)$", PAGE, re.MULTILINE)
-    layout = ParallelLayout(tp=2, cp=2, pp=2, dp=2)
-    places = [(dp, cp, tp) for dp in range(2) for cp in range(2) for tp in range(2)]
-    for pp, row in enumerate(rows):
-        ranks = [layout.rank_at(tp=tp, cp=cp, dp=dp, pp=pp) for dp, cp, tp in places]
-        assert [int(rank) for rank in row.split()] == ranks
-    assert len(rows) == 2
-
-    (row,) = re.findall(r"^experts    (.+)$", PAGE, re.MULTILINE)
-    layout = ParallelLayout(tp=2, cp=2, pp=2, dp=2, ep=4)
-    numbers = [layout.coordinates(rank).ep for rank in range(8)]
-    assert re.split(" {2,}", row) == [f"{2 * ep + 1}, {2 * ep + 2}" for ep in numbers]

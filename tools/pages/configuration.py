@@ -75,7 +75,10 @@ schema, relative to the file:
 
 
 Seen = dict[tuple[str, ...], tuple[str, str]]
-"""The launcher and the section of each key that stands on the page, by what is said of it."""
+"""The launcher and the section of each key that stands on the page, by what is said of it.
+
+A list of keys that were described before stands there by its own words.
+"""
 
 
 def configuration_page() -> str:
@@ -125,7 +128,16 @@ def _keys(launcher: str, root_class: type[Root], keys: Sequence[Node], seen: See
             of, default, meaning = said[1:]
             rows.append(f"- `{key.name}` ({default}; {of}): {meaning}")
 
-    return rows + [f"- {text}: {', '.join(names)}" for text, names in again.items()]
+    lists = [f"- {text}: {', '.join(names)}" for text, names in again.items()]
+    new = [line for line in lists if seen.setdefault((line,), (launcher, ""))[0] == launcher]
+    known: dict[str, list[str]] = {}
+    for line in lists:
+        if line not in new:
+            section = line.partition(", ")[0].removeprefix("- ")
+            known.setdefault(TITLES[seen[(line,)][0]], []).append(section)
+    for title, sections in known.items():
+        new.append(f"- the lists of {title} for {', '.join(dict.fromkeys(sections))}")
+    return rows + new
 
 
 def _cells(root_class: type[Root], key: Node, value: JsonSchema) -> tuple[str, str, str]:
