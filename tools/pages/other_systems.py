@@ -54,11 +54,17 @@ def verl_page() -> str:
     """Return `docs/coming_from_verl.md`."""
     names = read_names()
     changes = {**names.changes, **read_table("verl")["changes"]}
-    elsewhere = {theirs: ours[0] for theirs, ours in names.elsewhere.items()}
+    sections = {theirs: (ours, "") for theirs, ours in names.sections.items()}
+    below = {
+        theirs: (ours, _change(changes, theirs)) for theirs, ours in names.below_a_role.items()
+    }
+    elsewhere = {
+        theirs: (ours[0], _change(changes, theirs)) for theirs, ours in names.elsewhere.items()
+    }
     lines = [_VERL]
-    lines += ["## Sections", "", *_list(names.sections, {}), ""]
-    lines += ["## Keys below a role", "", *_list(names.below_a_role, changes), ""]
-    lines += ["## Other keys", "", *_list(elsewhere, changes)]
+    lines += ["## Sections", "", *_list(sections), ""]
+    lines += ["## Keys below a role", "", *_list(below), ""]
+    lines += ["## Other keys", "", *_list(elsewhere)]
     return "\n".join(lines) + "\n"
 
 
@@ -67,16 +73,19 @@ def others_page() -> str:
     lines = [_OTHERS]
     for system, title in _TITLES.items():
         table = read_table(system)
-        names = {theirs: _name(row) for theirs, row in table["names"].items()}
+        changes = table["changes"]
+        names = {
+            theirs: (_name(row), _change(changes, theirs)) for theirs, row in table["names"].items()
+        }
         by_program: dict[str, list[str]] = {}
         for program, rows in table["by_program"].items():
             for theirs, row in rows.items():
                 by_program.setdefault(theirs, []).append(f"{_name(row)}` ({program})")
         several = {theirs: ", `".join(ours) for theirs, ours in by_program.items()}
 
-        lines += [f"## {title}", "", *_list(names, table["changes"])]
+        lines += [f"## {title}", "", *_list(names)]
         for theirs, ours in several.items():
-            change = table["changes"].get(theirs)
+            change = changes.get(theirs)
             lines.append(f"- `{theirs}` → `{ours}{f': {change}' if change else ''}")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -86,12 +95,15 @@ def _name(row: Any) -> str:
     return str(row[0] if isinstance(row, list) else row)
 
 
-def _list(names: Mapping[str, str], changes: Mapping[str, str]) -> list[str]:
+def _change(changes: Mapping[str, str], theirs: str) -> str:
+    return longest_end(changes, theirs) or ""
+
+
+def _list(names: Mapping[str, tuple[str, str]]) -> list[str]:
     """A line for each of our keys and what changes, with all of their keys that become it."""
     by_key: dict[tuple[str, str], list[str]] = {}
-    for theirs, ours in names.items():
-        by_key.setdefault((ours, longest_end(changes, theirs) or ""), []).append(f"`{theirs}`")
-
+    for theirs, ours_and_change in names.items():
+        by_key.setdefault(ours_and_change, []).append(f"`{theirs}`")
     return [
         f"- {', '.join(theirs)} → `{ours}`{f': {change}' if change else ''}"
         for (ours, change), theirs in by_key.items()
