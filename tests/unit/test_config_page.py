@@ -133,7 +133,8 @@ def test_page_and_schema_hold_every_key(launcher):
             continue
         section, _, name = key.name.rpartition(".")
         found = chapter.count(f"- `{key.name}` (") + len(lists_that_name(chapter, section, name))
-        others = re.findall(rf"^- the lists of (.+) for .*`{section}`", chapter, re.MULTILINE)
+        where = f"`{section}`" if section else "keys without a section"
+        others = re.findall(rf"^- the lists of (.+) for .*{where}", chapter, re.MULTILINE)
         if not found:
             there = [lists_that_name(chapter_of(page, other), section, name) for other in others]
             found = sum(map(len, there))
