@@ -27,7 +27,7 @@ class BuildWithShippedFiles(build_py):
         shipped = Path(self.build_lib) / "mrlhf" / "shipped"
         shutil.rmtree(shipped, ignore_errors=True)
         for name in ("configs", "docs", "launch"):
-            ignored = shutil.ignore_patterns("__pycache__")
+            ignored = shutil.ignore_patterns("__pycache__", "lab")
             shutil.copytree(ROOT / name, shipped / name, ignore=ignored)
         for page in ROOT.glob("*.md"):
             shutil.copy(page, shipped)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = ["__version__", "add_version_option", "code_version", "shipped"]
 
-__version__ = "0.8.0"
+__version__ = "0.12.0"
 
 
 def add_version_option(parser: argparse.ArgumentParser) -> None:

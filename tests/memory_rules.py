@@ -1,4 +1,4 @@
-"""The rules by which docs/parallelism.md says what a layout takes of a GPU's memory.
+"""The rules of docs/memory.md for what a layout takes of a GPU's memory.
 
 `tests/device/test_activations.py` counts what they say of activations; the rest is arithmetic.
 """

@@ -1,4 +1,4 @@
-"""The table of docs/sizing.md, from the preflight's prediction of a model's bytes.
+"""The table of docs/memory.md, from the preflight's prediction of a model's bytes.
 
 `python -m tests.sizing` writes it into the page; `tests/unit/test_sizing_page.py` says whether it
 is up to date.
@@ -17,7 +17,7 @@ from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.preflight.model_bytes import training_bytes
 from tests.models.published import write_published
 
-PAGE = Path(__file__).parents[1] / "docs" / "sizing.md"
+PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 TABLE = re.compile(r"^\| model \|.*?(?=\n\n)", re.MULTILINE | re.DOTALL)
 BFLOAT16 = 2
 RANK = 32

@@ -13,7 +13,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
@@ -33,12 +32,12 @@ def main() -> int:
     pages = out / "pages"
     shutil.rmtree(pages, ignore_errors=True)
     _copy_with_links(ROOT / "README.md", pages)
-    for page in sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("README.md")]):
+    for page in sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "configs").rglob("README.md")]):
         _copy_with_links(page, pages)
     for page in ("CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md"):
         _copy_with_links(ROOT / page, pages)
 
-    keys = {"docs_dir": str(pages), "site_dir": str(out / "site"), "nav": _navigation()}
+    keys = {"docs_dir": str(pages), "site_dir": str(out / "site")}
     try:
         build(load_config(str(ROOT / "mkdocs.yml"), **keys))
     except Abort:
@@ -61,19 +60,6 @@ def _copy_with_links(file: Path, pages: Path) -> None:
         linked = (file.parent / link).resolve()
         if linked.is_file() and ROOT in linked.parents:
             _copy_with_links(linked, pages)
-
-
-def _navigation() -> list:
-    """The navigation of mkdocs.yml, with the pages of the laboratory, the newest last."""
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    navigation = yaml.safe_load(text)["nav"]
-    laboratory = sorted(
-        (ROOT / "docs" / "lab").glob("*.md"), key=lambda page: page.name != "README.md"
-    )
-    navigation[-1]["Internals"][-1] = {
-        "Laboratory": [str(page.relative_to(ROOT)) for page in laboratory]
-    }
-    return navigation
 
 
 if __name__ == "__main__":

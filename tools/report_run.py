@@ -28,7 +28,7 @@ ALARM = {
     "message": "0.62 of the tokens are clipped",
     "cause": "a learning rate that is too high",
     "key": "actor.optim.lr",
-    "link": "docs/troubleshooting.md#clip_fraction",
+    "link": "docs/operations.md#clip_fraction",
 }
 
 

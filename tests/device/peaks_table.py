@@ -1,4 +1,4 @@
-"""The table of `docs/memory.md` that compares activations of whole updates with a plan.
+"""The table of `tests/counted.md` that compares activations of whole updates with a plan.
 
     python -m tests.device.peaks_table
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tests.simulated_device.client import Devices, devices
 
-PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[1] / "counted.md"
 BODY = "tests.device.peaks_here:peaks"
 _BEGIN = "<!-- counted: python -m tests.device.peaks_table -->\n"
 _END = "<!-- end of what is counted -->"

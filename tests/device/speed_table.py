@@ -1,4 +1,4 @@
-"""The table of `docs/speed.md` that bounds kernels, waits and copies on a GPU.
+"""The table of `tests/counted.md` that bounds kernels, waits and copies on a GPU.
 
     python -m tests.device.speed_table
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.simulated_device.client import Devices, devices
 
-PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
+PAGE = Path(__file__).parents[1] / "counted.md"
 BODY = "tests.device.measures:all_figures"
 BODY_OF_TWO = "tests.device.measures:figures_of_two"
 LINES = "tests.device.measures:lines"

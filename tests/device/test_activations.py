@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.device.peaks_table import PAGE as MEMORY_PAGE
+from tests.device.peaks_table import PAGE as COUNTED
 from tests.device.peaks_table import lines, peaks
 from tests.simulated_device.client import Devices
 
-PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
 
 
 def test_a_layer_keeps_what_the_rule_says(device: Devices) -> None:
@@ -28,6 +28,6 @@ def test_an_update_takes_what_a_plan_says_at_its_peak(device: Devices) -> None:
     assert len(found) == 4 + 2 * 8 + 4 * 2
     for peak in found:
         assert abs(peak.predicted - peak.counted) <= 0.05 * peak.counted, peak
-    page = MEMORY_PAGE.read_text(encoding="utf-8")
+    page = COUNTED.read_text(encoding="utf-8")
     for predicted in lines(found):
         assert predicted in page

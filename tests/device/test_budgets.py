@@ -1,4 +1,4 @@
-"""Kernels, waits and copies stay within the bounds of `docs/speed.md`."""
+"""Kernels, waits and copies stay within the bounds of `tests/counted.md`."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_an_error_of_a_rank_is_told_with_its_phase(root: Path) -> None:
 
 
 def test_one_of_a_thousand_ranks_of_70_billion_weights(root: Path) -> None:
-    (command,) = commands_of("docs/scale.md", "tests.simulation")
+    (command,) = commands_of("docs/parallelism.md", "tests.simulation")
     options = parse(shlex.split(command)[3:])
     (shipped,) = options.config
     keys = yaml.safe_load(Path(shipped).read_text("utf-8"))

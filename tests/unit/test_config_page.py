@@ -12,7 +12,7 @@ from mrlhf.config import PPOConfig, dump_yaml, load_config
 from mrlhf.config.tree import nodes
 from tests.pages import commands_of
 from tests.unit.configurations import ppo
-from tools.pages.configuration import LAUNCHERS
+from tools.pages.configuration import LAUNCHERS, TITLES
 from tools.pages.json_schema import json_schema, values_of
 
 ROOT = Path(__file__).parents[2]
@@ -109,23 +109,37 @@ def test_the_written_files_are_up_to_date(tmp_path, capsys):
         ), f"{name} is out of date; run python tools/write_configuration_page.py"
 
 
+def chapter_of(page, heading):
+    return page.partition(f"\n## {heading}")[2].partition("\n## ")[0]
+
+
+def lists_that_name(chapter, section, name):
+    """The lists of keys that are described elsewhere, of those the ones with this key."""
+    start = f"- `{section}`, " if section else "- keys without a section, "
+    lists = [line for line in chapter.splitlines() if line.startswith(start)]
+    return [line for line in lists if f"`{name}`" in line.partition(": ")[2]]
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_page_and_schema_hold_every_key(launcher):
     root_class = LAUNCHERS[launcher]
     names = [key.name for key in nodes(root_class).values() if not key.is_section]
     assert list(values_of(root_class)) == names
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    chapter = page[page.index(f"`launch/{launcher}.py`\n") :].partition("\n## ")[0]
+    chapter = chapter_of(page, TITLES[launcher])
+
     for key in nodes(root_class).values():
         if key.is_section:
             continue
         section, _, name = key.name.rpartition(".")
-        start = f"- `{section}`, " if section else "- keys without a section, "
-        lists = [line for line in chapter.splitlines() if line.startswith(start)]
-        named = [line for line in lists if f"`{name}`" in line.partition(": ")[2]]
-        rows = chapter.count(f"| `{key.name}` |")
-        assert rows + len(named) == 1, key.name
-        assert key.doc in page.replace("\\|", "|"), key.name
+        found = chapter.count(f"- `{key.name}` (") + len(lists_that_name(chapter, section, name))
+        where = f"`{section}`" if section else "keys without a section"
+        others = re.findall(rf"^- the lists of (.+) for .*{where}", chapter, re.MULTILINE)
+        if not found:
+            there = [lists_that_name(chapter_of(page, other), section, name) for other in others]
+            found = sum(map(len, there))
+        assert found == 1, key.name
+        assert key.doc in page, key.name
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

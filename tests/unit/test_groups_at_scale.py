@@ -1,7 +1,7 @@
 """What one of thousands of ranks does to make groups, with the job's store, and with all others.
 
 Groups are made with torch's fake backend; the store is one in memory in which the other ranks have
-done their part. `python -m tests.unit.test_groups_at_scale` prints the tables of docs/speed.md.
+done their part. `python -m tests.unit.test_groups_at_scale` prints the tables of tests/counted.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mrlhf.run.failures import Failure, Failures
 from mrlhf.run.hangs import Answer, HangReports
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "speed.md"
+PAGE = ROOT / "tests" / "counted.md"
 GATHERS = {
     "all_gather_object",
     "all_gather_objects",
@@ -213,7 +213,7 @@ def _report_hang(store: CountedStore, rank: int, world_size: int) -> None:
         reports.report(since=0.0) if rank == 0 else reports.look()
 
 
-# By its name in docs/speed.md.
+# By its name in tests/counted.md.
 EVENTS: dict[str, Callable[[CountedStore, int, int], None]] = {
     "to agree on the attempt's name, twice at the start": _meet,
     "to compare configuration, code and inputs at the start": _compare_starts,
@@ -263,7 +263,7 @@ def _page() -> str:
 
 
 def tables() -> tuple[str, str]:
-    """The tables of groups and of requests to the store, as docs/speed.md has them."""
+    """The tables of groups and of requests to the store, as tests/counted.md has them."""
     lines = [
         "| ranks | calls of `new_group` | groups of the rank | connections of gloo at most |",
         "|---|---|---|---|",

@@ -1,4 +1,7 @@
-"""The pages lead to each other: every link names a file that is there, and a heading in it."""
+"""The pages lead to each other: every link names a file that is there, and a heading in it.
+
+The keys that they name are those of the configuration.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from mrlhf.config.roots import PROGRAMS
+from mrlhf.config.tree import nodes
+
 ROOT = Path(__file__).parents[2]
+# Pages of other systems have their keys.
+WITH_KEYS = [
+    page for page in (ROOT / "docs").glob("*.md") if not page.name.startswith("coming_from")
+]
+KEYS = {name for root in PROGRAMS.values() for name in nodes(root)}
+SECTIONS = {name.partition(".")[0] for name in KEYS if "." in name}
+# An item of a list, a key and a column of verl.
+OTHERS = {"reward.terms.0.weight", "trainer.val_only", "reward_model.ground_truth"}
+_KEY = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.\w+)+)(?:[=: ][^`]*)?`")
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*/README.md"))
 PAGES = [
     *sorted(ROOT.glob("*.md")),
@@ -46,3 +61,9 @@ def test_an_index_names_every_page_and_recipe() -> None:
 
 def test_the_readme_leads_to_the_index() -> None:
     assert "](docs/index.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", WITH_KEYS, ids=lambda page: page.stem)
+def test_its_keys_exist(page: Path) -> None:
+    named = set(_KEY.findall(page.read_text(encoding="utf-8")))
+    assert not named - KEYS - OTHERS

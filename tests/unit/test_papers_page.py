@@ -21,7 +21,7 @@ def test_it_names_every_preset_and_no_other() -> None:
 @pytest.mark.parametrize(("_", "words", "test"), ROWS)
 def test_its_key_and_test_file_are_there(_: str, words: str, test: str) -> None:
     key, _, value = words.strip().strip("`").partition(": ")
-    starts = (f"| `{key}` |", f"| `{key}.")
+    starts = (f"- `{key}` (", f"- `{key}.")
     rows = [line for line in KEYS.splitlines() if line.startswith(starts)]
     assert rows, key
     assert not value or f"`{value}`" in rows[0]

@@ -332,7 +332,7 @@ def test_seconds_stand_beside_those_of_published_runs(
 
 
 def test_what_is_proposed_is_what_a_run_takes(capsys: pytest.CaptureFixture) -> None:
-    (command,) = commands_of("docs/sizing.md", "--out plans")
+    (command,) = commands_of("docs/memory.md", "--out plans")
     assert main(shlex.split(command)[2:]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("8 x h100 of 80 GB, 10 GB of each left free; prompts of 512 and")
@@ -359,10 +359,10 @@ def test_what_is_proposed_is_what_a_run_takes(capsys: pytest.CaptureFixture) -> 
 def test_the_page_of_scale_has_the_plans_figures(capsys: pytest.CaptureFixture) -> None:
     rows = re.findall(
         r"^\| 1,024 \| (.*?) \| nothing \| (\d+) \| (\d+) \| (\d+) \|$",
-        (ROOT / "docs/scale.md").read_text(encoding="utf-8"),
+        (ROOT / "docs/parallelism.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
-    (command,) = commands_of("docs/scale.md", "plan.py")
+    (command,) = commands_of("docs/parallelism.md", "plan.py")
     assert main(shlex.split(command)[2:]) == 0
     (first,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1  ")]
     layout, *numbers = re.split(r"  +", first)[1:]

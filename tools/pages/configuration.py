@@ -24,8 +24,8 @@ TITLES = {
 }
 _WORDS = {
     "object": "mapping",
-    "boolean": "`true`, `false`",
-    "integer": "whole number",
+    "boolean": "boolean",
+    "integer": "integer",
     "number": "number",
     "string": "text",
     "null": "`null`",
@@ -33,9 +33,9 @@ _WORDS = {
 INTRODUCTION = """\
 # Configuration
 
-Every key of the four launchers: the values it takes, its default, and what it means with its
-unit. `launch/train_ppo.py --help` prints the same list. This page is written by
-`python tools/write_configuration_page.py`; edit the fields in `mrlhf/config/` instead.
+Every key of the four launchers, in brackets its default and the values it takes, then what it means
+with its unit. `launch/train_ppo.py --help` prints the same list. `mrlhf/config/` has the fields
+from which `python tools/write_configuration_page.py` writes this page.
 
 ## How a configuration is read
 
@@ -44,26 +44,22 @@ unit. `launch/train_ppo.py --help` prints the same list. This page is written by
 - Arguments of the form `key.path=value` come last. The value is YAML; `reward.terms.0.weight=0.5`
   reaches into a list.
 - Numbers are those of YAML 1.2: `1e-4` is a number, `1_000` is text.
-- An unknown key is refused, and the nearest key is named. A value of the wrong type is refused: a
-  whole number is needed where "whole number" stands below.
-- A whole number is at most 1000000000 where no other bound stands below.
+- An unknown key is refused, and the nearest key is named; so is a value of the wrong type.
+- An integer is at most 1000000000 where no other bound stands below. A key whose default is `null`,
+  which is "not set", takes it.
 - In paths, a `~` at the start and environment variables (`${NAME}` or `$NAME`) are replaced when
   the file is read. A variable that is not set is refused. A path that does not begin with `/` is
   relative to the working directory.
 - A key that has no effect is refused where the same file, or the command line, also holds the key
   that decides so. If another one does, the key is left out, and a line at the start names it.
-- `algorithm.preset` begins the method anew: what earlier files say of it is left out and named.
-- `null` stands for "not set". Where the default reads "as `actor.path`", the value of that key is
-  taken if this one is left out or null.
-- "required" stands where there is no default. The keys of an optional section, `reward_model`, are
-  required only if the section is there.
-- A key of which an earlier table says the same is only named, below the table.
+- Where the default reads "as `actor.path`", the value of that key is taken if this one is left out
+  or null. The keys of an optional section, `reward_model`, are required only if the section is
+  there.
+- A key of which an earlier section says the same is only named.
 - `--dry-run` checks the whole configuration and prints what it comes to, without starting
   anything. What must hold between keys is only checked there and at the start of a run. If a file
   or a package is not found, its first lines say so, and its exit code is 3; with
   `--allow-missing`, for a run on another machine, it is 0.
-- The keys that split a model over ranks (`tp`, `cp`, `pp`, `vpp`, `ep`, `etp`) are explained in
-  [parallelism.md](parallelism.md).
 
 ## Completion in an editor
 
@@ -75,13 +71,14 @@ schema, relative to the file:
 # yaml-language-server: $schema=schema/train_ppo.json
 ```
 
-The schema knows the keys and values of one file. It requires no key, since another file or an
-argument may give it.
 """
 
 
 Seen = dict[tuple[str, ...], tuple[str, str]]
-"""The launcher and the section of each key that stands on the page, by what is said of it."""
+"""The launcher and the section of each key that stands on the page, by what is said of it.
+
+A list of keys that were described before stands there by its own words.
+"""
 
 
 def configuration_page() -> str:
@@ -109,7 +106,7 @@ def _launcher(launcher: str, root_class: type[Root], seen: Seen) -> str:
 
 
 def _keys(launcher: str, root_class: type[Root], keys: Sequence[Node], seen: Seen) -> list[str]:
-    """A table of keys, and the names of those that an earlier table has in the same words."""
+    """A list of keys, and the names of those that an earlier list has in the same words."""
     values = values_of(root_class)
     rows = []
     again: dict[str, list[str]] = {}
@@ -128,17 +125,26 @@ def _keys(launcher: str, root_class: type[Root], keys: Sequence[Node], seen: See
             again.setdefault(f"{here}, as in {where}{of}", []).append(f"`{name}`")
         else:
             seen[said] = (launcher, section)
-            cells = (f"`{key.name}`", *said[1:])
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            of, default, meaning = said[1:]
+            rows.append(f"- `{key.name}` ({default}; {of}): {meaning}")
 
-    if rows:
-        rows = ["| key | values | default | meaning |", "|---|---|---|---|", *rows, ""]
-    return rows + [f"- {text}: {', '.join(names)}" for text, names in again.items()]
+    lists = [f"- {text}: {', '.join(names)}" for text, names in again.items()]
+    new = [line for line in lists if seen.setdefault((line,), (launcher, ""))[0] == launcher]
+    known: dict[str, list[str]] = {}
+    for line in lists:
+        if line not in new:
+            section = line.partition(", ")[0].removeprefix("- ")
+            known.setdefault(TITLES[seen[(line,)][0]], []).append(section)
+    for title, sections in known.items():
+        new.append(f"- the lists of {title} for {', '.join(dict.fromkeys(sections))}")
+    return rows + new
 
 
 def _cells(root_class: type[Root], key: Node, value: JsonSchema) -> tuple[str, str, str]:
     """What is said of a key: its values, its default and its meaning."""
-    return _values(value), _default(root_class, key), key.doc
+    default = _default(root_class, key)
+    values = _values(value)
+    return values.removesuffix(" or `null`") if default == "`null`" else values, default, key.doc
 
 
 def _default(root_class: type[Root], key: Node) -> str:
@@ -171,6 +177,8 @@ def _values(value: JsonSchema) -> str:
 
 
 def _bounds(value: JsonSchema) -> str:
+    if "minimum" in value and value.get("maximum", MOST) != MOST:
+        return f" {_number(value['minimum'])} to {_number(value['maximum'])}"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [
         f"{sign} {_number(value[name])}"

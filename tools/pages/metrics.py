@@ -11,16 +11,17 @@ from mrlhf.metrics.table import CHAPTERS, COLUMNS, TABLE
 _INTRODUCTION = """\
 # Metrics
 
-Every number of a line of `metrics.jsonl`: what it means, and where it stands in a healthy run.
-`python tools/write_configuration_page.py` writes this page from the rows in `mrlhf/metrics/`.
+Every number of a line of `metrics.jsonl`: in brackets its unit and how it is reduced, then what it
+means, and where it stands in a healthy run. `python tools/write_configuration_page.py` writes this
+page from the rows in `mrlhf/metrics/`.
 
 - Means are over the whole batch, whatever the layout. A number is `null` where there is nothing to
   count, and missing where it was not measured.
 - `{a,b}` in a name stands for either, `<...>` for any text. Metrics with \\* are not in verl; the
   others have the same name there, or that in "meaning".
-- "reduced" says how tokens, responses or ranks become one number. "named": as the end of the name
-  says; "main rank": measured there; empty: one number for the step.
-- An [alarm](troubleshooting.md) is raised outside the healthy range, for some after several steps.
+- "named": reduced as the end of the name says; "main rank": measured there; nothing: one number for
+  the step.
+- Outside the healthy range, for some after several steps, an [alarm](operations.md#alarms) comes.
 """
 
 
@@ -31,8 +32,7 @@ def metrics_page() -> str:
         parts.append(f"## {chapter.title}\n")
         if chapter.text:
             parts.append(f"{_filled(chapter.text)}\n")
-        parts.append(_table(("metric", "reduced", "unit", "meaning", "healthy")))
-        parts += [_line(_cells(row)) for row in chapter.rows]
+        parts += [_entry(row) for row in chapter.rows]
         parts.append("")
 
     parts.append("## On the console and in the picture\n")
@@ -57,12 +57,13 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _cells(row: Metric) -> tuple[str, ...]:
+def _entry(row: Metric) -> str:
     name = f"`{row.name}`" if row.verl else f"`{row.name}`\\*"
     how = {"whole": "", "main": "main rank"}.get(row.how, row.how)
-    reduced = f"{how}, {row.over}" if row.over else how
+    of = "; ".join(text for text in (row.unit, f"{how}, {row.over}" if row.over else how) if text)
     verl = f"; verl: `{row.verl}`" if row.verl not in (None, SAME) else ""
-    return name, reduced, row.unit, row.meaning + verl, _healthy(row)
+    healthy = f"; healthy {bounds}" if (bounds := _healthy(row)) else ""
+    return f"- {name} ({of}): {row.meaning}{verl}{healthy}"
 
 
 def _healthy(row: Metric) -> str:

@@ -22,7 +22,7 @@ from mrlhf.host.products import float32_is_faster
 
 Linear = Callable[[Tensor], Tensor]
 
-# Measured: see docs/engine.md.
+# Measured: docs/lab/2026-11-generation.md.
 _PACKED_ROWS = range(2, 129)
 _LEAST_PACKED_ELEMENTS = 2**16
 _TYPICAL_ROWS = 32

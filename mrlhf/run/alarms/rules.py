@@ -1,6 +1,6 @@
 """The rules: which sign is which alarm, its likely cause, and the key to change.
 
-A new alarm is one function in `signs`, one line here, and one section of docs/troubleshooting.md.
+A new alarm is one function in `signs`, one line here, and one section of docs/operations.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mrlhf.run.alarms import signs
 from mrlhf.run.alarms.history import History
 
 Severity = Literal["warning", "error"]
-PAGE = "docs/troubleshooting.md"
+PAGE = "docs/operations.md"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rule:
 
     @property
     def link(self) -> str:
-        """The section of the page on troubleshooting."""
+        """The section of the page on operating a run."""
         return f"{PAGE}#{self.name.replace('_', '-')}"
 
 
