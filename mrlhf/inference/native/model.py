@@ -74,7 +74,10 @@ class Decoder:
 
         self._final_norm = tensor("decoder.final_layernorm.weight")
         output = _EMBEDDING if spec.output_is_embedding else "output_layer.weight"
-        self._output = parameters.made_of(output, lambda: linear(tensor(output)))
+        self._output = parameters.made_of(
+            output,
+            lambda: linear(self._embedding if spec.output_is_embedding else tensor(output)),
+        )
 
         # This rank's rows of the vocabulary; rows past its end are padding.
         rows = len(self._embedding)

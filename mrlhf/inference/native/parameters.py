@@ -78,9 +78,10 @@ class Parameters:
         self._of_base.pop(name, None)
 
     def made_of(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes of a parameter; made once if it is the base of adapters.
+        """What `make` makes of a parameter that no version changes beside its adapters.
 
-        Laying out a base anew for each version took a seventh of a short step on a CPU.
+        With adapters it is made once, and again after the parameter is bound or stored anew. Laying
+        out a base for each version took a seventh of a short step on a CPU.
         """
         if self.lora is None:
             return make()
