@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, groupby, pairwise
-from typing import Any, Literal
+from itertools import count, groupby
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,50 +19,14 @@ from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import Turn, TurnRenderer
 from mrlhf.environments.host import EnvironmentHost
 from mrlhf.environments.interface import Outcome, Program
-from mrlhf.inference.base import SamplingParams
 from mrlhf.parallel.groups import EngineGroups
-from mrlhf.rollout.branches import Branches
+from mrlhf.rollout.branches import FunctionTurns
 from mrlhf.rollout.drawing import OpenSample
+from mrlhf.rollout.limits import TurnLimits
 
 UNREADABLE = "error"  # stands for the name of the tool in a call that cannot be read
 _MOST_RENDERERS = 64  # that are kept for the tools of rollout functions
 _CUT = " [cut]"  # at the end of an answer that is too long
-
-OnError = Literal["tell", "end"]
-
-
-@dataclass(frozen=True)
-class TurnLimits:
-    """How far a conversation may go."""
-
-    max_turns: int
-    max_turn_tokens: int | None  # most tokens of one turn; None: as many as the response has room
-    max_told_tokens: int  # most tokens of one answer of a tool or of the environment
-    max_prompt_tokens: int  # most tokens of a prompt with the first observation
-    on_parse_error: OnError  # tell the model, or end the episode
-    on_tool_error: OnError
-    # A template that writes earlier turns otherwise than they were drawn: go on with what was
-    # drawn, or begin another context with what it writes.
-    on_rewrite: Literal["keep", "split"] = "keep"
-
-    def max_length(self, sampling: SamplingParams) -> int:
-        """The most tokens of a context, its prompt included."""
-        return self.max_prompt_tokens + sampling.max_tokens
-
-    def fits(
-        self, episode: Episode, length: int, has_ended: bool, sampling: SamplingParams
-    ) -> bool:
-        """Whether an episode of `length` tokens is in these limits, and can go on if it is open."""
-        length += not has_ended  # there must be room for a token
-        ends = [*episode.context_begins, length]
-        others = (end - begin - self.max_prompt_tokens for begin, end in pairwise(ends))
-        prompt = len(episode.prompt_ids or ())
-        turn = 0 if has_ended else length - episode.turn_begins[-1]
-        return (
-            max(ends[0], *others, 0) <= sampling.max_tokens
-            and prompt <= self.max_prompt_tokens
-            and (self.max_turn_tokens is None or turn <= self.max_turn_tokens)
-        )
 
 
 @dataclass(frozen=True)
@@ -75,30 +38,19 @@ class Dialogue:
 
 
 @dataclass
-class Conversation(OpenSample):
+class OpenEpisode(OpenSample):
     """One sample on its way; its prompt is what its environment has made of the data's."""
 
+    episode: Episode = field(kw_only=True)
     dialogue: Dialogue = field(kw_only=True)
     number: int = field(kw_only=True)  # of its episode at the host
-    own_prompt: bool = False  # whether the environment has added to the prompt
-    begins: list[int] = field(default_factory=lambda: [0])  # of all turns, the present one too
-    turns: list[int] = field(default_factory=list)
-    tools: Counter[str] = field(default_factory=Counter)
-    errors: int = 0
-    turn_rewards: list[float] = field(default_factory=list)
-    waited_s: float = 0.0
-    stopped: bool = False  # whether it ended by itself
     # Tokens of the turns that its new environment must see before more is drawn.
     replays: list[list[int]] | None = None
-    # Of the contexts after the first; see `Episode`.
-    context_begins: list[int] = field(default_factory=list)
-    context_prompts: list[int] = field(default_factory=list)
-    context_roles: list[str] = field(default_factory=list)
     # The conversation as messages, where the template may make a new context of it.
     messages: list[Message] = field(default_factory=list)
     history: list[Turn] = field(default_factory=list)
     text: str = ""  # of all of it, up to the present turn, if that is not the first
-    branches: Branches = field(default_factory=Branches)  # what a rollout function asks for
+    asked: FunctionTurns = field(default_factory=FunctionTurns)  # of a rollout function
 
 
 @dataclass
@@ -113,11 +65,11 @@ class Conversations:
     tokenizer: Tokenizer
     limits: TurnLimits
     # The samples whose episodes wait for later weights, by seed, uid and sample index.
-    _waiting: dict[tuple[int, int, int], Conversation] = field(default_factory=dict)
+    _waiting: dict[tuple[int, int, int], OpenEpisode] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=count)
     _renderers: dict[str, TurnRenderer] = field(default_factory=dict)  # by tools, of functions
 
-    def tell_ranks(self, outcomes: list[Outcome]) -> list[Outcome]:
+    def on_all_ranks(self, outcomes: list[Outcome]) -> list[Outcome]:
         """The outcomes that the first rank of the replica has, on all of its ranks."""
         if self.groups.tp.size() == 1:
             return outcomes
@@ -126,7 +78,7 @@ class Conversations:
         dist.broadcast_object_list(box, src=first, group=self.groups.tp)
         return box[0]
 
-    def keep(self, one: Conversation) -> None:
+    def keep(self, one: OpenEpisode) -> None:
         """Let the episode of a sample wait for later weights."""
         self._waiting[_key(one)] = one
 
@@ -134,7 +86,7 @@ class Conversations:
         """The number of an episode that begins."""
         return next(self._numbers)
 
-    def take_waiting(self, one: OpenSample) -> Conversation | None:
+    def take_waiting(self, one: OpenSample) -> OpenEpisode | None:
         """What has waited here for later weights of a sample, if its episode has."""
         return self._waiting.pop(_key(one), None)
 

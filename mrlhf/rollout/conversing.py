@@ -1,19 +1,19 @@
-"""Leads the samples of one replica through several turns, with tools and environments between them.
+"""Draws the episodes of one replica: their turns, and tools and environments between them.
 
-The engine draws a turn; its calls are run, or the environment replies; what they say is appended
+The engine draws a turn; its calls are run, or the environment replies; their answers are appended
 in tokens, and the engine goes on with the next turn. Or a function of the user's asks for turns and
 returns trajectories. Meanwhile the engine draws for the other samples: one that waits takes no
 place in the batch. What was drawn is never decoded and encoded again. All ranks of the replica do
-the same; the first of them has the environments and tells the others what came of them. This file
+the same; the first of them has the environments and sends their outcomes to the others. This file
 knows neither other replicas nor rewards.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from mrlhf.batch import Episode
 from mrlhf.data.tokenizer import Message
@@ -21,18 +21,16 @@ from mrlhf.data.tool_calls import ParsedTurn
 from mrlhf.data.turns import Turn
 from mrlhf.environments.interface import Outcome, ToolCall, as_messages
 from mrlhf.errors import DataError
-from mrlhf.inference.base import InferenceEngine, Sample
-from mrlhf.rollout.asked_turns import AskedTurns
-from mrlhf.rollout.branches import BranchError
-from mrlhf.rollout.conversations import UNREADABLE, Conversation, Conversations
-from mrlhf.rollout.drawing import Drawing, Pace, Task, mix_seed
-from mrlhf.rollout.trajectory import Trajectory, turns_ended_by
+from mrlhf.inference.base import InferenceEngine, Request, Sample
+from mrlhf.rollout.branches import FunctionError, NoRoomError
+from mrlhf.rollout.conversations import UNREADABLE, Conversations, OpenEpisode
+from mrlhf.rollout.drawing import Drawing, OpenSample, Pace, RequestId, Task, mix_seed
 
 _IDLE_WAIT_S = 1.0  # for outcomes while the engine has nothing to draw
 
 
-class Conversing(Drawing[Conversation]):
-    """One task whose samples are conversations."""
+class EpisodeRunner(Drawing[OpenEpisode]):
+    """Draws a task whose samples are episodes."""
 
     def __init__(
         self,
@@ -42,7 +40,7 @@ class Conversing(Drawing[Conversation]):
         pace: Pace | None,
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Lead the samples of the task to their end, or only as far as `pace` lets them.
+        """Draw the episodes to their end, or only as far as `pace` lets them.
 
         Once the run `is_stopping`, nothing waits: all ranks have to come to one step of the engine,
         and a replica that waits for outcomes counts steps as well.
@@ -53,9 +51,10 @@ class Conversing(Drawing[Conversation]):
         self._host = owner.host
         self._is_stopping = is_stopping
         self._waiting: dict[int, int] = {}  # the rows that wait for an outcome, by episode
-        self._beginning: dict[int, set[int]] = {}  # rows of a request that have not begun
-        # Other requests have ids below.
-        self._functions = AskedTurns(owner, task.sampling, first_id=2 * self._batch)
+        # The rows of each request that have not begun.
+        self._beginning: dict[RequestId, set[int]] = {}
+        # The questions of rollout functions that ask for turns, by the requests for these.
+        self._questions: dict[RequestId, Mapping[str, Any]] = {}
 
     @property
     def _is_busy(self) -> bool:
@@ -65,178 +64,253 @@ class Conversing(Drawing[Conversation]):
         """Have the environments begin; a request draws once all of its samples have begun."""
         resumed = []
         for plain in self._new_samples():
-            program = self._owner.program_of(self._prompts.data_source[self._prompt_of(plain)])
-            begun = self._task.begun.get(plain.row)
-            earlier = None if begun is None else self._owner.take_waiting(plain)
-            number = self._owner.new_number() if earlier is None else earlier.number
-            one = Conversation(
-                **vars(plain), dialogue=self._owner.dialogues[program], number=number
-            )
-            self._open[one.row] = one
-            is_function = one.dialogue.program.is_function
-            if begun is not None:
-                self._recall(one, begun)
-            elif not is_function:
-                self._beginning.setdefault(one.request.id, set()).add(one.row)
-            one.turn_tokens = self._most_tokens(one)
-            if earlier is not None:
-                one.replays = None
-                one.messages, one.history = earlier.messages, earlier.history
-                one.text = earlier.text
-                resumed.append(one)
-                continue
-            self._waiting[number] = one.row
-            if self._host is not None:
-                seed = mix_seed(one.request.sampling.seed, f"{one.request.uid} {one.sample_index}")
-                row = self._prompts.row(self._prompt_of(one))
-                self._host.begin(number, program, row, seed, self._functions.sampling)
+            has_begun = plain.row in self._task.begun
+            earlier = self._owner.take_waiting(plain) if has_begun else None
+            sample = self._open_episode(plain, earlier)
+            self._open[sample.row] = sample
+
+            if has_begun:
+                self._resume(sample)
+            elif not sample.dialogue.program.is_function:
+                self._beginning.setdefault(sample.request.id, set()).add(sample.row)
+            sample.turn_tokens = self._most_tokens(sample)
+            if earlier is None:
+                self._begin_environment(sample)
+            else:
+                sample.replays = None
+                resumed.append(sample)
         if self._pace is not None:
             self._owner.end_waiting()
         self._engine.submit(self._next_requests(resumed))
 
-    def _recall(self, one: Conversation, begun: Trajectory) -> None:
-        """Take up a conversation where it was left."""
-        episode = begun.episode
-        assert episode is not None
+    def _open_episode(self, plain: OpenSample, earlier: OpenEpisode | None) -> OpenEpisode:
+        """The episode of a sample; `earlier` is what has waited here for later weights of it."""
+        program = self._owner.program_of(self._prompts.data_source[plain.request.id.prompt])
+        sample = OpenEpisode(
+            **{**vars(plain), "episode": plain.episode or Episode()},
+            dialogue=self._owner.dialogues[program],
+            number=self._owner.new_number() if earlier is None else earlier.number,
+        )
+        if earlier is not None:
+            sample.messages = earlier.messages
+            sample.history = earlier.history
+            sample.text = earlier.text
+        return sample
+
+    def _resume(self, sample: OpenEpisode) -> None:
+        """Take up an episode where it was left."""
+        episode = sample.episode
         if episode.prompt_ids is not None:
-            one.prompt_ids = episode.prompt_ids
-            one.own_prompt = True
-        one.begins = list(episode.turn_begins)
-        one.turn_begins = one.begins[-1]
-        one.turns = list(episode.turns)
+            sample.prompt_ids = episode.prompt_ids
         # They are of the present version if an interruption came after the drawing.
-        one.turns_now = turns_ended_by(self._engine.version, one.said.runs, one.turns)
-        one.tools = Counter(episode.tools)
-        one.errors = episode.errors
-        one.turn_rewards = list(episode.turn_rewards)
-        one.waited_s = episode.waited_s
-        one.context_begins = list(episode.context_begins)
-        one.context_prompts = list(episode.context_prompts)
+        sample.turns_now = sample.turns_ended_by(self._engine.version)
+        turns = zip(episode.turn_begins, episode.turns, strict=False)
+        sample.replays = [sample.token_ids[begin:end].tolist() for begin, end in turns]
 
-        turns = zip(one.begins, one.turns, strict=False)
-        one.replays = [one.said.token_ids[begin:end].tolist() for begin, end in turns]
+    def _begin_environment(self, sample: OpenEpisode) -> None:
+        self._waiting[sample.number] = sample.row
+        if self._host is None:
+            return
+        request = sample.request
+        sampling = {
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
+            "top_k": self._sampling.top_k,
+            "max_tokens": self._limits.max_length(self._sampling),
+            "max_turns": self._limits.max_turns,
+        }
+        self._host.begin(
+            sample.number,
+            sample.dialogue.program.name,
+            self._prompts.row(request.id.prompt),
+            mix_seed(request.sampling.seed, f"{request.uid} {sample.sample_index}"),
+            sampling,
+        )
 
-    def _look_around(self) -> None:
-        """Go on with the conversations that need wait no longer."""
+    def _between_steps(self) -> None:
+        """Go on with the episodes that need wait no longer."""
         if not self._waiting:
             return
         outcomes: list[Outcome] = []
         if self._host is not None:
             is_idle = not self._engine.in_flight and not self._is_stopping()
-            outcomes = self._host.poll(_IDLE_WAIT_S if is_idle else 0.0)
-            outcomes = [one for one in outcomes if not self._owner.answer_render(one)]
-        for outcome in self._owner.tell_ranks(outcomes):
+            found = self._host.poll(_IDLE_WAIT_S if is_idle else 0.0)
+            outcomes = [outcome for outcome in found if not self._owner.answer_render(outcome)]
+        for outcome in self._owner.on_all_ranks(outcomes):
             row = self._waiting.get(outcome.episode)
-            if row is None:  # a rollout function that has failed since it asked
-                continue
-            one = self._open[row]
-            one.waited_s += outcome.seconds
-            if outcome.question is not None:
-                self._engine.submit(self._functions.ask(one, outcome.question))
-                continue
-            del self._waiting[outcome.episode]
-            if outcome.failure is not None:
-                self._fail(one, outcome.failure)
-            elif one.replays is not None:
-                self._replay(one, one.replays, outcome)
-            elif outcome.kind == "reset":
-                self._greet(one, outcome)
-            elif outcome.kind == "turn":
-                self._answer(one, outcome)
-            elif outcome.kind == "rollout":
-                self._weave(one, outcome)
-            else:
-                self._finish(one, reward=outcome.reward)
+            if row is not None:  # else a rollout function that has failed since it asked
+                self._on_outcome(self._open[row], outcome)
 
-    def _hear(self, sample: Sample) -> None:
-        if not self._functions.take(sample, self._open):
-            super()._hear(sample)
+    def _on_outcome(self, sample: OpenEpisode, outcome: Outcome) -> None:
+        sample.episode.waited_s += outcome.seconds
+        if outcome.question is not None:
+            self._on_question(sample, outcome.question)
+            return
 
-    def _weave(self, one: Conversation, outcome: Outcome) -> None:
+        del self._waiting[outcome.episode]
+        if outcome.failure is not None:
+            self._fail(sample, outcome.failure)
+        elif sample.replays is not None:
+            self._replay(sample, sample.replays, outcome)
+        elif outcome.kind == "reset":
+            self._on_reset(sample, outcome)
+        elif outcome.kind == "turn":
+            self._on_answer(sample, outcome)
+        elif outcome.kind == "rollout":
+            self._on_function_return(sample, outcome)
+        else:
+            sample.episode.set_reward(outcome.reward)
+            self._finish(sample)
+
+    def _on_drawn(self, drawn: Sample) -> None:
+        question = self._questions.pop(drawn.request_id, None)
+        if question is None:
+            super()._on_drawn(drawn)
+            return
+        asked = drawn.request_id
+        sample = self._open.get(asked.prompt * self._sampling.n + asked.sample)
+        if sample is not None:  # else the function has ended without waiting for it
+            sample.asked.drawn[asked.part] = drawn
+            self._answer_question(sample, question, drawn, asked.part)
+
+    def _on_question(self, sample: OpenEpisode, question: Mapping[str, Any]) -> None:
+        """Draw a turn for a rollout function, or tell it that there cannot be one."""
+        ids = question["token_ids"]
+        known = self._owner.tokenizer.ids
+        try:
+            turn, most, name = sample.asked.ask(
+                ids, question["max_tokens"], self._limits, self._sampling, known
+            )
+        except FunctionError as error:
+            kind = "no room" if isinstance(error, NoRoomError) else "error"
+            self._owner.answer(sample.number, question["number"], str(error), kind)
+            return
+
+        sampling = sample.request.sampling
+        request = Request(
+            id=RequestId(sample.request.id.prompt, sample.sample_index, turn),
+            prompt=ids,
+            uid=sample.request.uid,
+            samples=range(sample.sample_index, sample.sample_index + 1),
+            sampling=replace(sampling, max_tokens=most, seed=mix_seed(sampling.seed, name)),
+            goes_on=True,
+        )
+        self._questions[request.id] = question
+        self._engine.submit([request])
+
+    def _answer_question(
+        self, sample: OpenEpisode, question: Mapping[str, Any], drawn: Sample, turn: int
+    ) -> None:
+        """Give a rollout function the turn that was drawn for it."""
+        text = self._owner.text_of(drawn.token_ids, self._sampling.stop_token_ids)
+        answer = {
+            "token_ids": drawn.token_ids,
+            "text": text,
+            "stopped": drawn.stopped,
+            "draw": turn,
+        }
+        if question["reads_calls"]:
+            parsed = self._owner.parse(text)
+            calls = [{"name": name, "arguments": given} for name, given in parsed.calls]
+            answer |= {"calls": calls, "content": parsed.content, "problem": parsed.error or ""}
+            if drawn.stopped:
+                for name, _ in parsed.calls:
+                    sample.episode.count_call(name, failed=False)
+                if parsed.error is not None:
+                    sample.episode.count_call(UNREADABLE, failed=True)
+        self._owner.answer(sample.number, question["number"], answer)
+
+    def _on_function_return(self, sample: OpenEpisode, outcome: Outcome) -> None:
         """Make a response of what a rollout function returned."""
         try:
-            woven = one.branches.weave(outcome.trajectories)
-        except BranchError as error:
-            self._fail(one, f"the rollout function: {error}")
+            sample.asked.assemble(outcome.trajectories, sample)
+        except FunctionError as error:
+            self._fail(sample, f"the rollout function: {error}")
             return
-        one.prompt_ids, one.own_prompt = woven.prompt_ids, True
-        one.said, one.begins, one.turns = woven.said, woven.turn_begins, woven.turns
-        one.turn_rewards, one.stopped = woven.turn_rewards, woven.stopped
-        one.context_begins, one.context_prompts = woven.context_begins, woven.context_prompts
-        one.context_roles = woven.context_roles
-        self._finish(one, reward=woven.reward)
+        self._set_prompt(sample, sample.episode.prompt_ids or [])
+        self._finish(sample)
 
-    def _replay(self, one: Conversation, turns: list[list[int]], outcome: Outcome) -> None:
-        """Show a new environment the next of the turns that were before it; then draw."""
+    def _replay(self, sample: OpenEpisode, turns: list[list[int]], outcome: Outcome) -> None:
+        """Give a new environment the next of the turns that were before it; then draw."""
         if outcome.kind == "reset":
-            one.messages = self._first_messages(one, outcome)
+            sample.messages = self._first_messages(sample, outcome)
         else:
-            self._remember(one, turns.pop(0), _answers(outcome))
+            self._add_to_history(sample, turns.pop(0), _answers(outcome))
         while turns:
             parsed = self._parsed(turns[0])
             if parsed.error is None:
-                self._show(one, parsed)
+                self._ask_environment(sample, parsed)
                 return
-            self._remember(one, turns.pop(0), [_unreadable(parsed.error)])
-        one.replays = None
-        if one.history:
-            try:
-                one.text, _ = one.dialogue.renderer.goes_on(one.messages, one.history, "")
-            except DataError as error:
-                self._fail(one, f"its replayed answers cannot be written: {error}")
-                return
-        self._engine.submit(self._next_requests([one]))
+            self._add_to_history(sample, turns.pop(0), [_unreadable(parsed.error)])
 
-    def _remember(self, one: Conversation, drawn: list[int], messages: Sequence[Message]) -> None:
+        sample.replays = None
+        if sample.history:
+            renderer = sample.dialogue.renderer
+            try:
+                sample.text, _ = renderer.goes_on(sample.messages, sample.history, "")
+            except DataError as error:
+                self._fail(sample, f"its replayed answers cannot be written: {error}")
+                return
+        self._engine.submit(self._next_requests([sample]))
+
+    def _add_to_history(
+        self, sample: OpenEpisode, drawn: list[int], messages: Sequence[Message]
+    ) -> None:
         """Keep a turn and what followed it, if the template may make a new context of them."""
         if self._limits.on_rewrite == "split":
-            one.history.append(Turn(drawn, True, self._owner.cut_all(messages)))
+            sample.history.append(Turn(drawn, True, self._owner.cut_all(messages)))
 
-    def _show(self, one: Conversation, turn: ParsedTurn) -> None:
+    def _ask_environment(self, sample: OpenEpisode, turn: ParsedTurn) -> None:
         """Let the environment answer a turn."""
-        self._waiting[one.number] = one.row
+        self._waiting[sample.number] = sample.row
         if self._host is not None:
             calls = [ToolCall(name, arguments) for name, arguments in turn.calls]
-            self._host.turn(one.number, turn.content, calls)
+            self._host.turn(sample.number, turn.content, calls)
 
-    def _greet(self, one: Conversation, outcome: Outcome) -> None:
-        """Add the environment's first word to the prompt, and draw if the others have theirs."""
-        one.messages = self._first_messages(one, outcome)
+    def _on_reset(self, sample: OpenEpisode, outcome: Outcome) -> None:
+        """Add the first observation to the prompt, and draw if the others have theirs."""
+        sample.messages = self._first_messages(sample, outcome)
         if outcome.observation is not None:
             try:
-                prompt = one.dialogue.renderer.first(one.messages)
+                prompt = sample.dialogue.renderer.first(sample.messages)
             except DataError as error:
-                self._fail(one, f"its first observation is no prompt: {error}")
+                self._fail(sample, f"its first observation is no prompt: {error}")
                 return
             most = self._limits.max_prompt_tokens
             if len(prompt) > most:  # the models read what fails too, so it keeps the data's prompt
                 self._fail(
-                    one,
+                    sample,
                     f"the prompt has {len(prompt)} tokens with the first observation, more than "
                     f"data.max_prompt_length {most}",
                 )
                 return
-            one.prompt_ids = prompt
-            one.own_prompt = True
-        self._has_begun(one)
+            self._set_prompt(sample, prompt)
+        self._submit_together(sample)
 
-    def _first_messages(self, one: Conversation, outcome: Outcome) -> list[Message]:
-        """The messages of the prompt, given what the environment said at its reset."""
-        prompt = self._prompts.extra_info[self._prompt_of(one)]["prompt"]
+    def _set_prompt(self, sample: OpenEpisode, token_ids: list[int]) -> None:
+        """Let a sample have another prompt than that of the data."""
+        sample.prompt_ids = token_ids
+        sample.episode.prompt_ids = token_ids
+        sample.episode.prompt_text = self._owner.tokenizer.decode(
+            token_ids, skip_special_tokens=False
+        )
+
+    def _first_messages(self, sample: OpenEpisode, outcome: Outcome) -> list[Message]:
+        """The messages of the prompt, with the observation at the reset."""
+        prompt = self._prompts.extra_info[sample.request.id.prompt]["prompt"]
         return as_messages(prompt) + as_messages(outcome.observation)
 
-    def _has_begun(self, one: Conversation) -> None:
+    def _submit_together(self, sample: OpenEpisode) -> None:
         """Draw the first turn of all samples of a request once all have their prompt."""
-        request = one.request
+        request = sample.request
         beginning = self._beginning[request.id]
-        beginning.discard(one.row)
+        beginning.discard(sample.row)
         if beginning:
             return
         del self._beginning[request.id]
-        first_row = request.id - request.samples.start
-        alive = [
-            self._open[row] for row in map(first_row.__add__, request.samples) if row in self._open
-        ]
+        first_row = sample.row - sample.sample_index
+        rows = [first_row + index for index in request.samples]
+        alive = [self._open[row] for row in rows if row in self._open]
 
         # Samples with one prompt are one request, so that it is computed once.
         requests = []
@@ -250,187 +324,148 @@ class Conversing(Drawing[Conversation]):
             requests.append(self._request(first, indices))
         self._engine.submit(requests)
 
-    def _room(self, one: Conversation) -> int:
+    def _room(self, sample: OpenEpisode) -> int:
         """How many tokens more the present context may have."""
-        if not one.context_begins:
-            return self._sampling.max_tokens - len(one.said)
-        return self._limits.max_length(self._sampling) - (len(one.said) - one.context_begins[-1])
+        return self._limits.room(sample.episode, sample.length, self._sampling)
 
-    def _context(self, one: Conversation) -> list[int]:
-        if not one.context_begins:
-            return super()._context(one)
-        return one.said.token_ids[one.context_begins[-1] :].tolist()
+    def _context(self, sample: OpenEpisode) -> list[int]:
+        begins = sample.episode.context_begins
+        return sample.token_ids[begins[-1] :].tolist() if begins else super()._context(sample)
 
-    def _most_tokens(self, one: Conversation) -> int:
+    def _most_tokens(self, sample: OpenEpisode) -> int:
         """The most tokens of the turn that begins now, or has begun."""
-        room = self._room(one) + one.drawn
-        most = self._limits.max_turn_tokens
-        return room if most is None else min(room, most)
+        return self._limits.of_turn(self._room(sample) + sample.drawn)
 
-    def _goes_on(self, one: Conversation) -> bool:
-        return super()._goes_on(one) or len(one.turns) + 1 < self._limits.max_turns
+    def _goes_on(self, sample: OpenEpisode) -> bool:
+        is_last = len(sample.episode.turns) + 1 >= self._limits.max_turns
+        return super()._goes_on(sample) or not is_last
 
-    def _seed(self, one: Conversation, seed: int) -> int:
-        turn = len(one.turns)
+    def _seed(self, sample: OpenEpisode, seed: int) -> int:
+        turn = len(sample.episode.turns)
         return mix_seed(seed, f"turn {turn}") if turn else seed
 
     def _parsed(self, tokens: Sequence[int]) -> ParsedTurn:
         return self._owner.parse(self._owner.text_of(tokens, self._sampling.stop_token_ids))
 
-    def _turn_ends(self, one: Conversation, stopped: bool) -> None:
+    def _on_turn(self, sample: OpenEpisode, stopped: bool) -> None:
         """Have the environment answer a turn."""
-        one.turns.append(len(one.said))
+        sample.episode.turns.append(sample.length)
         if not stopped:
-            self._ask_reward(one)
+            self._ask_reward(sample)
             return
-        parsed = self._parsed(one.said.token_ids[one.turn_begins :])
+        parsed = self._parsed(sample.token_ids[sample.turn_begin :])
         if parsed.error is None:
-            self._show(one, parsed)
+            self._ask_environment(sample, parsed)
             return
-        one.errors += 1
-        one.tools[UNREADABLE] += 1
+        sample.episode.count_call(UNREADABLE, failed=True)
         if self._limits.on_parse_error == "end":
-            self._ask_reward(one)
+            self._ask_reward(sample)
         else:
-            self._tell(one, [_unreadable(parsed.error)])
+            self._append_and_continue(sample, [_unreadable(parsed.error)])
 
-    def _answer(self, one: Conversation, outcome: Outcome) -> None:
-        """Go on after a turn that the environment has seen."""
+    def _on_answer(self, sample: OpenEpisode, outcome: Outcome) -> None:
+        """Go on after a turn that the environment has answered."""
+        episode = sample.episode
         for result in outcome.results:
-            one.tools[result.name] += 1
-            one.errors += result.is_error
+            episode.count_call(result.name, result.is_error)
         if outcome.turn_reward is not None:
-            without = len(one.turns) - 1 - len(one.turn_rewards)
-            one.turn_rewards += [0.0] * without + [outcome.turn_reward]
+            without = len(episode.turns) - 1 - len(episode.turn_rewards)
+            episode.turn_rewards += [0.0] * without + [outcome.turn_reward]
 
         has_error = any(result.is_error for result in outcome.results)
-        ends = outcome.ended or (has_error and self._limits.on_tool_error == "end")
-        if ends:
-            one.stopped = True
-            self._ask_reward(one)
-            return
-        self._tell(one, _answers(outcome))
+        if outcome.ended or (has_error and self._limits.on_tool_error == "end"):
+            sample.stopped = True
+            self._ask_reward(sample)
+        else:
+            self._append_and_continue(sample, _answers(outcome))
 
-    def _tell(self, one: Conversation, messages: Sequence[Message]) -> None:
+    def _append_and_continue(self, sample: OpenEpisode, messages: Sequence[Message]) -> None:
         """Append messages, and draw the next turn; without room or turns, end the episode."""
-        said = one.said
-        if len(one.turns) >= self._limits.max_turns:
-            self._ask_reward(one)
+        episode = sample.episode
+        if len(episode.turns) >= self._limits.max_turns:
+            self._ask_reward(sample)
             return
         try:
-            tokens, is_new = self._told_tokens(one, messages)
+            tokens, is_new = self._tokens_after_turn(sample, messages)
         except DataError as error:
-            self._fail(one, f"its answer cannot be written: {error}")
+            self._fail(sample, f"its answer cannot be written: {error}")
             return
-        if len(tokens) >= (self._limits.max_length(self._sampling) if is_new else self._room(one)):
-            self._ask_reward(one)  # no room to say anything more
+        room = self._limits.max_length(self._sampling) if is_new else self._room(sample)
+        if len(tokens) >= room:
+            self._ask_reward(sample)
             return
-        if is_new:
-            one.context_begins.append(len(said))
-            one.context_prompts.append(len(tokens))
-        said.add_told(tokens)
-        one.turn_begins = len(said)
-        one.begins.append(one.turn_begins)
-        one.turn_tokens = self._most_tokens(one)
-        self._engine.submit(self._next_requests([one]))
 
-    def _told_tokens(
-        self, one: Conversation, messages: Sequence[Message]
+        if is_new:
+            episode.context_begins.append(sample.length)
+            episode.context_prompts.append(len(tokens))
+        sample.add_read(tokens)
+        episode.turn_begins.append(sample.length)
+        sample.turn_tokens = self._most_tokens(sample)
+        self._engine.submit(self._next_requests([sample]))
+
+    def _tokens_after_turn(
+        self, sample: OpenEpisode, messages: Sequence[Message]
     ) -> tuple[list[int], bool]:
         """The tokens that follow the last turn, and whether they begin a context; or DataError."""
-        renderer = one.dialogue.renderer
-        # A turn that is told something was ended by an end token or a stop string.
-        drawn = one.said.token_ids[one.turn_begins :].tolist()
+        renderer = sample.dialogue.renderer
+        # A turn that messages follow was ended by an end token or a stop string.
+        drawn = sample.token_ids[sample.turn_begin :].tolist()
         tokens = renderer.after(drawn, True, self._owner.cut_all(messages))
         if self._limits.on_rewrite != "split":
             return tokens, False
-        before = one.text or renderer.text(one.messages)
-        self._remember(one, drawn, messages)
-        one.text, new = renderer.goes_on(one.messages, one.history, before)
+        before = sample.text or renderer.text(sample.messages)
+        self._add_to_history(sample, drawn, messages)
+        sample.text, new = renderer.goes_on(sample.messages, sample.history, before)
         return (tokens, False) if new is None else (new, True)
 
-    def _ask_reward(self, one: Conversation) -> None:
+    def _ask_reward(self, sample: OpenEpisode) -> None:
         """Ask what the episode is worth, if its environment says so; otherwise it is over."""
-        if not one.dialogue.program.has_reward:
-            self._finish(one)
+        if not sample.dialogue.program.has_reward:
+            self._finish(sample)
             return
-        self._waiting[one.number] = one.row
+        self._waiting[sample.number] = sample.row
         if self._host is not None:
-            self._host.ask_reward(one.number)
+            self._host.ask_reward(sample.number)
 
-    def _fail(self, one: Conversation, reason: str) -> None:
+    def _fail(self, sample: OpenEpisode, reason: str) -> None:
         """End an episode that cannot go on; none of its tokens train."""
-        said = one.said
-        if not len(said):
-            one.begins = []
-            said.add_told([self._owner.tokenizer.eos_id])
-        said.untrained()
-        one.stopped = False
-        self._finish(one, failure=reason)
-        if one.request.id in self._beginning:
-            self._has_begun(one)
+        if not sample.length:
+            sample.episode.turn_begins = []
+            sample.add_read([self._owner.tokenizer.eos_id])
+        sample.exclude()
+        sample.stopped = False
+        sample.episode.failure = reason
+        self._finish(sample)
+        if sample.request.id in self._beginning:
+            self._submit_together(sample)
 
-    def _finish(
-        self,
-        one: Conversation,
-        reward: float | Mapping[str, float] | None = None,
-        failure: str = "",
-    ) -> None:
-        self._owner.end(one.number)
-        self._waiting.pop(one.number, None)
-        if one.context_begins or one.dialogue.program.is_function:
-            one.recorded, one.experts = 0, None  # of the last context alone
-        episode = self._episode(one)
-        if isinstance(reward, Mapping):
-            further = {name: number for name, number in reward.items() if name != "score"}
-            episode = replace(episode, score=reward["score"], further=further)
-        else:
-            episode = replace(episode, score=reward)
-        self._end(one, one.stopped, replace(episode, failure=failure))
+    def _finish(self, sample: OpenEpisode) -> None:
+        self._owner.end(sample.number)
+        self._waiting.pop(sample.number, None)
+        if sample.episode.context_begins or sample.dialogue.program.is_function:
+            sample.forget_record()  # it is of the last context alone
+        self._end(sample, sample.stopped)
 
-    def _put_aside(self, one: Conversation) -> Trajectory:
-        one.experts = None  # the engine records all of them again
-        self._owner.keep(one)
-        return replace(super()._put_aside(one), episode=self._episode(one))
-
-    def _episode(self, one: Conversation) -> Episode:
-        """What has happened so far."""
-        ids = list(one.prompt_ids)
-        own = one.own_prompt
-        decode = self._owner.tokenizer.decode
-        return Episode(
-            prompt_ids=ids if own else None,
-            prompt_text=decode(ids, skip_special_tokens=False) if own else "",
-            turn_begins=one.begins,
-            turns=one.turns,
-            tools=dict(one.tools),
-            errors=one.errors,
-            failure="",
-            score=None,
-            further={},
-            turn_rewards=one.turn_rewards,
-            waited_s=one.waited_s,
-            context_begins=one.context_begins,
-            context_prompts=one.context_prompts,
-            context_roles=one.context_roles,
-        )
+    def _set_aside(self, sample: OpenEpisode) -> None:
+        super()._set_aside(sample)
+        self._owner.keep(sample)
 
     def _abandon(self) -> None:
-        for one in self._open.values():
-            self._owner.end(one.number)
+        for sample in self._open.values():
+            self._owner.end(sample.number)
 
 
 def _answers(outcome: Outcome) -> list[Message]:
-    """What tools and environment say after a turn."""
-    results = [_told(result.name, result.content) for result in outcome.results]
+    """The messages of tools and environment after a turn."""
+    results = [_result(result.name, result.content) for result in outcome.results]
     return results + as_messages(outcome.observation)
 
 
 def _unreadable(error: str) -> Message:
-    """What the policy is told of a call that cannot be read."""
-    return _told(UNREADABLE, f"Error: {error}")
+    """The answer to a call that cannot be read."""
+    return _result(UNREADABLE, f"Error: {error}")
 
 
-def _told(name: str, content: str) -> Message:
-    """What a tool says."""
+def _result(name: str, content: str) -> Message:
+    """The result of a tool as a message."""
     return {"role": "tool", "name": name, "content": content}

@@ -32,8 +32,8 @@ from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 from mrlhf.rollout.conversations import Conversations
-from mrlhf.rollout.conversing import Conversing
-from mrlhf.rollout.drawing import Drawn, Pace, SingleTurns, Task, mix_seed
+from mrlhf.rollout.conversing import EpisodeRunner
+from mrlhf.rollout.drawing import Drawn, Pace, RequestId, SingleTurns, Task, mix_seed
 from mrlhf.rollout.episodes import check_episodes, episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 from mrlhf.rollout.hand_over import HandOver
@@ -272,7 +272,7 @@ class Generator:
                     drawn = SingleTurns(self.engine, task, pace).draw(may_step)
                 else:
                     stops = self.phases.stops
-                    leading = Conversing(
+                    leading = EpisodeRunner(
                         self.conversations, self.engine, task, pace, lambda: stops.asked
                     )
                     drawn = leading.draw(may_step)
@@ -391,7 +391,7 @@ def _task(
         of_prompt = replace(sampling, seed=seeds[prompt])
         for samples in sorted(_gaps(share.samples, taken) + single, key=attrgetter("start")):
             request = Request(
-                id=first_row + samples.start,
+                id=RequestId(prompt, samples.start),
                 prompt=prompts.token_ids[prompt],
                 uid=prompts.uid[prompt],
                 samples=samples,

@@ -30,8 +30,9 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
-from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
+from mrlhf.rollout.conversations import Conversations, Dialogue
 from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.limits import TurnLimits
 from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.response import Response
 from mrlhf.rollout.trajectory import Trajectory

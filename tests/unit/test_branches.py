@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 
-from mrlhf.inference.base import Sample
-from mrlhf.rollout.branches import BranchError, Branches, BranchLimits, NoRoomError
-from mrlhf.rollout.trajectory import Run
+from mrlhf.batch import Episode
+from mrlhf.inference.base import Sample, SamplingParams
+from mrlhf.rollout.branches import FunctionError, FunctionTurns, NoRoomError
+from mrlhf.rollout.limits import TurnLimits
+from mrlhf.rollout.trajectory import Run, Trajectory
 
-LIMITS = BranchLimits(max_turns=4, max_turn_tokens=5, max_length=12)
-KNOWN = frozenset(range(50))
+LIMITS = (
+    TurnLimits(4, 5, 8, 4, "tell", "tell"),
+    SamplingParams(temperature=1.0, max_tokens=8, seed=0),
+    frozenset(range(50)),
+)
 
 
 def _sample(ids: list[int], version: int = 3) -> Sample:
@@ -19,13 +24,21 @@ def _sample(ids: list[int], version: int = 3) -> Sample:
     return Sample(0, 0, ids, logprobs, stopped=ids[-1] == 9, version=version)
 
 
-def _branches(*turns: tuple[list[int], list[int]]) -> Branches:
-    """What was asked for, and what was drawn behind it."""
-    branches = Branches()
+def _asked(*turns: tuple[list[int], list[int]]) -> FunctionTurns:
+    """Turns by what was asked for, and what was drawn behind it."""
+    asked = FunctionTurns()
     for ids, drawn in turns:
-        number, *_ = branches.ask(ids, None, LIMITS, KNOWN)
-        branches.drawn[number] = _sample(drawn)
-    return branches
+        number, *_ = asked.ask(ids, None, *LIMITS)
+        asked.drawn[number] = _sample(drawn)
+    return asked
+
+
+def _assembled(asked: FunctionTurns, *returned: dict[str, Any]) -> tuple[Trajectory, Episode]:
+    """The response that trajectories make."""
+    episode = Episode()
+    response = Trajectory(0, episode=episode)
+    asked.assemble(returned, response)
+    return response, episode
 
 
 def _trajectory(ids: list[int], *turns: tuple[int, int], **more: Any) -> dict[str, Any]:
@@ -34,22 +47,22 @@ def _trajectory(ids: list[int], *turns: tuple[int, int], **more: Any) -> dict[st
 
 
 def test_a_turn_has_the_room_that_is_left() -> None:
-    branches = Branches()
-    assert branches.ask([1] * 4, None, LIMITS, KNOWN)[:2] == (0, 5)
-    assert branches.ask([1] * 4, 3, LIMITS, KNOWN)[:2] == (1, 3)
-    assert branches.ask([1] * 10, 8, LIMITS, KNOWN)[:2] == (2, 2)
+    asked = FunctionTurns()
+    assert asked.ask([1] * 4, None, *LIMITS)[:2] == (0, 5)
+    assert asked.ask([1] * 4, 3, *LIMITS)[:2] == (1, 3)
+    assert asked.ask([1] * 10, 8, *LIMITS)[:2] == (2, 2)
     with pytest.raises(NoRoomError, match="the trajectory has 12 tokens"):
-        branches.ask([1] * 12, None, LIMITS, KNOWN)
-    branches.ask([1] * 11, None, LIMITS, KNOWN)
+        asked.ask([1] * 12, None, *LIMITS)
+    asked.ask([1] * 11, None, *LIMITS)
     with pytest.raises(NoRoomError, match=r"rollout\.max_turns 4"):
-        branches.ask([1], None, LIMITS, KNOWN)
+        asked.ask([1], None, *LIMITS)
 
 
 def test_random_numbers_depend_on_what_is_read_and_not_on_the_order() -> None:
-    one, other = Branches(), Branches()
+    one, other = FunctionTurns(), FunctionTurns()
     asked = ([1, 2], [3], [1, 2])
-    names = [one.ask(ids, None, LIMITS, KNOWN)[2] for ids in asked]
-    again = [other.ask(ids, None, LIMITS, KNOWN)[2] for ids in reversed(asked)]
+    names = [one.ask(ids, None, *LIMITS)[2] for ids in asked]
+    again = [other.ask(ids, None, *LIMITS)[2] for ids in reversed(asked)]
     assert sorted(names) == sorted(again) and len({*names}) == 3
 
 
@@ -65,66 +78,63 @@ def test_random_numbers_depend_on_what_is_read_and_not_on_the_order() -> None:
     ],
 )
 def test_a_wrong_question_is_refused(ids: list[Any], most: Any, problem: str) -> None:
-    with pytest.raises(BranchError, match=problem):
-        Branches().ask(ids, most, LIMITS, KNOWN)
+    with pytest.raises(FunctionError, match=problem):
+        FunctionTurns().ask(ids, most, *LIMITS)
 
 
 def test_trajectories_follow_each_other_and_train_once() -> None:
-    branches = _branches(([1, 2], [5, 9]), ([1, 2, 5, 9, 7], [6]), ([1, 2, 5, 9, 8, 8], [4, 4]))
-    woven = branches.weave(
-        [
-            _trajectory([1, 2, 5, 9, 7, 6, 30], (0, 2), (1, 5)),  # the last one is not read
-            _trajectory([1, 2, 5, 9, 8, 8, 4, 4], (0, 2), (2, 6), reward=0.5),
-        ]
+    asked = _asked(([1, 2], [5, 9]), ([1, 2, 5, 9, 7], [6]), ([1, 2, 5, 9, 8, 8], [4, 4]))
+    response, episode = _assembled(
+        asked,
+        _trajectory([1, 2, 5, 9, 7, 6, 30], (0, 2), (1, 5)),  # the last one is not read
+        _trajectory([1, 2, 5, 9, 8, 8, 4, 4], (0, 2), (2, 6), reward=0.5),
     )
-    assert woven.prompt_ids == [1, 2]
-    assert woven.said.token_ids.tolist() == [5, 9, 7, 6, 1, 2, 5, 9, 8, 8, 4, 4]
-    assert woven.said.runs == [Run(2, 3), Run(1, -1), Run(1, 3), Run(6, -1), Run(2, 3)]
-    assert woven.said.logprobs.tolist() == pytest.approx(
-        [-0.5, -0.9, 0, -0.6, *[0] * 6, -0.4, -0.4]
-    )
-    assert (woven.turn_begins, woven.turns) == ([0, 3, 10], [2, 4, 12])
-    assert (woven.context_begins, woven.context_prompts) == ([4], [6])
-    assert (woven.context_roles, woven.turn_rewards) == ([], [])  # all share the reward
-    assert woven.reward == 0.5 and not woven.stopped
+    assert episode.prompt_ids == [1, 2]
+    assert response.token_ids.tolist() == [5, 9, 7, 6, 1, 2, 5, 9, 8, 8, 4, 4]
+    assert response.runs == [Run(2, 3), Run(1, -1), Run(1, 3), Run(6, -1), Run(2, 3)]
+    assert response.logprobs.tolist() == pytest.approx([-0.5, -0.9, 0, -0.6, *[0] * 6, -0.4, -0.4])
+    assert (episode.turn_begins, episode.turns) == ([0, 3, 10], [2, 4, 12])
+    assert (episode.context_begins, episode.context_prompts) == ([4], [6])
+    assert (episode.context_roles, episode.turn_rewards) == ([], [])  # all share the reward
+    assert episode.score == 0.5 and not response.stopped
 
 
 def test_rewards_of_their_own_stand_at_last_turns() -> None:
-    branches = _branches(([1], [2]), ([1, 2, 3], [9]), ([4], [5, 9]), ([4], [6]))
-    woven = branches.weave(
-        [
-            _trajectory([1, 2, 3, 9], (0, 1), (1, 3), role="x", reward=1.0),
-            _trajectory([4, 5, 9], (2, 1), role="o", reward={"score": -1.0, "moves": 2.0}),
-            _trajectory([4, 6], (3, 1), role="o", reward=0.5),
-        ]
+    asked = _asked(([1], [2]), ([1, 2, 3], [9]), ([4], [5, 9]), ([4], [6]))
+    _, episode = _assembled(
+        asked,
+        _trajectory([1, 2, 3, 9], (0, 1), (1, 3), role="x", reward=1.0),
+        _trajectory([4, 5, 9], (2, 1), role="o", reward={"score": -1.0, "moves": 2.0}),
+        _trajectory([4, 6], (3, 1), role="o", reward=0.5),
     )
-    assert woven.turn_rewards == [0.0, 1.0, -1.0, 0.5]
-    assert woven.context_roles == ["x", "o", "o"]
-    assert woven.reward == {"score": 0.0, "x/reward": 1.0, "o/reward": -0.25}
+    assert episode.turn_rewards == [0.0, 1.0, -1.0, 0.5]
+    assert episode.context_roles == ["x", "o", "o"]
+    assert (episode.score, episode.further) == (0.0, {"x/reward": 1.0, "o/reward": -0.25})
 
 
 def test_rewards_of_turns_stand_beside_those_of_trajectories() -> None:
-    branches = _branches(([1], [2]), ([1, 2, 3], [9]), ([1, 2, 4], [6]))
+    asked = _asked(([1], [2]), ([1, 2, 3], [9]), ([1, 2, 4], [6]))
     one = _trajectory([1, 2, 3, 9], (0, 1), (1, 3), reward=0.5, turn_rewards=[1.0, 2.0])
     other = _trajectory([1, 2, 4, 6], (0, 1), (2, 3), turn_rewards=[8.0, 4.0])
-    shared = branches.weave([one, other])
-    assert (shared.turn_rewards, shared.reward) == ([1.0, 2.0, 4.0], 0.5)  # each turn once
+    _, shared = _assembled(asked, one, other)
+    assert (shared.turn_rewards, shared.score) == ([1.0, 2.0, 4.0], 0.5)  # each turn once
 
-    own = branches.weave([one | {"role": "x"}, other | {"role": "y", "reward": -1.0}])
+    _, own = _assembled(asked, one | {"role": "x"}, other | {"role": "y", "reward": -1.0})
     assert own.turn_rewards == [1.0, 2.5, 3.0]
-    assert own.reward == {"score": 0.0, "x/reward": 3.5, "y/reward": 3.0}
+    assert (own.score, own.further) == (0.0, {"x/reward": 3.5, "y/reward": 3.0})
 
 
 def test_a_lone_trajectory_with_a_role_is_compared_by_it() -> None:
     """Some players win before others have a turn; their episodes have one trajectory."""
-    branches = _branches(([1, 2], [5, 9]))
-    woven = branches.weave([_trajectory([1, 2, 5, 9], (0, 2), role="x", reward=1.0)])
-    assert (woven.context_roles, woven.turn_rewards) == (["x"], [1.0])
-    assert woven.reward == {"score": 0.0, "x/reward": 1.0}
+    asked = _asked(([1, 2], [5, 9]))
+    _, own = _assembled(asked, _trajectory([1, 2, 5, 9], (0, 2), role="x", reward=1.0))
+    assert (own.context_roles, own.turn_rewards) == (["x"], [1.0])
+    assert (own.score, own.further) == (0.0, {"x/reward": 1.0})
 
-    shared = branches.weave([_trajectory([1, 2, 5, 9], (0, 2), reward=1.0)])
-    assert (shared.context_roles, shared.turn_rewards, shared.reward) == ([], [], 1.0)
-    assert branches.weave([_trajectory([1, 2, 5, 9], (0, 2), role="x")]).context_roles == []
+    _, shared = _assembled(asked, _trajectory([1, 2, 5, 9], (0, 2), reward=1.0))
+    assert (shared.context_roles, shared.turn_rewards, shared.score) == ([], [], 1.0)
+    _, none = _assembled(asked, _trajectory([1, 2, 5, 9], (0, 2), role="x"))
+    assert (none.context_roles, none.score) == ([], None)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +160,8 @@ def test_a_lone_trajectory_with_a_role_is_compared_by_it() -> None:
 def test_trajectories_that_were_not_drawn_are_refused(
     trajectories: list[dict[str, Any]], problem: str
 ) -> None:
-    branches = _branches(([1, 2], [5, 9]), ([3], [6]), ([4], [7]))
-    with pytest.raises(BranchError, match=problem):
-        branches.weave(trajectories)
+    asked = _asked(([1, 2], [5, 9]), ([3], [6]), ([4], [7]))
+    response = Trajectory(0, episode=Episode())
+    with pytest.raises(FunctionError, match=problem):
+        asked.assemble(trajectories, response)
+    assert response == Trajectory(0, episode=Episode())

@@ -10,9 +10,10 @@ import pytest
 from mrlhf.batch import Prompts
 from mrlhf.environments.interface import Outcome, Program
 from mrlhf.inference.base import EngineStats, Finished, Request, SamplingParams
-from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
-from mrlhf.rollout.conversing import Conversing
-from mrlhf.rollout.drawing import Task
+from mrlhf.rollout.conversations import Conversations, Dialogue
+from mrlhf.rollout.conversing import EpisodeRunner
+from mrlhf.rollout.drawing import RequestId, Task
+from mrlhf.rollout.limits import TurnLimits
 from tests.fake_engine import FakeEngine
 from tests.models.chat import chat_tokenizer
 
@@ -50,7 +51,7 @@ def test_nothing_waits_for_outcomes_once_the_run_stops() -> None:
     task = Task(
         Prompts([[1]], [0], [""], [""], [""], [{}]),
         SAMPLING,
-        [Request(id=0, prompt=[1], uid=0, samples=range(1), sampling=SAMPLING)],
+        [Request(id=RequestId(0, 0), prompt=[1], uid=0, samples=range(1), sampling=SAMPLING)],
     )
     units: list[int] = []
 
@@ -58,7 +59,7 @@ def test_nothing_waits_for_outcomes_once_the_run_stops() -> None:
         units.append(unit)
         return unit < 1000
 
-    leading = Conversing(owner, IdleEngine(), task, None, lambda: len(units) > 2)
+    leading = EpisodeRunner(owner, IdleEngine(), task, None, lambda: len(units) > 2)
     assert leading.draw(may_step).trajectories == []
     # Ranks whose engines draw count many more steps meanwhile than those that wait.
     assert units == list(range(1001)) and min(host.waits[:2]) >= 0.5

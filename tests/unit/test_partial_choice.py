@@ -11,8 +11,8 @@ import pytest
 from mrlhf.batch import Episode
 from mrlhf.config.rollout import PartialSection
 from mrlhf.inference.base import SamplingParams
-from mrlhf.rollout.conversations import TurnLimits
 from mrlhf.rollout.exchange import DrawnSamples, SampleHeaders
+from mrlhf.rollout.limits import TurnLimits
 from mrlhf.rollout.partial import Rounds, State, choose_groups, warn_of_dropped
 from mrlhf.rollout.trajectory import Trajectory
 
@@ -98,7 +98,7 @@ def test_what_has_begun_goes_on_if_the_limits_allow_it(limits: dict[str, Any], f
 
 
 def _episode(begins: list[int], turns: list[int], failure: str = "") -> Episode:
-    return Episode(None, "", begins, turns, {}, 0, failure, None, {}, [], 0.0)
+    return Episode(turn_begins=begins, turns=turns, failure=failure)
 
 
 def _samples(*trajectories: Trajectory) -> DrawnSamples:
@@ -109,7 +109,7 @@ def _samples(*trajectories: Trajectory) -> DrawnSamples:
 
 def _drawn(row: int, length: int, ended: bool, episode: Episode | None) -> Trajectory:
     numbers = array("i", [0] * length), array("f", [0.0] * length)
-    return Trajectory(row, *numbers, (), ended=ended, episode=episode)
+    return Trajectory(row, *numbers, ended=ended, episode=episode)
 
 
 def test_after_an_interruption_samples_count_from_where_they_ended() -> None:

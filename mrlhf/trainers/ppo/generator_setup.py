@@ -29,9 +29,10 @@ from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around
-from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
+from mrlhf.rollout.conversations import Conversations, Dialogue
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.hand_over import HandOver
+from mrlhf.rollout.limits import TurnLimits
 from mrlhf.run.startup import Run
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.merging import MergedWeights
