@@ -16,6 +16,7 @@ from threading import Event
 from typing import Any
 
 from mrlhf.commands.endings import end_command
+from mrlhf.episodes.talk import Talk
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
@@ -25,7 +26,6 @@ from mrlhf.parallel.job import launch_alone, processes_on_this_machine
 from mrlhf.preflight.inputs import read_engine_inputs
 from mrlhf.preflight.paths import require_paths
 from mrlhf.printable import show
-from mrlhf.rollout.talk import Talk
 from mrlhf.run.startup import start_without_directory
 from mrlhf.trainers.policy import check_policy, open_policy, policy_config
 from mrlhf.version import add_version_option

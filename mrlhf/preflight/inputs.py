@@ -24,15 +24,15 @@ from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.sft import SftExample, encode_sft
 from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
-from mrlhf.errors import DataError
-from mrlhf.models.families import load_spec
-from mrlhf.models.generation_config import end_token_ids, read_generation_config
-from mrlhf.preflight.environments import (
+from mrlhf.episodes.read import (
     EnvironmentInputs,
     check_sources,
     draw_episodes,
     read_environments,
 )
+from mrlhf.errors import DataError
+from mrlhf.models.families import load_spec
+from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.preflight.model_checks import head_of, loads_weights
 from mrlhf.preflight.paths import InputPath
 from mrlhf.preflight.vocabulary import (

@@ -1,6 +1,6 @@
 """Draws the samples of one replica, in a single turn each.
 
-`conversations` builds on it for several turns. Neither knows the other replicas.
+`episodes/runner.py` builds on it for several turns. Neither knows the other replicas.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from mrlhf.batch import Prompts
+from mrlhf.batch import Episode, Prompts
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineStats, InferenceEngine, Request, Sample, SamplingParams
 from mrlhf.rollout.trajectory import Trajectory
@@ -21,10 +21,6 @@ MayStep = Callable[[int, int], bool]
 """Is asked before each step of the engine, with its number and that of the samples still open."""
 
 _SEED_BITS = 63
-
-
-def _ignore(trajectory: Trajectory) -> None:
-    """Do nothing with a sample that has ended."""
 
 
 class RequestId(NamedTuple):
@@ -44,7 +40,8 @@ class Task:
     requests: Sequence[Request]  # with ids of the type `RequestId`
     # What there is of rows that have begun, by row; each of them is a request of its own.
     begun: Mapping[int, Trajectory] = field(default_factory=dict)
-    ended: Callable[[Trajectory], None] = _ignore  # is called with each sample that has ended
+    # Is called with each sample that has ended.
+    ended: Callable[[Trajectory], None] = lambda trajectory: None
 
     @property
     def samples(self) -> int:
@@ -91,6 +88,11 @@ class OpenSample(Trajectory):
     prompt_ids: Sequence[int] = field(kw_only=True)
     turn_tokens: int = 0  # the most tokens of the present turn
     turns_now: int = 0  # turns that the present weights have ended
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What it has for itself in all steps: seed, uid and sample index."""
+        return self.request.sampling.seed, self.request.uid, self.sample_index
 
     @property
     def turn_begin(self) -> int:
@@ -291,6 +293,20 @@ class SingleTurns(Drawing[OpenSample]):
 
     def _on_turn(self, sample: OpenSample, stopped: bool) -> None:
         self._end(sample, stopped)
+
+
+class Sampler:
+    """Says how samples are drawn: here in a single turn each."""
+
+    has_episodes = False
+
+    def drawing(self, engine: InferenceEngine, task: Task, pace: Pace | None) -> Drawing[Any]:
+        """What draws a task."""
+        return SingleTurns(engine, task, pace)
+
+    def fits(self, episode: Episode | None, length: int, ended: bool, most: int) -> bool:
+        """Whether a sample of `length` tokens, at `most`, is in the limits; and goes on if open."""
+        return episode is None and length < most + ended
 
 
 def mix_seed(seed: int, stream: str) -> int:

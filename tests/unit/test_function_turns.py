@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 
 from mrlhf.batch import Episode
-from mrlhf.inference.base import Sample, SamplingParams
-from mrlhf.rollout.branches import FunctionError, FunctionTurns, NoRoomError
-from mrlhf.rollout.limits import TurnLimits
+from mrlhf.episodes.functions import FunctionError, FunctionTurns, NoRoomError
+from mrlhf.episodes.limits import TurnLimits
+from mrlhf.inference.base import Sample
 from mrlhf.rollout.trajectory import Run, Trajectory
 
-LIMITS = (
-    TurnLimits(4, 5, 8, 4, "tell", "tell"),
-    SamplingParams(temperature=1.0, max_tokens=8, seed=0),
-    frozenset(range(50)),
-)
+LIMITS = (TurnLimits(4, 5, 8, 4, 8, "tell", "tell"), frozenset(range(50)))
 
 
 def _sample(ids: list[int], version: int = 3) -> Sample:

@@ -10,23 +10,48 @@ knows neither other replicas nor rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 from mrlhf.batch import Episode
 from mrlhf.data.tokenizer import Message
-from mrlhf.data.tool_calls import ParsedTurn
-from mrlhf.data.turns import Turn
-from mrlhf.environments.interface import Outcome, ToolCall, as_messages
+from mrlhf.episodes.environments.host import EnvironmentHost
+from mrlhf.episodes.environments.protocol import Answer, Outcome, Question, ToolResult, as_messages
+from mrlhf.episodes.functions import FunctionError, NoRoomError
+from mrlhf.episodes.replica import UNREADABLE, OpenEpisode, ReplicaEpisodes
+from mrlhf.episodes.template import Turn
+from mrlhf.episodes.tool_calls import ParsedTurn
 from mrlhf.errors import DataError
 from mrlhf.inference.base import InferenceEngine, Request, Sample
-from mrlhf.rollout.branches import FunctionError, NoRoomError
-from mrlhf.rollout.conversations import UNREADABLE, Conversations, OpenEpisode
-from mrlhf.rollout.drawing import Drawing, OpenSample, Pace, RequestId, Task, mix_seed
+from mrlhf.rollout.drawing import (
+    Drawing,
+    OpenSample,
+    Pace,
+    RequestId,
+    Sampler,
+    Task,
+    mix_seed,
+)
 
 _IDLE_WAIT_S = 1.0  # for outcomes while the engine has nothing to draw
+
+
+@dataclass
+class EpisodeSampler(Sampler):
+    """Draws samples as episodes, the tasks of one replica one after the other."""
+
+    replica: ReplicaEpisodes
+    is_stopping: Callable[[], bool]  # whether the run stops, so that nothing waits any longer
+    has_episodes = True
+
+    def drawing(self, engine: InferenceEngine, task: Task, pace: Pace | None) -> EpisodeRunner:
+        """See `Sampler`."""
+        return EpisodeRunner(self.replica, engine, task, pace, self.is_stopping)
+
+    def fits(self, episode: Episode | None, length: int, ended: bool, most: int) -> bool:
+        """See `Sampler`."""
+        return episode is not None and self.replica.limits.fits(episode, length, ended)
 
 
 class EpisodeRunner(Drawing[OpenEpisode]):
@@ -34,7 +59,7 @@ class EpisodeRunner(Drawing[OpenEpisode]):
 
     def __init__(
         self,
-        owner: Conversations,
+        replica: ReplicaEpisodes,
         engine: InferenceEngine,
         task: Task,
         pace: Pace | None,
@@ -46,15 +71,15 @@ class EpisodeRunner(Drawing[OpenEpisode]):
         and a replica that waits for outcomes counts steps as well.
         """
         super().__init__(engine, task, pace)
-        self._owner = owner
-        self._limits = owner.limits
-        self._host = owner.host
+        self._replica = replica
+        self._limits = replica.limits
+        self._host = replica.host
         self._is_stopping = is_stopping
         self._waiting: dict[int, int] = {}  # the rows that wait for an outcome, by episode
         # The rows of each request that have not begun.
         self._beginning: dict[RequestId, set[int]] = {}
         # The questions of rollout functions that ask for turns, by the requests for these.
-        self._questions: dict[RequestId, Mapping[str, Any]] = {}
+        self._questions: dict[RequestId, Question] = {}
 
     @property
     def _is_busy(self) -> bool:
@@ -65,36 +90,37 @@ class EpisodeRunner(Drawing[OpenEpisode]):
         resumed = []
         for plain in self._new_samples():
             has_begun = plain.row in self._task.begun
-            earlier = self._owner.take_waiting(plain) if has_begun else None
+            earlier = self._replica.waiting.pop(plain.key, None) if has_begun else None
             sample = self._open_episode(plain, earlier)
             self._open[sample.row] = sample
 
             if has_begun:
                 self._resume(sample)
-            elif not sample.dialogue.program.is_function:
+            elif not sample.program.is_function:
                 self._beginning.setdefault(sample.request.id, set()).add(sample.row)
-            sample.turn_tokens = self._most_tokens(sample)
+            sample.turn_tokens = self._limits.turn_tokens(sample.episode)
             if earlier is None:
                 self._begin_environment(sample)
             else:
                 sample.replays = None
                 resumed.append(sample)
         if self._pace is not None:
-            self._owner.end_waiting()
+            self._replica.end_waiting()
         self._engine.submit(self._next_requests(resumed))
 
     def _open_episode(self, plain: OpenSample, earlier: OpenEpisode | None) -> OpenEpisode:
         """The episode of a sample; `earlier` is what has waited here for later weights of it."""
-        program = self._owner.program_of(self._prompts.data_source[plain.request.id.prompt])
+        environments = self._replica.environments
+        name = environments.program_of(self._prompts.data_source[plain.request.id.prompt])
         sample = OpenEpisode(
             **{**vars(plain), "episode": plain.episode or Episode()},
-            dialogue=self._owner.dialogues[program],
-            number=self._owner.new_number() if earlier is None else earlier.number,
+            program=environments.programs[name],
+            renderer=environments.renderers[name],
+            number=next(self._replica.numbers) if earlier is None else earlier.number,
         )
         if earlier is not None:
             sample.messages = earlier.messages
             sample.history = earlier.history
-            sample.text = earlier.text
         return sample
 
     def _resume(self, sample: OpenEpisode) -> None:
@@ -108,24 +134,24 @@ class EpisodeRunner(Drawing[OpenEpisode]):
         sample.replays = [sample.token_ids[begin:end].tolist() for begin, end in turns]
 
     def _begin_environment(self, sample: OpenEpisode) -> None:
-        self._waiting[sample.number] = sample.row
-        if self._host is None:
-            return
         request = sample.request
         sampling = {
             "temperature": self._sampling.temperature,
             "top_p": self._sampling.top_p,
             "top_k": self._sampling.top_k,
-            "max_tokens": self._limits.max_length(self._sampling),
+            "max_tokens": self._limits.max_length,
             "max_turns": self._limits.max_turns,
         }
-        self._host.begin(
-            sample.number,
-            sample.dialogue.program.name,
-            self._prompts.row(request.id.prompt),
-            mix_seed(request.sampling.seed, f"{request.uid} {sample.sample_index}"),
-            sampling,
-        )
+        name = sample.program.name
+        row = self._prompts.row(request.id.prompt)
+        seed = mix_seed(request.sampling.seed, f"{request.uid} {sample.sample_index}")
+        self._ask(sample, lambda host: host.begin(sample.number, name, row, seed, sampling))
+
+    def _ask(self, sample: OpenEpisode, ask: Callable[[EnvironmentHost], None]) -> None:
+        """Ask something of the environment of a sample, which waits for the outcome."""
+        self._waiting[sample.number] = sample.row
+        if self._host is not None:
+            ask(self._host)
 
     def _between_steps(self) -> None:
         """Go on with the episodes that need wait no longer."""
@@ -135,11 +161,25 @@ class EpisodeRunner(Drawing[OpenEpisode]):
         if self._host is not None:
             is_idle = not self._engine.in_flight and not self._is_stopping()
             found = self._host.poll(_IDLE_WAIT_S if is_idle else 0.0)
-            outcomes = [outcome for outcome in found if not self._owner.answer_render(outcome)]
-        for outcome in self._owner.on_all_ranks(outcomes):
+            outcomes = [outcome for outcome in found if not self._render_for(outcome)]
+        for outcome in self._replica.on_all_ranks(outcomes):
             row = self._waiting.get(outcome.episode)
             if row is not None:  # else a rollout function that has failed since it asked
                 self._on_outcome(self._open[row], outcome)
+
+    def _render_for(self, outcome: Outcome) -> bool:
+        """Answer a rollout function that asks for tokens or a text; False if it does not.
+
+        Only the first rank of the replica is asked, and the others need not know of it.
+        """
+        question = outcome.question
+        if question is None or question.what == "generate":
+            return False
+        row = self._waiting.get(outcome.episode)
+        if row is not None:
+            answer = self._replica.render(question, self._open[row].renderer)
+            self._replica.answer(outcome.episode, answer)
+        return True
 
     def _on_outcome(self, sample: OpenEpisode, outcome: Outcome) -> None:
         sample.episode.waited_s += outcome.seconds
@@ -173,17 +213,17 @@ class EpisodeRunner(Drawing[OpenEpisode]):
             sample.asked.drawn[asked.part] = drawn
             self._answer_question(sample, question, drawn, asked.part)
 
-    def _on_question(self, sample: OpenEpisode, question: Mapping[str, Any]) -> None:
+    def _on_question(self, sample: OpenEpisode, question: Question) -> None:
         """Draw a turn for a rollout function, or tell it that there cannot be one."""
-        ids = question["token_ids"]
-        known = self._owner.tokenizer.ids
+        ids = question.arguments["token_ids"]
+        most = question.arguments["max_tokens"]
+        known = self._replica.tokenizer.ids
         try:
-            turn, most, name = sample.asked.ask(
-                ids, question["max_tokens"], self._limits, self._sampling, known
-            )
+            turn, most, name = sample.asked.ask(ids, most, self._limits, known)
         except FunctionError as error:
-            kind = "no room" if isinstance(error, NoRoomError) else "error"
-            self._owner.answer(sample.number, question["number"], str(error), kind)
+            no_room = isinstance(error, NoRoomError)
+            answer = Answer(question.number, str(error), "no room" if no_room else "error")
+            self._replica.answer(sample.number, answer)
             return
 
         sampling = sample.request.sampling
@@ -199,18 +239,18 @@ class EpisodeRunner(Drawing[OpenEpisode]):
         self._engine.submit([request])
 
     def _answer_question(
-        self, sample: OpenEpisode, question: Mapping[str, Any], drawn: Sample, turn: int
+        self, sample: OpenEpisode, question: Question, drawn: Sample, turn: int
     ) -> None:
         """Give a rollout function the turn that was drawn for it."""
-        text = self._owner.text_of(drawn.token_ids, self._sampling.stop_token_ids)
+        text = self._replica.text_of(drawn.token_ids, self._sampling.stop_token_ids)
         answer = {
             "token_ids": drawn.token_ids,
             "text": text,
             "stopped": drawn.stopped,
             "draw": turn,
         }
-        if question["reads_calls"]:
-            parsed = self._owner.parse(text)
+        if question.arguments["reads_calls"]:
+            parsed = self._replica.environments.parse(text)
             calls = [{"name": name, "arguments": given} for name, given in parsed.calls]
             answer |= {"calls": calls, "content": parsed.content, "problem": parsed.error or ""}
             if drawn.stopped:
@@ -218,7 +258,7 @@ class EpisodeRunner(Drawing[OpenEpisode]):
                     sample.episode.count_call(name, failed=False)
                 if parsed.error is not None:
                     sample.episode.count_call(UNREADABLE, failed=True)
-        self._owner.answer(sample.number, question["number"], answer)
+        self._replica.answer(sample.number, Answer(question.number, answer))
 
     def _on_function_return(self, sample: OpenEpisode, outcome: Outcome) -> None:
         """Make a response of what a rollout function returned."""
@@ -235,7 +275,7 @@ class EpisodeRunner(Drawing[OpenEpisode]):
         if outcome.kind == "reset":
             sample.messages = self._first_messages(sample, outcome)
         else:
-            self._add_to_history(sample, turns.pop(0), _answers(outcome))
+            self._add_to_history(sample, turns.pop(0), outcome.messages)
         while turns:
             parsed = self._parsed(turns[0])
             if parsed.error is None:
@@ -244,13 +284,6 @@ class EpisodeRunner(Drawing[OpenEpisode]):
             self._add_to_history(sample, turns.pop(0), [_unreadable(parsed.error)])
 
         sample.replays = None
-        if sample.history:
-            renderer = sample.dialogue.renderer
-            try:
-                sample.text, _ = renderer.goes_on(sample.messages, sample.history, "")
-            except DataError as error:
-                self._fail(sample, f"its replayed answers cannot be written: {error}")
-                return
         self._engine.submit(self._next_requests([sample]))
 
     def _add_to_history(
@@ -258,21 +291,18 @@ class EpisodeRunner(Drawing[OpenEpisode]):
     ) -> None:
         """Keep a turn and what followed it, if the template may make a new context of them."""
         if self._limits.on_rewrite == "split":
-            sample.history.append(Turn(drawn, True, self._owner.cut_all(messages)))
+            sample.history.append(Turn(drawn, True, self._replica.cut_all(messages)))
 
     def _ask_environment(self, sample: OpenEpisode, turn: ParsedTurn) -> None:
         """Let the environment answer a turn."""
-        self._waiting[sample.number] = sample.row
-        if self._host is not None:
-            calls = [ToolCall(name, arguments) for name, arguments in turn.calls]
-            self._host.turn(sample.number, turn.content, calls)
+        self._ask(sample, lambda host: host.turn(sample.number, turn.content, turn.calls))
 
     def _on_reset(self, sample: OpenEpisode, outcome: Outcome) -> None:
         """Add the first observation to the prompt, and draw if the others have theirs."""
         sample.messages = self._first_messages(sample, outcome)
         if outcome.observation is not None:
             try:
-                prompt = sample.dialogue.renderer.first(sample.messages)
+                prompt = sample.renderer.first(sample.messages)
             except DataError as error:
                 self._fail(sample, f"its first observation is no prompt: {error}")
                 return
@@ -291,14 +321,14 @@ class EpisodeRunner(Drawing[OpenEpisode]):
         """Let a sample have another prompt than that of the data."""
         sample.prompt_ids = token_ids
         sample.episode.prompt_ids = token_ids
-        sample.episode.prompt_text = self._owner.tokenizer.decode(
+        sample.episode.prompt_text = self._replica.tokenizer.decode(
             token_ids, skip_special_tokens=False
         )
 
     def _first_messages(self, sample: OpenEpisode, outcome: Outcome) -> list[Message]:
         """The messages of the prompt, with the observation at the reset."""
         prompt = self._prompts.extra_info[sample.request.id.prompt]["prompt"]
-        return as_messages(prompt) + as_messages(outcome.observation)
+        return as_messages(prompt) + outcome.messages
 
     def _submit_together(self, sample: OpenEpisode) -> None:
         """Draw the first turn of all samples of a request once all have their prompt."""
@@ -324,17 +354,9 @@ class EpisodeRunner(Drawing[OpenEpisode]):
             requests.append(self._request(first, indices))
         self._engine.submit(requests)
 
-    def _room(self, sample: OpenEpisode) -> int:
-        """How many tokens more the present context may have."""
-        return self._limits.room(sample.episode, sample.length, self._sampling)
-
     def _context(self, sample: OpenEpisode) -> list[int]:
         begins = sample.episode.context_begins
         return sample.token_ids[begins[-1] :].tolist() if begins else super()._context(sample)
-
-    def _most_tokens(self, sample: OpenEpisode) -> int:
-        """The most tokens of the turn that begins now, or has begun."""
-        return self._limits.of_turn(self._room(sample) + sample.drawn)
 
     def _goes_on(self, sample: OpenEpisode) -> bool:
         is_last = len(sample.episode.turns) + 1 >= self._limits.max_turns
@@ -345,7 +367,9 @@ class EpisodeRunner(Drawing[OpenEpisode]):
         return mix_seed(seed, f"turn {turn}") if turn else seed
 
     def _parsed(self, tokens: Sequence[int]) -> ParsedTurn:
-        return self._owner.parse(self._owner.text_of(tokens, self._sampling.stop_token_ids))
+        return self._replica.environments.parse(
+            self._replica.text_of(tokens, self._sampling.stop_token_ids)
+        )
 
     def _on_turn(self, sample: OpenEpisode, stopped: bool) -> None:
         """Have the environment answer a turn."""
@@ -377,7 +401,7 @@ class EpisodeRunner(Drawing[OpenEpisode]):
             sample.stopped = True
             self._ask_reward(sample)
         else:
-            self._append_and_continue(sample, _answers(outcome))
+            self._append_and_continue(sample, outcome.messages)
 
     def _append_and_continue(self, sample: OpenEpisode, messages: Sequence[Message]) -> None:
         """Append messages, and draw the next turn; without room or turns, end the episode."""
@@ -385,53 +409,45 @@ class EpisodeRunner(Drawing[OpenEpisode]):
         if len(episode.turns) >= self._limits.max_turns:
             self._ask_reward(sample)
             return
+        # A turn that messages follow was ended by an end token or a stop string.
+        drawn = sample.token_ids[sample.turn_begin :].tolist()
+        new_context = None
         try:
-            tokens, is_new = self._tokens_after_turn(sample, messages)
+            tokens = sample.renderer.after(drawn, True, self._replica.cut_all(messages))
+            self._add_to_history(sample, drawn, messages)
+            if sample.history:
+                new_context = sample.renderer.new_context(sample.messages, sample.history)
         except DataError as error:
             self._fail(sample, f"its answer cannot be written: {error}")
             return
-        room = self._limits.max_length(self._sampling) if is_new else self._room(sample)
+        room = self._limits.room(episode, sample.length)
+        if new_context is not None:
+            tokens = new_context
+            room = self._limits.max_length
         if len(tokens) >= room:
             self._ask_reward(sample)
             return
 
-        if is_new:
+        if new_context is not None:
             episode.context_begins.append(sample.length)
             episode.context_prompts.append(len(tokens))
         sample.add_read(tokens)
         episode.turn_begins.append(sample.length)
-        sample.turn_tokens = self._most_tokens(sample)
+        sample.turn_tokens = self._limits.turn_tokens(sample.episode)
         self._engine.submit(self._next_requests([sample]))
-
-    def _tokens_after_turn(
-        self, sample: OpenEpisode, messages: Sequence[Message]
-    ) -> tuple[list[int], bool]:
-        """The tokens that follow the last turn, and whether they begin a context; or DataError."""
-        renderer = sample.dialogue.renderer
-        # A turn that messages follow was ended by an end token or a stop string.
-        drawn = sample.token_ids[sample.turn_begin :].tolist()
-        tokens = renderer.after(drawn, True, self._owner.cut_all(messages))
-        if self._limits.on_rewrite != "split":
-            return tokens, False
-        before = sample.text or renderer.text(sample.messages)
-        self._add_to_history(sample, drawn, messages)
-        sample.text, new = renderer.goes_on(sample.messages, sample.history, before)
-        return (tokens, False) if new is None else (new, True)
 
     def _ask_reward(self, sample: OpenEpisode) -> None:
         """Ask what the episode is worth, if its environment says so; otherwise it is over."""
-        if not sample.dialogue.program.has_reward:
+        if sample.program.has_reward:
+            self._ask(sample, lambda host: host.ask_reward(sample.number))
+        else:
             self._finish(sample)
-            return
-        self._waiting[sample.number] = sample.row
-        if self._host is not None:
-            self._host.ask_reward(sample.number)
 
     def _fail(self, sample: OpenEpisode, reason: str) -> None:
         """End an episode that cannot go on; none of its tokens train."""
         if not sample.length:
             sample.episode.turn_begins = []
-            sample.add_read([self._owner.tokenizer.eos_id])
+            sample.add_read([self._replica.tokenizer.eos_id])
         sample.exclude()
         sample.stopped = False
         sample.episode.failure = reason
@@ -440,32 +456,21 @@ class EpisodeRunner(Drawing[OpenEpisode]):
             self._submit_together(sample)
 
     def _finish(self, sample: OpenEpisode) -> None:
-        self._owner.end(sample.number)
+        self._replica.end(sample.number)
         self._waiting.pop(sample.number, None)
-        if sample.episode.context_begins or sample.dialogue.program.is_function:
+        if sample.episode.context_begins or sample.program.is_function:
             sample.forget_record()  # it is of the last context alone
         self._end(sample, sample.stopped)
 
     def _set_aside(self, sample: OpenEpisode) -> None:
         super()._set_aside(sample)
-        self._owner.keep(sample)
+        self._replica.waiting[sample.key] = sample
 
     def _abandon(self) -> None:
         for sample in self._open.values():
-            self._owner.end(sample.number)
-
-
-def _answers(outcome: Outcome) -> list[Message]:
-    """The messages of tools and environment after a turn."""
-    results = [_result(result.name, result.content) for result in outcome.results]
-    return results + as_messages(outcome.observation)
+            self._replica.end(sample.number)
 
 
 def _unreadable(error: str) -> Message:
     """The answer to a call that cannot be read."""
-    return _result(UNREADABLE, f"Error: {error}")
-
-
-def _result(name: str, content: str) -> Message:
-    """The result of a tool as a message."""
-    return {"role": "tool", "name": name, "content": content}
+    return ToolResult(UNREADABLE, f"Error: {error}", is_error=True).message

@@ -1,12 +1,12 @@
-"""What conversations of several turns have in common: environments, templates and limits.
+"""What the episodes of one replica have in common: environments, templates and limits.
 
-`conversing` leads them. This file knows neither engines nor the other replicas.
+The runner draws them. This file knows neither engines nor the other replicas.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
@@ -15,26 +15,18 @@ import torch.distributed as dist
 
 from mrlhf.batch import Episode
 from mrlhf.data.tokenizer import Message, Tokenizer
-from mrlhf.data.tool_calls import ParsedTurn
-from mrlhf.data.turns import Turn, TurnRenderer
-from mrlhf.environments.host import EnvironmentHost
-from mrlhf.environments.interface import Outcome, Program
+from mrlhf.episodes.environments.host import EnvironmentHost
+from mrlhf.episodes.environments.protocol import Answer, Outcome, Program, Question
+from mrlhf.episodes.functions import FunctionTurns
+from mrlhf.episodes.limits import TurnLimits
+from mrlhf.episodes.read import EnvironmentInputs
+from mrlhf.episodes.template import Turn, TurnRenderer
 from mrlhf.parallel.groups import EngineGroups
-from mrlhf.rollout.branches import FunctionTurns
 from mrlhf.rollout.drawing import OpenSample
-from mrlhf.rollout.limits import TurnLimits
 
 UNREADABLE = "error"  # stands for the name of the tool in a call that cannot be read
 _MOST_RENDERERS = 64  # that are kept for the tools of rollout functions
 _CUT = " [cut]"  # at the end of an answer that is too long
-
-
-@dataclass(frozen=True)
-class Dialogue:
-    """How one kind of episode is led: its program, and how its turns become tokens and calls."""
-
-    program: Program
-    renderer: TurnRenderer
 
 
 @dataclass
@@ -42,31 +34,29 @@ class OpenEpisode(OpenSample):
     """One sample on its way; its prompt is what its environment has made of the data's."""
 
     episode: Episode = field(kw_only=True)
-    dialogue: Dialogue = field(kw_only=True)
+    program: Program = field(kw_only=True)
+    renderer: TurnRenderer = field(kw_only=True)
     number: int = field(kw_only=True)  # of its episode at the host
     # Tokens of the turns that its new environment must see before more is drawn.
     replays: list[list[int]] | None = None
     # The conversation as messages, where the template may make a new context of it.
     messages: list[Message] = field(default_factory=list)
     history: list[Turn] = field(default_factory=list)
-    text: str = ""  # of all of it, up to the present turn, if that is not the first
     asked: FunctionTurns = field(default_factory=FunctionTurns)  # of a rollout function
 
 
 @dataclass
-class Conversations:
-    """What leads the conversations of one replica, whatever task they belong to."""
+class ReplicaEpisodes:
+    """What draws the episodes of one replica, whatever task they belong to."""
 
     groups: EngineGroups
     host: EnvironmentHost | None  # None on all ranks of the replica but the first
-    dialogues: Mapping[str, Dialogue]  # by the name of the program
-    program_of: Callable[[str], str]  # the name of the program of a data source
-    parse: Callable[[str], ParsedTurn]
+    environments: EnvironmentInputs
     tokenizer: Tokenizer
     limits: TurnLimits
-    # The samples whose episodes wait for later weights, by seed, uid and sample index.
-    _waiting: dict[tuple[int, int, int], OpenEpisode] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=count)
+    # The episodes that wait for later weights, by seed, uid and sample index.
+    waiting: dict[tuple[int, int, int], OpenEpisode] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=count)  # of episodes that begin
     _renderers: dict[str, TurnRenderer] = field(default_factory=dict)  # by tools, of functions
 
     def on_all_ranks(self, outcomes: list[Outcome]) -> list[Outcome]:
@@ -78,23 +68,11 @@ class Conversations:
         dist.broadcast_object_list(box, src=first, group=self.groups.tp)
         return box[0]
 
-    def keep(self, one: OpenEpisode) -> None:
-        """Let the episode of a sample wait for later weights."""
-        self._waiting[_key(one)] = one
-
-    def new_number(self) -> int:
-        """The number of an episode that begins."""
-        return next(self._numbers)
-
-    def take_waiting(self, one: OpenSample) -> OpenEpisode | None:
-        """What has waited here for later weights of a sample, if its episode has."""
-        return self._waiting.pop(_key(one), None)
-
     def end_waiting(self) -> None:
         """End the episodes that nobody goes on with."""
-        for one in self._waiting.values():
-            self.end(one.number)
-        self._waiting.clear()
+        for sample in self.waiting.values():
+            self.end(sample.number)
+        self.waiting.clear()
 
     def end(self, number: int) -> None:
         """End an episode and all that it has started."""
@@ -107,45 +85,33 @@ class Conversations:
             tokens = tokens[:-1]
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def answer_render(self, outcome: Outcome) -> bool:
-        """Answer a rollout function that asks for tokens or a text; False if it asks for a turn.
-
-        Only the first rank of the replica is asked.
-        """
-        question = outcome.question
-        if question is None or question["what"] == "generate":
-            return False
-        try:
-            value = self._rendered(outcome.program, question)
-        except Exception as error:  # whatever is wrong with its arguments
-            self.answer(outcome.episode, question["number"], str(error), "error")
-        else:
-            self.answer(outcome.episode, question["number"], value)
-        return True
-
-    def answer(self, number: int, question: int, value: Any, kind: str = "value") -> None:
-        """Answer a question of a rollout function; see `EnvironmentHost.answer`."""
+    def answer(self, number: int, answer: Answer) -> None:
+        """Answer a question of a rollout function."""
         if self.host is not None:
-            self.host.answer(number, question, value, kind)
+            self.host.answer(number, answer)
 
-    def _rendered(self, program: str, question: Mapping[str, Any]) -> list[int] | str:
-        what = question["what"]
-        renderer = self._renderer(program, question.get("tools"))
-        if what == "prompt":
+    def render(self, question: Question, renderer: TurnRenderer) -> Answer:
+        """The answer to a rollout function that asks for tokens or a text."""
+        try:
+            return Answer(question.number, self._rendered(question, renderer))
+        except Exception as error:  # whatever is wrong with its arguments
+            return Answer(question.number, str(error), "error")
+
+    def _rendered(self, question: Question, renderer: TurnRenderer) -> list[int] | str:
+        given = question.arguments
+        renderer = self._with_tools(renderer, given.get("tools"))
+        if question.what == "prompt":
             return renderer.first(
-                [{**one, "content": self._plain(one["content"])} for one in question["messages"]]
+                [{**one, "content": self._plain(one["content"])} for one in given["messages"]]
             )
-        if what == "tell":
-            return renderer.after(
-                question["drawn"], question["stopped"], self.cut_all(question["messages"])
-            )
-        if what == "encode":
-            return self.tokenizer.encode(question["text"])
-        return self.tokenizer.decode(question["token_ids"], skip_special_tokens=False)
+        if question.what == "tell":
+            return renderer.after(given["drawn"], given["stopped"], self.cut_all(given["messages"]))
+        if question.what == "encode":
+            return self.tokenizer.encode(given["text"])
+        return self.tokenizer.decode(given["token_ids"], skip_special_tokens=False)
 
-    def _renderer(self, program: str, tools: Any) -> TurnRenderer:
+    def _with_tools(self, plain: TurnRenderer, tools: Any) -> TurnRenderer:
         """What renders for a rollout function, with the tools that it names."""
-        plain = self.dialogues[program].renderer
         if not tools:
             return plain
         key = json.dumps(tools)
@@ -181,7 +147,3 @@ class Conversations:
 
     def _has_text(self, token: int) -> bool:
         return self.tokenizer.is_ordinary(token) or bool(self.tokenizer.decode([token]))
-
-
-def _key(one: OpenSample) -> tuple[int, int, int]:
-    return one.request.sampling.seed, one.request.uid, one.sample_index

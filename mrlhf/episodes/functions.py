@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import Any
 
 from mrlhf.batch import Episode
-from mrlhf.inference.base import Sample, SamplingParams
-from mrlhf.rollout.limits import TurnLimits
+from mrlhf.episodes.limits import TurnLimits
+from mrlhf.inference.base import Sample
 from mrlhf.rollout.trajectory import Trajectory
 
 _Turns = list[tuple[int, int]]  # of a trajectory: the number of each turn, and where it begins
@@ -38,12 +38,7 @@ class FunctionTurns:
     _contexts: list[bytes] = field(default_factory=list)  # digests of the tokens before each turn
 
     def ask(
-        self,
-        ids: Any,
-        max_tokens: Any,
-        limits: TurnLimits,
-        sampling: SamplingParams,
-        known: Collection[int],
+        self, ids: Any, max_tokens: Any, limits: TurnLimits, known: Collection[int]
     ) -> tuple[int, int, str]:
         """The number of a turn behind these ids, its most tokens, a name for its random numbers.
 
@@ -60,17 +55,16 @@ class FunctionTurns:
             raise FunctionError(f"generate got max_tokens {max_tokens!r}; give a number from 1 on")
         if len(self._contexts) >= limits.max_turns:
             raise NoRoomError(f"the episode has rollout.max_turns {limits.max_turns} turns")
-        most = limits.max_length(sampling)
-        if len(ids) >= most:
+        if len(ids) >= limits.max_length:
             raise NoRoomError(
                 f"the trajectory has {len(ids)} tokens, and data.max_prompt_length + "
-                f"max_response_length is {most}"
+                f"max_response_length is {limits.max_length}"
             )
 
         digest = _digest(ids)
         name = f"draw {digest.hex()} {self._contexts.count(digest)}"
         self._contexts.append(digest)
-        room = limits.of_turn(most - len(ids))
+        room = limits.of_turn(limits.max_length - len(ids))
         return len(self._contexts) - 1, min(room, max_tokens or room), name
 
     def assemble(self, returned: Sequence[Mapping[str, Any]], response: Trajectory) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 from mrlhf.batch import Prompts
 from mrlhf.config.roots import PPOConfig
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.data.tool_calls import ParsedTurn, parser_for
-from mrlhf.data.turns import Mismatch, Turn, TurnRenderer
-from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
-from mrlhf.environments.interface import EnvironmentReference, Outcome, Program, as_messages
+from mrlhf.episodes.environments.host import EnvironmentHost, ToolLimits, describe
+from mrlhf.episodes.environments.protocol import EnvironmentReference, Outcome, Program, as_messages
+from mrlhf.episodes.template import Mismatch, Turn, TurnRenderer
+from mrlhf.episodes.tool_calls import ParsedTurn, parser_for
 from mrlhf.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ def _rewritten(
     question = [{"role": "user", "content": "What?"}]
     if splits:
         try:
-            renderer.goes_on(question, turns, renderer.text(question))
+            renderer.new_context(question, turns)
         except DataError as error:
             raise DataError(
                 f"rollout.on_rewrite: split renders a conversation at once, as text: {error}; set "
