@@ -123,6 +123,7 @@ class FunctionTurns:
                     and all(type(token) is int for token in ids[:begin])
                     and _digest(ids[:begin]) == self._contexts[draw]
                 )
+
                 if not fits:
                     raise ValueError
                 end = begin + len(drawn)

@@ -249,6 +249,7 @@ class EpisodeRunner(Drawing[OpenEpisode]):
             "stopped": drawn.stopped,
             "draw": turn,
         }
+
         if question.arguments["reads_calls"]:
             parsed = self._replica.environments.parse(text)
             calls = [{"name": name, "arguments": given} for name, given in parsed.calls]
@@ -306,6 +307,7 @@ class EpisodeRunner(Drawing[OpenEpisode]):
             except DataError as error:
                 self._fail(sample, f"its first observation is no prompt: {error}")
                 return
+
             most = self._limits.max_prompt_tokens
             if len(prompt) > most:  # the models read what fails too, so it keeps the data's prompt
                 self._fail(

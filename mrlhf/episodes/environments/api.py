@@ -198,6 +198,7 @@ def _as_dict(one: Trajectory) -> dict[str, Any]:
             "the rollout function returned a trajectory without a turn: generate one, or leave it "
             "out"
         )
+
     if len(one.turn_rewards) not in (0, len(one.turns)):
         raise programs.ProgramError(
             f"turn_rewards has {len(one.turn_rewards)} numbers for {len(one.turns)} turns; give "

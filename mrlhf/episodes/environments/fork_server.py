@@ -43,6 +43,7 @@ def load(
                 f"{name} in {file} is neither a class nor an async function; name one, or put a "
                 "function into rollout.tools"
             )
+
     functions = []
     for file, name in tools:
         function = user_code.load_member(Path(file), name)
@@ -95,6 +96,7 @@ def _end(pid: int, wait_s: float) -> str:
     while not ended and time.monotonic() < until:
         time.sleep(0.005)
         ended, status = os.waitpid(pid, os.WNOHANG)
+
     if not ended:
         os.kill(pid, signal.SIGKILL)  # it may have no group yet
     with suppress(ProcessLookupError, PermissionError):

@@ -286,6 +286,7 @@ class EnvironmentHost:
             return
         if episode.deadline is not None:  # it has done something, such as a part of a long answer
             episode.deadline = time.monotonic() + self._limits.timeout_s
+
         *lines, episode.received = (episode.received + received).split(b"\n")
         for line in lines:
             try:
