@@ -8,7 +8,7 @@ file does not know models or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -209,30 +209,31 @@ class Prompts:
         return Prompts(*[list(chain.from_iterable(column)) for column in columns])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Episode:
-    """What happened in a response of several turns beside its tokens.
+    """What happens in a response of several turns beside its tokens, from the first of them on.
 
-    A turn is what the policy said at once. Between two turns stand the answers of tools and of the
+    A turn is what the policy says at once. Between two turns stand the answers of tools and of the
     environment. What the policy reads before a turn is its context. It may begin anew: then the
     response goes on with the prompt of another context, and nothing before that is read.
     """
 
     # The prompt with which it began, if its environment added to that of the data.
-    prompt_ids: list[int] | None
-    prompt_text: str
-    # Where each turn begins: the number of response tokens before it. An episode that failed may
-    # have begun one turn more than it has ended.
-    turn_begins: list[int]
-    turns: list[int]  # where each turn ends: the number of response tokens before its end
-    tools: dict[str, int]  # how often each tool was called; "error": calls that cannot be read
-    errors: int  # calls that could not be read, and tools that failed
-    failure: str  # why it could not go on; empty if it ended by itself. Then nothing of it trains.
-    score: float | None  # what its environment says of it, None without a word
-    further: dict[str, float]  # the other numbers that the environment gave
-    # of each turn, up to the last one that has any; empty if the environment gives none
-    turn_rewards: list[float]
-    waited_s: float  # seconds for which it waited for tools and environment
+    prompt_ids: list[int] | None = None
+    prompt_text: str = ""
+    # Where each turn begins, the present one too: the number of response tokens before it.
+    turn_begins: list[int] = field(default_factory=lambda: [0])
+    # Where each turn ends that has ended: the number of response tokens before its end.
+    turns: list[int] = field(default_factory=list)
+    # How often each tool was called; "error": calls that cannot be read.
+    tools: dict[str, int] = field(default_factory=dict)
+    errors: int = 0  # calls that could not be read, and tools that failed
+    failure: str = ""  # why it could not go on; if it could not, nothing of it trains
+    score: float | None = None  # of its environment, if that gives one
+    further: dict[str, float] = field(default_factory=dict)  # its other numbers
+    # Of each turn, up to the last one that has any; empty if the environment gives none.
+    turn_rewards: list[float] = field(default_factory=list)
+    waited_s: float = 0.0  # seconds for which it waited for tools and environment
     # Of each context after the first: the number of response tokens before it, and how many of its
     # own are its prompt.
     context_begins: list[int] = field(default_factory=list)
@@ -247,6 +248,18 @@ class Episode:
         if self.failure or not self.turns:
             return range(0)
         return range(self.turn_begins[len(self.turns) - 1], self.turns[-1])
+
+    def count_call(self, tool: str, failed: bool) -> None:
+        """Count a call of a tool, or one that cannot be read."""
+        self.tools[tool] = self.tools.get(tool, 0) + 1
+        self.errors += failed
+
+    def set_reward(self, reward: float | Mapping[str, float] | None) -> None:
+        """Keep what its environment says it is worth; a mapping has "score" and other numbers."""
+        if isinstance(reward, Mapping):
+            self.further = {name: number for name, number in reward.items() if name != "score"}
+            reward = reward["score"]
+        self.score = reward
 
 
 @dataclass(frozen=True)

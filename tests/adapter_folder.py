@@ -13,8 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mrlhf.environments.host import EnvironmentHost, ToolLimits
-from mrlhf.environments.interface import EnvironmentReference, Outcome
+from mrlhf.episodes.environments.host import EnvironmentHost, ToolLimits
+from mrlhf.episodes.environments.protocol import Answer, EnvironmentReference, Outcome
 from tests.pages import ROOT
 
 ADAPTERS = ROOT / "configs/recipes/turns/adapters"
@@ -150,22 +150,23 @@ def _answer(
     """What a trainer answers; each answer has a token of its own."""
     question = outcome.question
     assert question is not None
-    what = question["what"]
+    what, asked = question.what, question.arguments
     value: Any = [next(tokens)]
     if what == "generate":
         if not left:
-            host.answer(outcome.episode, question["number"], "there is no room", "no room")
+            refusal = Answer(question.number, "there is no room", "no room")
+            host.answer(outcome.episode, refusal)
             return
         turn = left.pop(0)
         given = {"text": turn, "content": turn} if isinstance(turn, str) else turn
-        reads = question["reads_calls"]
+        reads = asked["reads_calls"]
         parsed = {"calls": [], "content": "", "problem": ""}
         value = {"token_ids": value, "draw": value[0], "stopped": True}
         value |= {**(parsed if reads else {}), "text": given["text"]}
         value |= {key: given[key] for key in given if reads or key not in parsed}
     elif what == "prompt":
-        played.prompts.append(question["messages"])
-        played.tools.append(question["tools"])
+        played.prompts.append(asked["messages"])
+        played.tools.append(asked["tools"])
     elif what == "tell":
-        played.told.append(question["messages"])
-    host.answer(outcome.episode, question["number"], value)
+        played.told.append(asked["messages"])
+    host.answer(outcome.episode, Answer(question.number, value))

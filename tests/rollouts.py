@@ -60,20 +60,8 @@ def as_episodes(rollout: Rollout, turn_rewards: list[list[float]]) -> Rollout:
     for drawn, rewards in zip(rollout.loss_mask, turn_rewards, strict=True):
         turns = (drawn.nonzero().flatten() + 1).tolist()
         assert len(rewards) <= len(turns), f"{len(rewards)} rewards for {len(turns)} turns"
-        episode = Episode(
-            prompt_ids=None,
-            prompt_text="",
-            turn_begins=[0, *turns[:-1]],
-            turns=turns,
-            tools={},
-            errors=0,
-            failure="",
-            score=None,
-            further={},
-            turn_rewards=rewards,
-            waited_s=0.0,
-        )
-        episodes.append(episode)
+        begins = [0, *turns[:-1]]
+        episodes.append(Episode(turn_begins=begins, turns=turns, turn_rewards=rewards))
     return replace(rollout, episodes=episodes)
 
 

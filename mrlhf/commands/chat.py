@@ -16,6 +16,7 @@ from threading import Event
 from typing import Any
 
 from mrlhf.commands.endings import end_command
+from mrlhf.episodes.talk import Talk
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
@@ -26,7 +27,6 @@ from mrlhf.models.families import load_spec
 from mrlhf.parallel.job import launch_alone, processes_on_this_machine
 from mrlhf.preflight import check_policy
 from mrlhf.printable import show
-from mrlhf.rollout.talk import Talk
 from mrlhf.run.startup import start_without_directory
 from mrlhf.trainers.policy import open_policy, policy_config
 from mrlhf.version import add_version_option

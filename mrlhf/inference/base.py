@@ -89,8 +89,8 @@ class Request:
     temperature, top_k, top_p, stop_token_ids and stop. Each may have its own max_tokens and seed.
 
     Attributes:
-        id: the caller's number for the request, which its samples carry; unique among the requests
-            in flight.
+        id: the caller's number or tuple for the request, which its samples carry; unique among the
+            requests in flight.
         prompt: token ids, at least one.
         uid: the prompt's number, on which the random numbers depend: equal uids draw equal numbers.
         samples: the sample indices to draw.
@@ -102,7 +102,7 @@ class Request:
             vLLM gives the rest other numbers than a response drawn at once.
     """
 
-    id: int
+    id: Any
     prompt: Sequence[int]
     uid: int
     samples: range
@@ -154,7 +154,7 @@ class Sample:
             and on all ranks of a replica but the first.
     """
 
-    request_id: int
+    request_id: Any
     sample_index: int
     token_ids: _PackedList[int] = _PackedList("i")
     logprobs: _PackedList[float] = _PackedList("f")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineLimits, EngineStats, Finished, Request, Sample
@@ -25,8 +26,8 @@ class InFlight:
         self._limits = limits
         self._vocab_size = vocab_size
         self._decode = decode
-        self._requests: dict[int, Request] = {}
-        self._uncollected: Counter[int] = Counter()  # samples of each request
+        self._requests: dict[Any, Request] = {}
+        self._uncollected: Counter[Any] = Counter()  # samples of each request
         self._length = 0
         self._finished: list[Sample] = []
 

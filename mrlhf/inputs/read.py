@@ -23,13 +23,13 @@ from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.sft import SftExample, encode_sft
 from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
-from mrlhf.errors import DataError
-from mrlhf.inputs.environments import (
+from mrlhf.episodes.read import (
     EnvironmentInputs,
     check_sources,
     draw_episodes,
     read_environments,
 )
+from mrlhf.errors import DataError
 from mrlhf.inputs.paths import absent_paths, awaits_tokenizer, has_tokenizer, present
 from mrlhf.inputs.vocabulary import (
     Endings,

@@ -38,20 +38,23 @@ from mrlhf.rl.token_baselines import (
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The batch as estimators see it: whole prompt groups, and for `gpg` the whole batch."""
+    """The batch as estimators see it: whole prompt groups, and for `gpg` the whole batch.
 
-    rewards: Tensor  # [batch, response_len], the reward of each token
-    mask: Tensor  # bool [batch, response_len]
-    prompt_groups: Tensor  # int64 [batch], rows with the same number answer one prompt
-    # [batch, response_len], the critic's prediction before each token, which `gae` needs; None
+    A row is a unit with a reward of its own: a response, or one context of an episode.
+    """
+
+    rewards: Tensor  # [units, response_len], the reward of each token
+    mask: Tensor  # bool [units, response_len]
+    prompt_groups: Tensor  # int64 [units], rows with the same number are compared
+    # [units, response_len], the critic's prediction before each token, which `gae` needs; None
     # without a critic
     values: Tensor | None = None
-    # [batch], the score of the greedy response to each row's prompt, for `remax`
+    # [units], the score of the greedy response to each row's prompt, for `remax`
     greedy_scores: Tensor | None = None
     # of each token under the policy before the update, for `optimal_token_baseline` and
     # `tir_optimal_token_baseline`
     probabilities: TokenProbabilities | None = None
-    # [terms, batch], the scores of single terms of the reward, for `gdpo`. A user's estimator gets
+    # [terms, units], the scores of single terms of the reward, for `gdpo`. A user's estimator gets
     # those that `algorithm.gdpo_reward_keys` names. Else None.
     components: Tensor | None = None
 
@@ -72,7 +75,7 @@ class AdvantageOptions:
     """The numbers that estimators take, and who reads each."""
 
     gamma: float = 1.0  # discount of `gae` and `reinforce_plus_plus`
-    lam: float | Tensor = 1.0  # lambda of `gae`, one for all responses or [batch]
+    lam: float | Tensor = 1.0  # lambda of `gae`, one for all responses or [units]
     # lambda of the returns that the critic learns in `gae`; None: the same as `lam`
     critic_lam: float | None = None
     # whether `grpo`, `grpo_passk` and `gdpo` divide by the std of the prompt group
@@ -92,7 +95,7 @@ def estimate_advantages(
     """Advantages, not yet whitened, and returns by `estimator`.
 
     Returns:
-        Both [batch, response_len], 0 outside the mask.
+        Both [units, response_len], 0 outside the mask.
 
     Raises:
         ValueError: `gae` without values, `remax` without greedy scores, `gdpo` without components,
@@ -122,15 +125,15 @@ def gae(
     whether it stopped by itself or was cut.
 
     Args:
-        rewards: [batch, response_len], the reward of each token.
-        values: [batch, response_len], the critic's prediction before each token.
-        mask: bool [batch, response_len].
+        rewards: [units, response_len], the reward of each token.
+        values: [units, response_len], the critic's prediction before each token.
+        mask: bool [units, response_len].
         gamma: discount.
         lam: 0 trusts the critic after one token, 1 trusts the rewards alone; one for all or
-            [batch].
+            [units].
 
     Returns:
-        Advantages and returns (advantage + value), both [batch, response_len], 0 outside the mask,
+        Advantages and returns (advantage + value), both [units, response_len], 0 outside the mask,
         in the wider `working_dtype` of rewards and values.
     """
     assert rewards.shape == values.shape == mask.shape, (
@@ -166,11 +169,11 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     """Lambda of each response, 1 - 1 / (alpha * length), so that long ones bootstrap late.
 
     The formula is that of VAPO, https://arxiv.org/abs/2504.05118. The length is the number of
-    tokens in the mask, bool [batch, response_len], since `gae` steps from one of them to the next.
+    tokens in the mask, bool [units, response_len], since `gae` steps from one of them to the next.
     The weights of all steps back sum to about alpha * length, with `alpha` above 0.
 
     Returns:
-        float64 [batch], clamped to [0, 1]; 0 for an empty response.
+        float64 [units], clamped to [0, 1]; 0 for an empty response.
     """
     assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"
     assert alpha > 0, f"alpha {alpha} must be above 0"

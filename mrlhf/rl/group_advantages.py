@@ -1,8 +1,8 @@
 """Advantages without a critic: the score of a response against those of other responses, or its
 rewards alone.
 
-Each function takes `rewards` [batch, response_len], a bool `mask` of the same shape, and
-`prompt_groups`, int64 [batch]. It returns advantages and returns, both [batch, response_len] and 0
+Each function takes `rewards` [units, response_len], a bool `mask` of the same shape, and
+`prompt_groups`, int64 [units]. It returns advantages and returns, both [units, response_len] and 0
 outside the mask. The score s of a response is the sum of its rewards. Rows with the same number in
 `prompt_groups` answer one prompt. They may stand anywhere in the batch, and prompts may have
 different numbers of answers. Rewards may be of any type; results have their `working_dtype`. This
@@ -52,11 +52,11 @@ def gdpo(
     drown the others, https://arxiv.org/abs/2601.05242. The caller whitens the sum.
 
     Args:
-        components: [terms, batch], each term's score of each response.
+        components: [terms, units], each term's score of each response.
         weights: the weight of each term.
         rewards: only their shape and type count.
-        mask: bool [batch, response_len].
-        prompt_groups: int64 [batch].
+        mask: bool [units, response_len].
+        prompt_groups: int64 [units].
         norm_by_std: whether to divide.
     """
     _check(rewards, mask)
@@ -164,7 +164,7 @@ def reinforce_plus_plus_baseline(
 def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> AdvantagesAndReturns:
     """Sum of the rewards from each token on, less the score of the greedy response.
 
-    The method is that of https://arxiv.org/abs/2310.10505. `greedy_scores` [batch] holds the score
+    The method is that of https://arxiv.org/abs/2310.10505. `greedy_scores` [units] holds the score
     of the greedy response to each row's prompt.
     """
     _check(rewards, mask)
@@ -183,13 +183,13 @@ def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> AdvantagesAnd
 
 
 def response_scores(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The score of each response, which is the sum of its rewards; float64 [batch]."""
+    """The score of each response, which is the sum of its rewards; float64 [units]."""
     _check(rewards, mask)
     return masked_sum(rewards.double(), mask, dim=1)
 
 
 def at_every_token(advantages: Tensor, rewards: Tensor, mask: Tensor) -> AdvantagesAndReturns:
-    """Repeat each response's advantage [batch] at its tokens, as advantages and as returns."""
+    """Repeat each response's advantage [units] at its tokens, as advantages and as returns."""
     repeated = torch.where(mask, advantages[:, None].to(working_dtype(rewards)), 0)
     return repeated, repeated
 

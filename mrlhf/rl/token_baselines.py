@@ -22,7 +22,7 @@ ENERGY_EPS = 1e-8
 
 @dataclass(frozen=True)
 class TokenProbabilities:
-    """Probabilities under the policy before the update; each field [batch, response_len]."""
+    """Probabilities under the policy before the update; each field [units, response_len]."""
 
     logprobs: Tensor  # the log-probability of the drawn token
     sum_of_squares: Tensor  # the sum of the squared probabilities of the whole vocabulary
@@ -33,7 +33,7 @@ class TokenProbabilities:
         """1 - 2 p + sum of p^2, times the squared weight: how much a token moves the gradient.
 
         It is the squared length of the gradient of the token's log-probability with respect to the
-        logits; float64 [batch, response_len].
+        logits; float64 [units, response_len].
         """
         energy = 1 - 2 * self.logprobs.double().exp() + self.sum_of_squares.double()
         energy = energy.clamp(min=0)  # the inputs are rounded, and near certainty it is 0
@@ -52,10 +52,10 @@ def optimal_token_baseline(
     is a column, and a response reaches as many of them as it has tokens;
     `tir_optimal_token_baseline` is the one for masks with gaps.
 
-    Rewards and the bool mask are [batch, response_len], `prompt_groups` int64 [batch].
+    Rewards and the bool mask are [units, response_len], `prompt_groups` int64 [units].
 
     Returns:
-        Advantages and returns, both [batch, response_len], 0 outside the mask.
+        Advantages and returns, both [units, response_len], 0 outside the mask.
     """
     assert rewards.shape == mask.shape == probabilities.logprobs.shape, (
         f"{tuple(rewards.shape)}, {tuple(mask.shape)}, {tuple(probabilities.logprobs.shape)}"

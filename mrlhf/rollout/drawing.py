@@ -1,6 +1,6 @@
 """Draws the samples of one replica, in a single turn each.
 
-`conversations` builds on it for several turns. Neither knows the other replicas.
+`episodes/runner.py` builds on it for several turns. Neither knows the other replicas.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
-
-from numpy.typing import NDArray
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from mrlhf.batch import Episode, Prompts
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineStats, InferenceEngine, Request, Sample, SamplingParams
-from mrlhf.rollout.trajectory import GrowingTrajectory, Trajectory
+from mrlhf.rollout.trajectory import Trajectory
 
 MayStep = Callable[[int, int], bool]
 """Is asked before each step of the engine, with its number and that of the samples still open."""
@@ -25,8 +23,12 @@ MayStep = Callable[[int, int], bool]
 _SEED_BITS = 63
 
 
-def _ignore(trajectory: Trajectory) -> None:
-    """Nobody wants to know that a sample has ended."""
+class RequestId(NamedTuple):
+    """Whose tokens a request draws."""
+
+    prompt: int  # the place of the prompt in the batch
+    sample: int  # the first of its samples that are drawn
+    part: int = 0  # tells apart the requests for one sample that are in flight together
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,11 @@ class Task:
 
     prompts: Prompts  # of the batch
     sampling: SamplingParams  # of the batch; a request may have another seed
-    requests: Sequence[Request]  # the id of each is the row of its first sample
+    requests: Sequence[Request]  # with ids of the type `RequestId`
     # What there is of rows that have begun, by row; each of them is a request of its own.
     begun: Mapping[int, Trajectory] = field(default_factory=dict)
-    ended: Callable[[Trajectory], None] = _ignore  # is told of each sample that has ended
+    # Is called with each sample that has ended.
+    ended: Callable[[Trajectory], None] = lambda trajectory: None
 
     @property
     def samples(self) -> int:
@@ -77,24 +80,29 @@ class Drawn:
 
 
 @dataclass
-class OpenSample:
+class OpenSample(Trajectory):
     """One sample on its way."""
 
-    row: int
-    request: Request  # of the task
-    sample_index: int
-    prompt_ids: Sequence[int]
-    said: GrowingTrajectory
-    turn_begins: int = 0  # the number of tokens before the present turn
+    request: Request = field(kw_only=True)  # of the task
+    sample_index: int = field(kw_only=True)
+    prompt_ids: Sequence[int] = field(kw_only=True)
     turn_tokens: int = 0  # the most tokens of the present turn
     turns_now: int = 0  # turns that the present weights have ended
-    recorded: int = 0  # for how many tokens `experts` says which experts they went to
-    experts: NDArray[Any] | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What it has for itself in all steps: seed, uid and sample index."""
+        return self.request.sampling.seed, self.request.uid, self.sample_index
+
+    @property
+    def turn_begin(self) -> int:
+        """The number of tokens before the present turn."""
+        return 0 if self.episode is None else self.episode.turn_begins[-1]
 
     @property
     def drawn(self) -> int:
-        """The tokens of the present turn so far."""
-        return len(self.said) - self.turn_begins
+        """The number of tokens of the present turn so far."""
+        return self.length - self.turn_begin
 
 
 S = TypeVar("S", bound=OpenSample)
@@ -113,7 +121,6 @@ class Drawing(ABC, Generic[S]):
         self._prompts = task.prompts
         self._sampling = task.sampling
         self._pace = pace
-        self._batch = len(task.prompts) * task.sampling.n
         self._open: dict[int, S] = {}
         self._ended: list[Trajectory] = []
 
@@ -141,7 +148,7 @@ class Drawing(ABC, Generic[S]):
     def _draw(self, may_step: MayStep) -> Drawn:
         stats = EngineStats()
         unit = 0
-        told = 0
+        passed_on = 0
         interrupted = False
         self._begin()
         while True:
@@ -154,13 +161,13 @@ class Drawing(ABC, Generic[S]):
                     if self._engine.in_flight:
                         self._engine.step()
                     finished = self._engine.collect()
-                    for sample in finished.samples:
-                        self._hear(sample)
-                    self._look_around()
+                    for drawn in finished.samples:
+                        self._on_drawn(drawn)
+                    self._between_steps()
                 stats += finished.stats
 
-            ended = self._ended[told:]
-            told = len(self._ended)
+            ended = self._ended[passed_on:]
+            passed_on = len(self._ended)
             if self._pace is None or not self._pace.goes_on(ended, interrupted):
                 break
             self._engine.submit(self._next_requests(self._open.values()))
@@ -168,7 +175,9 @@ class Drawing(ABC, Generic[S]):
         if interrupted or self._pace is None:
             self._abandon()
             return Drawn(self._ended, stats)
-        return Drawn(self._ended + [self._put_aside(one) for one in self._open.values()], stats)
+        for sample in self._open.values():
+            self._set_aside(sample)
+        return Drawn([*self._ended, *self._open.values()], stats)
 
     @property
     def _is_busy(self) -> bool:
@@ -179,100 +188,93 @@ class Drawing(ABC, Generic[S]):
     def _begin(self) -> None:
         """Submit what is drawn first."""
 
-    def _look_around(self) -> None:
+    def _between_steps(self) -> None:
         """Do what else there is to do between two steps of the engine."""
 
     @abstractmethod
-    def _turn_ends(self, one: S, stopped: bool) -> None:
+    def _on_turn(self, sample: S, stopped: bool) -> None:
         """Go on after a turn, which has `stopped` by itself or is as long as it may be."""
 
     def _abandon(self) -> None:
         """Give up what is open."""
 
-    def _prompt_of(self, one: OpenSample) -> int:
-        """The place of a sample's prompt in the batch."""
-        return one.row // self._sampling.n
-
     def _new_samples(self) -> Iterator[OpenSample]:
         """The samples of the task, those of a request one after the other."""
         for request in self._task.requests:
             for index in request.samples:
-                row = request.id + index - request.samples.start
-                begun = self._task.begun.get(row)
-                said = GrowingTrajectory() if begun is None else GrowingTrajectory.of(begun)
-                yield OpenSample(row, request, index, request.prompt, said)
+                row = request.id.prompt * self._sampling.n + index
+                begun = self._task.begun.get(row, Trajectory(row))
+                yield OpenSample(
+                    **vars(begun), request=request, sample_index=index, prompt_ids=request.prompt
+                )
 
-    def _next_requests(self, some: Iterable[S]) -> list[Request]:
+    def _next_requests(self, samples: Iterable[S]) -> list[Request]:
         """Requests for the next tokens of those samples that are not at the pace's limit."""
         return [
-            self._request(one, range(one.sample_index, one.sample_index + 1), later=True)
-            for one in some
-            if self._tokens_left(one)
+            self._request(sample, range(sample.sample_index, sample.sample_index + 1), part=1)
+            for sample in samples
+            if self._tokens_left(sample)
         ]
 
-    def _tokens_left(self, one: S) -> int:
+    def _tokens_left(self, sample: S) -> int:
         """The most tokens that are drawn next."""
-        left = one.turn_tokens - one.drawn
+        left = sample.turn_tokens - sample.drawn
         if self._pace is None:
             return left
-        spent = one.said.drawn_by(self._engine.version) + self._pace.turn_cost * one.turns_now
+        spent = sample.drawn_by(self._engine.version) + self._pace.turn_cost * sample.turns_now
         return max(0, min(left, self._pace.limit - spent))
 
-    def _request(self, one: S, samples: range, later: bool = False) -> Request:
-        """The request for the next tokens of `one`, and of the other `samples` with its prompt.
-
-        `later` requests have other ids than the first ones.
-        """
-        sampling = one.request.sampling
+    def _request(self, sample: S, indices: range, part: int = 0) -> Request:
+        """The request for the next tokens of `sample`, and of others of its prompt as well."""
+        sampling = sample.request.sampling
         return Request(
-            id=one.row + self._batch * later,
-            prompt=self._context(one),
-            uid=one.request.uid,
-            samples=samples,
+            id=RequestId(sample.request.id.prompt, sample.sample_index, part),
+            prompt=self._context(sample),
+            uid=sample.request.uid,
+            samples=indices,
             sampling=replace(
-                sampling, max_tokens=self._tokens_left(one), seed=self._seed(one, sampling.seed)
+                sampling,
+                max_tokens=self._tokens_left(sample),
+                seed=self._seed(sample, sampling.seed),
             ),
-            goes_on=self._goes_on(one),
-            drawn=one.drawn,
+            goes_on=self._goes_on(sample),
+            drawn=sample.drawn,
         )
 
-    def _context(self, one: S) -> list[int]:
+    def _context(self, sample: S) -> list[int]:
         """The tokens that are read before the next one."""
-        return [*one.prompt_ids, *one.said.token_ids]
+        return [*sample.prompt_ids, *sample.token_ids]
 
-    def _goes_on(self, one: S) -> bool:
+    def _goes_on(self, sample: S) -> bool:
         """Whether the sample may draw more after its next request."""
         return self._pace is not None
 
-    def _seed(self, one: S, seed: int) -> int:
+    def _seed(self, sample: S, seed: int) -> int:
         """The seed of the present turn, where `seed` is the request's."""
         return seed
 
-    def _hear(self, sample: Sample) -> None:
+    def _on_drawn(self, drawn: Sample) -> None:
         """Take what the engine has drawn."""
-        later = sample.request_id >= self._batch
-        first = sample.request_id // self._sampling.n * self._sampling.n
-        one = self._open[sample.request_id - self._batch if later else first + sample.sample_index]
-        one.said.add_drawn(sample)
-        one.experts = sample.experts
+        sample = self._open[drawn.request_id.prompt * self._sampling.n + drawn.sample_index]
+        sample.add_drawn(drawn)
+        sample.experts = drawn.experts
         if self._sampling.record_experts:
-            one.recorded = len(one.prompt_ids) + len(one.said) - 1
-        if self._pace is None or sample.stopped or one.drawn == one.turn_tokens:
-            one.turns_now += 1
-            self._turn_ends(one, sample.stopped)
+            sample.recorded = len(sample.prompt_ids) + sample.length - 1
+        if self._pace is None or drawn.stopped or sample.drawn == sample.turn_tokens:
+            sample.turns_now += 1
+            self._on_turn(sample, drawn.stopped)
 
-    def _end(self, one: S, stopped: bool, episode: Episode | None = None) -> None:
-        """Nothing more is drawn of a sample."""
-        del self._open[one.row]
-        whole = replace(
-            _trajectory(one), stopped=stopped, recorded=one.recorded, experts=one.experts
-        )
-        self._ended.append(replace(whole, ended=True, episode=episode))
-        self._task.ended(self._ended[-1])
+    def _end(self, sample: S, stopped: bool) -> None:
+        """Draw nothing more of a sample."""
+        del self._open[sample.row]
+        sample.ended = True
+        sample.stopped = stopped
+        self._ended.append(sample)
+        self._task.ended(sample)
 
-    def _put_aside(self, one: S) -> Trajectory:
-        """A sample that has not ended, to go on with later weights."""
-        return _trajectory(one)
+    def _set_aside(self, sample: S) -> None:
+        """Let a sample that has not ended go on with later weights."""
+        sample.forget_record()  # the engine records all of it again
 
 
 class SingleTurns(Drawing[OpenSample]):
@@ -280,22 +282,31 @@ class SingleTurns(Drawing[OpenSample]):
 
     def _begin(self) -> None:
         requests = []
-        for one in self._new_samples():
-            self._open[one.row] = one
-            one.turn_tokens = self._sampling.max_tokens
-            if one.row in self._task.begun:
-                requests += self._next_requests([one])
-            elif one.sample_index == one.request.samples.start:
-                requests.append(self._request(one, one.request.samples))
+        for sample in self._new_samples():
+            self._open[sample.row] = sample
+            sample.turn_tokens = self._sampling.max_tokens
+            if sample.row in self._task.begun:
+                requests += self._next_requests([sample])
+            elif sample.sample_index == sample.request.samples.start:
+                requests.append(self._request(sample, sample.request.samples))
         self._engine.submit(requests)
 
-    def _turn_ends(self, one: OpenSample, stopped: bool) -> None:
-        self._end(one, stopped)
+    def _on_turn(self, sample: OpenSample, stopped: bool) -> None:
+        self._end(sample, stopped)
 
 
-def _trajectory(one: OpenSample) -> Trajectory:
-    said = one.said
-    return Trajectory(one.row, said.token_ids, said.logprobs, tuple(said.runs))
+class Sampler:
+    """Says how samples are drawn: here in a single turn each."""
+
+    has_episodes = False
+
+    def drawing(self, engine: InferenceEngine, task: Task, pace: Pace | None) -> Drawing[Any]:
+        """What draws a task."""
+        return SingleTurns(engine, task, pace)
+
+    def fits(self, episode: Episode | None, length: int, ended: bool, most: int) -> bool:
+        """Whether a sample of `length` tokens, at `most`, is in the limits; and goes on if open."""
+        return episode is None and length < most + ended
 
 
 def mix_seed(seed: int, stream: str) -> int:

@@ -20,7 +20,7 @@ from mrlhf.config.algorithm import FilterGroupsSection
 from mrlhf.inference.base import SamplingParams
 from mrlhf.rollout.generator import DrawnBatch, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
-from mrlhf.rollout.rewarded import Rewarded
+from mrlhf.rollout.reward_units import RewardUnits
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scorer, Scores
 
@@ -132,7 +132,7 @@ class DynamicSampler:
         total = scores.total
         if self.filters.metric == "seq_reward":
             total = self.shaper.shape_each(total, rollout)
-        return Rewarded.of(rollout).differ(total, rollout).view(-1, n).any(dim=1).tolist()
+        return RewardUnits.of(rollout).differ(total, rollout).view(-1, n).any(dim=1).tolist()
 
 
 def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:

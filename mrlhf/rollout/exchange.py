@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -109,7 +110,7 @@ class DrawnSamples:
         )
 
     def open_at(self, rows: Collection[int]) -> dict[int, Trajectory]:
-        """Those of `rows` that have begun and not ended, as their replicas handed them over."""
+        """Copies of those of `rows` that have begun and not ended, to go on with."""
         headers = self.headers
         lengths = {
             row: length
@@ -124,8 +125,8 @@ class DrawnSamples:
                 row,
                 array("i", self.token_ids[row, :length].tolist()),
                 array("f", self.logprobs[row, :length].tolist()),
-                tuple(runs[row]),
-                episode=self.episodes.get(row),
+                runs[row],
+                episode=deepcopy(self.episodes.get(row)),
             )
             for row, length in lengths.items()
         }

@@ -31,9 +31,14 @@ from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.conversations import Conversations
-from mrlhf.rollout.conversing import Conversing
-from mrlhf.rollout.drawing import Drawn, Pace, SingleTurns, Task, mix_seed
+from mrlhf.rollout.drawing import (
+    Drawn,
+    Pace,
+    RequestId,
+    Sampler,
+    Task,
+    mix_seed,
+)
 from mrlhf.rollout.episodes import check_episodes, episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 from mrlhf.rollout.hand_over import HandOver
@@ -80,10 +85,9 @@ class Generator:
     drawn: dict[str, DrawnSamples] = field(default_factory=dict)
     # the policy's mixtures, if the engine can record the experts that they choose
     experts: Experts | None = None
-    # leads the samples through several turns; None if each has a single one
-    conversations: Conversations | None = None
-    # is told of each sample that has ended, of its prompts and of how many samples each of these
-    # has; of the ranks of a replica each hears of some samples
+    sampler: Sampler = field(default_factory=Sampler)
+    # is called with each sample that has ended, its prompts and the number of samples of each; the
+    # ranks of a replica take turns, so that each sample is given to one of them
     ended: Callable[[Trajectory, Prompts, int], None] | None = None
 
     @property
@@ -186,7 +190,7 @@ class Generator:
         begun = self.drawn.get(name, begun)
         task = replace(
             _task(prompts, seeds, sampling, shares, begun),
-            ended=partial(self._tell, prompts, sampling.n, cycle(range(self.groups.tp.size()))),
+            ended=partial(self._pass_on, prompts, sampling.n, cycle(range(self.groups.tp.size()))),
         )
         mine, seconds, interrupted = self._draw(task, pace)
         drawn = exchange_samples(
@@ -196,7 +200,7 @@ class Generator:
             mine.stats,
             begun,
             self.experts if sampling.record_experts else None,
-            has_episodes=self.conversations is not None,
+            has_episodes=self.sampler.has_episodes,
         )
         if name:
             self.drawn[name] = drawn
@@ -253,9 +257,9 @@ class Generator:
         return assign(prompt_lengths, expected, sampling.n, self.groups.layout.num_replicas)
 
     def _draw(self, task: Task, pace: Pace | None) -> tuple[Drawn, float, Interrupted | None]:
-        """Have this rank's replica do its task, which takes it so many seconds, until all are done.
+        """Draw the task of this rank's replica, and wait for the other replicas.
 
-        With the interruption, if the run stops.
+        Returns what was drawn, the seconds that it took, and the interruption if the run stops.
         """
         samples = task.samples
         drawn = Drawn([], EngineStats())
@@ -268,14 +272,7 @@ class Generator:
                     self.phases.advance(samples - open_samples, samples, "responses")
                     return may_begin(unit)
 
-                if self.conversations is None:
-                    drawn = SingleTurns(self.engine, task, pace).draw(may_step)
-                else:
-                    stops = self.phases.stops
-                    leading = Conversing(
-                        self.conversations, self.engine, task, pace, lambda: stops.asked
-                    )
-                    drawn = leading.draw(may_step)
+                drawn = self.sampler.drawing(self.engine, task, pace).draw(may_step)
                 self._count_memory()
                 seconds = time.perf_counter() - began
                 # If the run stops, those that still draw or wait for a tool need not end that.
@@ -286,8 +283,8 @@ class Generator:
             return replace(drawn, trajectories=whole), seconds, stop
         return drawn, seconds, None
 
-    def _tell(self, prompts: Prompts, n: int, turns: Iterator[int], sample: Trajectory) -> None:
-        """Tell of a sample that has ended if it is this rank's turn."""
+    def _pass_on(self, prompts: Prompts, n: int, turns: Iterator[int], sample: Trajectory) -> None:
+        """Call `ended` with a sample if it is this rank's turn."""
         if next(turns) == self.groups.tp_rank and self.ended is not None:
             self.ended(sample, prompts, n)
 
@@ -330,21 +327,21 @@ class Generator:
         order = headers.rows.argsort()
         tokens = headers.lengths[order]
 
-        one_turn = self.conversations is None
+        has_episodes = self.sampler.has_episodes
 
         def spread() -> tuple[Tensor, Tensor, Tensor | None]:
             _check_finite(drawn.logprobs, prompts, n)
             is_there = torch.arange(drawn.token_ids.shape[1]) < tokens[:, None]
             versions = torch.full(is_there.shape, NO_VERSION, dtype=torch.int32)
             versions[is_there] = drawn.runs.of_tokens().int()
-            return is_there, versions, None if one_turn else versions != NO_VERSION
+            return is_there, versions, versions != NO_VERSION if has_episodes else None
 
         mask, versions, loss_mask = self.machine.compute_on_leader(spread)
         repeated = prompts.repeat(n)
         lengths.update(repeated.uid, tokens.tolist())
         episodes = None
         metrics = {}
-        if self.conversations is not None:
+        if has_episodes:
             episodes = [drawn.episodes[row] for row in range(batch)]
             check_episodes([*episodes, *others])
             metrics = episode_metrics([*episodes, *others])
@@ -391,7 +388,7 @@ def _task(
         of_prompt = replace(sampling, seed=seeds[prompt])
         for samples in sorted(_gaps(share.samples, taken) + single, key=attrgetter("start")):
             request = Request(
-                id=first_row + samples.start,
+                id=RequestId(prompt, samples.start),
                 prompt=prompts.token_ids[prompt],
                 uid=prompts.uid[prompt],
                 samples=samples,

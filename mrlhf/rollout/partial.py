@@ -31,12 +31,11 @@ from mrlhf.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_WAITS = -1  # instead of a version: the group has not begun
 _ROUNDS = 16  # in which the longest response is drawn
 
 
 class State(IntEnum):
-    """How far a sample is; a prompt group is as far as the least of its samples."""
+    """How far a sample is drawn; a prompt group has the lowest state of its samples."""
 
     OPEN = 0
     ENDED = 1
@@ -48,21 +47,23 @@ class BegunGroups:
     """Prompt groups that no step has taken, the oldest first; those that wait come last."""
 
     prompts: Prompts
-    since: list[int]  # the version of the weights with which each group began
-    streams: list[str]  # the name of the random numbers of each group; empty if it waits
-    samples: DrawnSamples  # of the groups that have begun, `n` rows for each
+    # Of the groups that have begun:
+    since: list[int]  # the version of the weights with which each began
+    streams: list[str]  # the name of the random numbers of each
+    samples: DrawnSamples  # `n` rows for each
 
     @property
     def begun(self) -> int:
         """How many have begun."""
-        return len(self.since) - self.since.count(_WAITS)
+        return len(self.since)
 
     def select(self, numbers: Sequence[int], samples: DrawnSamples) -> BegunGroups:
         """Some of the groups; `samples` are theirs."""
+        begun = [number for number in numbers if number < self.begun]
         return BegunGroups(
             self.prompts.select(numbers),
-            [self.since[number] for number in numbers],
-            [self.streams[number] for number in numbers],
+            [self.since[number] for number in begun],
+            [self.streams[number] for number in begun],
             samples,
         )
 
@@ -171,7 +172,7 @@ class PartialSampler:
             failed = [n for n, state in enumerate(rounds.states) if state == State.FAILED]
             dropped = sorted(set(failed).difference(taken))
             gone = {*taken, *dropped}
-            left = [number for number in range(len(groups.since)) if number not in gone]
+            left = [number for number in range(len(groups.prompts)) if number not in gone]
             begun = [number for number in left if number < count]
             of_taken, of_dropped, of_left = (
                 rows_of_prompt_groups(some, sampling.n) for some in (taken, dropped, begun)
@@ -225,9 +226,9 @@ class PartialSampler:
         samples = self.generator.machine.compute_on_leader(
             lambda: DrawnSamples.from_state(state["samples"])
         )
-        self._groups = BegunGroups(
-            prompts_of(state["uids"]), list(state["since"]), list(state["streams"]), samples
-        )
+        streams = list(filter(None, state["streams"]))  # mrlhf 0.8 has "" for those that wait
+        since = list(state["since"][: len(streams)])
+        self._groups = BegunGroups(prompts_of(state["uids"]), since, streams, samples)
         self._last_limit = state["last_limit"]
 
     def _begin(self, version: int, sampling: SamplingParams) -> tuple[BegunGroups, int]:
@@ -236,7 +237,7 @@ class PartialSampler:
         if groups is None:
             prompts = next(self.prompts)
             samples = DrawnSamples.none(self.generator.groups.layout.num_replicas)
-            groups = BegunGroups(prompts, [_WAITS] * len(prompts), [], samples)
+            groups = BegunGroups(prompts, [], [], samples)
 
         oldest = version + 1 - self.section.max_versions
         kept = [number for number in range(groups.begun) if groups.since[number] >= oldest]
@@ -249,7 +250,7 @@ class PartialSampler:
             begun = groups.samples
             samples = self.generator.machine.compute_on_leader(lambda: begun.select(rows))
             stays = set(kept)
-            others = [number for number in range(len(groups.since)) if number not in stays]
+            others = [number for number in range(len(groups.prompts)) if number not in stays]
             groups = groups.select([*kept, *others], samples)
 
         prompts = groups.prompts
@@ -257,7 +258,6 @@ class PartialSampler:
         while len(prompts) < most:
             prompts = Prompts.join([prompts, next(self.prompts)])
         since = groups.since[: len(kept)] + [version] * (most - len(kept))
-        since += [_WAITS] * (len(prompts) - most)
         streams = groups.streams[: len(kept)]
         named = set(zip(prompts.uid, streams, strict=False))
         for uid in prompts.uid[len(kept) : most]:
@@ -266,7 +266,6 @@ class PartialSampler:
                 stream += " again"  # a prompt that comes twice gets other samples
             named.add((uid, stream))
             streams.append(stream)
-        streams += [""] * (len(prompts) - most)
         return BegunGroups(prompts, since, streams, groups.samples), again
 
     def _fits(self, samples: DrawnSamples, groups: int, sampling: SamplingParams) -> bool:
@@ -274,16 +273,10 @@ class PartialSampler:
         headers = samples.headers
         if len(headers.rows) != groups * sampling.n:
             return False
-        conversations = self.generator.conversations
-        if conversations is None:
-            too_long = headers.lengths >= sampling.max_tokens + headers.ended
-            return not samples.episodes and not too_long.any()
-
-        fits = conversations.limits.fits
+        fits = self.generator.sampler.fits
         columns = headers.rows.tolist(), headers.lengths.tolist(), headers.ended.tolist()
         return all(
-            row in samples.episodes
-            and fits(samples.episodes[row], length, bool(has_ended), sampling)
+            fits(samples.episodes.get(row), length, bool(has_ended), sampling.max_tokens)
             for row, length, has_ended in zip(*columns, strict=True)
         )
 

@@ -1,4 +1,4 @@
-"""One response as a replica hands it to the others: its tokens, and who drew which of them.
+"""One response from its first token until all ranks have it: its tokens, and who drew which.
 
 It knows neither prompts nor engines.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -25,21 +24,17 @@ class Run(NamedTuple):
     version: int  # of the policy that drew them; `NO_VERSION` if an environment wrote them
 
 
-def turns_ended_by(version: int, runs: Sequence[Run], ends: Sequence[int]) -> int:
-    """How many of the turns, which end after so many tokens, have their last token of a version."""
-    places = list(accumulate(run.length for run in runs))
-    return sum(runs[bisect_left(places, end)].version == version for end in ends)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Trajectory:
     """A response of one turn, or of several with what an environment said between them."""
 
     row: int  # its place in the batch
-    token_ids: array[int]  # int32, all tokens after the prompt
-    logprobs: array[float]  # float32, of each token; 0 where nobody drew it
-    runs: tuple[Run, ...]  # their lengths add up to the number of tokens
-    ended: bool = False  # otherwise it goes on with later weights
+    # int32, all tokens after the prompt
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    # float32, of each token; 0 where nobody drew it
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    runs: list[Run] = field(default_factory=list)  # their lengths add up to the number of tokens
+    ended: bool = False  # otherwise it goes on, perhaps with later weights
     stopped: bool = False  # whether it ended by itself; otherwise the length limit ended it
     # The experts of the first `recorded` tokens of prompt and response; as in `Sample`.
     recorded: int = 0
@@ -47,49 +42,50 @@ class Trajectory:
     episode: Episode | None = None  # None without an environment
 
     @property
+    def length(self) -> int:
+        """The number of its tokens."""
+        return len(self.token_ids)
+
+    @property
     def has_failed(self) -> bool:
         """Whether it is an episode that could not go on."""
         return self.episode is not None and bool(self.episode.failure)
-
-
-@dataclass
-class GrowingTrajectory:
-    """The tokens of a response while it grows."""
-
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    runs: list[Run] = field(default_factory=list)
-
-    @staticmethod
-    def of(begun: Trajectory) -> GrowingTrajectory:
-        """The tokens of a response that has not ended."""
-        return GrowingTrajectory(begun.token_ids[:], begun.logprobs[:], list(begun.runs))
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
     def drawn_by(self, version: int) -> int:
         """How many tokens this version of the policy has drawn."""
         return sum(run.length for run in self.runs if run.version == version)
 
+    def turns_ended_by(self, version: int) -> int:
+        """How many turns of its episode end with a token that this version drew."""
+        if self.episode is None:
+            return 0
+        run_ends = list(accumulate(run.length for run in self.runs))
+        last = [self.runs[bisect_left(run_ends, end)] for end in self.episode.turns]
+        return sum(run.version == version for run in last)
+
     def add_drawn(self, sample: Sample) -> None:
-        """Append what the engine drew."""
+        """Append tokens that the engine drew."""
         tokens, logprobs = sample.arrays
         self.token_ids += tokens
         self.logprobs += logprobs
         self._add_run(len(tokens), sample.version)
 
-    def add_told(self, tokens: list[int]) -> None:
-        """Append what the model is told."""
+    def add_read(self, tokens: list[int]) -> None:
+        """Append tokens that the policy only reads."""
         if tokens:
             self.token_ids.extend(tokens)
             self.logprobs.extend([0.0] * len(tokens))
             self._add_run(len(tokens), NO_VERSION)
 
-    def untrained(self) -> None:
+    def forget_record(self) -> None:
+        """Drop the record of experts, which is not of the whole response, or is made again."""
+        self.recorded = 0
+        self.experts = None
+
+    def exclude(self) -> None:
         """Let nobody have drawn any token, so that none of them trains."""
-        self.logprobs = array("f", [0.0] * len(self))
-        self.runs = [Run(len(self), NO_VERSION)] if len(self) else []
+        self.logprobs = array("f", [0.0] * self.length)
+        self.runs = [Run(self.length, NO_VERSION)] if self.length else []
 
     def _add_run(self, length: int, version: int) -> None:
         if self.runs and self.runs[-1].version == version:

@@ -38,10 +38,15 @@ def without_own_frames(error: BaseException) -> str:
 
 
 def send(connection: socket.socket, kind: str, value: Any) -> None:
-    """Send one message; a fork of the user's code that comes back ends here instead."""
+    """Send one message."""
+    send_line(connection, json.dumps([kind, value]).encode() + b"\n")
+
+
+def send_line(connection: socket.socket, line: bytes) -> None:
+    """Send a line; a fork of the user's code that comes back ends here instead."""
     if connection.fileno() < 0:
         os._exit(1)
-    connection.sendall(json.dumps([kind, value]).encode() + b"\n")
+    connection.sendall(line)
 
 
 def messages(connection: socket.socket) -> Iterator[Message]:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_PARTS = ("", ".config", ".environments", ".rewards", ".workers")
+_PARTS = ("", ".config", ".episodes", ".episodes.environments", ".rewards", ".workers")
 
 
 def import_alone(*names: str) -> list[Any]:
@@ -29,7 +29,7 @@ def import_alone(*names: str) -> list[Any]:
     """
     for part in _PARTS:
         folder = ModuleType(f"mrlhf{part}")
-        folder.__path__ = [str(_PACKAGE / part.lstrip("."))]
+        folder.__path__ = [str(_PACKAGE.joinpath(*part.split(".")))]
         sys.modules[folder.__name__] = folder
     modules = [importlib.import_module(name) for name in names]
     for name in [name for name in sys.modules if name.partition(".")[0] == "mrlhf"]:

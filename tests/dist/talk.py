@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mrlhf.batch import Prompts
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.data.tool_calls import ParsedTurn
+from mrlhf.episodes.tool_calls import ParsedTurn
 
 SILENT = 21  # the uid whose environment hangs
 ENVIRONMENT = """

@@ -90,7 +90,7 @@ class Silent(FakeEngine):
         finished = super().collect()
         samples = []
         for sample in finished.samples:
-            if UIDS[sample.request_id // N] == 7 and sample.sample_index == 0:
+            if UIDS[sample.request_id.prompt] == 7 and sample.sample_index == 0:
                 sample = replace(sample, logprobs=[*sample.logprobs[:-1], math.nan])
             samples.append(sample)
         return Finished(samples, finished.stats)

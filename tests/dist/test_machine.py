@@ -186,7 +186,7 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
 
     def whole_of(row: int, sample: Sample) -> Trajectory:
         tokens, logprobs = sample.arrays
-        runs = (Run(len(tokens), sample.version),)
+        runs = [Run(len(tokens), sample.version)]
         recorded = len(_recorded(row))
         return Trajectory(
             row, tokens, logprobs, runs, True, sample.stopped, recorded, sample.experts
@@ -195,7 +195,7 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
     def begun(one: Trajectory) -> Trajectory:
         """Its first two tokens."""
         length = min(2, len(one.token_ids))
-        runs = (Run(length, one.runs[0].version),)
+        runs = [Run(length, one.runs[0].version)]
         return Trajectory(one.row, one.token_ids[:length], one.logprobs[:length], runs)
 
     every = list(map(whole_of, rows, samples))
@@ -364,7 +364,7 @@ def test_every_rank_sees_the_samples_of_all_replicas(
             rows_begun = (0, 1, 2, 3) if replicas == 4 else (0, 1, 2, 3, 6, 7, 10, 11)
             begun = {row: min(2, row % 5) for row in rows_begun}
             assert exchanged["open"] == {
-                row: (tokens[row][:n], [-t / 8 for t in tokens[row][:n]], ((n, row),))
+                row: (tokens[row][:n], [-t / 8 for t in tokens[row][:n]], [(n, row)])
                 for row, n in begun.items()
             }
             chosen = exchanged["chosen"]

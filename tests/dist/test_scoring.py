@@ -73,7 +73,7 @@ def trajectory(row: int) -> Trajectory:
     """A response as the rank has it that drew it."""
     tokens = array("i", map(ord, RESPONSES[row]))
     logprobs = array("f", [0.0] * len(tokens))
-    return Trajectory(row, tokens, logprobs, (Run(len(tokens), 0),), ended=True)
+    return Trajectory(row, tokens, logprobs, [Run(len(tokens), 0)], ended=True)
 
 
 def score_early(rank: int, function: RewardFunction, plain: Scorer) -> tuple[Scores, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mrlhf.config.user_code import load_member
-from mrlhf.environments.rollouts import Trajectory
+from mrlhf.episodes.environments.api import Trajectory
 from tests.e2e.programs import ROOT, read_lines, run_commands, succeed
 from tests.pages import commands_of
 

@@ -24,7 +24,7 @@ from mrlhf.run.failures import STOP_SIGNALS
 from mrlhf.run.watcher import Watcher
 
 HAND_OVER = "mrlhf.reshard.execute:Resharder.run"
-EPISODE = "mrlhf.rollout.conversing:Conversing._finish"
+EPISODE = "mrlhf.episodes.runner:EpisodeRunner._finish"
 GENERATION = "mrlhf.inference.native.engine:NativeEngine.step"
 SCORING = "mrlhf.rewards.combine:RewardFunction.combine"
 FORWARD = "mrlhf.roles.token_logprobs:TokenLogprobs.evaluate"

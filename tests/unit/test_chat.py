@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from mrlhf.commands.chat import main
 from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.episodes.talk import Talk
 from mrlhf.errors import DataError
 from mrlhf.inference.base import SamplingParams
-from mrlhf.rollout.talk import Talk
 from tests.models.chat import CHATS, chat_tokenizer, end_ids
 from tests.models.engines import SIZES, make_engine, random_model
 

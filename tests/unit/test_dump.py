@@ -130,13 +130,10 @@ def with_episodes(rollout):
     told = torch.tensor([[False, True, False]] * len(rollout))
     told[3] = True
     plain = Episode(
-        prompt_ids=None,
-        prompt_text="",
         turn_begins=[0, 2],
         turns=[1, 3],
         tools={"search": 2, "error": 1},
         errors=1,
-        failure="",
         score=1.0,
         further={"guesses": 2.0},
         turn_rewards=[0.5],

@@ -61,7 +61,7 @@ def rollout(given, lengths):
 
 def add(early, given, row, length):
     ones = array("i", [1] * length)
-    trajectory = Trajectory(row, ones, array("f", [0.0] * length), (Run(length, 0),), ended=True)
+    trajectory = Trajectory(row, ones, array("f", [0.0] * length), [Run(length, 0)], ended=True)
     response = Response.of_trajectory(trajectory, given, row // N)
     early.add((row // N, row % N), response, response.read(None, reads_text=False))
 

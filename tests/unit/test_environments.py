@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from mrlhf.environments import built_in, programs
-from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
-from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
+from mrlhf.episodes.environments import built_in, programs
+from mrlhf.episodes.environments.host import EnvironmentHost, ToolLimits, describe
+from mrlhf.episodes.environments.protocol import EnvironmentReference, Outcome
 from mrlhf.errors import EnvironmentFault
 from mrlhf.rewards.interface import LARGEST_SCORE
 from tests.leftovers import assert_all_end, is_alive
@@ -53,7 +53,7 @@ def _begun(host: EnvironmentHost, number: int, **row: Any) -> Outcome:
 
 
 def _turn(host: EnvironmentHost, number: int, *calls: tuple[str, dict[str, Any]]) -> Outcome:
-    host.turn(number, "", [ToolCall(*call) for call in calls])
+    host.turn(number, "", calls)
     return _wait(host)[0]
 
 
@@ -146,7 +146,7 @@ def test_a_long_answer_may_be_read_slowly(file: Path) -> None:
     host = EnvironmentHost(references, ToolLimits(timeout_s=1.0))
     host.begin(0, "game", {}, seed=0)
     _wait(host)
-    host.turn(0, "", [ToolCall("emojis", {})])
+    host.turn(0, "", [("emojis", {})])
     outcomes: list[Outcome] = []
     while not outcomes:
         time.sleep(0.3)  # the engine's steps; each takes less than a tenth of the answer
@@ -304,7 +304,7 @@ def test_many_episodes_share_few_workers(host: EnvironmentHost) -> None:
         host.begin(number, "tools", {}, seed=0)
     _wait(host, len(numbers))
     for number in numbers:
-        host.turn(number, "", [ToolCall("slow", {})])
+        host.turn(number, "", [("slow", {})])
     outcomes = _wait(host, len(numbers))
     assert sorted(outcome.episode for outcome in outcomes) == list(numbers)
     assert {outcome.results[0].content for outcome in outcomes} == {'{"slept": 0.05}'}
@@ -332,16 +332,16 @@ def test_nothing_is_left_of_an_episode(host: EnvironmentHost) -> None:
 def test_nothing_is_left_when_the_trainer_is_killed(file: Path) -> None:
     program = f"""
 import time
-from mrlhf.environments.host import EnvironmentHost, ToolLimits
-from mrlhf.environments.interface import EnvironmentReference, ToolCall
+from mrlhf.episodes.environments.host import EnvironmentHost, ToolLimits
+from mrlhf.episodes.environments.protocol import EnvironmentReference
 host = EnvironmentHost({{"": EnvironmentReference("{file}:Guess")}}, ToolLimits())
 host.begin(0, "", {{"secret": 1, "most": 2}}, seed=0)
 host.poll(60.0)
-host.turn(0, "", [ToolCall("leave_a_child", {{}}), ToolCall("hang", {{}})])
+host.turn(0, "", [("leave_a_child", {{}}), ("hang", {{}})])
 while not host._episodes[0].results:
     host.poll(1.0)
-nursery = host._nurseries[""].process._popen.pid
-print(nursery, host._episodes[0].pid, host._episodes[0].results[0].content, flush=True)
+server = host._servers[""].process._popen.pid
+print(server, host._episodes[0].pid, host._episodes[0].results[0].content, flush=True)
 time.sleep(1000)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:

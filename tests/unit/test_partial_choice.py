@@ -10,8 +10,7 @@ import pytest
 
 from mrlhf.batch import Episode
 from mrlhf.config.rollout import PartialSection
-from mrlhf.inference.base import SamplingParams
-from mrlhf.rollout.conversations import TurnLimits
+from mrlhf.episodes.limits import TurnLimits
 from mrlhf.rollout.exchange import DrawnSamples, SampleHeaders
 from mrlhf.rollout.partial import Rounds, State, choose_groups, warn_of_dropped
 from mrlhf.rollout.trajectory import Trajectory
@@ -92,13 +91,13 @@ def test_what_has_begun_goes_on_if_the_limits_allow_it(limits: dict[str, Any], f
         prompt_ids=[1] * case["own"] or None,
         context_begins=case.get("contexts", []),
     )
-    turn_limits = TurnLimits(4, case["max_turn"], 8, case["max_prompt"], "tell", "tell")
-    sampling = SamplingParams(temperature=1.0, max_tokens=case["max_response"], seed=0)
-    assert turn_limits.fits(episode, 10, case.get("has_ended", False), sampling) == fits
+    most = case["max_prompt"], case["max_response"]
+    turn_limits = TurnLimits(4, case["max_turn"], 8, *most, "tell", "tell")
+    assert turn_limits.fits(episode, 10, case.get("has_ended", False)) == fits
 
 
 def _episode(begins: list[int], turns: list[int], failure: str = "") -> Episode:
-    return Episode(None, "", begins, turns, {}, 0, failure, None, {}, [], 0.0)
+    return Episode(turn_begins=begins, turns=turns, failure=failure)
 
 
 def _samples(*trajectories: Trajectory) -> DrawnSamples:
@@ -109,7 +108,7 @@ def _samples(*trajectories: Trajectory) -> DrawnSamples:
 
 def _drawn(row: int, length: int, ended: bool, episode: Episode | None) -> Trajectory:
     numbers = array("i", [0] * length), array("f", [0.0] * length)
-    return Trajectory(row, *numbers, (), ended=ended, episode=episode)
+    return Trajectory(row, *numbers, ended=ended, episode=episode)
 
 
 def test_after_an_interruption_samples_count_from_where_they_ended() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mrlhf.environments.host import EnvironmentHost, ToolLimits
-from mrlhf.environments.interface import EnvironmentReference, Outcome
+from mrlhf.episodes.environments.host import EnvironmentHost, ToolLimits
+from mrlhf.episodes.environments.protocol import Answer, EnvironmentReference, Outcome
 
 FUNCTIONS = '''
 import asyncio, os, random, time
@@ -168,30 +168,24 @@ def _answer(host: EnvironmentHost, asked: Outcome, draws: list[list[int]]) -> No
     """What a trainer answers whose policy says 7, 8 and ends."""
     question = asked.question
     assert question is not None
-    number, what = question["number"], question["what"]
-    if what == "generate" and len(question["token_ids"]) > 50:
-        host.answer(asked.episode, number, "too long", "no room")
-    elif what == "generate" and "a" in question["token_ids"]:
-        host.answer(asked.episode, number, "no tokens", "error")
-    elif what == "generate":
-        draws.append(question["token_ids"])
-        turn = {"token_ids": [7, 8][: question["max_tokens"]], "text": "say", "stopped": True}
-        if question["reads_calls"]:
-            call = {"name": "search", "arguments": {"query": "x"}}
-            turn |= {
-                "calls": [call][: len(question["token_ids"]) < 6],
-                "content": "c",
-                "problem": "p",
-            }
-        host.answer(asked.episode, number, turn | {"draw": len(draws) - 1})
+    number = question.number
+    ids = question.arguments.get("token_ids", [])
+    if question.what != "generate":
+        others: dict[str, Any] = {"prompt": [1, 2, 3], "tell": [4], "encode": [5], "decode": "word"}
+        answer = Answer(number, others[question.what])
+    elif len(ids) > 50:
+        answer = Answer(number, "too long", "no room")
+    elif "a" in ids:
+        answer = Answer(number, "no tokens", "error")
     else:
-        answers: dict[str, Any] = {
-            "prompt": [1, 2, 3],
-            "tell": [4],
-            "encode": [5],
-            "decode": "word",
-        }
-        host.answer(asked.episode, number, answers.get(what, "word"))
+        tokens = [7, 8][: question.arguments["max_tokens"]]
+        turn = {"token_ids": tokens, "text": "say", "stopped": True, "draw": len(draws)}
+        if question.arguments["reads_calls"]:
+            call = {"name": "search", "arguments": {"query": "x"}}
+            turn |= {"calls": [call][: len(ids) < 6], "content": "c", "problem": "p"}
+        draws.append(ids)
+        answer = Answer(number, turn)
+    host.answer(asked.episode, answer)
 
 
 def _run(host: EnvironmentHost, *names: str) -> tuple[list[Outcome], list[list[int]]]:
@@ -294,7 +288,7 @@ def test_a_large_answer_does_not_wait_until_it_is_taken(file: Path, tmp_path: Pa
         asked += host.poll(10.0)
     for draw in range(2):
         value = {"token_ids": [7], "text": "x" * 3_000_000, "stopped": True, "draw": draw}
-        host.answer(0, draw, value)
+        host.answer(0, Answer(draw, value))
         host.poll(0.0)
     (tmp_path / "now").touch()  # a sender who waits would not come so far
     [ended], _ = _until_ended(host, 1)
@@ -310,7 +304,7 @@ def test_a_function_need_not_wait_for_all_it_has_asked_for(host: EnvironmentHost
     for number, outcome in enumerate(asked):
         assert outcome.question is not None
         turn = {"token_ids": [7], "text": "x", "stopped": True, "draw": number}
-        host.answer(0, outcome.question["number"], turn)
+        host.answer(0, Answer(outcome.question.number, turn))
     [ended], _ = _until_ended(host, 1)
     assert ended.failure is None and ended.trajectories[0]["token_ids"][-1] == 7
     host.end(0)

@@ -17,7 +17,7 @@ from mrlhf.data.reference_answers import reference_answer
 from mrlhf.data.rows import read_rows
 from mrlhf.data.sft import encode_sft
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.environments.programs import ProgramError, said
+from mrlhf.episodes.environments.programs import ProgramError, said
 from mrlhf.errors import DataError
 from mrlhf.messages import read_message
 from tests.models.chat import chat_tokenizer

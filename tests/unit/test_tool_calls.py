@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mrlhf.data.tool_calls import PARSERS, ParsedTurn, parser_for
+from mrlhf.episodes.tool_calls import PARSERS, ParsedTurn, parser_for
 from mrlhf.errors import DataError
 
 F = ("f", {"a": 1})

@@ -8,7 +8,7 @@ import datetime
 import pytest
 from transformers.utils import chat_template_utils
 
-from mrlhf.data.turns import Mismatch, Turn, TurnRenderer
+from mrlhf.episodes.template import Mismatch, Turn, TurnRenderer
 from mrlhf.errors import DataError
 from tests.models.chat import CHATS, DRAWN, HERMES_CALL, TEMPLATES, chat_tokenizer, end_ids
 
@@ -467,10 +467,9 @@ def test_messages_that_the_template_refuses(tokenizers):
 
 def anew(renderer, messages, turns):
     """The turns behind which the template writes a conversation anew, each with its tokens."""
-    text = renderer.text(messages)
     found = {}
     for number in range(len(turns)):
-        text, tokens = renderer.goes_on(messages, turns[: number + 1], text)
+        tokens = renderer.new_context(messages, turns[: number + 1])
         if tokens is not None:
             found[number] = tokens
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import threading
@@ -9,11 +11,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mrlhf.environments.host import EnvironmentHost, ToolLimits
-from mrlhf.environments.interface import EnvironmentReference, Outcome, ToolCall
+from mrlhf.episodes.environments.host import EnvironmentHost, ToolLimits
+from mrlhf.episodes.environments.protocol import EnvironmentReference, Outcome
 from mrlhf.errors import EnvironmentFault, RewardError
 from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import RewardInput
@@ -207,7 +210,7 @@ def test_helpers_of_a_reward_function_end_as_in_plain_python(
 def test_helpers_of_an_environment_end_as_in_plain_python(host: EnvironmentHost) -> None:
     host.begin(0, "Environment", {"writes": ""}, seed=0)
     _outcome(host)
-    host.turn(0, "", [ToolCall("help", {"way": way}) for way in _ways()])
+    host.turn(0, "", [("help", {"way": way}) for way in _ways()])
     assert {result.content for result in _outcome(host).results} == {"True"}
     host.end(0)
 
@@ -255,12 +258,12 @@ def test_a_signal_to_all_processes_of_a_job_is_no_answer(
     for number in range(2):
         host.begin(number, "", {}, seed=0)
         _outcome(host)
-    host.turn(0, "", [ToolCall("wait", {"folder": str(tmp_path)})])
+    host.turn(0, "", [("wait", {"folder": str(tmp_path)})])
     host.poll(0.0)
     helper = _pids(tmp_path)[1]
     child = _pids(tmp_path)[0]
-    nursery = host._nurseries[""].process._popen.pid
-    for pid in (helper, child, host._episodes[1].pid, nursery):
+    server = host._servers[""].process._popen.pid
+    for pid in (helper, child, host._episodes[1].pid, server):
         os.kill(pid, signal.SIGTERM)
     while not all(host._episodes[number].ended for number in range(2)):
         assert host.poll(0.1) == []
@@ -280,8 +283,14 @@ def test_a_signal_to_all_processes_of_a_job_is_no_answer(
     host.close()
 
 
-FORMS = ['"ab"', "{}", "[1, 2, 3]", '{"a": 1, "b": 2}', '["done", 5]', '["done", {"x": 1}]']
-FORMS += ['["failure", 1]', '["failure", [1, 2]]', '["other", {}]', "[" * 100_000, "nonsense"]
+def _line(kind: str, **fields: Any) -> str:
+    return json.dumps([[kind, fields]])
+
+
+FORMS = ['"ab"', "{}", "[]", "[1, 2, 3]", '{"a": 1, "b": 2}', '[["Done", 5]]', "[" * 100_000]
+FORMS += [_line("Done", answer=5), _line("Done", answer={"x": 1}), _line("Done"), "nonsense"]
+FORMS += [_line("Failure"), _line("Failure", summary=1, trace=""), _line("Other", a=1)]
+FORMS += [_line("Request", method="reset"), _line("Question", number=0)]
 
 
 @pytest.mark.parametrize(
@@ -290,24 +299,38 @@ FORMS += ['["failure", 1]', '["failure", [1, 2]]', '["other", {}]', "[" * 100_00
         (
             "call",
             [
-                '["ask", {"number": 0, "what": "encode"}]',
-                '["done", {"content": 5, "is_error": false}]',
-                '["done", {"content": "x"}]',
+                _line("Question", number=0, what="encode", arguments={}),
+                _line("Done", answer={"content": 5, "is_error": False}),
+                _line("Done", answer={"content": "x"}),
             ],
         ),
-        ("turn_reward", ['["done", {"turn_reward": "much", "ended": false}]']),
-        ("reward", ['["done", {"reward": NaN}]', '["done", {"reward": {"points": 1}}]']),
+        ("turn_reward", [_line("Done", answer={"turn_reward": "much", "ended": False})]),
+        (
+            "reward",
+            [_line("Done", answer={"reward": given}) for given in (math.nan, {"points": 1})],
+        ),
         (
             "rollout",
             [
-                '["ask", {}]',
-                '["ask", 5]',
-                '["ask", {"number": 0, "what": "generate"}]',
-                '["done", {"trajectories": []}]',
-                '["done", {"trajectories": 5}]',
-                '["done", {"trajectories": [{"token_ids": [1]}]}]',
-                '["done", {"trajectories": [{"token_ids": [1], "turns": [1], "role": "", '
-                '"reward": null, "turn_rewards": []}]}]',
+                _line("Question", number=0, what="generate", arguments={}),
+                _line("Question", number=0, what="generate", arguments=5),
+                _line("Done", answer={"trajectories": []}),
+                _line("Done", answer={"trajectories": 5}),
+                _line("Done", answer={"trajectories": [{"token_ids": [1]}]}),
+                _line(
+                    "Done",
+                    answer={
+                        "trajectories": [
+                            {
+                                "token_ids": [1],
+                                "turns": [1],
+                                "role": "",
+                                "reward": None,
+                                "turn_rewards": [],
+                            }
+                        ]
+                    },
+                ),
             ],
         ),
     ],
@@ -326,7 +349,7 @@ def test_what_is_written_to_the_connection_fails_its_episode_alone(
                 host.ask_reward(1)
             else:
                 call = ("scribble", {"text": form if where == "call" else ""})
-                host.turn(1, "", [ToolCall(*call)])
+                host.turn(1, "", [call])
         assert (_outcome(host).failure or "").endswith("wrote to its connection"), form
         host.end(1)
 
@@ -335,10 +358,10 @@ def test_a_process_of_environments_that_hangs_is_told_in_a_line(file: Path) -> N
     references = {"": EnvironmentReference(f"{file}:Environment")}
     limits = ToolLimits(timeout_s=0.5)
     host = EnvironmentHost(references, limits)
-    host._nurseries[""]._limits = replace(limits.of_process, timeout_s=0.5)
+    host._servers[""]._limits = replace(limits.of_process, timeout_s=0.5)
     host.begin(0, "", {}, seed=0)
     _outcome(host)
-    os.kill(host._nurseries[""].process._popen.pid, signal.SIGSTOP)
+    os.kill(host._servers[""].process._popen.pid, signal.SIGSTOP)
     message = r"the process of .*Environment took more than 0.5 s .* raise rollout.tool_timeout_s"
     with pytest.raises(EnvironmentFault, match=message):
         host.begin(1, "", {}, seed=0)

@@ -38,7 +38,7 @@ class Sequences:
         self._stop_tokens = np.array(sampling.stop_token_ids, dtype=np.int64)
 
         self._numbers = RowNumbers()
-        self._owners: dict[int, tuple[int, int]] = {}  # request and sample index of each row
+        self._owners: dict[int, tuple[Any, int]] = {}  # request and sample index of each row
         self._searches: dict[int, StopSearch] = {}  # of each row, if there are stop strings
         self._recorded: set[int] = set()  # rows whose samples say which experts they went to
         self._going_on: set[int] = set()  # rows with which the prompt of a later request begins

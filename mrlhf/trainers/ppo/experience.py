@@ -7,7 +7,6 @@ outputs it gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +37,7 @@ from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import RewardComponents
-from mrlhf.rollout.rewarded import Rewarded
+from mrlhf.rollout.reward_units import RewardUnits
 from mrlhf.rollout.score_checks import check_advantages
 
 
@@ -71,9 +70,8 @@ def make_experience(
 
     Only tokens that train (the rollout's `loss_mask`) get rewards and advantages: the score is
     placed on the last of them, and where contexts have rewards of their own, on the last of each.
-    Advantages are estimated before rejection, so that a rejected last
-    token does not take its response's reward with it; losses and whitening leave rejected tokens
-    out.
+    Advantages are estimated before rejection, so that a rejected last token does not take its
+    response's reward with it; losses and whitening leave rejected tokens out.
 
     Args:
         shaped: [batch], scores after shaping, before any KL.
@@ -95,16 +93,15 @@ def make_experience(
         old_logprobs = rollout.rollout_logprobs
 
     kl = _reward_kl(old_logprobs, outputs, algorithm) if algorithm.use_kl_in_reward else None
-    rewarded = Rewarded.of(rollout)
-    rewards = _rewards(shaped, rollout, rewarded, kl, kl_coef, algorithm)
+    units = RewardUnits.of(rollout)
+    rewards = _rewards(shaped, rollout, units, kl, kl_coef, algorithm)
     loss_mask, weights = _corrected(policy, rollout, algorithm.rollout_correction)
 
-    inputs = _advantage_inputs(collected, rewarded, outputs, rewards, weights, components)
+    inputs = _advantage_inputs(collected, units, outputs, rewards, weights, components)
     options = _advantage_options(algorithm, inputs.mask, components)
     estimated = _advantages(inputs, options, algorithm.adv_estimator)
-    rewards, advantages, returns = (
-        rewarded.fold(table, len(rollout)) for table in (rewards, *estimated)
-    )
+    rewards = units.fold(rewards, len(rollout))
+    advantages, returns = (units.fold(table, len(rollout)) for table in estimated)
     if estimator_traits(algorithm.adv_estimator).whitened:
         advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
     if _are_finite(rewards, outputs.values):
@@ -165,18 +162,18 @@ def equal_score_metrics(scores: Tensor, prompt_groups: Tensor, estimator: str) -
 def _rewards(
     shaped: Tensor,
     rollout: Rollout,
-    rewarded: Rewarded,
+    units: RewardUnits,
     kl: Tensor | None,
     kl_coef: float,
     algorithm: AlgorithmSection,
 ) -> Tensor:
     """The reward of each token, [units, response_len]; those of turns are not shaped."""
-    drawn = rewarded.mask
-    kl = None if kl is None else rewarded.spread(kl)
-    rewards = token_rewards(rewarded.spread(shaped), drawn, kl, kl_coef, algorithm.kl_placement)
-    of_turns = rollout.turn_rewards()
-    if of_turns is not None:
-        rewards = rewards + rewarded.spread(of_turns) * drawn
+    drawn = units.mask
+    kl = None if kl is None else units.spread(kl)
+    rewards = token_rewards(units.spread(shaped), drawn, kl, kl_coef, algorithm.kl_placement)
+    turn_rewards = rollout.turn_rewards()
+    if turn_rewards is not None:
+        rewards = rewards + units.spread(turn_rewards) * drawn
     if algorithm.whiten_rewards:
         rewards = whiten(rewards, drawn, local_moments(rewards, drawn), shift_mean=False)
     return rewards
@@ -197,22 +194,27 @@ def _corrected(
 
 def _advantage_inputs(
     collected: Collected,
-    rewarded: Rewarded,
+    units: RewardUnits,
     outputs: ModelOutputs,
     rewards: Tensor,
     weights: Tensor | None,
     components: RewardComponents | None,
 ) -> AdvantageInputs:
     def spread(table: Tensor | None) -> Tensor | None:
-        return None if table is None else rewarded.spread(table)
+        return None if table is None else units.spread(table)
 
+    policy = outputs.policy
+    probabilities = None
+    if policy is not None and policy.sum_of_squares is not None:
+        logprobs, squares = map(units.spread, (policy.logprobs, policy.sum_of_squares))
+        probabilities = TokenProbabilities(logprobs, squares, spread(weights))
     return AdvantageInputs(
         rewards=rewards,
-        mask=rewarded.mask,
-        prompt_groups=rewarded.groups,
+        mask=units.mask,
+        prompt_groups=units.groups,
         values=spread(outputs.values),
         greedy_scores=spread(collected.greedy_scores),
-        probabilities=_probabilities(outputs.policy, weights, spread),
+        probabilities=probabilities,
         components=None if components is None else components.scores,
     )
 
@@ -244,15 +246,6 @@ def _on_copies(estimator: Estimator) -> Estimator:
         return estimator(replace(inputs, **tables), options)
 
     return estimate
-
-
-def _probabilities(
-    policy: Evaluation | None, weights: Tensor | None, spread: Callable[[Tensor | None], Any]
-) -> TokenProbabilities | None:
-    """The input of a baseline for each token; None if the policy's pass did not compute it."""
-    if policy is None or policy.sum_of_squares is None:
-        return None
-    return TokenProbabilities(*map(spread, (policy.logprobs, policy.sum_of_squares, weights)))
 
 
 def _advantage_options(

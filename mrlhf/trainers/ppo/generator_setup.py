@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.config.roots import PPOConfig
-from mrlhf.environments.host import EnvironmentHost
+from mrlhf.episodes.environments.host import EnvironmentHost
+from mrlhf.episodes.limits import TurnLimits
+from mrlhf.episodes.replica import ReplicaEpisodes
+from mrlhf.episodes.runner import EpisodeSampler
 from mrlhf.inference.base import EngineLimits, InferenceEngine
 from mrlhf.inference.engine_sizes import engine_ep
 from mrlhf.inference.native.engine import NativeEngine
@@ -29,7 +32,7 @@ from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around
-from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
+from mrlhf.rollout.drawing import Sampler
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.hand_over import HandOver
 from mrlhf.run.startup import Run
@@ -108,38 +111,36 @@ def build_generator(
         config.seed,
         phases=run.phases,
         experts=actor.spec.experts if rollout.records_experts else None,
-        conversations=_conversations(config, engine_groups, inputs),
+        sampler=_sampler(config, run, engine_groups, inputs),
     )
 
 
-def _conversations(
-    config: PPOConfig, groups: EngineGroups, inputs: EngineInputs
-) -> Conversations | None:
-    """What leads samples through several turns; the first rank of a replica has environments."""
-    found = inputs.environments
-    if found is None:
-        return None
+def _sampler(config: PPOConfig, run: Run, groups: EngineGroups, inputs: EngineInputs) -> Sampler:
+    """What draws samples; the first rank of a replica has environments."""
+    environments = inputs.environments
+    if environments is None:
+        return Sampler()
     rollout = config.rollout
-    return Conversations(
+    host = None
+    if groups.tp_rank == 0:
+        host = EnvironmentHost(environments.references, environments.limits)
+    replica = ReplicaEpisodes(
         groups=groups,
-        host=None if groups.tp_rank else EnvironmentHost(found.references, found.limits),
-        dialogues={
-            name: Dialogue(program, found.renderers[name])
-            for name, program in found.programs.items()
-        },
-        program_of=found.program_of,
-        parse=found.parse,
+        host=host,
+        environments=environments,
         tokenizer=inputs.tokenizer,
         limits=TurnLimits(
             max_turns=rollout.max_turns,
             max_turn_tokens=rollout.max_turn_tokens,
             max_told_tokens=rollout.max_tool_tokens,
             max_prompt_tokens=config.data.max_prompt_length,
+            max_response_tokens=config.data.max_response_length,
             on_parse_error=rollout.on_parse_error,
             on_tool_error=rollout.on_tool_error,
             on_rewrite="split" if rollout.on_rewrite == "split" else "keep",
         ),
     )
+    return EpisodeSampler(replica, lambda: run.phases.stops.asked)
 
 
 def plan_hand_over(

@@ -29,7 +29,7 @@ from mrlhf.roles.policy_loss import make_correction, needs_mini_batch_pass
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
-from mrlhf.rollout.rewarded import Rewarded
+from mrlhf.rollout.reward_units import RewardUnits
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.experience import ModelOutputs, equal_score_metrics, make_experience
@@ -200,17 +200,17 @@ class Work:
                 components = reward_components(scores, rollout, algorithm, self.config.reward)
                 metrics = components.metrics()
             shaped = self.parts.shaper.shape(scores.total, rollout)
-            rewarded = Rewarded.of(rollout)
+            units = RewardUnits.of(rollout)
             compares_whole = components is not None or collected.greedy_scores is not None
-            if rewarded.rows is not None and compares_whole:
+            if units.rows is not None and compares_whole:
                 raise RewardError(
                     "trajectories have rewards of their own, and remax and gdpo compare whole "
                     "responses; set algorithm.adv_estimator to another, such as rloo"
                 )
-            compared = rewarded.scores(shaped, rollout)
+            compared = units.scores(shaped, rollout)
             if components is not None:
                 compared = components.scores
-            metrics |= equal_score_metrics(compared, rewarded.groups, algorithm.adv_estimator)
+            metrics |= equal_score_metrics(compared, units.groups, algorithm.adv_estimator)
             experience, kl = self.machine.compute_on_leader(
                 lambda: make_experience(
                     collected, shaped, outputs, algorithm, coefficient, components

@@ -2,18 +2,13 @@
 
 It answers ["fork"], which comes with a socket, by ["pid", number of the child that serves on this
 socket]; and ["end", pid, wait_s] by ["status", how it ended]: it kills the child with all that it
-has started, unless it ends by itself within so many seconds.
-
-A child gets lists of requests, each the name of a method of `_Episode` and its arguments. It
-answers each by ["done", {...}], or by ["failure", [summary, traceback]], and drops the rest then.
-While it works on ["rollout", ...] it sends ["ask", {...}], and gets ["answer", number, kind, value]
-for each.
+has started, unless it ends by itself within so many seconds. A child gets lines of requests, and
+drops the rest of a line after a failure.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import random
 import signal
@@ -27,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from mrlhf.config import user_code
-from mrlhf.environments import programs, rollouts
+from mrlhf.episodes.environments import api, programs
+from mrlhf.episodes.environments.protocol import Done, Failure, Request, decode, encode
 from mrlhf.workers import child
 
 
@@ -47,6 +43,7 @@ def load(
                 f"{name} in {file} is neither a class nor an async function; name one, or put a "
                 "function into rollout.tools"
             )
+
     functions = []
     for file, name in tools:
         function = user_code.load_member(Path(file), name)
@@ -56,7 +53,7 @@ def load(
             functions.append(programs.Tool(name, function, is_method=False))
     with _naming(environment):
         offer = programs.Offer(kind, functions, rollout)
-    return offer.describe(), partial(_tend, offer)
+    return offer.describe(), partial(_serve, offer)
 
 
 @contextmanager
@@ -69,7 +66,7 @@ def _naming(reference: list[str] | None) -> Iterator[None]:
         raise user_code.UserCodeError(f"{where}{error}") from None
 
 
-def _tend(
+def _serve(
     offer: programs.Offer,
     messages: Iterator[child.Message],
     control: socket.socket,
@@ -87,7 +84,7 @@ def _tend(
             os.set_inheritable(descriptors[0], False)
             connection = socket.socket(fileno=descriptors[0])
             child.keep_from_forks(connection)
-            _live(connection, lifeline, offer)
+            _run_child(connection, lifeline, offer)
         os.close(descriptors[0])
         child.send(control, "pid", pid)
 
@@ -99,6 +96,7 @@ def _end(pid: int, wait_s: float) -> str:
     while not ended and time.monotonic() < until:
         time.sleep(0.005)
         ended, status = os.waitpid(pid, os.WNOHANG)
+
     if not ended:
         os.kill(pid, signal.SIGKILL)  # it may have no group yet
     with suppress(ProcessLookupError, PermissionError):
@@ -112,37 +110,40 @@ def _end(pid: int, wait_s: float) -> str:
     return f"ended its process (signal {signal.Signals(-code).name})"
 
 
-def _live(connection: socket.socket, lifeline: int, offer: programs.Offer) -> None:
-    """The life of a child, which ends here."""
+def _run_child(connection: socket.socket, lifeline: int, offer: programs.Offer) -> None:
+    """Answer until the connection closes, and end the process."""
     code = 1
     try:
         os.setsid()
         child.end_by_signals()
-        # Whom the kernel tells belongs to the open file, which the fork shares.
+        # A fork shares the open file, and with it the process that the kernel kills: open another.
         child.end_with_trainer(os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK))
         with suppress(BrokenPipeError, ConnectionResetError):
-            _serve(connection, _Episode(offer, connection))
+            _answer_requests(connection, _Service(offer, connection))
         code = 0
     finally:
         sys.stdout.flush()
         os._exit(code)
 
 
-def _serve(connection: socket.socket, episode: _Episode) -> None:
+def _answer_requests(connection: socket.socket, episode: _Service) -> None:
     for line in connection.makefile("rb"):
-        for method, *arguments in json.loads(line):
+        for request in decode(line):
+            assert isinstance(request, Request)
             try:
-                child.send(connection, "done", getattr(episode, method)(*arguments))
+                answer = getattr(episode, request.method)(**request.arguments)
+                child.send_line(connection, encode([Done(answer)]))
             except BaseException as error:  # also SystemExit
                 summary = str(error)
                 if not isinstance(error, programs.ProgramError):
-                    summary = f"{method} raised {_summary(error)}"
-                child.send(connection, "failure", [summary, child.without_own_frames(error)])
+                    summary = f"{request.method} raised {_summary(error)}"
+                failure = Failure(summary, child.without_own_frames(error))
+                child.send_line(connection, encode([failure]))
                 break
 
 
-class _Episode:
-    """What may be asked of an episode; each answer is a dictionary."""
+class _Service:
+    """Answers requests, each by its method."""
 
     def __init__(self, offer: programs.Offer, connection: socket.socket) -> None:
         self._offer = offer
@@ -156,7 +157,7 @@ class _Episode:
         """The trajectories of a rollout function, which asks the trainer on the way."""
         assert self._offer.rollout is not None
         _begin_random_numbers(seed)
-        return rollouts.lead(self._offer.rollout, self._connection, row, sampling)
+        return api.lead(self._offer.rollout, self._connection, row, sampling)
 
     def reset(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         _begin_random_numbers(seed)

@@ -177,21 +177,20 @@ class TurnRenderer:
         """The text of the first prompt."""
         return self._render(messages)
 
-    def goes_on(
-        self, messages: Sequence[Message], turns: Sequence[Turn], before: str
-    ) -> tuple[str, list[int] | None]:
-        """The text of a conversation up to its next turn, rendered at once; its tokens if new.
+    def new_context(self, messages: Sequence[Message], turns: Sequence[Turn]) -> list[int] | None:
+        """The tokens of a conversation up to its next turn, rendered at once.
 
-        It is new if the template does not only add to `before`, the text up to the last of `turns`.
-        How a turn ended and how it is cut into tokens makes no difference.
+        None if the template only adds to the text up to the last of `turns`. How a turn ended and
+        how it is cut into tokens makes no difference.
 
         Raises:
             DataError: the template refuses the conversation.
         """
         last = turns[-1]
+        before = self._render(self._conversation(messages, turns[:-1]))
         text = self._render(self._conversation(messages, turns))
         added = self._said(last) + self._tail("content", last.messages)
-        return text, None if text == before + added else self._tokenizer.encode(text)
+        return None if text == before + added else self._tokenizer.encode(text)
 
     def _conversation(self, messages: Sequence[Message], turns: Sequence[Turn]) -> list[Message]:
         conversation = [*messages]

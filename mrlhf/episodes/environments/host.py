@@ -7,36 +7,28 @@ wait for answers: `poll` gives those that have come. This file does not know tok
 
 from __future__ import annotations
 
-import json
 import logging
 import resource
 import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from mrlhf.config.user_code import UserCodeError, read_reference
-from mrlhf.environments import programs
-from mrlhf.environments.interface import (
-    EnvironmentReference,
-    Outcome,
-    Program,
-    ToolCall,
-    ToolResult,
-)
+from mrlhf.episodes.environments import protocol
+from mrlhf.episodes.environments.programs import ProgramError
+from mrlhf.episodes.environments.protocol import EnvironmentReference, Outcome, Program, Request
 from mrlhf.errors import EnvironmentFault
 from mrlhf.workers.child import SIGNALS_OF_THE_JOB
 from mrlhf.workers.process import Limits, WorkerProcess
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _BUILT_IN = Path(__file__).with_name("built_in.py")
 _FORK_S = 30.0  # for a child, besides the time of a call
@@ -62,11 +54,10 @@ class ToolLimits:
     @property
     def of_process(self) -> Limits:
         """The same, for the processes."""
-        seconds = _FORK_S + self.timeout_s
-        return Limits(seconds, self.memory_mb, "rollout.tool_memory_mb")
+        return Limits(_FORK_S + self.timeout_s, self.memory_mb, "rollout.tool_memory_mb")
 
 
-class _Nursery:
+class _ForkServer:
     """A process that has loaded one program, and forks children."""
 
     def __init__(self, name: str, reference: EnvironmentReference, limits: ToolLimits) -> None:
@@ -78,7 +69,7 @@ class _Nursery:
         title = reference.environment or ", ".join(reference.tools) or "no tools"
         self._limits = limits.of_process
         self.process = WorkerProcess(
-            "mrlhf.environments.nursery",
+            "mrlhf.episodes.environments.fork_server",
             given,
             self._limits,
             title=f"the process of {title}",
@@ -108,24 +99,24 @@ class _Nursery:
 
 
 @dataclass
-class _Episode:
-    """One episode: its child, and what it is asked."""
+class _Child:
+    """The process of one episode, and what it is asked."""
 
     number: int
-    nursery: _Nursery
+    server: _ForkServer
     pid: int
     connection: socket.socket
     kind: Literal["reset", "turn", "reward", "rollout"] = "reset"
-    # What is not answered yet, one after the other: a method of the child and its arguments.
-    requests: deque[list[Any]] = field(default_factory=deque)
-    unsent: list[list[Any]] = field(default_factory=list)  # requests, or answers to its questions
+    requests: deque[Request] = field(default_factory=deque)  # those that are not answered yet
+    # Requests, or answers to its questions.
+    unsent: list[protocol.Message] = field(default_factory=list)
     outgoing: bytes = b""  # what the child has not taken yet of those that are sent
-    questions: int = 0  # of a rollout function, that have no answer yet
+    open_questions: int = 0  # of a rollout function, which have no answer yet
     asked_at: float = 0.0
     deadline: float | None = None  # set while the child computes
     received: bytes = b""
-    results: list[ToolResult] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)  # of the answers that are no results
+    results: list[protocol.ToolResult] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # from the other answers
     ended: str = ""  # how the child ended, if it has
 
 
@@ -136,15 +127,15 @@ class EnvironmentHost:
         """Load the programs, by their names; EnvironmentFault if one cannot be loaded."""
         _allow_many_files()
         self._limits = limits
-        self._nurseries: dict[str, _Nursery] = {}
-        self._episodes: dict[int, _Episode] = {}
-        self._queue: deque[_Episode] = deque()
-        self._computing: dict[int, _Episode] = {}
+        self._servers: dict[str, _ForkServer] = {}
+        self._episodes: dict[int, _Child] = {}
+        self._queue: deque[_Child] = deque()
+        self._computing: dict[int, _Child] = {}
         self._outcomes: list[Outcome] = []
         self._selector = selectors.DefaultSelector()
         try:
             for name, reference in references.items():
-                self._nurseries[name] = _Nursery(name, reference, limits)
+                self._servers[name] = _ForkServer(name, reference, limits)
         except EnvironmentFault:
             self.close()
             raise
@@ -152,7 +143,7 @@ class EnvironmentHost:
     @property
     def programs(self) -> dict[str, Program]:
         """What each program offers."""
-        return {name: nursery.program for name, nursery in self._nurseries.items()}
+        return {name: server.program for name, server in self._servers.items()}
 
     def begin(
         self,
@@ -164,40 +155,38 @@ class EnvironmentHost:
     ) -> None:
         """Begin an episode with a row of the data; its random numbers begin with `seed`.
 
-        A rollout function needs `sampling`, the fields of `rollouts.Sampling`.
+        A rollout function needs `sampling`, the fields of `api.Sampling`.
         """
-        nursery = self._nurseries[program]
-        episode = _Episode(number, nursery, *nursery.fork())
+        server = self._servers[program]
+        episode = _Child(number, server, *server.fork())
         self._episodes[number] = episode
         self._selector.register(episode.connection, selectors.EVENT_READ, episode)
-        if nursery.program.is_function:
-            self._ask(episode, "rollout", [["rollout", dict(row), seed, sampling]])
+        if server.program.is_function:
+            arguments = {"row": dict(row), "seed": seed, "sampling": sampling}
+            self._ask(episode, "rollout", [Request("rollout", arguments)])
         else:
-            self._ask(episode, "reset", [["reset", dict(row), seed]])
+            self._ask(episode, "reset", [Request("reset", {"row": dict(row), "seed": seed})])
 
-    def answer(self, number: int, question: int, value: Any, kind: str = "value") -> None:
-        """Answer a question of a rollout function; another `kind` says why there is no value.
-
-        "no room" and "error" raise NoRoom and ValueError there, with the text `value`.
-        """
+    def answer(self, number: int, answer: protocol.Answer) -> None:
+        """Answer a question of a rollout function."""
         episode = self._episodes.get(number)
         if episode is None:
             return  # it has ended without waiting for this
-        episode.questions -= 1
-        episode.unsent.append(["answer", question, kind, value])
+        episode.open_questions -= 1
+        episode.unsent.append(answer)
         if episode not in self._queue:  # else the function went on, and has asked again
             episode.asked_at = time.monotonic()
             self._queue.append(episode)
 
-    def turn(self, number: int, text: str, calls: Sequence[ToolCall]) -> None:
+    def turn(self, number: int, text: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         """Run the calls of a turn; without any, let the environment reply to its text."""
-        requests = [["call", call.name, dict(call.arguments)] for call in calls]
-        requests = [*(requests or [["reply", text]]), ["turn_reward"]]
+        requests = [Request("call", {"name": name, "arguments": given}) for name, given in calls]
+        requests = [*(requests or [Request("reply", {"text": text})]), Request("turn_reward")]
         self._ask(self._episodes[number], "turn", requests)
 
     def ask_reward(self, number: int) -> None:
         """Ask what the episode is worth; its program must have a reward."""
-        self._ask(self._episodes[number], "reward", [["reward"]])
+        self._ask(self._episodes[number], "reward", [Request("reward")])
 
     def end(self, number: int) -> None:
         """End an episode and all that it has started."""
@@ -234,8 +223,8 @@ class EnvironmentHost:
 
     def close(self) -> None:
         """End everything."""
-        for nursery in self._nurseries.values():
-            nursery.process.stop()
+        for server in self._servers.values():
+            server.process.stop()
         for episode in self._episodes.values():
             episode.connection.close()
         self._episodes.clear()
@@ -244,9 +233,9 @@ class EnvironmentHost:
 
     def _ask(
         self,
-        episode: _Episode,
+        episode: _Child,
         kind: Literal["reset", "turn", "reward", "rollout"],
-        requests: Sequence[list[Any]],
+        requests: Sequence[Request],
     ) -> None:
         assert not episode.requests, f"episode {episode.number} has not answered yet"
         episode.kind = kind
@@ -265,18 +254,18 @@ class EnvironmentHost:
             if episode.ended:  # since its last answer; it is given up when its time is over
                 continue
             self._send(episode)
-            if episode.questions:  # it waits for more answers
+            if episode.open_questions:  # it waits for more answers
                 self._computing.pop(episode.number, None)
 
-    def _send(self, episode: _Episode) -> None:
+    def _send(self, episode: _Child) -> None:
         """Send all requests at once, each of which has its own time; or what it has asked for."""
         until = time.monotonic() + self._limits.timeout_s
-        episode.deadline = None if episode.questions else until
-        episode.outgoing += json.dumps(episode.unsent, default=str).encode() + b"\n"
+        episode.deadline = None if episode.open_questions else until
+        episode.outgoing += protocol.encode(episode.unsent, default=str)
         episode.unsent = []
         self._flush(episode)
 
-    def _flush(self, episode: _Episode) -> None:
+    def _flush(self, episode: _Child) -> None:
         """Send what the child takes without delay; `poll` sends the rest when it takes more."""
         if episode.connection.fileno() < 0:
             return
@@ -286,7 +275,7 @@ class EnvironmentHost:
         waits = selectors.EVENT_WRITE if episode.outgoing else 0
         self._selector.modify(episode.connection, selectors.EVENT_READ | waits, episode)
 
-    def _read(self, episode: _Episode) -> None:
+    def _read(self, episode: _Child) -> None:
         """Take what a child has sent."""
         try:
             received = episode.connection.recv(_READ_BYTES)
@@ -297,61 +286,54 @@ class EnvironmentHost:
             return
         if episode.deadline is not None:  # it has done something, such as a part of a long answer
             episode.deadline = time.monotonic() + self._limits.timeout_s
+
         *lines, episode.received = (episode.received + received).split(b"\n")
         for line in lines:
             try:
-                self._take_message(episode, *json.loads(line))
-            except (TypeError, ValueError, LookupError, RecursionError, programs.ProgramError):
+                for message in protocol.decode(line):
+                    self._take_message(episode, message)
+            except (TypeError, ValueError, LookupError, RecursionError, ProgramError):
                 self._lost(episode, "wrote to its connection")
                 return
 
-    def _take_message(self, episode: _Episode, kind: str, value: Any) -> None:
+    def _take_message(self, episode: _Child, message: protocol.Message) -> None:
         """Take one message; any error if it has another form than a child sends."""
         if not episode.requests:
             return
-        if kind == "done":
-            checks = _CHECKS[episode.requests[0][0]]
-            self._take(episode, {key: checks[key](one) for key, one in dict(value).items()})
-        elif kind == "ask" and episode.kind == "rollout":
-            self._take_question(episode, value)
-        elif kind == "failure":
-            summary, trace = (_is(str, text) for text in value)
-            logger.debug("episode %d: %s", episode.number, trace)
-            self._report(episode, summary)
+        if isinstance(message, protocol.Done):
+            self._take(episode, message.checked(episode.requests[0].method))
+        elif isinstance(message, protocol.Question) and episode.kind == "rollout":
+            self._take_question(episode, message)
+        elif isinstance(message, protocol.Failure):
+            logger.debug("episode %d: %s", episode.number, message.trace)
+            self._report(episode, message.summary)
         else:
-            raise ValueError(kind)
+            raise ValueError(message)
 
-    def _take(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
+    def _take(self, episode: _Child, answer: Mapping[str, Any]) -> None:
         """Keep the answer to the first request, and report what came of all after the last."""
-        method, *arguments = episode.requests[0]
-        if method == "call":
-            episode.results.append(ToolResult(arguments[0], **answer))
+        request = episode.requests[0]
+        if request.method == "call":
+            episode.results.append(protocol.ToolResult(request.arguments["name"], **answer))
         else:
             episode.facts |= answer
         episode.requests.popleft()
         if not episode.requests:
             self._report(episode)
 
-    def _take_question(self, episode: _Episode, question: Mapping[str, Any]) -> None:
-        """Let `poll` tell a rollout function's question; its time stands still until the answer."""
-        needed = ["number", "token_ids", "max_tokens", "reads_calls"]
-        itemgetter(*needed[: 4 if question["what"] == "generate" else 1])(question)
-        _is(list, question.get("token_ids", []))
-        seconds = 0.0 if episode.questions else time.monotonic() - episode.asked_at
-        episode.questions += 1
+    def _take_question(self, episode: _Child, question: protocol.Question) -> None:
+        """Let `poll` return a rollout function's question; its time stands still meanwhile."""
+        if question.what == "generate":
+            itemgetter("max_tokens", "reads_calls")(question.arguments)
+            if not isinstance(question.arguments["token_ids"], list):
+                raise TypeError(question)
+        seconds = 0.0 if episode.open_questions else time.monotonic() - episode.asked_at
+        episode.open_questions += 1
         episode.deadline = None
         self._computing.pop(episode.number, None)
-        self._outcomes.append(
-            Outcome(
-                episode.number,
-                "ask",
-                seconds,
-                program=episode.nursery.program.name,
-                question=question,
-            )
-        )
+        self._outcomes.append(Outcome(episode.number, "ask", seconds, question=question))
 
-    def _report(self, episode: _Episode, failure: str | None = None) -> None:
+    def _report(self, episode: _Child, failure: str | None = None) -> None:
         """Let `poll` tell what came of a request."""
         episode.requests.clear()
         episode.deadline = None
@@ -378,7 +360,7 @@ class EnvironmentHost:
                 what, episode.ended = episode.ended, ""
                 self._give_up(episode, what)
 
-    def _lost(self, episode: _Episode, what: str) -> None:
+    def _lost(self, episode: _Child, what: str) -> None:
         """Go on without the child, which has ended or must be stopped; `poll` gives it up."""
         # A child that has closed its connection ends in a moment.
         status = self._drop_child(episode, wait_s=0.0 if what else _END_S)
@@ -386,13 +368,13 @@ class EnvironmentHost:
         held_s = _STOP_S if episode.ended.endswith(_BY_THE_JOB) else 0.0
         episode.deadline = time.monotonic() + held_s
 
-    def _give_up(self, episode: _Episode, what: str) -> None:
-        """Go on after a request whose child is gone, if another child is as good."""
-        method, *arguments = episode.requests[0]
-        is_call = method == "call"
-        problem = f"{arguments[0] if is_call else method} {what}"
-        if is_call and episode.nursery.program.is_stateless:
-            episode.pid, episode.connection = episode.nursery.fork()
+    def _give_up(self, episode: _Child, what: str) -> None:
+        """Answer for a child that is gone; a new one does the rest if there are functions alone."""
+        request = episode.requests[0]
+        is_call = request.method == "call"
+        problem = f"{request.arguments['name'] if is_call else request.method} {what}"
+        if is_call and episode.server.program.is_stateless:
+            episode.pid, episode.connection = episode.server.fork()
             self._selector.register(episode.connection, selectors.EVENT_READ, episode)
             self._take(episode, {"content": f"Error: {problem}", "is_error": True})
             episode.unsent = list(episode.requests)  # what follows the call
@@ -400,19 +382,19 @@ class EnvironmentHost:
         else:
             self._report(episode, problem)
 
-    def _drop_child(self, episode: _Episode, wait_s: float = 0.0) -> str:
+    def _drop_child(self, episode: _Child, wait_s: float = 0.0) -> str:
         """Kill the child, unless it ends within `wait_s` seconds; how it ended, in words."""
         if episode.ended or episode.connection.fileno() < 0:
             return episode.ended
         self._selector.unregister(episode.connection)
         episode.connection.close()
         episode.received = episode.outgoing = b""
-        return episode.nursery.end(episode.pid, wait_s)
+        return episode.server.end(episode.pid, wait_s)
 
     def _log_printed(self) -> None:
         """Log what environments have printed."""
-        for nursery in self._nurseries.values():
-            printed = nursery.process.drain()
+        for server in self._servers.values():
+            printed = server.process.drain()
             if printed:
                 logger.info("an environment printed: %s", printed)
 
@@ -444,33 +426,3 @@ def _located(reference: str) -> list[str]:
     except UserCodeError as error:
         raise EnvironmentFault(f"{reference}: {error}") from None
     return [str(file.resolve()), name]
-
-
-def _is(kind: type[T], value: Any) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(value)
-    return value
-
-
-def _trajectories(value: Any) -> Any:
-    for one in _is(list, value):
-        _is(list, one["token_ids"])
-        dict(_is(list, one["turns"]))
-        _is(str, one["role"])
-        for reward in _is(list, one["turn_rewards"]):
-            programs.number(reward, "it")
-        if one["reward"] is not None:
-            programs.reward(one["reward"])
-    return [value[0], *value[1:]]
-
-
-# What a child answers to each request, and what returns it or raises an error. The user's code may
-# have written to the connection too.
-_CHECKS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
-    "reset": {"observation": partial(programs.said, method="it")},
-    "reply": {"observation": partial(programs.said, method="it")},
-    "call": {"content": partial(_is, str), "is_error": bool},
-    "turn_reward": {"turn_reward": partial(programs.number, method="it"), "ended": bool},
-    "reward": {"reward": programs.reward},
-    "rollout": {"trajectories": _trajectories},
-}

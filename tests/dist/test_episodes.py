@@ -19,9 +19,13 @@ import torch.distributed as dist
 from mrlhf.batch import NO_VERSION, Prompts, Rollout
 from mrlhf.config.rollout import PartialSection
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.data.turns import TurnRenderer
-from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
-from mrlhf.environments.interface import EnvironmentReference
+from mrlhf.episodes.environments.host import EnvironmentHost, ToolLimits, describe
+from mrlhf.episodes.environments.protocol import EnvironmentReference
+from mrlhf.episodes.limits import TurnLimits
+from mrlhf.episodes.read import EnvironmentInputs
+from mrlhf.episodes.replica import ReplicaEpisodes
+from mrlhf.episodes.runner import EpisodeSampler
+from mrlhf.episodes.template import TurnRenderer
 from mrlhf.errors import EnvironmentFault, Interrupted
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
@@ -30,7 +34,6 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
-from mrlhf.rollout.conversations import Conversations, Dialogue, TurnLimits
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.response import Response
@@ -113,18 +116,17 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
     def build(tp: int) -> tuple[Generator, EnvironmentHost | None]:
         groups = factory.engine_groups(EngineLayout.inside(ParallelLayout(tp=2, pp=1, dp=1), tp))
         host = None if groups.tp_rank else EnvironmentHost(references, limits)
-        conversations = Conversations(
+        replica = ReplicaEpisodes(
             groups=groups,
             host=host,
-            dialogues={"": Dialogue(programs[""], renderer)},
-            program_of=lambda source: "",
-            parse=parse,
+            environments=EnvironmentInputs(references, programs, {"": renderer}, limits, parse),
             tokenizer=tokenizer,
-            limits=TurnLimits(MOST_TURNS, None, MOST_TOLD, 32, "tell", "tell"),
+            limits=TurnLimits(MOST_TURNS, None, MOST_TOLD, 32, MOST_TOKENS, "tell", "tell"),
         )
         resharder: Any = FakeResharder(None, ReshardStats(0, 0, 0, 0.0))  # type: ignore[arg-type]
         engine = _engine(model, groups, tokenizer)
-        return Generator(engine, groups, resharder, 11, conversations=conversations), host
+        sampler = EpisodeSampler(replica, is_stopping=lambda: False)
+        return Generator(engine, groups, resharder, 11, sampler=sampler), host
 
     for name, tp in LAYOUTS.items():
         generator, host = build(tp)
@@ -156,12 +158,12 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
     )
     splitting = [build(tp) for tp in LAYOUTS.values()]
     for generator, _ in splitting:
-        leads = generator.conversations
-        assert leads is not None
+        replica = _replica(generator)
         forgets = TurnRenderer(make_tokenizer(FORGETS), programs[""].tools, ENDS)
-        leads.dialogues = {"": Dialogue(programs[""], forgets)}
-        leads.parse = parse_some
-        leads.limits = replace(leads.limits, max_turns=2 * MOST_TURNS, on_rewrite="split")
+        replica.environments = EnvironmentInputs(
+            references, programs, {"": forgets}, limits, parse_some
+        )
+        replica.limits = replace(replica.limits, max_turns=2 * MOST_TURNS, on_rewrite="split")
     talkative = prompts_of(tokenizer, programs[""].tools, TALKATIVE)
     found["partial split"] = _partial_steps(splitting, talkative)
     return found
@@ -172,22 +174,23 @@ def _led_by_a_function(
 ) -> dict[str, Any]:
     """What a function draws that does what the environment does, where that does not fail."""
     generator, host = built
-    leads = generator.conversations
-    assert leads is not None
+    replica = _replica(generator)
     references = {"": EnvironmentReference(f"{file}:lead")}
     limits = ToolLimits(timeout_s=60.0, workers=2)
     if host is not None:
         host.close()
-        leads.host = EnvironmentHost(references, limits)
-    [program] = describe(references, limits).values()
-    leads.dialogues = {"": Dialogue(program, TurnRenderer(leads.tokenizer, (), ENDS))}
+        replica.host = EnvironmentHost(references, limits)
+    renderer = TurnRenderer(replica.tokenizer, (), ENDS)
+    replica.environments = EnvironmentInputs(
+        references, describe(references, limits), {"": renderer}, limits, parse
+    )
     sampling = SamplingParams(
         n=1, temperature=0.0, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
     )
     alive = [row for row, uid in enumerate(UIDS) if uid not in FAILING]
     drawn = generator.generate(prompts.select(alive), sampling, "train", step=2)
-    if leads.host is not None:
-        leads.host.close()
+    if replica.host is not None:
+        replica.host.close()
     return _as_lists(drawn.rollout)
 
 
@@ -198,6 +201,9 @@ def _stopped(
     generator, host = built
     stops = AgreedStop(dist.distributed_c10d._get_default_store().clone(), dist.get_rank(), 2)
     generator.phases.stops = stops
+    replica = _replica(generator)
+    replica.limits = replace(replica.limits, max_response_tokens=9)
+    generator.sampler = EpisodeSampler(replica, is_stopping=lambda: stops.asked)
     asks = threading.Timer(2.0, stops.ask, ["the time is over"])
     generator.ended = lambda *_: asks.start()  # by then this rank waits for the other
     sampling = SamplingParams(n=1, temperature=0.0, max_tokens=9, stop_token_ids=ENDS, seed=0)
@@ -220,9 +226,7 @@ def _partial_steps(
     uids = prompts.uid
     supply = _Supply(prompts)
     section = PartialSection(over=2.0, max_versions=3, turn_cost=4)
-    leads = built[0][0].conversations
-    assert leads is not None
-    most = leads.limits.max_turns
+    most = _replica(built[0][0]).limits.max_turns
     samplers = [PartialSampler(generator, supply, 2, section, most) for generator, _ in built]
     sampling = SamplingParams(
         n=N, temperature=1.0, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
@@ -252,8 +256,8 @@ def _partial_steps(
                 saved(before), lambda some: prompts.select([uids.index(uid) for uid in some])
             )
             supply.place = place
-        if step in (2, 3, 5) and generator.conversations is not None:
-            generator.conversations.end_waiting()  # as after a resume
+        if step in (2, 3, 5):
+            _replica(generator).end_waiting()  # as after a resume
         drawn = sampler.draw(step, sampling)
         if step in (3, 6):
             again = saved(sampler.state_dict())
@@ -290,6 +294,11 @@ def _partial_steps(
     if built[1][1] is not None:
         built[1][1].close()
     return steps
+
+
+def _replica(generator: Generator) -> ReplicaEpisodes:
+    assert isinstance(generator.sampler, EpisodeSampler)
+    return generator.sampler.replica
 
 
 class _Supply:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mrlhf.data.tokenizer import Message, Tokenizer
-from mrlhf.data.turns import TurnRenderer
+from mrlhf.episodes.template import TurnRenderer
 from mrlhf.errors import DataError
 from mrlhf.inference.base import EngineStats, Request, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mrlhf.environments import programs
+from mrlhf.episodes.environments import programs
+from mrlhf.episodes.environments.protocol import Answer, Asked, Question, decode, encode
 
 _LONGEST_ANSWER = 2**30  # bytes
 
@@ -135,26 +135,27 @@ class Engine:
         text: str = await self._ask("decode", {"token_ids": list(token_ids)})
         return text
 
-    async def _ask(self, what: str, arguments: dict[str, Any]) -> Any:
+    async def _ask(self, what: Asked, arguments: dict[str, Any]) -> Any:
         number = next(self._numbers)
         future = asyncio.get_running_loop().create_future()
         self._open[number] = future
-        question = ["ask", {"number": number, "what": what, **arguments}]
-        self._writer.write(json.dumps(question).encode() + b"\n")
+        self._writer.write(encode([Question(number, what, arguments)]))
         await self._writer.drain()
         return await future
 
     async def listen(self, reader: asyncio.StreamReader) -> None:
         """Take the trainer's answers until it closes the connection."""
         while line := await reader.readline():
-            for _, number, kind, value in json.loads(line):
-                future = self._open.pop(number)
+            for answer in decode(line):
+                assert isinstance(answer, Answer)
+                future = self._open.pop(answer.number)
                 if future.cancelled():
                     continue
-                if kind == "value":
-                    future.set_result(value)
+                if answer.problem:
+                    error = NoRoom if answer.problem == "no room" else ValueError
+                    future.set_exception(error(answer.value))
                 else:
-                    future.set_exception((NoRoom if kind == "no room" else ValueError)(value))
+                    future.set_result(answer.value)
 
 
 def lead(
@@ -197,6 +198,7 @@ def _as_dict(one: Trajectory) -> dict[str, Any]:
             "the rollout function returned a trajectory without a turn: generate one, or leave it "
             "out"
         )
+
     if len(one.turn_rewards) not in (0, len(one.turns)):
         raise programs.ProgramError(
             f"turn_rewards has {len(one.turn_rewards)} numbers for {len(one.turns)} turns; give "

@@ -1,4 +1,4 @@
-"""What has a reward of its own: a whole response, or each context of an episode apart.
+"""Reward units: what has a reward of its own, a whole response or each context of an episode.
 
 Tables with a row for each response are spread over these units, and folded together again. It knows
 neither rewards nor estimators.
@@ -16,20 +16,20 @@ from mrlhf.rl.prompt_groups import PromptGroups
 
 
 @dataclass(frozen=True)
-class Rewarded:
-    """The units of a rollout that are rewarded; where all are responses, nothing is copied."""
+class RewardUnits:
+    """The units of a rollout; where all are responses, nothing is copied."""
 
     mask: Tensor  # bool [units, response_len], the tokens that the policy drew
     groups: Tensor  # int64 [units], units with the same number are compared
     rows: Tensor | None  # int64 [units], the response of each; None: unit and response are one
 
     @staticmethod
-    def of(rollout: Rollout) -> Rewarded:
+    def of(rollout: Rollout) -> RewardUnits:
         """The units; contexts that share the rewards of their episode are one."""
         groups = rollout.prompt_groups
         episodes = rollout.episodes or []
         if not any(episode.context_roles for episode in episodes):
-            return Rewarded(rollout.loss_mask, groups, None)
+            return RewardUnits(rollout.loss_mask, groups, None)
 
         rows, begins, ends, names = [], [], [], []
         width = rollout.shape[1]
@@ -44,7 +44,7 @@ class Rewarded:
         columns = torch.arange(width)
         own = (columns >= torch.tensor(begins)[:, None]) & (columns < torch.tensor(ends)[:, None])
         index = torch.tensor(rows)
-        return Rewarded(
+        return RewardUnits(
             rollout.loss_mask[index] & own,
             torch.tensor([numbers[name] for name in names]),
             index,
@@ -63,11 +63,10 @@ class Rewarded:
 
     def scores(self, scores: Tensor, rollout: Rollout) -> Tensor:
         """Scores [batch] plus the rewards of turns, [units]."""
-        of_units = self.spread(scores)
-        of_turns = rollout.turn_rewards()
-        if of_turns is None:
-            return of_units
-        return of_units + (self.spread(of_turns) * self.mask).sum(dim=1)
+        turn_rewards = rollout.turn_rewards()
+        if turn_rewards is None:
+            return self.spread(scores)
+        return self.spread(scores) + (self.spread(turn_rewards) * self.mask).sum(dim=1)
 
     def differ(self, scores: Tensor, rollout: Rollout) -> Tensor:
         """Whether a unit of a response has another score than one it is compared with.

@@ -15,10 +15,10 @@ from typing import Any
 from mrlhf.batch import Prompts
 from mrlhf.config.roots import PPOConfig
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.data.tool_calls import ParsedTurn, parser_for
-from mrlhf.data.turns import Mismatch, Turn, TurnRenderer
-from mrlhf.environments.host import EnvironmentHost, ToolLimits, describe
-from mrlhf.environments.interface import EnvironmentReference, Outcome, Program, as_messages
+from mrlhf.episodes.environments.host import EnvironmentHost, ToolLimits, describe
+from mrlhf.episodes.environments.protocol import EnvironmentReference, Outcome, Program, as_messages
+from mrlhf.episodes.template import Mismatch, Turn, TurnRenderer
+from mrlhf.episodes.tool_calls import ParsedTurn, parser_for
 from mrlhf.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,14 @@ def read_environments(
     rollout = config.rollout
     if not rollout.has_turns:
         return None
+
     tools = tuple(rollout.tools)
     references = {
         section.data_source or _ALL: EnvironmentReference(section.name, tools)
         for section in rollout.environment
     }
     references.setdefault(_ALL, EnvironmentReference(None, tools))
+
     limits = ToolLimits(
         timeout_s=rollout.tool_timeout_s,
         memory_mb=rollout.tool_memory_mb,
@@ -79,6 +81,7 @@ def read_environments(
     renderers = {
         name: TurnRenderer(tokenizer, program.tools, end_ids) for name, program in programs.items()
     }
+
     splits = rollout.on_rewrite == "split"
     led = [name for name, program in programs.items() if not program.is_function]
     found = (_rewritten(renderers[name], tokenizer, programs[name], splits) for name in led)
@@ -90,6 +93,7 @@ def read_environments(
             logger.warning("%s; the policy trains on its turns as it drew them", problem)
         else:
             logger.info("%s; there an episode goes on in another context", problem)
+
     return EnvironmentInputs(
         references=references,
         programs=programs,
@@ -213,10 +217,11 @@ def _rewritten(
         Turn([*tokenizer.encode(text), tokenizer.eos_id], True, [message])
         for text, message in zip(said, told, strict=True)
     ]
+
     question = [{"role": "user", "content": "What?"}]
     if splits:
         try:
-            renderer.goes_on(question, turns, renderer.text(question))
+            renderer.new_context(question, turns)
         except DataError as error:
             raise DataError(
                 f"rollout.on_rewrite: split renders a conversation at once, as text: {error}; set "
@@ -234,6 +239,7 @@ def _check_reward(config: PPOConfig, programs: Collection[Program]) -> None:
     is_asked = any(term.name == "environment" for term in config.reward.terms)
     says = any(program.has_reward for program in programs)
     may_say = any(program.is_function for program in programs)
+
     if is_asked and not says and not may_say:
         raise ConfigError(
             "reward.terms holds 'environment', but rollout.environment has no method reward(self); "
@@ -260,6 +266,7 @@ def _check_contexts(config: PPOConfig, programs: Collection[Program]) -> None:
             "a rollout function draws its episode with one version of the policy; set "
             "rollout.partial.over to 1"
         )
+
     if not has_function and rollout.on_rewrite != "split":
         return
     user = "a rollout function" if has_function else "rollout.on_rewrite: split"

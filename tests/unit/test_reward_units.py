@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrlhf.batch import Prompts, Rollout
-from mrlhf.rollout.rewarded import Rewarded
+from mrlhf.rollout.reward_units import RewardUnits
 from tests.rollouts import make_rollout, with_contexts
 
 
@@ -31,19 +31,19 @@ def _rollout(roles: list[list[str]], rewards: list[list[float]]) -> Rollout:
 def test_contexts_are_compared_with_those_of_their_role_and_prompt() -> None:
     roles = [["x", "o"], ["o", "x"], ["x", "x"], []]
     rollout = _rollout(roles, [[1, -1], [-1, 1], [2, 3], [0, 4]])
-    rewarded = Rewarded.of(rollout)
-    assert rewarded.rows is not None and rewarded.rows.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    units = RewardUnits.of(rollout)
+    assert units.rows is not None and units.rows.tolist() == [0, 0, 1, 1, 2, 2, 3]
     first, second = [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]
     whole = [1, 1, 1, 0, 1, 1]
-    assert rewarded.mask.int().tolist() == [first, second] * 3 + [whole]
-    x, o, o_again, x_again, *others = rewarded.groups.tolist()
+    assert units.mask.int().tolist() == [first, second] * 3 + [whole]
+    x, o, o_again, x_again, *others = units.groups.tolist()
     assert x == x_again != o == o_again
     assert others[0] == others[1] != others[2] and not {x, o} & {*others}
 
-    scores = rewarded.scores(torch.tensor([0.5, 0.0, 0.0, 1.0]), rollout)
+    scores = units.scores(torch.tensor([0.5, 0.0, 0.0, 1.0]), rollout)
     assert scores.tolist() == [1.5, -0.5, -1, 1, 2, 3, 5]
     table = torch.arange(7)[:, None].expand(7, 6) + 1
-    folded = rewarded.fold(table, 4)
+    folded = units.fold(table, 4)
     assert folded.tolist() == [
         [1, 1, 1, 0, 2, 2],
         [3, 3, 3, 0, 4, 4],
@@ -62,13 +62,13 @@ def test_contexts_are_compared_with_those_of_their_role_and_prompt() -> None:
 )
 def test_what_differs_in_a_role_differs(rewards: list[list[float]], differs: list[bool]) -> None:
     rollout = _rollout([["x", "o"]] * 4, rewards)
-    assert Rewarded.of(rollout).differ(torch.zeros(4), rollout).tolist() == differs
+    assert RewardUnits.of(rollout).differ(torch.zeros(4), rollout).tolist() == differs
 
 
 def test_responses_that_share_their_rewards_are_not_copied() -> None:
     rollout = _rollout([[]] * 4, [[1, 0], [0, 1], [0, 0], [1, 1]])
-    rewarded = Rewarded.of(rollout)
-    assert rewarded.mask is rollout.loss_mask and rewarded.rows is None
-    assert rewarded.fold(rollout.rollout_logprobs, 4) is rollout.rollout_logprobs
-    differs = rewarded.differ(torch.zeros(4), rollout)
+    units = RewardUnits.of(rollout)
+    assert units.mask is rollout.loss_mask and units.rows is None
+    assert units.fold(rollout.rollout_logprobs, 4) is rollout.rollout_logprobs
+    differs = units.differ(torch.zeros(4), rollout)
     assert differs.tolist() == [False, False, True, True]

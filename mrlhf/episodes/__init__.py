@@ -1,0 +1,1 @@
+"""Episodes of several turns: what draws them, and what stands between two turns."""
