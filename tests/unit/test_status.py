@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mrlhf.run import monitor as monitor_file
+from mrlhf.run import board as board_file
 from mrlhf.run.alarms.watch import Alarm
 from mrlhf.run.board import Board, Monitor
 
@@ -56,8 +56,8 @@ def test_everything_that_stands_on_the_board_is_written(tmp_path):
 
 
 def test_phases_and_the_end_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(monitor_file, "_LOOK_S", 0.01)
-    monkeypatch.setattr(monitor_file, "_WRITE_S", 0.02)
+    monkeypatch.setattr(board_file, "_LOOK_S", 0.01)
+    monkeypatch.setattr(board_file, "_WRITE_S", 0.02)
     board = Board()
     monitor = Monitor(board, tmp_path, 1)
     monitor.start()
@@ -79,8 +79,8 @@ def test_phases_and_the_end_are_written(tmp_path, monkeypatch):
 
 
 def test_the_status_is_written_at_most_once_a_second_but_for_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(monitor_file, "_LOOK_S", 0.01)
-    monkeypatch.setattr(monitor_file, "_WRITE_S", 3600)
+    monkeypatch.setattr(board_file, "_LOOK_S", 0.01)
+    monkeypatch.setattr(board_file, "_WRITE_S", 3600)
     board = Board()
     monitor = Monitor(board, tmp_path, 1)
     monitor.start()
