@@ -45,13 +45,6 @@ def test_worked_example(placement, expected):
     torch.testing.assert_close(rewards, torch.tensor([expected]))
 
 
-def test_terminal_reward_of_the_worked_example():
-    mask = torch.tensor([[True, True, True, False]])
-    kl = torch.tensor([[3.0, 4.0, 1.0, float("nan")]])
-    rewards = token_rewards(torch.tensor([3.5]), mask, kl, 0.1, "terminal")
-    torch.testing.assert_close(rewards, torch.tensor([[0.0, 0.0, 2.7, 0.0]]))
-
-
 @pytest.mark.parametrize("placement", ["token", "terminal"])
 def test_without_kl_the_score_stands_alone_on_the_last_valid_token(placement):
     mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
