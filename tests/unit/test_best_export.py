@@ -143,6 +143,7 @@ def test_the_validation_before_training_shows_a_wrong_name(
         machine = SimpleNamespace(compute_on_leader=lambda compute: compute())
         factory = SimpleNamespace(machine=machine)
         run = SimpleNamespace(output_dir=tmp_path, lock=None, is_main_rank=True, factory=factory)
+
         checkpoints = Checkpoints(
             run,  # type: ignore[arg-type]
             config,  # type: ignore[arg-type]

@@ -63,6 +63,7 @@ class Program:
         self._host.begin(0, "", {"way": way}, seed=0, sampling=SAMPLING)
         found: Any = None
         until = time.monotonic() + 60
+
         while found is None and time.monotonic() < until:
             for outcome in self._host.poll(1.0):
                 if outcome.failure is not None:
@@ -77,6 +78,7 @@ class Program:
                     self._host.answer(0, Answer(outcome.question.number, turn))
                 else:
                     found = outcome.trajectories[0]["role"]
+
         assert self._host.poll(0.0) == []
         self._host.end(0)
         assert isinstance(found, str), found

@@ -131,6 +131,7 @@ def test_weights_that_were_not_finite_leave_nothing_behind():
         match="NaN or inf; before the first update look at the m",
     ):
         answer(engine, [[1] * 16] * 4, range(4), GREEDY)
+
     engine.weight_slots()[0].parameter.copy_(good)
     engine.commit(3)
     assert_same(

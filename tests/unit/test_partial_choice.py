@@ -130,6 +130,7 @@ def test_after_an_interruption_samples_count_from_where_they_ended() -> None:
     for limit in (1, 3, 4, 10, 11):
         given: Any = (None, earlier, _samples(*drawn), 5, 1, iter([limit]), 2, None)
         found[limit] = Rounds(*given).states
+
     assert found[1] == found[3] == [P, P, F, E, F]
     assert found[4] == found[10] == [P, E, F, E, F]
     assert found[11] == [F, E, F, E, F]  # 4 tokens, 2 for a turn, and 5

@@ -80,6 +80,7 @@ def test_a_rank_receives_what_its_neighbours_send(
     stages: int, chunks: int, micro_batches: int
 ) -> None:
     count = rounds(micro_batches, stages, chunks)
+
     for rank in range(stages):
         is_first, is_last = rank == 0, rank == stages - 1
         before = passes((rank - 1) % stages, stages, chunks, count)

@@ -173,6 +173,7 @@ def test_peaks_by_phase() -> None:
     memory.hold("engine/cache", 0)
     memory.enter("values")
     peaks = memory.take_peaks()
+
     assert peaks == {
         "start": {"critic/params": 5},
         "gen": {"critic/params": 5, "engine/cache": 7},

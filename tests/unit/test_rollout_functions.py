@@ -150,6 +150,7 @@ def _answer(host: EnvironmentHost, asked: Outcome, draws: list[list[int]]) -> No
     assert question is not None
     number = question.number
     ids = question.arguments.get("token_ids", [])
+
     if question.what != "generate":
         others: dict[str, Any] = {"prompt": [1, 2, 3], "tell": [4], "encode": [5], "decode": "word"}
         answer = Answer(number, others[question.what])
@@ -165,6 +166,7 @@ def _answer(host: EnvironmentHost, asked: Outcome, draws: list[list[int]]) -> No
             turn |= {"calls": [call][: len(ids) < 6], "content": "c", "problem": "p"}
         draws.append(ids)
         answer = Answer(number, turn)
+
     host.answer(asked.episode, answer)
 
 
@@ -244,6 +246,7 @@ def test_a_function_that_works_while_the_engine_draws(file: Path) -> None:
     host.begin(0, "", {}, 5, SAMPLING)
     asked: list[Outcome] = []
     until = time.monotonic() + 60
+
     while time.monotonic() < until:
         for outcome in host.poll(0.2):
             if outcome.kind == "rollout":

@@ -304,6 +304,7 @@ def test_a_kind_of_messages_is_tried_once(tokenizers, monkeypatch):
     for _ in range(3):
         renderer.after(drawn, True, RESULTS)
         counts.append(len(renders))
+
     assert counts == [3, 4, 5]  # at first a refused and a taken placeholder as well
 
 
