@@ -242,10 +242,7 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
         ("olmo2", {"attention_bias": True, "pad_token_id": None}, "biases in an OLMo model are"),
         (
             "olmo3",
-            {
-                "pad_token_id": None,
-                "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
-            },
+            {"pad_token_id": None, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             "rope type 'dynamic' is not supported",
         ),
         ("phi3", {"partial_rotary_factor": 0.3}, "which rotates 1 of 4 dimensions of a head"),
@@ -327,21 +324,9 @@ def test_a_scalar_head_that_transformers_has_no_class_for_is_refused(
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0; it must be an integer"),
         ("qwen3_moe", {"norm_topk_prob": "no"}, "norm_topk_prob is 'no'; it must be true or false"),
         ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0.0; it must be a num"),
-        (
-            "glm4_moe",
-            {"n_group": 3},
-            "has 3 groups of 4 experts, of which a token takes 1; the",
-        ),
-        (
-            "glm4_moe",
-            {"n_group": 2, "topk_group": 3},
-            "has 2 groups of 4 experts, of which a to",
-        ),
-        (
-            "glm4_moe",
-            {"n_group": 4},
-            "has 4 groups of 1 experts, of which a token takes 1; a g",
-        ),
+        ("glm4_moe", {"n_group": 3}, "has 3 groups of 4 experts, of which a token takes 1; the"),
+        ("glm4_moe", {"n_group": 2, "topk_group": 3}, "has 2 groups of 4 experts, of which a to"),
+        ("glm4_moe", {"n_group": 4}, "has 4 groups of 1 experts, of which a token takes 1; a g"),
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(

@@ -120,12 +120,7 @@ def ppo(**changes):
 def supervised(root, file, **changes):
     tree = {
         "model": {"path": "model"},
-        "data": {
-            "train_files": file,
-            "tokenizer": "tokenizer",
-            "max_length": 32,
-            "batch_size": 4,
-        },
+        "data": {"train_files": file, "tokenizer": "tokenizer", "max_length": 32, "batch_size": 4},
         "trainer": {"output_dir": "out", "total_epochs": 3},
     }
     return root.model_validate(changed(tree, changes))

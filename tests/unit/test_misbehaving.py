@@ -136,12 +136,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("leaves_a_program", {}, r"ended its process \(exit code 4\)", None),
     ("crashes", {}, r"ended its process \(signal SIGABRT\)", None),
     ("crashes", SMALL, r"ended its process \(signal SIGABRT\)", rf"signal SIGABRT; {IN_REWARD}\)"),
-    (
-        "is_killed",
-        {},
-        r"signal SIGKILL\)",
-        r"SIGKILL, which the kernel sends when",
-    ),
+    ("is_killed", {}, r"signal SIGKILL\)", r"SIGKILL, which the kernel sends when"),
     ("hangs_up", {}, r"was stopped$", r"closed its connection to the trainer, and was stopped"),
     ("takes_memory", {}, r"^fine$", None),
     ("takes_memory", SMALL, r"MemoryError", rf"raised MemoryError.*; {IN_REWARD}"),

@@ -3,11 +3,7 @@
 import pytest
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import (
-    SamplingParams,
-    generate,
-    requests_for,
-)
+from mrlhf.inference.base import SamplingParams, generate, requests_for
 from mrlhf.inference.native import sampler, sequences
 from tests.models.engines import (
     GREEDY,

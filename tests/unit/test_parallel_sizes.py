@@ -165,18 +165,10 @@ def test_a_norm_over_all_heads_does_not_share_a_head(whole_kv_heads: bool) -> No
         ("llama", AxisSizes(), None),
         ("llama", AxisSizes(tp=2), None),
         ("llama", AxisSizes(ep=2), "actor.ep 2 does not fit a model without experts; set actor.ep"),
-        (
-            "llama",
-            AxisSizes(tp=2, etp=1),
-            "actor.etp 1 does not fit a model without experts; set",
-        ),
+        ("llama", AxisSizes(tp=2, etp=1), "actor.etp 1 does not fit a model without experts; set"),
         ("mixtral", AxisSizes(ep=4), None),
         ("mixtral", AxisSizes(tp=8, etp=8), None),
-        (
-            "mixtral",
-            AxisSizes(ep=3),
-            "actor.ep 3 does not fit the model's 4 experts; use one of 1",
-        ),
+        ("mixtral", AxisSizes(ep=3), "actor.ep 3 does not fit the model's 4 experts; use one of 1"),
         (
             "qwen2_moe",
             AxisSizes(tp=8, ep=2, etp=8),

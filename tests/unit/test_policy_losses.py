@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrlhf.rl.names import POLICY_LOSS_TRAITS, LossAggMode, PolicyLossName
-from mrlhf.rl.policy_losses import (
-    POLICY_LOSSES,
-    PolicyLossInputs,
-    PolicyLossOptions,
-    policy_loss,
-)
+from mrlhf.rl.policy_losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossOptions, policy_loss
 from tests.aggregation import aggregate
 from tests.masks import masks
 from tests.oracle import plain_losses
@@ -191,11 +186,7 @@ def test_which_losses_are_of_sequences_and_which_select_tokens():
 
 def test_a_dual_clip_inside_the_trusted_region_is_refused():
     with pytest.raises(AssertionError, match="clip_c"):
-        _loss(
-            "vanilla",
-            _inputs([[0.0]], [[0.0]], [[0.0]]),
-            PolicyLossOptions(clip_c=1.0),
-        )
+        _loss("vanilla", _inputs([[0.0]], [[0.0]], [[0.0]]), PolicyLossOptions(clip_c=1.0))
 
 
 def _plain(name, inputs):

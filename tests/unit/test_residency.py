@@ -50,11 +50,7 @@ def test_what_nobody_needs_leaves_and_comes_back() -> None:
     residency = model.residency(memory)
     assert dict(memory.held) == {"actor/params": 2 * MIB, "actor/grads": MIB}
     residency.leave()
-    assert not memory.held and residency.nbytes == {
-        "params": 2 * MIB,
-        "grads": MIB,
-        "optimizer": 0,
-    }
+    assert not memory.held and residency.nbytes == {"params": 2 * MIB, "grads": MIB, "optimizer": 0}
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*model.params, *model.grads))
 
     first = model.params[0]

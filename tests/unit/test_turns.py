@@ -22,10 +22,7 @@ TOOLS = [
         },
     }
 ]
-PROMPT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is 1 + 2?"},
-]
+PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 2?"}]
 RESULT = {"role": "tool", "name": "add", "content": '{"sum": 3}'}
 OTHER_RESULT = {"role": "tool", "name": "add", "content": "30"}
 QUESTION = {"role": "user", "content": "Are you sure?"}
