@@ -106,7 +106,7 @@ async def rollout(engine, row, sampling):
 """
 
 GAME = '''
-import os, random, sys, threading, time
+import os, random, threading, time
 
 class Guess:
     def __init__(self):

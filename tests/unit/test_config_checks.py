@@ -22,6 +22,7 @@ def test_parse_args_mixes_options_and_keys(tmp_path):
     files = ["--config", str(file), "--config", str(later)]
     config, dry, _ = parse_args(PPOConfig, ["seed=6", *files, *ARGUMENTS])
     assert (config.seed, config.actor.tp, config.actor.pp, dry) == (6, 2, 5, None)
+
     assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=8"])[
         1
     ] == DryRun(None)

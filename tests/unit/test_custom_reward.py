@@ -270,19 +270,18 @@ def test_values_that_json_does_not_have_arrive_as_text(load):
 
 
 def test_missing_names_and_files_name_their_neighbours(file, tmp_path):
-    for reference, message in [
+    cases = [
         (f"{file}:god", r"no function 'god'; did you mean 'good'"),
         (f"{file}:zzzzzz", r"it has .*\bgood\b"),
-        (
-            f"{file}:not_a_function",
-            r"not_a_function in .*\.py is of type int, and no",
-        ),
+        (f"{file}:not_a_function", r"not_a_function in .*\.py is of type int, and no"),
         (f"{file}:is_async", "is_async in .*scorer.py is an async function, which a call does not"),
         (f"{file}:takes_two", "must accept data_source, solution_str, ground_truth, extra_info"),
         (f"{file.with_name('scorers.py')}:good", r"no file .*did you mean .*scorer\.py\?"),
         (f"{tmp_path}/nothing.py:good", "relative to the working directory"),
         ("good", "write it as path/to/file.py:function"),
-    ]:
+    ]
+
+    for reference, message in cases:
         with pytest.raises(RewardError, match=message):
             load_custom(reference)
 

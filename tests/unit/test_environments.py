@@ -62,6 +62,7 @@ def test_schemas_are_those_of_signatures(host: EnvironmentHost) -> None:
     names = (
         "guess luck hang leave_a_child nothing much scribble list_much leave_later odd calculator"
     )
+
     assert list(tools) == names.split()
     assert tools["guess"] == {
         "type": "function",
@@ -92,10 +93,12 @@ def test_an_episode_from_reset_to_reward(host: EnvironmentHost) -> None:
         ("calculator", "2", False),
     ]
     assert wrong.turn_reward == 0.5 and not wrong.ended
+
     host.turn(1, "list", [])
     assert _wait(host)[0].observation == [{"role": "user", "content": "x"}]
     host.turn(1, "what else", [])
     assert _wait(host)[0].ended  # reply gave None
+
     right = _turn(host, 1, ("guess", {"number": 5, "sure": True}))
     assert right.results[0].content == "right" and right.ended and right.turn_reward == 1.0
     host.ask_reward(1)
@@ -297,14 +300,6 @@ def test_a_child_can_be_stopped_as_soon_as_it_has_begun(host: EnvironmentHost) -
     host.end(200)
 
 
-def test_nothing_is_left_of_an_episode(host: EnvironmentHost) -> None:
-    _begun(host, 8)
-    pid = int(_turn(host, 8, ("leave_a_child", {})).results[0].content)
-    assert is_alive(pid)
-    host.end(8)
-    assert_all_end(pid)
-
-
 def test_nothing_is_left_when_the_trainer_is_killed(file: Path) -> None:
     program = f"""
 import time
@@ -320,6 +315,7 @@ server = host._servers[""].process._popen.pid
 print(server, host._episodes[0].pid, host._episodes[0].results[0].content, flush=True)
 time.sleep(1000)
 """
+
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
