@@ -94,9 +94,8 @@ def test_numbers_of_one_token(name, advantage, options, loss, clipped, clipped_l
 
 def test_dual_clip_of_the_worked_example():
     result = _loss("vanilla", _inputs([[0.0]], [[-2.0]], [[-0.5]]), DEFAULTS)
-    assert (
-        result.per_token.item() == 1.5 and result.clipped_lower.item() and not result.clipped.item()
-    )
+    assert result.per_token.item() == 1.5
+    assert result.clipped_lower.item() and not result.clipped.item()
 
 
 def test_the_ratio_of_a_sequence_is_capped():
