@@ -1,6 +1,6 @@
 """The table of docs/memory.md, from the preflight's prediction of a model's bytes.
 
-`python -m tests.sizing` writes it into the page; `tests/unit/test_sizing_page.py` says whether it
+`python -m tests.sizing` writes it into the page; `tests/unit/test_pages.py` says whether it
 is up to date.
 """
 

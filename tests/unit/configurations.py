@@ -1,6 +1,9 @@
 """Configurations that fit, to be changed key by key, and what the checks say of one."""
 
+import re
+
 import pytest
+import yaml
 
 from mrlhf.config import PPOConfig
 from mrlhf.errors import ConfigError
@@ -52,6 +55,19 @@ def changed(tree, changes):
             node = node.setdefault(name, {})
         node[last] = value
     return tree
+
+
+def read_changes(row, **places):
+    """The changes of a row of a table, as `changed` takes them; `{name}` stands for a place."""
+    for name, path in places.items():
+        row = row.replace(f"{{{name}}}", str(path))
+    pairs = [change.split("=", 1) for change in row.split("; ")]
+    return {key.replace(".", "__"): yaml.safe_load(value) for key, value in pairs}
+
+
+def holds(said, words):
+    """Whether a message holds the words of a row, where " ... " stands for anything."""
+    return re.search(".*".join(map(re.escape, words.split(" ... "))), said) is not None
 
 
 def problems(config, world_size):

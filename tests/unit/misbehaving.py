@@ -1,7 +1,112 @@
-"""The source of a user's file: a game that works, and environments and tools that do not."""
+"""The source of users' files: code that misbehaves, and a game that works."""
+
+# A reward function, an environment and a rollout function, which all run one of `WAYS`.
+WAYS = """
+import os, re, signal, subprocess, sys, threading, time
+
+print("imported")
+
+def is_fine():
+    pass
+
+def raises():
+    raise KeyError("lost")
+
+def exits():
+    sys.exit("no score today")
+
+def forks():
+    os.fork()
+    time.sleep(0.1)  # a fork that goes on is heard meanwhile
+
+def fork_exits():
+    if os.fork() == 0:
+        sys.exit()
+    time.sleep(0.1)
+
+def loops():
+    while True:
+        pass
+
+def sleeps():
+    time.sleep(1000)
+
+def hangs_in_c():
+    re.match("(a+)+$", "a" * 64 + "b")  # holds the interpreter's lock throughout
+
+def ignores_signals():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    loops()
+
+def leaves():
+    os._exit(3)
+
+def leaves_a_program():
+    os.system("sleep 1000 &")
+    os._exit(4)
+
+def crashes():
+    os.abort()
+
+def is_killed():
+    os.kill(os.getpid(), 9)
+
+def hangs_up():
+    os.closerange(3, 100)
+    time.sleep(1000)
+
+def takes_memory():
+    bytearray(600 * 10**6)
+
+def a_child_takes_memory():
+    program = "bytearray(600 * 10**6)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return "refused" if done.returncode and "MemoryError" in done.stderr else "fine"
+
+def starts_threads():
+    for _ in range(1000):
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
+def reads_its_place():
+    return open("/proc/self/oom_score_adj").read().strip()
+
+def has_a_child(file):
+    pid = subprocess.Popen(["sleep", "1000"]).pid
+    print("child", pid, flush=True)
+    with open(file, "w") as written:
+        written.write(str(pid))
+
+def has_a_child_and_hangs(file):
+    has_a_child(file)
+    time.sleep(1000)
+
+def has_a_child_and_leaves(file):
+    has_a_child(file)
+    os._exit(3)
+
+def run(way):
+    name, *arguments = way.split()
+    return globals()[name](*arguments) or "fine"
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0, "pred": run(solution_str)}
+
+class Environment:
+    def reset(self, row):
+        return "Begin."
+
+    def misbehave(self, way: str) -> str:
+        return run(way)
+
+async def rollout(engine, row, sampling):
+    one = await engine.generate([1])
+    one.role = run(row["way"])
+    return one
+"""
 
 GAME = '''
-import os, random, sys, threading, time
+import os, random, threading, time
 
 class Guess:
     def __init__(self):
@@ -10,8 +115,6 @@ class Guess:
     def reset(self, row):
         if row.get("raises"):
             raise KeyError("no such row")
-        if row.get("forks"):
-            os.fork()
         if row.get("hangs"):
             time.sleep(1000)
         if row.get("odd"):
@@ -35,31 +138,16 @@ class Guess:
         return "right" if self.done else ["wrong", number]
 
     def luck(self) -> float:
-        time.sleep(0.1)  # a fork that goes on is heard meanwhile
         return self.drawn
-
-    def leave(self):
-        os._exit(3)
 
     def hang(self):
         time.sleep(1000)
-
-    def stop(self):
-        sys.exit("enough")
-
-    def eat(self):
-        return len(bytearray(3 * 10**9))
 
     def leave_a_child(self):
         pid = os.fork()
         if pid == 0:
             time.sleep(1000)
         return pid
-
-    def fork(self, ends: bool):
-        if os.fork() == 0 and ends:
-            sys.exit()
-        return "forked"
 
     def nothing(self) -> None:
         pass
@@ -74,10 +162,6 @@ class Guess:
 
     def list_much(self):
         return ["x"] * 10**6
-
-    def leave_a_program(self):
-        os.system("sleep 1000 &")
-        os._exit(4)
 
     def leave_later(self):
         threading.Timer(0.05, os._exit, [5]).start()

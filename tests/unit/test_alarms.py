@@ -152,6 +152,7 @@ def test_held_out_results_that_fall_raise_an_alarm_with_the_key_that_helps(case)
         found += watch.look(step, {name: value, f"se/{name}": error, **(others if step else {})})
         found += [alarm for later in range(1, 10) for alarm in watch.look(step + later, others)]
     found = [alarm for alarm in found if alarm.name == "held_out"]
+
     assert [alarm.key for alarm in found] == ([key] if key else [])
     if key:
         assert name in found[0].message and f"after step {found[0].step}" in found[0].message

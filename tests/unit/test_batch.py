@@ -77,12 +77,8 @@ def test_join_pads_to_the_longest_and_keeps_the_order():
 
     assert joined.prompts.uid == [7, 7, 9, 9, 4, 4]
     assert joined.response_lengths == [1, 2, 4, 1, 3, 2]
-    assert (
-        joined.response_ids.shape
-        == joined.response_mask.shape
-        == joined.rollout_logprobs.shape
-        == (6, 4)
-    )
+    tables = (joined.response_ids, joined.response_mask, joined.rollout_logprobs)
+    assert {tuple(table.shape) for table in tables} == {(6, 4)}
     assert joined.response_ids[1].tolist() == [100, 101, 0, 0]
     assert joined.prompt_groups.tolist() == [0, 0, 1, 1, 2, 2]
     assert joined.sequences()[0].tolist() == [7, 7, 0]

@@ -12,10 +12,7 @@ from mrlhf.weights.boxes import Box, boxes_in
 from mrlhf.weights.shard import Rule, Slot, local_shape, pieces_of
 
 RULES = {
-    "qkv": (
-        Rule(("q", "k", "v"), dim=0, periods=4),
-        {"q": (16, 6), "k": (8, 6), "v": (8, 6)},
-    ),
+    "qkv": (Rule(("q", "k", "v"), dim=0, periods=4), {"q": (16, 6), "k": (8, 6), "v": (8, 6)}),
     "q, k and v in one tensor": (
         Rule(("f", "f", "f"), dim=0, periods=4, intervals=((0, 16), (16, 24), (24, 32))),
         {"f": (32, 5)},

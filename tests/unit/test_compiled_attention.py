@@ -53,12 +53,7 @@ def gradients(output, tensors, slopes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary", "window"),
-    [
-        (4, 2, 24, 24, None),
-        (6, 2, 32, 16, 20),
-        (2, 2, 10, 10, 100),
-        (3, 1, 128, 0, None),
-    ],
+    [(4, 2, 24, 24, None), (6, 2, 32, 16, 20), (2, 2, 10, 10, 100), (3, 1, 128, 0, None)],
 )
 def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, window):
     generator = torch.Generator().manual_seed(dim)

@@ -14,19 +14,15 @@ ARGUMENTS = [
 ]
 
 
-def test_later_files_override(tmp_path):
-    (tmp_path / "a.yaml").write_text("seed: 5\nactor: {tp: 2}\n")
-    (tmp_path / "b.yaml").write_text("actor: {pp: 3}\n")
-    files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
-    config, *_ = parse_args(PPOConfig, [*files, *ARGUMENTS, "seed=7"])
-    assert (config.seed, config.actor.tp, config.actor.pp) == (7, 2, 3)
-
-
 def test_parse_args_mixes_options_and_keys(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("seed: 5\nactor: {tp: 2, pp: 3}\ncritic: {pp: 4}\n")
-    config, dry, _ = parse_args(PPOConfig, ["seed=6", "--config", str(file), *ARGUMENTS])
-    assert (config.seed, dry) == (6, None)
+    later = tmp_path / "later.yaml"
+    later.write_text("actor: {pp: 5}\n")
+    files = ["--config", str(file), "--config", str(later)]
+    config, dry, _ = parse_args(PPOConfig, ["seed=6", *files, *ARGUMENTS])
+    assert (config.seed, config.actor.tp, config.actor.pp, dry) == (6, 2, 5, None)
+
     assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=8"])[
         1
     ] == DryRun(None)

@@ -67,11 +67,16 @@ def summary(section):
 
 
 @pytest.mark.parametrize("preset", get_args(CorrectionPreset))
-def test_presets(preset):
+def test_presets(preset, tmp_path):
     section = load(f"preset={preset}")
     assert summary(section) == PRESETS[preset]
     assert section.active is (preset != "disabled")
     assert section.rollout_is_batch_normalize is False
+
+    given = f"{KEY}={{preset: {preset}, rollout_is: token}}"
+    config = load_config(PPOConfig, None, [*ARGUMENTS, given])
+    (tmp_path / "dump.yaml").write_text(dump_yaml(config))
+    assert load_config(PPOConfig, tmp_path / "dump.yaml") == config
 
 
 def test_off_by_default():
@@ -81,15 +86,6 @@ def test_off_by_default():
     for setting in ("rollout_is=token", "bypass_mode=true"):
         assert load(setting).active
     assert load("rollout_rs=token_k1", "rollout_rs_threshold=2").active
-
-
-@pytest.mark.parametrize("preset", get_args(CorrectionPreset))
-def test_a_dump_reloads_equal(preset, tmp_path):
-    config = load_config(
-        PPOConfig, None, [*ARGUMENTS, f"{KEY}={{preset: {preset}, rollout_is: token}}"]
-    )
-    (tmp_path / "dump.yaml").write_text(dump_yaml(config))
-    assert load_config(PPOConfig, tmp_path / "dump.yaml") == config
 
 
 @pytest.mark.parametrize(
@@ -210,7 +206,7 @@ def test_which_source_wins(tmp_path, texts, settings, expected):
         assert (section.rollout_rs is None) == (section.rollout_rs_threshold is None)
 
 
-def test_a_whole_section_among_the_arguments_may_hold_a_preset(tmp_path):
+def test_a_whole_section_may_hold_a_preset(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("algorithm: {gamma: 0.5, rollout_correction: {rollout_is: token}}\n")
     preset = [f"{KEY}={{preset: decoupled_geo_rs}}", f"{KEY}.rollout_rs_threshold=1.5"]
@@ -219,8 +215,7 @@ def test_a_whole_section_among_the_arguments_may_hold_a_preset(tmp_path):
     assert summary(algorithm.rollout_correction) == (*NO_WEIGHTS, criteria, False, "ppo_clip")
     assert algorithm.gamma == 0.5
 
-
-def test_a_section_of_its_own_drops_the_threshold_of_what_is_off():
+    # It drops the threshold of what is off.
     section = RolloutCorrectionSection(preset="bypass_pg_token_icepop", rollout_is=None)
     assert summary(section) == NO_ICEPOP
     section = RolloutCorrectionSection(preset="bypass_pg_geo_rs_seq_tis", rollout_rs=None)

@@ -7,12 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from mrlhf.rl.policy_losses import (
-    POLICY_LOSSES,
-    PolicyLossInputs,
-    PolicyLossOptions,
-    policy_loss,
-)
+from mrlhf.rl.policy_losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossOptions, policy_loss
 from tests.unit.configurations import ppo
 
 OPTIONS = {  # of the policy losses, by the key that sets them

@@ -16,12 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from configs.recipes.data.vocabulary import train_sentencepiece
-from mrlhf.checkpoint.conversion.convert import (
-    SourceOptions,
-    TargetOptions,
-    convert,
-    open_source,
-)
+from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert, open_source
 from mrlhf.checkpoint.conversion.identify import examine, identify
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.checkpoint.manifest import checkpoint_name
@@ -292,8 +287,16 @@ def test_what_a_directory_is(tmp_path: Path) -> None:
     assert "tp 1, pp 1, dp 1; stored: weight" in facts["actor"]
     assert identify(tmp_path / "run").path.name == "step_000000"
 
+    for directory in (tmp_path / "hf", tmp_path / "megatron", tmp_path / "run"):
+        source = open_source(directory, SourceOptions())
+        assert source.spec == load_spec(tmp_path / "hf", "lm")
+        assert next(iter(source.tensors)) == "model.embed_tokens.weight"
+
     with pytest.raises(CheckpointError, match="is no Hugging Face model, training checkpoint, out"):
         examine(tmp_path)
+    (tmp_path / ".step_000004.saving" / "actor").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"is no whole checkpoint: it has no manifest.json"):
+        examine(tmp_path / ".step_000004.saving")
 
 
 @pytest.mark.parametrize("format", ["huggingface", "megatron", "training"])
@@ -417,12 +420,6 @@ def _given(vocab_size: int | None, model_type: str | None) -> SourceOptions:
     return SourceOptions(vocab_size=vocab_size, model_type=model_type)
 
 
-def test_a_checkpoint_that_is_being_saved_is_not_whole(tmp_path: Path) -> None:
-    (tmp_path / ".step_000004.saving" / "actor").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"is no whole checkpoint: it has no manifest.json"):
-        examine(tmp_path / ".step_000004.saving")
-
-
 def test_a_flipped_bit_does_not_pass_as_whole(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf")
     save_training(tmp_path / "hf", tmp_path / "ck")
@@ -516,14 +513,3 @@ def test_memory_is_bounded_by_a_file_and_not_by_the_model(tmp_path: Path) -> Non
     assert sum(grown) < 100_000, f"kB for a model of {model} kB: {grown}"
     index = json.loads((tmp_path / "huggingface" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 5
-
-
-def test_a_source_is_opened_by_what_it_is(tmp_path: Path) -> None:
-    save_model("qwen3", tmp_path / "hf")
-    save_training(tmp_path / "hf", tmp_path / "training")
-    for format in ("megatron", "training", "huggingface"):
-        if format != "training":
-            _convert(tmp_path / "hf", tmp_path / format, format)
-        source = open_source(tmp_path / format, SourceOptions())
-        assert source.spec == load_spec(tmp_path / "hf", "lm")
-        assert next(iter(source.tensors)) == "model.embed_tokens.weight"

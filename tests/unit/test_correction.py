@@ -27,78 +27,52 @@ def _weighing(level, upper, lower=None, normalise=False, criteria=()):
     return Correction(level=level, lower=lower, upper=upper, normalise=normalise, criteria=criteria)
 
 
-def _weights(log_ratio, correction, mask=None):
-    log_ratio = torch.tensor(log_ratio, dtype=torch.float64)
-    mask = torch.ones(log_ratio.shape, dtype=torch.bool) if mask is None else torch.tensor(mask)
-    return correct(log_ratio, mask, correction).weights
-
-
 @pytest.mark.parametrize(
-    ("statistic", "value"),
+    ("statistic", "values"),  # of the two tokens, or of the sequence
     [
-        ("seq_sum_k2", 0.15625),
-        ("seq_sum_k3", 0.1775221),
-        ("seq_mean_k2", 0.078125),
-        ("seq_mean_k3", 0.0887610),
-        ("seq_max_k2", 0.125),
-        ("seq_max_k3", 0.1487213),
+        ("seq_sum_k2", [0.15625]),
+        ("seq_sum_k3", [0.1775221]),
+        ("seq_mean_k2", [0.078125]),
+        ("seq_mean_k3", [0.0887610]),
+        ("seq_max_k2", [0.125]),
+        ("seq_max_k3", [0.1487213]),
+        ("token_k2", [0.125, 0.03125]),
+        ("token_k3", [0.1487213, 0.0288008]),
     ],
 )
-def test_a_sequence_whose_divergence_is_above_the_bound_goes_as_a_whole(statistic, value):
-    keeps = correct(LOG_RATIO, MASK, _rejecting(Criterion(statistic, None, value + 1e-6)))
-    drops = correct(LOG_RATIO, MASK, _rejecting(Criterion(statistic, None, value - 1e-6)))
-    assert torch.equal(keeps.kept, MASK) and not drops.kept.any()
-    assert keeps.weights is None and keeps.raw is None
-
-
-@pytest.mark.parametrize(
-    ("statistic", "values"), [("token_k2", (0.125, 0.03125)), ("token_k3", (0.1487213, 0.0288008))]
-)
-def test_tokens_whose_divergence_is_above_the_bound_go(statistic, values):
-    for bound, kept in (
-        (values[0] + 1e-6, [True, True]),
-        (values[0] - 1e-6, [False, True]),
-        (values[1] + 1e-6, [False, True]),
-        (values[1] - 1e-6, [False, False]),
-    ):
+def test_what_has_a_divergence_above_the_bound_goes(statistic, values):
+    for bound in (value + part for value in values for part in (1e-6, -1e-6)):
         corrected = correct(LOG_RATIO, MASK, _rejecting(Criterion(statistic, None, bound)))
-        assert corrected.kept.tolist() == [[*kept, False], [False] * 3]
+        kept = [value <= bound for value in values]
+        assert corrected.kept.tolist() == [[kept[0], kept[-1], False], [False] * 3]
+        assert corrected.weights is None and corrected.raw is None
 
 
 @pytest.mark.parametrize(
-    ("statistic", "exponent"), [("seq_sum_k1", -0.25), ("seq_mean_k1", -0.125)]
-)  # of -.5 + .25, the logarithm of engine over trainer
-def test_k1_bounds_the_ratio_of_engine_to_trainer(statistic, exponent):
-    ratio = math.exp(exponent)  # .7788 and .8825
+    ("statistic", "exponents"),  # of -.5 and .25, the logarithm of engine over trainer
+    [("seq_sum_k1", [-0.25]), ("seq_mean_k1", [-0.125]), ("token_k1", [-0.5, 0.25])],
+)
+def test_k1_bounds_the_ratio_of_engine_to_trainer(statistic, exponents):
+    low = math.exp(exponents[0])
+    high = math.exp(exponents[-1])
     for sign in (1, -1):
-        for lower, upper, kept in (
-            (ratio - 1e-6, 1.5, True),
-            (ratio + 1e-6, 1.5, False),
-            (0.5, ratio + 1e-6, True),
-            (0.5, ratio - 1e-6, False),
+        for lower, upper in (
+            (low - 1e-6, high + 1e-6),
+            (low + 1e-6, high + 1e-6),
+            (low - 1e-6, high - 1e-6),
+            (low + 1e-6, high - 1e-6),
         ):
+            kept = [lower <= math.exp(exponent) <= upper for exponent in exponents]
             # With the opposite log-ratios, the reciprocal bounds.
             bounds = (lower, upper) if sign == 1 else (1 / upper, 1 / lower)
             corrected = correct(sign * LOG_RATIO, MASK, _rejecting(Criterion(statistic, *bounds)))
-            assert corrected.kept.any().item() == kept
-            assert not kept or torch.equal(corrected.kept, MASK)
-
-
-def test_k1_of_tokens_keeps_those_within_its_band():
-    # Engine over trainer is e^-.5 = .6065 and e^.25 = 1.2840.
-    for lower, upper, kept in (
-        (0.6, 1.3, [True, True]),
-        (0.61, 1.3, [False, True]),
-        (0.6, 1.28, [True, False]),
-        (0.61, 1.28, [False, False]),
-    ):
-        corrected = correct(LOG_RATIO, MASK, _rejecting(Criterion("token_k1", lower, upper)))
-        assert corrected.kept.tolist() == [[*kept, False], [False] * 3]
+            assert corrected.kept.tolist() == [[kept[0], kept[-1], False], [False] * 3]
 
 
 def test_all_criteria_must_hold():
     log_ratio = torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.0, -0.5], [0.4, 0.4, 0.4], [0.0, 0.1, 0.0]])
     mask = torch.tensor([[True] * 3, [True] * 3, [True] * 3, [False, True, True]])
+    assert torch.equal(correct(log_ratio, mask, _rejecting()).kept, mask)
     token = Criterion("token_k1", 1 / 1.6, 1.6)
     sequence = Criterion("seq_sum_k2", None, 0.2)
 
@@ -135,10 +109,6 @@ def test_divergences_are_those_of_log_ratios_cut_to_twenty():
         ).kept.any()
 
 
-def test_no_criterion_keeps_the_mask():
-    assert torch.equal(correct(LOG_RATIO, MASK, _rejecting()).kept, MASK)
-
-
 @pytest.mark.parametrize(("statistic", "lower"), [("token_k1", None), ("seq_sum_k3", 0.5)])
 def test_bounds_that_a_statistic_does_not_have_are_refused(statistic, lower):
     with pytest.raises(AssertionError, match="lower bound"):
@@ -148,64 +118,47 @@ def test_bounds_that_a_statistic_does_not_have_are_refused(statistic, lower):
 LN2 = math.log(2.0)
 
 
-def test_token_weights_are_truncated():
-    weights = _weights([[LN2, -LN2, 2 * LN2, 0.0]], _weighing("token", 3.0))
-    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.5, 3.0, 1.0]], dtype=torch.float64))
+TOKENS = [[LN2, -LN2, 2 * LN2, 0.0, -3 * LN2]]
+SEQUENCES = [[LN2, LN2, -9.0], [-LN2, 0.0, -2 * LN2], [5.0, 5.0, 5.0]]
+ALL = [[True] * 5]
+SOME = [[True, True, False], [True] * 3, [False] * 3]
+NONE = [0.0] * 3
 
 
-def test_token_weights_outside_a_band_are_zero():
-    weights = _weights([[LN2, -LN2, 2 * LN2, 0.0, -3 * LN2]], _weighing("token", 3.0, lower=0.3))
-    torch.testing.assert_close(
-        weights, torch.tensor([[2.0, 0.5, 0.0, 1.0, 0.0]], dtype=torch.float64)
-    )
-
-
-def test_a_band_includes_its_ends():
-    log_ratio = torch.zeros(1, 1)
-    mask = torch.tensor([[True]])
-    for lower, upper in ((1.0, 2.0), (0.5, 1.0)):
-        assert (
-            correct(log_ratio, mask, _weighing("token", upper, lower=lower)).weights.item() == 1.0
-        )
-
-
-def test_sequence_weights_are_the_product_on_every_token():
-    log_ratio = [[LN2, LN2, -9.0], [-LN2, 0.0, -2 * LN2], [5.0, 5.0, 5.0]]
-    mask = [[True, True, False], [True, True, True], [False, False, False]]
-    raw = [[4.0, 4.0, 0.0], [0.125] * 3, [0.0] * 3]
-    corrected = correct(
-        torch.tensor(log_ratio, dtype=torch.float64), torch.tensor(mask), _weighing("sequence", 3.0)
-    )
-    torch.testing.assert_close(corrected.raw, torch.tensor(raw, dtype=torch.float64))
-    truncated = torch.tensor([[3.0, 3.0, 0.0], [0.125] * 3, [0.0] * 3], dtype=torch.float64)
-    torch.testing.assert_close(corrected.weights, truncated)
-    zeroed = torch.tensor([[4.0, 4.0, 0.0], [0.0] * 3, [0.0] * 3], dtype=torch.float64)
-    torch.testing.assert_close(
-        _weights(log_ratio, _weighing("sequence", 5.0, lower=0.2), mask), zeroed
-    )
-
-
-def test_token_weights_are_divided_by_their_mean_over_tokens():
-    # Truncated to 3, .5, 1: their mean is 1.5. The second row has no token.
-    log_ratio = [[2 * LN2, -LN2, 0.0, 9.0], [9.0] * 4]
-    mask = [[True, True, True, False], [False] * 4]
-    expected = torch.tensor([[2.0, 1 / 3, 2 / 3, 0.0], [0.0] * 4], dtype=torch.float64)
-    torch.testing.assert_close(
-        _weights(log_ratio, _weighing("token", 3.0, normalise=True), mask), expected
-    )
-
-
-def test_sequence_weights_are_divided_by_their_mean_over_sequences():
-    # Truncated to 3 and .5: the mean over the two sequences that have a token is 1.75, however long
-    # they are.
-    log_ratio = [[LN2, LN2, 0.0], [-LN2, 9.0, 9.0], [9.0] * 3]
-    mask = [[True] * 3, [True, False, False], [False] * 3]
-    expected = torch.tensor(
-        [[3 / 1.75] * 3, [0.5 / 1.75, 0.0, 0.0], [0.0] * 3], dtype=torch.float64
-    )
-    torch.testing.assert_close(
-        _weights(log_ratio, _weighing("sequence", 3.0, normalise=True), mask), expected
-    )
+@pytest.mark.parametrize(
+    ("log_ratio", "mask", "correction", "weights"),
+    [
+        (TOKENS, ALL, _weighing("token", 3.0), [[2.0, 0.5, 3.0, 1.0, 0.125]]),
+        (TOKENS, ALL, _weighing("token", 3.0, lower=0.3), [[2.0, 0.5, 0.0, 1.0, 0.0]]),
+        # A band includes its ends.
+        ([[0.0]], [[True]], _weighing("token", 2.0, lower=1.0), [[1.0]]),
+        ([[0.0]], [[True]], _weighing("token", 1.0, lower=0.5), [[1.0]]),
+        # Of a sequence the product stands on every token.
+        (SEQUENCES, SOME, _weighing("sequence", 5.0), [[4.0, 4.0, 0.0], [0.125] * 3, NONE]),
+        (SEQUENCES, SOME, _weighing("sequence", 3.0), [[3.0, 3.0, 0.0], [0.125] * 3, NONE]),
+        (SEQUENCES, SOME, _weighing("sequence", 5.0, lower=0.2), [[4.0, 4.0, 0.0], NONE, NONE]),
+        # Truncated to 3, .5, 1: their mean over tokens is 1.5.
+        (
+            [[2 * LN2, -LN2, 0.0, 9.0], [9.0] * 4],
+            [[True, True, True, False], [False] * 4],
+            _weighing("token", 3.0, normalise=True),
+            [[2.0, 1 / 3, 2 / 3, 0.0], [0.0] * 4],
+        ),
+        # Truncated to 3 and .5: their mean over sequences with a token is 1.75, however long.
+        (
+            [[LN2, LN2, 0.0], [-LN2, 9.0, 9.0], [9.0] * 3],
+            [[True] * 3, [True, False, False], [False] * 3],
+            _weighing("sequence", 3.0, normalise=True),
+            [[3 / 1.75] * 3, [0.5 / 1.75, 0.0, 0.0], NONE],
+        ),
+    ],
+)
+def test_weights_literal_numbers(log_ratio, mask, correction, weights):
+    log_ratio = torch.tensor(log_ratio, dtype=torch.float64)
+    corrected = correct(log_ratio, torch.tensor(mask), correction)
+    torch.testing.assert_close(corrected.weights, torch.tensor(weights, dtype=torch.float64))
+    if log_ratio.tolist() == SEQUENCES:
+        assert corrected.raw[:, 0].tolist() == pytest.approx([4.0, 0.125, 0.0])
 
 
 def test_rejection_changes_neither_weights_nor_their_mean():

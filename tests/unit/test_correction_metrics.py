@@ -90,53 +90,26 @@ def test_shares_and_extremes_of_weights():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_ratio_at_the_bound_is_not_beyond_it(level):
-    mask = torch.tensor([[True], [True]])
-    metrics = _weight_metrics(torch.zeros(2, 1), mask, _correction(level, upper=1.0))
-    assert (
-        metrics["rollout_is_ratio_fraction_high"] == metrics["rollout_is_ratio_fraction_low"] == 0.0
-    )
+def test_weights_at_the_bound_that_are_zero_of_one_token_and_of_nothing(level):
+    two = torch.ones(2, 1, dtype=torch.bool)
+    metrics = _weight_metrics(torch.zeros(2, 1), two, _correction(level, upper=1.0))
+    assert metrics["rollout_is_ratio_fraction_high"] == 0.0  # at the bound is not beyond it
+    assert metrics["rollout_is_ratio_fraction_low"] == 0.0
 
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights_that_are_all_zero_count_for_no_sample(level):
-    metrics = _weight_metrics(
-        [[3.0], [3.0]], torch.ones(2, 1, dtype=torch.bool), _correction(level, lower=0.5)
-    )
-    assert (
-        metrics["rollout_is_eff_sample_size"] == 0.0
-        and metrics["rollout_is_ratio_fraction_high"] == 1.0
-    )
-    assert metrics["rollout_is_oob_ratio"] == 1.0 and metrics["rollout_is_mean"] == 0.0
-    normalised = _weight_metrics(
-        [[3.0], [3.0]],
-        torch.ones(2, 1, dtype=torch.bool),
-        _correction(level, lower=0.5, normalise=True),
-    )
+    far = [[3.0], [3.0]]
+    metrics = _weight_metrics(far, two, _correction(level, lower=0.5))
+    assert metrics["rollout_is_eff_sample_size"] == metrics["rollout_is_mean"] == 0.0
+    assert metrics["rollout_is_ratio_fraction_high"] == metrics["rollout_is_oob_ratio"] == 1.0
+    normalised = _weight_metrics(far, two, _correction(level, lower=0.5, normalise=True))
     assert normalised["rollout_is_batch_norm_factor"] == 1.0
 
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights_of_one_token(level):
     metrics = _weight_metrics([[0.0]], torch.tensor([[True]]), _correction(level))
     assert metrics["rollout_is_std"] == 0.0
     assert metrics["rollout_is_eff_sample_size"] == pytest.approx(1.0, rel=1e-7)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights_of_nothing_are_not_a_number(level):
-    metrics = _weight_metrics(
-        torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool), _correction(level)
-    )
+    metrics = _weight_metrics(torch.zeros(2, 1), ~two, _correction(level))
     assert len(metrics) == 14
     assert all(math.isnan(number) for number in metrics.values())
-
-
-def test_no_weights_no_metrics():
-    assert (
-        _weight_metrics(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), _correction(None))
-        == {}
-    )
+    assert _weight_metrics(torch.zeros(2, 1), two, _correction(None)) == {}
 
 
 def test_shares_of_what_was_rejected():

@@ -38,13 +38,6 @@ def test_covariances_of_the_worked_example():
     assert chosen(0.4, excluded=[True, False, False, False]) == [False, False, True, False]
 
 
-def test_no_token_no_choice():
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    assert not select_by_covariance(
-        torch.ones(2, 3), torch.ones(2, 3), nothing, 0.5, None, None
-    ).any()
-
-
 def test_no_gradient_flows_into_the_choice():
     logprob = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     everything = torch.ones(1, 2, dtype=torch.bool)

@@ -34,9 +34,7 @@ def test_pick_device_on_a_machine_without_gpu(monkeypatch: pytest.MonkeyPatch) -
         pick_device("cuda", local_rank=0)
 
 
-def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     glibc = SimpleNamespace(mallopt=lambda parameter, value: calls.append((parameter, value)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -59,6 +59,7 @@ def rollout_of(uids, samples=2):
     ).repeat(samples)
     lengths = torch.arange(rows) % 3 + 1
     mask = torch.arange(3)[None] < lengths[:, None]
+
     return make_rollout(
         prompts=prompts,
         sample_index=list(range(samples)) * len(uids),
@@ -84,6 +85,7 @@ def dump_of(rollout):
         returns=torch.zeros(shape),
     )
     terms = {"exact": [0.5] * (rows - 1) + [float("nan")]}
+
     return Dump(4, experience, Scores(experience.scores, terms), entropy=torch.full(shape, 0.25))
 
 
@@ -145,6 +147,7 @@ def with_episodes(rollout):
     failed = replace(plain, turns=[1], turn_begins=[0], tools={}, failure="reset raised: no")
     drawn = with_holes(rollout, told)
     versions = torch.where(drawn.loss_mask, torch.tensor([4, 0, 5]), drawn.versions)
+
     return replace(drawn, versions=versions.int(), episodes=[plain, plain, plain, failed])
 
 

@@ -51,6 +51,7 @@ def _passes() -> list[StepInputs]:
                 last=torch.tensor(ends[1:]) - 1,
             )
         )
+
     return passes
 
 

@@ -45,12 +45,9 @@ def test_replicas_lie_inside_model_parallel_groups_and_cover_the_world(
 
 
 def test_an_engine_that_does_not_divide_the_actor() -> None:
-    with pytest.raises(ConfigError) as error:
+    message = "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2 = 4; choose a divisor of it"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
         EngineLayout.inside(ParallelLayout(tp=2, pp=2, dp=2), 3)
-    assert (
-        str(error.value)
-        == "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2 = 4; choose a divisor of it"
-    )
 
 
 def test_the_place_of_a_rank_among_experts() -> None:

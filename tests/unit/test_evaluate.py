@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from mrlhf.rollout.scoring import Scores, _correctness_column, _join_answers
-from mrlhf.trainers.ppo.held_out import (
-    held_out_metrics,
-    majority,
-    prompt_errors,
-    summarise,
-)
+from mrlhf.trainers.ppo.held_out import held_out_metrics, majority, prompt_errors, summarise
 
 
 def scores(

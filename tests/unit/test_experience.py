@@ -90,11 +90,8 @@ def test_bypass_takes_the_engines_log_probabilities_and_corrects_later():
     )
 
     assert torch.equal(experience.old_logprobs, ENGINE)
-    assert (
-        torch.equal(experience.loss_mask, MASK)
-        and experience.weights is None
-        and experience.values is None
-    )
+    assert torch.equal(experience.loss_mask, MASK)
+    assert experience.weights is experience.values is None
 
     size = 0.5 / (0.5**0.5 + 1e-6)  # scores 1 and 0: mean .5, unbiased std sqrt(.5)
     wanted = [[size] * 3, [-size, -size, 0.0]]

@@ -38,10 +38,18 @@ def _write(directory: Path, model: str = "llama", **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def _rope(kind: str, **numbers: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, **numbers}}
+
+
 def _refusal(directory: Path) -> str:
     with pytest.raises(ConfigError) as refusal:
         load_spec(directory, "lm")
     return str(refusal.value)
+
+
+FACTORS = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "factor": 4.0}
+LONGROPE = _rope("longrope", rope_theta=10000.0, original_max_position_embeddings=16, **FACTORS)
 
 
 @pytest.mark.parametrize("model", (*MODELS, *MIXTURES))
@@ -80,19 +88,10 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         ({"hidden_size": LEFT_OUT}, "config.json: no hidden_size; a llama model must state it"),
         ({"vocab_size": None}, "config.json: no vocab_size; a llama model must state it"),
         ({"hidden_size": "32"}, "hidden_size is '32'; it must be an integer from 1 to 1,000,000"),
-        (
-            {"num_hidden_layers": "4"},
-            "config.json: num_hidden_layers is '4'; it must be an integer",
-        ),
-        (
-            {"intermediate_size": 2.5},
-            "config.json: intermediate_size is 2.5; it must be an integer",
-        ),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'; it must be an integer"),
+        ({"intermediate_size": 2.5}, "intermediate_size is 2.5; it must be an integer"),
         ({"vocab_size": True}, "config.json: vocab_size is True; it must be an integer"),
-        (
-            {"num_attention_heads": 0},
-            "config.json: num_attention_heads is 0; it must be an integer",
-        ),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be an integer"),
         ({"num_attention_heads": 3}, "hidden size (32) is not a multiple of the number of att"),
         ({"num_hidden_layers": -1}, "config.json: num_hidden_layers is -1; it must be an integer"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be an int"),
@@ -113,36 +112,17 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         ({"transformers_weights": "x.safetensors"}, "transformers_weights names another file"),
         ({"rope_parameters": [1]}, "config.json: rope_parameters is [1]; it must be an object"),
         ({"rope_theta": 0}, "config.json: rope_theta is 0; it must be a number above 0"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": "8"}},
-            "config.json: rope_parameters.factor is '8'; it must be a number above 0",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope type 'dynamic' is not supported",
-        ),
+        (_rope("linear", factor="8"), "config.json: rope_parameters.factor is '8'; it must be a n"),
+        (_rope("dynamic", factor=2.0), "rope type 'dynamic' is not supported"),
         ({"num_key_value_heads": 3}, "config.json: 8 attention heads are not divisible by 3 KV h"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act='gelu'; only silu is supported"),
+        (_rope("dynamic", rope_theta=1e4, factor=2.0), "its frequencies depend on the length"),
+        (_rope("yarn", rope_theta=1e4), "factor"),
         (
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope type 'dynamic' is not supported: its frequencies depend on the length",
-        ),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor"),
-        (
-            {
-                "rope_parameters": {
-                    "rope_type": "linear",
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                    "partial_rotary_factor": 0.5,
-                }
-            },
+            _rope("linear", rope_theta=1e4, factor=2.0, partial_rotary_factor=0.5),
             "config.json has partial_rotary_factor=0.5, which this family of transformers has no",
         ),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
-            "config.json: rope_parameters.rope_theta is 'x'; it must be a number above 0",
-        ),
+        (_rope("default", rope_theta="x"), "rope_parameters.rope_theta is 'x'; it must be a numb"),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(
@@ -242,27 +222,11 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
         ("olmo2", {"attention_bias": True, "pad_token_id": None}, "biases in an OLMo model are"),
         (
             "olmo3",
-            {
-                "pad_token_id": None,
-                "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
-            },
+            {"pad_token_id": None, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             "rope type 'dynamic' is not supported",
         ),
         ("phi3", {"partial_rotary_factor": 0.3}, "which rotates 1 of 4 dimensions of a head"),
-        (
-            "phi3",
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 10000.0,
-                    "factor": 4.0,
-                    "short_factor": [1.0, 1.0],
-                    "long_factor": [2.0, 2.0],
-                    "original_max_position_embeddings": 16,
-                }
-            },
-            "rope type 'longrope' is not supported: its frequencies depend on the length",
-        ),
+        ("phi3", LONGROPE, "rope type 'longrope' is not supported: its frequencies depend on the"),
         ("granite", {"logits_scaling": 0.0}, "has logits_scaling=0; it must not be 0"),
     ],
 )
@@ -327,21 +291,9 @@ def test_a_scalar_head_that_transformers_has_no_class_for_is_refused(
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0; it must be an integer"),
         ("qwen3_moe", {"norm_topk_prob": "no"}, "norm_topk_prob is 'no'; it must be true or false"),
         ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0.0; it must be a num"),
-        (
-            "glm4_moe",
-            {"n_group": 3},
-            "has 3 groups of 4 experts, of which a token takes 1; the",
-        ),
-        (
-            "glm4_moe",
-            {"n_group": 2, "topk_group": 3},
-            "has 2 groups of 4 experts, of which a to",
-        ),
-        (
-            "glm4_moe",
-            {"n_group": 4},
-            "has 4 groups of 1 experts, of which a token takes 1; a g",
-        ),
+        ("glm4_moe", {"n_group": 3}, "has 3 groups of 4 experts, of which a token takes 1; the"),
+        ("glm4_moe", {"n_group": 2, "topk_group": 3}, "has 2 groups of 4 experts, of which a to"),
+        ("glm4_moe", {"n_group": 4}, "has 4 groups of 1 experts, of which a token takes 1; a g"),
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(

@@ -5,51 +5,36 @@ import random
 
 import pytest
 
-from mrlhf.rollout.assignment import ResponseLengths, Share, assign
+from mrlhf.rollout.assignment import ResponseLengths, assign
 
 
-def as_pairs(replicas):
-    """For each replica its shares, as pairs of a prompt and the samples to draw of it."""
-    return [[(share.prompt, list(share.samples)) for share in shares] for shares in replicas]
-
-
-def test_shares_are_balanced_by_prompt_and_expected_response():
-    # The loads are 2 x 40 + 10 = 90, 30, 30, 30, so one replica draws nothing but the long one.
-    assert as_pairs(assign([10, 10, 10, 10], [40.0, 10.0, 10.0, 10.0], n=2, replicas=2)) == [
-        [(0, [0, 1])],
-        [(1, [0, 1]), (2, [0, 1]), (3, [0, 1])],
-    ]
-
-    # By the lengths of the prompts alone, 0 and 2 would share a replica.
-    assert as_pairs(assign([50, 40, 10, 20], [90.0, 1.0, 100.0, 1.0], n=1, replicas=2)) == [
-        [(0, [0]), (3, [0])],
-        [(2, [0]), (1, [0])],
-    ]
-
-
-def test_samples_stay_together_unless_replicas_would_wait():
-    assert as_pairs(assign([5, 5], [3.0, 3.0], n=4, replicas=2)) == [
-        [(0, [0, 1, 2, 3])],
-        [(1, [0, 1, 2, 3])],
-    ]
-
-    assert as_pairs(assign([5], [3.0], n=5, replicas=3)) == [
-        [(0, [1, 2])],
-        [(0, [3, 4])],
-        [(0, [0])],
-    ]
-
-    assert as_pairs(assign([5, 5], [3.0, 3.0], n=4, replicas=4)) == [
-        [(0, [0, 1])],
-        [(0, [2, 3])],
-        [(1, [0, 1])],
-        [(1, [2, 3])],
-    ]
-
-    assert as_pairs(assign([5, 6], [3.0, 3.0], n=1, replicas=4)) == [[(1, [0])], [(0, [0])], [], []]
-    assert as_pairs(assign([8, 8, 8], [30.0, 2.0, 2.0], n=2, replicas=2)) == [
-        [(0, [0]), (1, [0, 1])],
-        [(0, [1]), (2, [0, 1])],
+@pytest.mark.parametrize(
+    ("lengths", "expected", "n", "replicas", "shares"),  # by replica: prompts and their samples
+    [
+        # The loads are 2 x 40 + 10 = 90, 30, 30, 30: one replica draws nothing but the long one.
+        (
+            [10] * 4,
+            [40.0, 10.0, 10.0, 10.0],
+            2,
+            2,
+            [{0: [0, 1]}, {1: [0, 1], 2: [0, 1], 3: [0, 1]}],
+        ),
+        # By the lengths of the prompts alone, 0 and 2 would share a replica.
+        ([50, 40, 10, 20], [90.0, 1.0, 100.0, 1.0], 1, 2, [{0: [0], 3: [0]}, {2: [0], 1: [0]}]),
+        # Samples stay together unless replicas would wait.
+        ([5, 5], [3.0, 3.0], 4, 2, [{0: [0, 1, 2, 3]}, {1: [0, 1, 2, 3]}]),
+        ([5], [3.0], 5, 3, [{0: [1, 2]}, {0: [3, 4]}, {0: [0]}]),
+        ([5, 5], [3.0, 3.0], 4, 4, [{0: [0, 1]}, {0: [2, 3]}, {1: [0, 1]}, {1: [2, 3]}]),
+        ([5, 6], [3.0, 3.0], 1, 4, [{1: [0]}, {0: [0]}, {}, {}]),
+        ([8] * 3, [30.0, 2.0, 2.0], 2, 2, [{0: [0], 1: [0, 1]}, {0: [1], 2: [0, 1]}]),
+    ],
+)
+def test_shares_are_balanced_by_prompt_and_expected_response(
+    lengths, expected, n, replicas, shares
+):
+    found = assign(lengths, expected, n, replicas)
+    assert [[(share.prompt, list(share.samples)) for share in own] for own in found] == [
+        list(own.items()) for own in shares
     ]
 
 
@@ -128,7 +113,3 @@ def test_state_goes_through_json_and_goes_on_alike():
     assert one.state_dict() == two.state_dict()
     for uid in range(12):
         assert one.expected(uid, 0) == two.expected(uid, 0)
-
-
-def test_share_is_what_assign_returns():
-    assert assign([3], [2.0], n=2, replicas=1) == [[Share(0, range(2))]]

@@ -60,9 +60,7 @@ def test_the_dry_run_accepts_it(path: Path) -> None:
     assert last.startswith(f"what could be checked fits {_ranks(path)} rank")
 
 
-def test_memory_is_that_of_gpus_on_a_machine_of_many_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_that_of_gpus_on_a_machine_of_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("auto means the GPU of this machine")
     module = sys.modules["mrlhf.preflight.dry_run"]  # mrlhf.preflight has a function of that name

@@ -162,11 +162,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 @pytest.mark.parametrize(
     ("value", "dtype"),
-    [
-        (float("nan"), torch.float32),
-        (float("-inf"), torch.bfloat16),
-        (1e38, torch.float16),
-    ],
+    [(float("nan"), torch.float32), (float("-inf"), torch.bfloat16), (1e38, torch.float16)],
 )
 def test_weights_that_are_not_finite_are_refused(
     value: float, dtype: torch.dtype, checkpoint: Path

@@ -17,7 +17,8 @@ from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.errors import MrlhfError
 from mrlhf.inputs import read_ppo_inputs, read_preference_inputs, read_sft_inputs
 from mrlhf.preflight import dry_run, preflight
-from tests.unit.configurations import changed
+from tests.unit.config_files import read_cases
+from tests.unit.configurations import changed, holds, read_changes
 from tests.users_file import REWARDS
 
 PACKAGE = Path(mrlhf.__file__).parent
@@ -48,6 +49,27 @@ ROWS = {
 }
 
 
+FILES = {
+    "broken.py": "import nothing_of_this_name\n",
+    "chat.jinja": "{% for m in messages %}{{ m.content }}={% endfor %}",
+    "alternates.jinja": (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}={% endfor %}"
+    ),
+    "greets.py": """
+class Greets:
+    def reset(self, row):
+        return "2=" + row["answer"]
+
+    def reply(self, text): ...
+
+class Fails(Greets):
+    def reset(self, row):
+        raise KeyError("no server here")
+""",
+}
+
+
 def _write_model(directory, kind, vocab_size):
     """A model with random weights; its config.json stays as it is written here."""
     config = MODEL | {"architectures": [kind.__name__], "vocab_size": vocab_size}
@@ -68,7 +90,8 @@ def place(tmp_path_factory):
     for name, rows in ROWS.items():
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "rewards.py").write_text(REWARDS)
-    (root / "broken.py").write_text("import nothing_of_this_name\n")
+    for name, text in FILES.items():
+        (root / name).write_text(text)
     return root
 
 
@@ -97,12 +120,7 @@ def ppo(**changes):
 def supervised(root, file, **changes):
     tree = {
         "model": {"path": "model"},
-        "data": {
-            "train_files": file,
-            "tokenizer": "tokenizer",
-            "max_length": 32,
-            "batch_size": 4,
-        },
+        "data": {"train_files": file, "tokenizer": "tokenizer", "max_length": 32, "batch_size": 4},
         "trainer": {"output_dir": "out", "total_epochs": 3},
     }
     return root.model_validate(changed(tree, changes))
@@ -120,57 +138,29 @@ def refusal(config):
     return str(dry.value)
 
 
-PARTIAL = {"rollout__partial__over": 1.5, "algorithm__rollout_correction__rollout_is": "token"}
-LONG = {"algorithm__overlong_buffer": {"enable": True, "len": 2}}
-SPLIT = {"rollout__on_rewrite": "split"}
+EPISODES = {"data__chat_template": "chat.jinja", "data__max_prompt_length": 10}
 
 
-def test_episodes_are_shown_and_their_faults_refused(caplog):
-    Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
-    keys = {"data__chat_template": "chat.jinja", "data__max_prompt_length": 10}
-    shown = dry_run(ppo(**keys, rollout__environment="rewards.py:Asks"), 1).text
+def test_episodes_are_shown():
+    shown = dry_run(ppo(**EPISODES, rollout__environment="rewards.py:Asks"), 1).text
     assert "an episode, as tokens; what the policy says trains" in shown
     assert re.search(r"prompt +\d+ '0\+1=='\n +trains +\d+ ", shown)
-    for name, keys_of_case, words in (
-        ("Adds", keys, "the chat template ignores tools"),
-        ("Asks", {}, "turns need a chat template"),
-        ("Asks", keys | {"reward__terms": [{"name": "environment"}]}, "has no method reward"),
-        ("Untyped", keys, "tool add: argument a has no type"),
-        ("Ask", keys, "did you mean 'Asks'?"),
-        ("leads", keys | PARTIAL, "draws its episode with one version of the policy; set rollout"),
-        ("Asks", keys | LONG | SPLIT, "overlong_buffer.enable needs a single one; set it to false"),
-        ("leads", keys | {"rollout__tools": ["calculator"]}, "calls its tools itself"),
-    ):
-        config = ppo(**keys_of_case, rollout__environment=f"rewards.py:{name}")
-        assert words in refusal(config)
 
-    first = (
-        "class {}:\n    def reset(self, row):\n        {}\n\n    reply = lambda self, text: None\n"
-    )
-    code = [first.format("Greets", "return '2=' + row['answer']")]
-    code.append(first.format("Fails", "raise KeyError('no server here')"))
-    Path("greets.py").write_text("\n\n".join(code))
-    shown = dry_run(ppo(**keys, rollout__environment="greets.py:Greets"), 1).text
+    shown = dry_run(ppo(**EPISODES, rollout__environment="greets.py:Greets"), 1).text
     assert re.search(r"prompt +\d+ '0\+1==2=1='\n", shown)
-    shown = dry_run(ppo(**keys, rollout__environment="greets.py:Fails"), 1).text
+    shown = dry_run(ppo(**EPISODES, rollout__environment="greets.py:Fails"), 1).text
     assert "reset fails here" in shown and "no server here" in shown
-    Path("alternates.jinja").write_text(
-        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}={% endfor %}"
-    )
-    keys_alternate = keys | {"data__chat_template": "alternates.jinja"}
-    with pytest.raises(MrlhfError, match=r"rollout\.environment: what reset returns .*alternate"):
-        dry_run(ppo(**keys_alternate, rollout__environment="greets.py:Greets"), 1)
-    dry_run(ppo(**keys_alternate, rollout__environment="rewards.py:Asks"), 1)
 
-    shown = dry_run(ppo(**keys, rollout__environment="rewards.py:leads"), 1).text
+    alternates = EPISODES | {"data__chat_template": "alternates.jinja"}
+    with pytest.raises(MrlhfError, match=r"rollout\.environment: what reset returns .*alternate"):
+        dry_run(ppo(**alternates, rollout__environment="greets.py:Greets"), 1)
+    dry_run(ppo(**alternates, rollout__environment="rewards.py:Asks"), 1)
+    shown = dry_run(ppo(**EPISODES, rollout__environment="rewards.py:leads"), 1).text
     assert "a rollout function leads the episodes" in shown
 
-    unused = ppo(**keys, rollout__environment={"trian": "rewards.py:Asks"})
-    words = "the data_source 'trian'; did you mean 'train'? there is 'train', 'val'"
-    assert words in refusal(unused) and "rollout.environment" in refusal(unused)
 
-    pays = ppo(**keys, rollout__environment={"train": "rewards.py:Pays"})
+def test_a_data_source_has_its_environment_or_none(caplog):
+    pays = ppo(**EPISODES, rollout__environment={"train": "rewards.py:Pays"})
     environments = read_ppo_inputs(pays).environments
     assert environments.leads("train") and not environments.leads("val")
     assert environments.program_of("train") == "train" and environments.program_of("val") == ""
@@ -178,9 +168,8 @@ def test_episodes_are_shown_and_their_faults_refused(caplog):
 
     Path("hidden.jsonl").write_text('{"prompt": "0+1=", "answer": "2"}\n')
     caplog.clear()  # the environment tells rows of the same prompt apart
-    read_ppo_inputs(
-        ppo(**keys, data__val_files="hidden.jsonl", rollout__environment="rewards.py:Pays")
-    )
+    files = {"data__val_files": "hidden.jsonl"}
+    read_ppo_inputs(ppo(**EPISODES, **files, rollout__environment="rewards.py:Pays"))
     assert not [line for line in caplog.messages if "rows" in line]
 
 
@@ -326,53 +315,35 @@ def test_what_is_here_is_checked_though_other_things_are_absent():
         dry_run(ppo(critic__path="away", reward__terms=[{"name": "rewards.py:nothing"}]), 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (
-            {"actor__path": "model/config.json"},
-            "actor.path model/config.json is a file; name a directory",
-        ),
-        (
-            {"actor__path": "tokenizer"},
-            "actor.path tokenizer holds no config.json; name a directory that does",
-        ),
-        (
-            {"data__train_files": "tokenizer"},
-            "data.train_files tokenizer is a directory; name a file",
-        ),
-        (
-            {"data__chat_template": "tokenizer"},
-            "data.chat_template tokenizer is a directory; name a file",
-        ),
-        (
-            {"trainer__resume": "train.jsonl"},
-            "trainer.resume train.jsonl is a file; name a directory",
-        ),
-        (
-            {"data__tokenizer": "small"},
-            "data.tokenizer: tokenizer small: the directory holds no tokenizer.json",
-        ),
-        ({"data__val_files": "rewards.py"}, "rewards.py: cannot read .py"),
-        ({"data__train_batch_size": 16}, "data.train_files hold 8 prompts"),
-        ({"rollout__stop": "</a>"}, "rollout.stop holds '</a>'"),
-        ({"rollout__stop_token_ids": [3, 99]}, "rollout.stop_token_ids holds 99"),
-        ({"critic__path": "small", "algorithm__adv_estimator": "gae"}, "critic's vocab_size is 9"),
-        (
-            {"reward_model__path": "small", "reward__terms": [{"name": "reward_model"}]},
-            "token ids go up to 16, and reward_model's vocab_size is 9; use the tokenizer that",
-        ),
-        (
-            {"reference__path": "large", "actor__use_kl_loss": True, "actor__kl_loss_type": "full"},
-            "vocab_size differs: actor's is 64 and reference's is 96",
-        ),
-        ({"reward__terms": [{"name": "broken.py:score"}]}, "nothing_of_this_name"),
-        ({"reward__terms": [{"name": "rewards.py:scores"}]}, "did you mean 'score'?"),
-        ({"reward__terms": [{"name": "rewards.py:old"}]}, "must accept data_source, "),
-    ],
-)
-def test_one_line_for_what_cannot_be_used(changes, expected):
-    assert expected in refusal(ppo(**changes))
+@pytest.fixture
+def crowded(place, monkeypatch):
+    """What the cases of the table find in the working directory, which is the home too."""
+    monkeypatch.setenv("HOME", str(place / "home"))
+    if not (place / "taken").exists():
+        for name in ("begun/checkpoints/step_000004", "mixed/metrics.jsonl", "piped", "taken"):
+            (place / name).mkdir(parents=True)
+        (place / "taken" / "actor").write_text("")
+        os.mkfifo(place / "piped" / "config.yaml")
+        for name, target in (("loose", "nowhere"), ("linked/actor", place / "model")):
+            (place / name).parent.mkdir(exist_ok=True)
+            (place / name).symlink_to(target)
+        (place / "written").mkdir()
+        shutil.copy(place / "train.jsonl", place / "written" / "metrics.jsonl")
+
+
+CASES = [case for case in read_cases("input_refusals.txt") if case[0] == "PPOConfig"]
+
+
+@pytest.mark.parametrize(("_", "ranks", "row", "said"), CASES, ids=[case[2] for case in CASES])
+def test_one_line_for_what_cannot_be_used(place, crowded, _, ranks, row, said):
+    places = {"place": place, "package": PACKAGE, "long": "a" * 256}
+    changes = read_changes(row, **places)
+    before = sorted(place.rglob("*"))
+    refused = refusal(ppo(**changes))
+
+    (words,) = said
+    assert holds(refused, words.format(**places)), refused
+    assert "trainer__output_dir" not in changes or sorted(place.rglob("*")) == before
 
 
 def _copy_with_tokenizer(place, model, name, change):
@@ -472,99 +443,16 @@ def test_an_inherited_path_is_told_once():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("output_dir", "expected"),
-    [
-        ("train.jsonl", "is a file; name another directory"),
-        ("train.jsonl/a/b", "lies below {place}/train.jsonl, which is a file; name another"),
-        ("loose", "is a link to nothing; name another directory"),
-        ("/proc/x", "lies where no files can be; name another directory"),
-        ("a" * 256, "has a part of more than 255 bytes; name another directory"),
-        ("taken", "holds a file 'actor' where the run makes a directory; name another"),
-        ("mixed", "holds a directory 'metrics.jsonl' where the run writes a file; name another"),
-        ("piped", "holds a pipe or a device 'config.yaml' where the run writes a file; name"),
-    ],
-)
-def test_an_output_directory_that_cannot_be_written(place, output_dir, expected):
-    if not (place / "loose").is_symlink():
-        (place / "loose").symlink_to("nowhere")
-        (place / "taken").mkdir()
-        (place / "taken" / "actor").write_text("")
-        (place / "mixed" / "metrics.jsonl").mkdir(parents=True)
-        (place / "piped").mkdir()
-        os.mkfifo(place / "piped" / "config.yaml")
-    before = sorted(place.rglob("*"))
-    said = refusal(ppo(trainer__output_dir=output_dir))
-    assert said.startswith(f"trainer.output_dir {output_dir} {expected.format(place=place)}")
-    assert sorted(place.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("output_dir", "changes", "said"),
-    [
-        ("own", {"actor__path": "own/actor"}, "own/actor, and so overwrite actor.path own/actor;"),
-        ("own", {"data__val_files": ["own/actor/v.jsonl"]}, "overwrite data.val_files own/actor/v"),
-        ("own/", {"data__tokenizer": "own/actor.partial/t"}, "overwrite data.tokenizer own/actor."),
-        ("linked", {"actor__path": "model"}, "linked/actor, and so overwrite actor.path model;"),
-        (
-            "own",
-            {"actor__path": "own/actor_best", "trainer__export_best": "val/sum/reward"},
-            "own/actor_best, and so overwrite actor.path own/actor_best;",
-        ),
-    ],
-)
-def test_the_exported_model_replaces_no_input(place, output_dir, changes, said):
-    (place / "linked").mkdir(exist_ok=True)
-    if not (place / "linked" / "actor").exists():
-        (place / "linked" / "actor").symlink_to(place / "model")
-    config = ppo(trainer__output_dir=output_dir, trainer__test_freq=1, **changes)
-    assert f"trainer.output_dir {output_dir} would write a model to " in refusal(config)
-    assert said in refusal(config)
-
-
-@pytest.mark.parametrize(
-    ("output_dir", "changes", "said"),
-    [
-        ("/", {}, "is the root of the file system"),
-        ("home", {}, "is your home directory"),
-        (".", {}, "holds your home directory"),
-        (str(PACKAGE / "runs"), {}, "is where mrlhf's own files are"),
-        (str(PACKAGE.parent), {}, "is where mrlhf's own files are"),
-        ("model/../model", {}, "is the directory of the model actor.path model"),
-        (
-            "written",
-            {"data__train_files": "written/metrics.jsonl"},
-            "has data.train_files written/metrics.jsonl where the run writes a file of its own",
-        ),
-    ],
-)
-def test_an_output_directory_in_which_other_things_live(
-    place, monkeypatch, output_dir, changes, said
-):
-    monkeypatch.setenv("HOME", str(place / "home"))
-    (place / "written").mkdir(exist_ok=True)
-    shutil.copy(place / "train.jsonl", place / "written" / "metrics.jsonl")
-    assert refusal(ppo(trainer__output_dir=output_dir, **changes)) == (
-        f"trainer.output_dir {output_dir} {said}; name another directory"
-    )
-
-
 def test_a_run_may_read_what_lies_beside_its_models(place):
     (place / "own" / "checkpoints").mkdir(parents=True)
     shutil.copytree(place / "model", place / "own" / "model")
     assert "fits 1 rank" in dry_run(ppo(trainer__output_dir="own", actor__path="own/model"), 1).text
 
 
-def test_a_directory_without_a_checkpoint_is_nothing_to_go_on_from(place):
-    (place / "begun" / "checkpoints" / "step_000004").mkdir(parents=True)
-    for named in ("begun", "begun/checkpoints", "begun/checkpoints/step_000004", "model"):
-        assert refusal(ppo(trainer__resume=named)) == (
-            f"trainer.resume {named} has no whole checkpoint; give a checkpoint, the output "
-            "directory of a run that has one, auto or never"
-        )
-
-    (place / "begun" / "checkpoints" / "step_000004" / "manifest.json").write_text("{}")
-    for named in ("begun", "begun/checkpoints", "begun/checkpoints/step_000004"):
+def test_a_directory_with_a_checkpoint_is_gone_on_from(place):
+    (place / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
+    (place / "run" / "checkpoints" / "step_000004" / "manifest.json").write_text("{}")
+    for named in ("run", "run/checkpoints", "run/checkpoints/step_000004"):
         assert "fits 1 rank" in dry_run(ppo(trainer__resume=named), 1).text
 
 

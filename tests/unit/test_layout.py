@@ -8,13 +8,7 @@ import math
 import pytest
 
 from mrlhf.errors import ConfigError
-from mrlhf.parallel.layout import (
-    AXES,
-    EXPERT_AXES,
-    AxisSizes,
-    Coordinates,
-    ParallelLayout,
-)
+from mrlhf.parallel.layout import AXES, EXPERT_AXES, AxisSizes, Coordinates, ParallelLayout
 from mrlhf.parallel.stages import Stages
 
 LAYOUTS = [

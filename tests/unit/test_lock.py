@@ -134,38 +134,24 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path):
         assert len(lock_files(tmp_path / "run")) == 1
 
 
-def test_a_dead_process_of_this_machine_is_followed_at_once(tmp_path):
-    with jobs(tmp_path) as job:
-        assert job.take() == "held"
-        job.kill()
-        lock, _ = lock_of(tmp_path)
-        lock.acquire()  # six missed touches would take a minute
-        lock.verify()
-        lock.release()
-
-
-def test_a_process_that_was_killed_and_not_yet_collected_is_dead(tmp_path):
+@pytest.mark.parametrize("how", ["collected", "not collected", "its number is another's"])
+def test_a_dead_process_of_this_machine_is_followed_at_once(tmp_path, how):
     with jobs(tmp_path) as job:
         assert job.take() == "held"
         job.popen.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, job.popen.pid, os.WEXITED | os.WNOWAIT)
+        if how != "not collected":
+            job.popen.wait()
+        if how == "its number is another's":
+            file = lock_files(tmp_path)[0]
+            owner = json.loads(file.read_text())
+            owner["pid"] = os.getpid()  # lives, but has started at another time
+            file.write_text(json.dumps(owner))
+
         lock, _ = lock_of(tmp_path)
-        lock.acquire()
+        lock.acquire()  # six missed touches would take a minute
+        lock.verify()
         lock.release()
-
-
-def test_another_process_with_the_number_of_the_dead_one_does_not_hold_the_lock(tmp_path):
-    with jobs(tmp_path) as job:
-        assert job.take() == "held"
-        job.kill()
-    file = lock_files(tmp_path)[0]
-    owner = json.loads(file.read_text())
-    owner["pid"] = os.getpid()  # lives, but has started at another time
-    file.write_text(json.dumps(owner))
-
-    lock, _ = lock_of(tmp_path)
-    lock.acquire()
-    lock.release()
 
 
 def test_a_stopped_process_of_this_machine_still_holds_the_lock(tmp_path):
@@ -180,12 +166,15 @@ def test_a_stopped_process_of_this_machine_still_holds_the_lock(tmp_path):
             lock.acquire()
 
 
-def test_a_job_of_another_machine_that_dies_is_followed_when_it_has_been_silent(tmp_path, caplog):
-    with jobs(tmp_path, interval_s=0.1) as job:
+@pytest.mark.parametrize("silent_s", [0, -3600, 3600])  # the clocks of machines may differ
+def test_a_job_of_another_machine_that_dies_is_followed_when_it_has_been_silent(
+    tmp_path, caplog, silent_s
+):
+    with jobs(tmp_path, interval_s=0.05) as job:
         assert job.take() == "held"
         job.kill()
-    pretend_other_machine(tmp_path, silent_s=0)
-    lock, _ = lock_of(tmp_path)
+    pretend_other_machine(tmp_path, silent_s)
+    lock, _ = lock_of(tmp_path, 0.05)
     lock.acquire()
     lock.release()
     assert "on host node7" in caplog.text
@@ -334,17 +323,6 @@ def test_a_lock_that_is_given_back_on_a_full_disk_is_followed_at_once(tmp_path):
     pretend_other_machine(tmp_path)
     os.utime(lock_files(tmp_path)[0], (0, 0))  # which the line before has undone
     lock, _ = lock_of(tmp_path)
-    lock.acquire()
-    lock.release()
-
-
-@pytest.mark.parametrize("silent_s", [-3600, 3600])
-def test_the_clocks_of_the_machines_may_differ(tmp_path, silent_s):
-    with jobs(tmp_path, interval_s=0.05) as job:
-        assert job.take() == "held"
-        job.kill()
-    pretend_other_machine(tmp_path, silent_s)
-    lock, _ = lock_of(tmp_path, 0.05)
     lock.acquire()
     lock.release()
 

@@ -14,13 +14,7 @@ from contextlib import closing
 import pytest
 
 from mrlhf.errors import ConfigError, DataError
-from mrlhf.log import (
-    MetricsWriter,
-    Progress,
-    configure_logging,
-    quiet_transformers,
-    read_metrics,
-)
+from mrlhf.log import MetricsWriter, Progress, configure_logging, quiet_transformers, read_metrics
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ def test_the_page_names_every_metric_that_is_not_exact():
         for name in re.findall(r"`([a-z_]+/[a-z_]*)`", row.split("|")[1])
     }
     assert {*FREE, *FREE_WITH_ADAPTERS} <= named
+
     # Whatever a clock measures is among those that are never exact.
     always = next(row for row in section.splitlines() if "| always" in row)
     for row in TABLE:

@@ -152,6 +152,7 @@ def test_only_linear_layers_of_hidden_layers_are_matrices() -> None:
         "mlp.shared_gate.weight",
         "mlp.linear_fc2.output_norm.weight",
     )
+
     assert all(is_hidden_matrix(layer + name) for name in hidden)
     assert not any(is_hidden_matrix(layer + name) for name in others)
     assert not is_hidden_matrix("output_layer.weight")

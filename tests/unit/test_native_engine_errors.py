@@ -3,11 +3,7 @@
 import pytest
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import (
-    SamplingParams,
-    generate,
-    requests_for,
-)
+from mrlhf.inference.base import SamplingParams, generate, requests_for
 from mrlhf.inference.native import sampler, sequences
 from tests.models.engines import (
     GREEDY,
@@ -45,15 +41,21 @@ def test_bad_requests_are_refused_in_one_line():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_weights_that_are_not_finite_are_named(temperature):
-    engine = make_engine(hf_model("llama"))
+def test_weights_that_are_not_finite_are_named_and_leave_nothing_behind(temperature):
+    model = hf_model("llama")
+    engine = make_engine(model)
+    good = engine.weight_slots()[0].parameter.clone()
     engine.weight_slots()[0].parameter.fill_(float("nan"))
     engine.commit(2)
-    with pytest.raises(
-        EngineError,
-        match="NaN or inf; before the first update look at the m",
-    ):
-        answer(engine, PROMPTS, UIDS, SamplingParams(temperature=temperature, max_tokens=3, seed=0))
+    sampling = SamplingParams(temperature=temperature, max_tokens=3, seed=0)
+    for prompts in (PROMPTS, [[1] * 16] * 4):
+        with pytest.raises(EngineError, match="NaN or inf; before the first update look at the m"):
+            answer(engine, prompts, range(len(prompts)), sampling)
+
+    engine.weight_slots()[0].parameter.copy_(good)
+    engine.commit(3)
+    whole = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
+    assert_same(answer(engine, PROMPTS, UIDS, GREEDY), whole, 0)
 
 
 def test_a_cache_that_is_too_small_is_refused_with_both_numbers():
@@ -118,23 +120,3 @@ def test_generate_reports_the_first_error(monkeypatch):
     monkeypatch.setattr(engine, "cancel", fail("a later one"))
     with pytest.raises(RuntimeError, match="the first"):
         answer(engine, PROMPTS, UIDS, GREEDY)
-
-
-def test_weights_that_were_not_finite_leave_nothing_behind():
-    model = hf_model("llama")
-    engine = make_engine(model)
-    good = engine.weight_slots()[0].parameter.clone()
-    engine.weight_slots()[0].parameter.fill_(float("nan"))
-    engine.commit(2)
-    with pytest.raises(
-        EngineError,
-        match="NaN or inf; before the first update look at the m",
-    ):
-        answer(engine, [[1] * 16] * 4, range(4), GREEDY)
-    engine.weight_slots()[0].parameter.copy_(good)
-    engine.commit(3)
-    assert_same(
-        answer(engine, PROMPTS, UIDS, GREEDY),
-        answer(make_engine(model), PROMPTS, UIDS, GREEDY),
-        0,
-    )

@@ -114,6 +114,7 @@ def test_a_pack_that_selects_responses() -> None:
     assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
     assert pack.boundaries.tolist() == [0, 4, 7, 8] and pack.boundaries.dtype == torch.int32
     assert pack.longest == 4
+
     # The prompt of row 0 ends at position 1, that of row 2 at position 4; what follows each
     # position is its target.
     assert pack.select.tolist() == [1, 2, 4, 5]

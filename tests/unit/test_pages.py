@@ -1,17 +1,21 @@
-"""The pages lead to each other: every link names a file that is there, and a heading in it.
-
-The keys that they name are those of the configuration.
-"""
+"""The pages lead to each other, and what they name is there: headings, keys, files and tables."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mrlhf.config.roots import PROGRAMS
 from mrlhf.config.tree import nodes
+from mrlhf.errors import ConfigError
+from mrlhf.models.families import FAMILIES, Family
+from tests.shards import tiny_spec
+from tests.sizing import PAGE as MEMORY_PAGE
+from tests.sizing import TABLE, table
 
 ROOT = Path(__file__).parents[2]
 # Pages of other systems have their keys.
@@ -30,6 +34,15 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *RECIPES,
 ]
+PAPERS = re.findall(
+    r"^\| [^|]*arXiv[^|]* \| ([^|]*)\| ([^|]*)\| `([^|]*)` \|$",
+    (ROOT / "docs" / "papers.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+def _text(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
 def _anchors(page: Path) -> set[str]:
@@ -67,3 +80,49 @@ def test_the_readme_leads_to_the_index() -> None:
 def test_its_keys_exist(page: Path) -> None:
     named = set(_KEY.findall(page.read_text(encoding="utf-8")))
     assert not named - KEYS - OTHERS
+
+
+def test_the_table_of_memory_is_up_to_date() -> None:
+    found = TABLE.search(MEMORY_PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    assert found[0] == table(), "run python -m tests.sizing"
+
+
+def test_the_papers_are_those_of_every_preset_and_of_no_other() -> None:
+    presets = {path.stem for path in (ROOT / "configs" / "algorithms").glob("*.yaml")}
+    assert {preset.strip().strip("`") for preset, _, _ in PAPERS} - {""} == presets
+
+
+@pytest.mark.parametrize(("_", "words", "test"), PAPERS)
+def test_the_key_and_the_test_file_of_a_paper_are_there(_: str, words: str, test: str) -> None:
+    key, _, value = words.strip().strip("`").partition(": ")
+    starts = (f"- `{key}` (", f"- `{key}.")
+    rows = [line for line in _text("configuration.md").splitlines() if line.startswith(starts)]
+    assert rows, key
+    assert not value or f"`{value}`" in rows[0]
+    assert value in (ROOT / "tests" / "unit" / test).read_text(encoding="utf-8")
+
+
+def test_the_example_of_a_family_reads_a_configuration() -> None:
+    [block] = re.findall(r"```python\n(.*?)```", _text("families.md"), re.DOTALL)
+    example: dict[str, Any] = {}
+    exec(block, example)
+    family = example["MY_MODEL"]
+    assert (family.model_type, family.class_name("lm")) == ("my_model", "MyModelForCausalLM")
+
+    llama = tiny_spec("llama")
+    config = {**llama.hf_config, "model_type": "my_model"}
+    spec = family.read_config(config, "lm")
+    assert spec.qkv_bias and not llama.qkv_bias
+    assert "model.layers.0.self_attn.q_proj.bias" in family.tensor_shapes(spec)
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        family.read_config({**config, "use_sliding_window": True}, "lm")
+
+
+def test_the_pages_of_families_and_models_name_files_fields_and_families_that_exist() -> None:
+    page = _text("families.md")
+    for path in re.findall(r"`((?:mrlhf|tests)/[\w/.]+)`", page):
+        assert (ROOT / path).exists(), path
+    for field in fields(Family):
+        assert f"`{field.name}`" in page, field.name
+    assert not [name for name in FAMILIES if f"| `{name}` |" not in _text("models.md")]

@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "tie_word_embeddings": False,
-    },
+    }
 }
 
 

@@ -20,32 +20,35 @@ E = State.ENDED
 F = State.FAILED
 
 
-def test_the_oldest_groups_that_have_ended_are_taken() -> None:
-    assert choose_groups([E, P, E, E, P], [4, 4, 5, 5, 5], 5, 2, 3) == [0, 2]
-    assert choose_groups([E, P, P, P, P], [4, 4, 5, 5, 5], 5, 2, 3) is None
-    assert choose_groups([E, E, E], [5, 5, 5], 5, 2, 3) == [0, 1]
+SINCE = [4, 4, 5, 5, 5]
 
 
-def test_a_step_waits_for_groups_that_could_not_be_taken_in_time() -> None:
-    # The group that is left is of version 4, and two versions may draw it: 4 and 5.
-    assert choose_groups([P, E, E, P], [4, 5, 5, 5], 5, 2, 2) is None
-    assert choose_groups([E, E, E, P], [4, 5, 5, 5], 5, 2, 2) == [0, 1]
-    # The next step takes two groups, and three would have to be taken.
-    assert choose_groups([E, E, P, P, P], [5] * 5, 5, 2, 2) is None
-    assert choose_groups([E, E, P, P], [5] * 4, 5, 2, 2) == [0, 1]
-
-
-def test_failed_groups_are_taken_only_if_no_others_can_be() -> None:
-    since = [4, 4, 5, 5, 5]
-    assert choose_groups([F, F, P, E, P], since, 5, 2, 3) is None
-    assert choose_groups([F, F, E, E, P], since, 5, 2, 3) == [2, 3]
-    assert choose_groups([F, F, E, E, E], since, 5, 2, 3) == [2, 3]
-    assert choose_groups([F, F, F, E, F], since, 5, 2, 3) == [0, 3]
-    assert choose_groups([F] * 5, since, 5, 2, 3) == [0, 1]
-
-
-def test_a_failed_group_is_never_too_old() -> None:
-    assert choose_groups([F, E, E, P], [4, 5, 5, 5], 5, 2, 2) == [1, 2]
+@pytest.mark.parametrize(
+    ("states", "since", "versions", "chosen"),  # two groups at version 5; so many may draw one
+    [
+        # The oldest groups that have ended are taken.
+        ([E, P, E, E, P], SINCE, 3, [0, 2]),
+        ([E, P, P, P, P], SINCE, 3, None),
+        ([E, E, E], [5] * 3, 3, [0, 1]),
+        # A step waits for groups that could not be taken in time: that which is left is of 4.
+        ([P, E, E, P], [4, 5, 5, 5], 2, None),
+        ([E, E, E, P], [4, 5, 5, 5], 2, [0, 1]),
+        # The next step takes two groups, and three would have to be taken.
+        ([E, E, P, P, P], [5] * 5, 2, None),
+        ([E, E, P, P], [5] * 4, 2, [0, 1]),
+        # Failed groups are taken only if no others can be, and are never too old.
+        ([F, F, P, E, P], SINCE, 3, None),
+        ([F, F, E, E, P], SINCE, 3, [2, 3]),
+        ([F, F, E, E, E], SINCE, 3, [2, 3]),
+        ([F, F, F, E, F], SINCE, 3, [0, 3]),
+        ([F] * 5, SINCE, 3, [0, 1]),
+        ([F, E, E, P], [4, 5, 5, 5], 2, [1, 2]),
+    ],
+)
+def test_which_groups_a_step_takes(
+    states: list[State], since: list[int], versions: int, chosen: list[int] | None
+) -> None:
+    assert choose_groups(states, since, 5, 2, versions) == chosen
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,7 @@ def test_after_an_interruption_samples_count_from_where_they_ended() -> None:
     for limit in (1, 3, 4, 10, 11):
         given: Any = (None, earlier, _samples(*drawn), 5, 1, iter([limit]), 2, None)
         found[limit] = Rounds(*given).states
+
     assert found[1] == found[3] == [P, P, F, E, F]
     assert found[4] == found[10] == [P, E, F, E, F]
     assert found[11] == [F, E, F, E, F]  # 4 tokens, 2 for a turn, and 5

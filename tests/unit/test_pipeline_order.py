@@ -34,10 +34,10 @@ def backward(micro_batch: int, chunk: int = 0) -> Pass:
 
 def test_1f1b_of_two_ranks() -> None:
     assert passes(0, 2, 1, 3) == [
-        *(forward(0), forward(1), backward(0), forward(2), backward(1), backward(2)),
+        *(forward(0), forward(1), backward(0), forward(2), backward(1), backward(2))
     ]
     assert passes(1, 2, 1, 3) == [
-        *(forward(0), backward(0), forward(1), backward(1), forward(2), backward(2)),
+        *(forward(0), backward(0), forward(1), backward(1), forward(2), backward(2))
     ]
     assert passes(0, 2, 1, 2, forward_only=True) == [forward(0), forward(1)]
 
@@ -80,6 +80,7 @@ def test_a_rank_receives_what_its_neighbours_send(
     stages: int, chunks: int, micro_batches: int
 ) -> None:
     count = rounds(micro_batches, stages, chunks)
+
     for rank in range(stages):
         is_first, is_last = rank == 0, rank == stages - 1
         before = passes((rank - 1) % stages, stages, chunks, count)
@@ -119,8 +120,7 @@ def test_the_order_is_that_of_megatron_core(stages: int, chunks: int, micro_batc
     for rank in range(stages):
         group: Any = SimpleNamespace(size=lambda: stages, rank=lambda rank=rank: rank)
         communicator: Any = SimpleNamespace(
-            pp_group=group,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
         )
         _, _, ahead, _ = get_pp_rank_microbatches(
             count, chunks, size, p2p_communicator=communicator

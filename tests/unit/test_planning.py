@@ -116,6 +116,7 @@ def test_bytes_of_each_owner_are_those_of_the_published_size() -> None:
     assert sizes.sizes[ENGINE] == 0
     # 36 layers, 8 KV heads over two ranks, heads of 128, keys and values of two bytes.
     assert sizes.sample_bytes == 2 * 36 * 4 * 128 * 2 * 4096
+
     kept = 36 * 8192 * (8 * 4096 + 8 * (32 + 8) * 128 + 6 * 12288) // 2
     # The output of the layers and the angles of rotation; three more of all tokens' states at the
     # loss, logits of at most 512 MiB, and the weight's gradient in float32 with a product.
@@ -203,21 +204,9 @@ def test_the_seconds_of_a_small_step_have_digits_that_count(
 ) -> None:
     small = ["actor.path=models/Qwen2.5-1.5B", "data.train_batch_size=2"]
     keys = [*small, "actor.ppo_mini_batch_size=2", "rollout.n=2", "data.max_response_length=32"]
-    assert (
-        main(
-            [
-                "--config",
-                GRPO,
-                "--gpus",
-                "8",
-                *keys,
-                "actor.tp=1",
-                "actor.sequence_parallel=false",
-                "rollout.tp=1",
-            ]
-        )
-        == 0
-    )
+    keys += ["actor.tp=1", "actor.sequence_parallel=false", "rollout.tp=1"]
+    assert main(["--config", GRPO, "--gpus", "8", *keys]) == 0
+
     said = capsys.readouterr().out.splitlines()
     steps = [re.split(r"  +", line)[3] for line in said if re.match(r"\d .*rollout.tp", line)]
     assert len(steps) == 5 and all(0 < float(step) < 0.5 for step in steps)
@@ -230,6 +219,7 @@ def test_only_what_does_not_fit_is_offloaded() -> None:
     small = replace(GPUS["h100"], memory_gb=50.0)
     found = search(config, specs, 4, small, lengths, 10)
     assert found.best and all(plan.config.actor.offload for plan in found.best)
+
     for plan in found.best:
         stays = {"actor.offload": [], "reference.offload": [], "actor.optim.stream": None}
         less = with_keys(plan.config, stays)
@@ -429,6 +419,7 @@ def _bad_input() -> Iterator[tuple[list[str], str]]:
     yield ["--gpus", "8", "--gpu", "other.yaml"], "device must be cuda or cpu, and is 'tpu'"
     yield ["--gpus", "8", "--gpu", "latin.yaml"], "latin.yaml is not UTF-8 text"
     yield ["--gpus", "8", "--gpu", "configs"], "configs is neither a file nor one of"
+
     for reserve in ("-1", "nan", "inf", "80"):
         yield ["--gpus", "8", "--reserve-gb", reserve], f"--reserve-gb {reserve} is not between 0"
     for length in ("nan", "inf", "0"):
@@ -456,6 +447,7 @@ def test_bad_input_is_one_line(
     for name, values in files.items():
         (place / f"{name}.yaml").write_text(yaml.safe_dump(rates | values), encoding="utf-8")
     (place / "latin.yaml").write_bytes("# \xe9\n".encode("latin-1"))
+
     assert main(["--config", GRPO, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

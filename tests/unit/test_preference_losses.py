@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrlhf.rl.preference import (
-    PairLogprobs,
-    PairLossOptions,
-    ipo_loss,
-    measure_pairs,
-    sigmoid_loss,
-)
+from mrlhf.rl.preference import PairLogprobs, PairLossOptions, ipo_loss, measure_pairs, sigmoid_loss
 
 REFERENCE = torch.tensor([[-11.0, -11.5], [-5.5, -4.0]], dtype=torch.float64)
 # The log-ratios are 1, -1/2 of the first pair, and 1/2, 1 of the second.

@@ -72,6 +72,7 @@ class _Group:
 def test_every_token_sees_its_prompt_and_what_is_before_it(select: Select, size: int) -> None:
     rng = random.Random(3)
     every: list[Any] = [Segments(rank, size) for rank in range(size)]
+
     for _ in range(20):
         rows = []
         prompts = []
@@ -98,6 +99,7 @@ def _assert_sees(packs: list[Pack], rows: list[list[int]]) -> None:
     """Each query sees the tokens of one row up to itself."""
     every = torch.cat([pack.token_ids for pack in packs]).tolist()
     wanted = {tuple(rows[row][:end]) for row in packs[0].rows for end in range(len(rows[row]) + 1)}
+
     for pack in packs:
         group: Any = _Group(len(packs))
         packed = PackedSequences.of_pack(pack, group)

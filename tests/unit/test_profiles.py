@@ -72,6 +72,7 @@ with Profiles(ProfileSection(steps=[1]), "cpu", 0, Path(sys.argv[1])).of_step(1)
     (tmp_path / "temporary").mkdir()
     command = [sys.executable, "-c", script, str(tmp_path), "10000"]
     done = subprocess.run(command, capture_output=True, text=True)
+
     assert done.returncode == 0
     assert "step 1 is not traced: torch could not write it" in done.stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

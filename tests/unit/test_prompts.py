@@ -162,7 +162,7 @@ def test_numbers_become_the_text_that_a_response_has(tokenizer, tmp_path):
     for rules in ({}, EXACT):
         data = PromptDataset([file], tokenizer, max_prompt_length=8, answer_rules=rules)
         assert data.batch(range(7)).ground_truth == [
-            *("12", "12", "0.5", "-3", "0.0000001", "1" + "0" * 20, "012"),
+            *("12", "12", "0.5", "-3", "0.0000001", "1" + "0" * 20, "012")
         ]
 
     columns = {

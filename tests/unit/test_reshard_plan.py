@@ -255,25 +255,27 @@ def test_a_fused_norm_is_shared_under_its_other_name() -> None:
     assert reshard_plan.bytes_moved == reshard_plan.bytes_local == 0
 
 
-def test_stage_layers_are_shared_where_only_stages_differ() -> None:
-    actor = ParallelLayout(tp=2, pp=2, dp=1)
-    engine = EngineLayout.inside(actor, 2)
-    reshard_plan = plan_all(Planner(_sides(tiny_spec("qwen2_tied"), engine), 4), range(4))
-    shared = {alias.parameter for alias in reshard_plan.plans[2].aliases}
-    assert "decoder.layers.2.mlp.linear_fc1.weight" in shared
-    # The last stage's copy of the tied embedding serves as the engine's embedding.
-    assert "embedding.word_embeddings.weight" in shared
-    assert reshard_plan.bytes_local == 0
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def test_layers_of_every_chunk_are_shared() -> None:
-    """Chunks have layers of the same local numbers, which are other layers of the model."""
-    actor = ParallelLayout(tp=2, pp=2, vpp=2, dp=1)
+@pytest.mark.parametrize(
+    ("model", "vpp", "rank", "shared", "others"),
+    [
+        # The last stage's copy of the tied embedding serves as the engine's embedding.
+        ("qwen2_tied", 1, 2, ["decoder.layers.2.mlp.linear_fc1.weight", EMBEDDING], []),
+        # Chunks have layers of the same local numbers, which are other layers of the model.
+        ("llama", 2, 0, [f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in (0, 2)], [1]),
+    ],
+)
+def test_layers_are_shared_where_only_stages_or_chunks_differ(
+    model: str, vpp: int, rank: int, shared: list[str], others: list[int]
+) -> None:
+    actor = ParallelLayout(tp=2, pp=2, vpp=vpp, dp=1)
     engine = EngineLayout.inside(actor, 2)
-    reshard_plan = plan_all(Planner(_sides(tiny_spec("llama"), engine), 4), range(4))
-    shared = {alias.parameter for alias in reshard_plan.plans[0].aliases}
-    assert {f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in (0, 2)} <= shared
-    assert "decoder.layers.1.mlp.linear_fc1.weight" not in shared
+    reshard_plan = plan_all(Planner(_sides(tiny_spec(model), engine), 4), range(4))
+    found = {alias.parameter for alias in reshard_plan.plans[rank].aliases}
+    assert set(shared) <= found
+    assert not {f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in others} & found
     assert reshard_plan.bytes_local == 0
 
 

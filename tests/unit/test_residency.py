@@ -50,11 +50,7 @@ def test_what_nobody_needs_leaves_and_comes_back() -> None:
     residency = model.residency(memory)
     assert dict(memory.held) == {"actor/params": 2 * MIB, "actor/grads": MIB}
     residency.leave()
-    assert not memory.held and residency.nbytes == {
-        "params": 2 * MIB,
-        "grads": MIB,
-        "optimizer": 0,
-    }
+    assert not memory.held and residency.nbytes == {"params": 2 * MIB, "grads": MIB, "optimizer": 0}
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*model.params, *model.grads))
 
     first = model.params[0]
@@ -173,6 +169,7 @@ def test_peaks_by_phase() -> None:
     memory.hold("engine/cache", 0)
     memory.enter("values")
     peaks = memory.take_peaks()
+
     assert peaks == {
         "start": {"critic/params": 5},
         "gen": {"critic/params": 5, "engine/cache": 7},

@@ -23,32 +23,29 @@ def _rollout(lengths, stopped, n=2):
     )
 
 
-def _shape(scores, lengths=(1, 1, 1, 1), stopped=(True,) * 4, **keys):
+H = 0.5**0.5
+OVERLONG = {"overlong_buffer": {"enable": True, "len": 4, "penalty_factor": 2.0}}
+BATCH = {"reward_norm": "batch", "reward_clip": 1.0, "missing_eos_penalty": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "scores", "lengths", "ended", "shaped"),
+    [
+        ({}, [1.0, -7.0, 0.5, 3.0], [1] * 4, [1] * 4, [1.0, -7.0, 0.5, 3.0]),
+        ({"reward_clip": 2.0}, [1.0, -7.0, 0.5, 3.0], [1] * 4, [1] * 4, [1.0, -2.0, 0.5, 2.0]),
+        # Free up to 6 tokens; 8 is half-way, 10 the limit.
+        (OVERLONG, [1.0, 1.0, 1.0, 0.0], [5, 6, 8, 10], [1] * 4, [1.0, 1.0, 0.0, -2.0]),
+        ({"missing_eos_penalty": 0.5}, [1.0] * 4, [1] * 4, [1, 0, 1, 0], [1.0, 0.5, 1.0, 0.5]),
+        # Mean 1, std 2: -.5, -.5, -.5, 1.5, which is clipped; penalties come last.
+        (BATCH, [0.0, 0.0, 0.0, 4.0], [1] * 4, [1, 1, 1, 0], [-0.5, -0.5, -0.5, 1.0 - 3.0]),
+        ({"reward_norm": "group"}, [1.0, 3.0, 5.0, 5.0], [1] * 4, [1] * 4, [-H, H, 0.0, 0.0]),
+    ],
+)
+def test_shaped_scores_by_hand(keys, scores, lengths, ended, shaped):
     shaper = RewardShaper(AlgorithmSection.model_validate(keys), max_response_length=10)
-    return shaper.shape(torch.tensor(scores), _rollout(list(lengths), list(stopped))).tolist()
-
-
-def test_nothing_asked_nothing_done():
-    assert _shape([1.0, -7.0, 0.5, 3.0]) == [1.0, -7.0, 0.5, 3.0]
-
-
-def test_clip():
-    assert _shape([1.0, -7.0, 0.5, 3.0], reward_clip=2.0) == [1.0, -2.0, 0.5, 2.0]
-
-
-def test_the_overlong_penalty_grows_over_the_buffer():
-    keys = {"overlong_buffer": {"enable": True, "len": 4, "penalty_factor": 2.0}}
-    # Free up to 6 tokens; 8 is half-way, 10 the limit.
-    assert _shape([1.0, 1.0, 1.0, 0.0], lengths=(5, 6, 8, 10), **keys) == [1.0, 1.0, 0.0, -2.0]
-
-
-def test_a_response_without_an_end_is_penalised():
-    assert _shape([1.0] * 4, stopped=(True, False, True, False), missing_eos_penalty=0.5) == [
-        1.0,
-        0.5,
-        1.0,
-        0.5,
-    ]
+    rollout = _rollout(lengths, [bool(end) for end in ended])
+    found = shaper.shape(torch.tensor(scores), rollout).tolist()
+    assert found == pytest.approx(shaped, abs=1e-5 if "reward_norm" in keys else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -62,18 +59,6 @@ def test_shaped_scores_keep_their_type(dtype):
     rollout = _rollout([1] * 4, [True] * 4)
     assert shaper.shape(torch.ones(4, dtype=dtype), rollout).dtype == dtype
     assert shaper.shape_each(torch.ones(4, dtype=dtype), rollout).dtype == dtype
-
-
-def test_penalties_come_after_normalisation_and_clipping():
-    keys = {"reward_norm": "batch", "reward_clip": 1.0, "missing_eos_penalty": 3.0}
-    shaped = _shape([0.0, 0.0, 0.0, 4.0], stopped=(True, True, True, False), **keys)
-    # mean 1, std 2: -.5, -.5, -.5, 1.5
-    assert shaped == pytest.approx([-0.5, -0.5, -0.5, 1.0 - 3.0], abs=1e-5)
-
-
-def test_group_normalisation():
-    shaped = _shape([1.0, 3.0, 5.0, 5.0], reward_norm="group")
-    assert shaped == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0, 0.0], abs=1e-5)
 
 
 def test_by_itself_a_score_is_clipped_unless_normalisation_comes_first():

@@ -118,6 +118,8 @@ CASES: dict[str, Case] = {
         x.masked_fill(~mask, 0), x.masked_fill(~mask, 0), mask, 0.3, None, None
     ),
 }
+# Those of scores, which may be truth values; a batch without a token has none.
+ADVANTAGES = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "rpp", "rppb", "remax")
 for kind in get_args(KlKind):
     if kind != "full":
         CASES[f"KL {kind}"] = lambda x, mask, row, prompts, kind=kind: kl.kl_penalty(
@@ -147,11 +149,20 @@ def _parts(result: object) -> list[Tensor | float]:
     return [] if result is None else [result]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bfloat16, torch.float32])
+TYPES = [
+    (name, dtype)
+    for name in CASES
+    for dtype in (torch.int64, torch.int32, torch.bfloat16, torch.float32, torch.bool)
+    if dtype != torch.bool or name in ADVANTAGES
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), TYPES)
 def test_no_type_of_number_is_cut(name: str, dtype: torch.dtype) -> None:
-    found = _parts(CASES[name](X.to(dtype), MASK, ROW.to(dtype), PROMPTS))
-    wanted = _parts(CASES[name](X.double(), MASK, ROW.double(), PROMPTS))
+    x = X.to(dtype)
+    row = ROW.to(dtype)
+    found = _parts(CASES[name](x, MASK, row, PROMPTS))
+    wanted = _parts(CASES[name](x.double(), MASK, row.double(), PROMPTS))
     for ours, theirs in zip(found, wanted, strict=True):
         if not isinstance(ours, Tensor):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6, nan_ok=True)
@@ -181,3 +192,4 @@ def test_nothing_to_compute_is_no_error(name: str, shape: tuple[int, int]) -> No
     for part in _parts(CASES[name](x, mask, ROW[:rows].float(), PROMPTS[:rows])):
         if isinstance(part, Tensor):
             assert part.isfinite().all()
+            assert name not in ADVANTAGES or (not part.any() and part.dtype == torch.float32)

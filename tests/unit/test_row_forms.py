@@ -53,6 +53,7 @@ def full_row(rng):
     said_before = {"role": "assistant", "content": "so", "tool_calls": [call]}
     last = {"role": "assistant", "content": str(number), "name": "x"}
     talk = [ASK, said_before, TOLD]
+
     return {
         "prompt": talk,
         "response": "3",
@@ -308,6 +309,7 @@ def test_rows_with_images_are_refused(column, tmp_path):
     tokenizer = chat_tokenizer("qwen2.5")
     columns = {"prompt": [ASK], "response": "3", "chosen": "3", "rejected": "4"}
     path = tmp_path / "a.parquet"
+
     for value in ([{"bytes": b"\x89PNG", "path": None}], None):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([columns | {column: value}]), path)
         for read in (

@@ -39,16 +39,12 @@ def test_a_prompt_is_computed_once_for_all_its_samples():
 
     step = scheduler.schedule()
     assert counts(step) == {0: (0, 3)}
-    assert (
-        step.draws.tolist() == [0, 1, 2]
-        and step.sources.tolist() == [0, 0, 0]
-        and step.complete.tolist() == [0]
-    )
+    assert (step.draws.tolist(), step.sources.tolist()) == ([0, 1, 2], [0, 0, 0])
+    assert step.complete.tolist() == [0]
 
     tables = scheduler.block_tables
-    assert (
-        tables[0, 0] == tables[1, 0] == tables[2, 0]
-    )  # the full block is shared, the other copied
+    # The full block is shared, the other copied.
+    assert tables[0, 0] == tables[1, 0] == tables[2, 0]
     assert step.copies == [(tables[0, 1], tables[1, 1]), (tables[0, 1], tables[2, 1])]
     assert len({int(tables[row, 1]) for row in range(3)}) == 3 and manager.held == 4
 

@@ -109,54 +109,32 @@ REWARD = RewardSection.model_validate(
 )
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "names", "weights"),
-    [
-        ({}, ("format", "judge"), (0.5, 1.0)),
-        ({"gdpo_reward_keys": ["judge", "format"]}, ("judge", "format"), (1.0, 1.0)),
-        (
-            {"gdpo_reward_keys": ["score_of_style", "other"], "gdpo_reward_weights": [2, -1]},
-            ("judge/score_of_style", "other"),
-            (2.0, -1.0),
-        ),
-    ],
-)
-def test_terms_are_found_by_name(algorithm, names, weights):
-    section = AlgorithmSection.model_validate(algorithm)
-    found = reward_components(Scores(torch.zeros(2), TERMS), _rollout(), section, REWARD)
-    assert (found.names, found.weights) == (names, weights)
-    assert found.scores.tolist() == [TERMS[name] for name in names]
+STYLE = {"gdpo_reward_keys": ["score_of_style", "other"], "gdpo_reward_weights": [2, -1]}
+OF_TURNS = {"gdpo_reward_keys": ["turn_rewards", "judge"], "gdpo_reward_weights": [3, 1]}
+PAID = [[0.25, 0.5], [2.0]]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "names", "weights"),
+    ("turn_rewards", "algorithm", "names", "weights"),
     [
-        ({}, ("format", "judge", "turn_rewards"), (0.5, 1.0, 1.0)),
-        ({"gdpo_reward_keys": ["judge"]}, ("judge",), (1.0,)),
-        (
-            {"gdpo_reward_keys": ["turn_rewards", "judge"], "gdpo_reward_weights": [3, 1]},
-            ("turn_rewards", "judge"),
-            (3.0, 1.0),
-        ),
+        (None, {}, ("format", "judge"), (0.5, 1.0)),
+        (None, {"gdpo_reward_keys": ["judge", "format"]}, ("judge", "format"), (1.0, 1.0)),
+        (None, STYLE, ("judge/score_of_style", "other"), (2.0, -1.0)),
+        # Rewards of turns are compared as one term.
+        (PAID, {}, ("format", "judge", "turn_rewards"), (0.5, 1.0, 1.0)),
+        (PAID, {"gdpo_reward_keys": ["judge"]}, ("judge",), (1.0,)),
+        (PAID, OF_TURNS, ("turn_rewards", "judge"), (3.0, 1.0)),
+        ([[], []], {}, ("format", "judge"), (0.5, 1.0)),
+        ([[], []], {"gdpo_reward_keys": ["turn_rewards"]}, ("turn_rewards",), (1.0,)),
     ],
 )
-def test_the_rewards_of_turns_are_compared_as_one_term(algorithm, names, weights):
+def test_terms_are_found_by_name(turn_rewards, algorithm, names, weights):
     section = AlgorithmSection.model_validate(algorithm)
-    rollout = as_episodes(_rollout(), [[0.25, 0.5], [2.0]])
+    rollout = _rollout() if turn_rewards is None else as_episodes(_rollout(), turn_rewards)
     found = reward_components(Scores(torch.zeros(2), TERMS), rollout, section, REWARD)
     assert (found.names, found.weights) == (names, weights)
-    columns = {**TERMS, "turn_rewards": [0.75, 2.0]}
+    columns = {**TERMS, "turn_rewards": [sum(own) for own in turn_rewards or []]}
     assert found.scores.tolist() == [columns[name] for name in names]
-
-
-def test_episodes_whose_turns_have_no_rewards():
-    rollout = as_episodes(_rollout(), [[], []])
-    scores = Scores(torch.zeros(2), TERMS)
-    found = reward_components(scores, rollout, AlgorithmSection(), REWARD)
-    assert found.names == ("format", "judge")
-    section = AlgorithmSection.model_validate({"gdpo_reward_keys": ["turn_rewards"]})
-    found = reward_components(scores, rollout, section, REWARD)
-    assert found.scores.tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize(

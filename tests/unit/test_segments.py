@@ -63,6 +63,7 @@ class _Group:
 
 def test_what_the_layers_need_to_know_of_a_shared_pack() -> None:
     group: Any = _Group()
+
     for rank, query_edges, key_edges, owners in (
         (0, [0, 2, 4, 5, 6], [0, 2, 10, 11, 15], [0, 0, 0, 2, 1, 2]),
         (1, [0, 2, 4, 5, 6], [0, 4, 10, 12, 15], [0, 0, 0, 0, 1, 1]),

@@ -128,9 +128,7 @@ def test_views_write_through() -> None:
     k = pieces[1]
     Slot(k, parameter).view(k.start, k.stop).fill_(1.0)
     # Two KV heads, each with 8 query rows, 4 key rows and 4 value rows.
-    assert (
-        parameter.tolist() == [0.0] * 8 + [1.0] * 4 + [0.0] * 4 + [0.0] * 8 + [1.0] * 4 + [0.0] * 4
-    )
+    assert parameter.tolist() == 2 * ([0.0] * 8 + [1.0] * 4 + [0.0] * 4)
 
 
 QKV = {"q": (24, 2), "k": (4, 2), "v": (4, 2)}  # two KV heads of 2 rows

@@ -68,6 +68,7 @@ def test_a_dataclass_comes_back(tmp_path: Path) -> None:
     assert back.experts.chosen.dtype == torch.int16
     for name, tensor in vars(rollout.experts).items():
         assert torch.equal(vars(back.experts)[name], tensor), name
+
     assert back.prompts == prompts and torch.equal(back.versions, rollout.versions)
     assert object_from(Rollout, {**state_of(rollout), "prompts": prompts}).prompts is prompts
 

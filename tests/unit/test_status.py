@@ -49,6 +49,7 @@ def test_everything_that_stands_on_the_board_is_written(tmp_path):
         "pid": os.getpid(),
         "ranks": 4,
     }
+
     assert {name: status[name] for name in fixed} == fixed
     assert status["alarms"][0]["name"] == "truncation"
     assert set(status) - set(fixed) == {"phase_seconds", "alarms", "began", "updated", "host"}

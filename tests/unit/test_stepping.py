@@ -24,15 +24,7 @@ from mrlhf.inference.base import (
     requests_for,
 )
 from mrlhf.inference.native.rows import RowNumbers, enlarged
-from tests.models.engines import (
-    PROMPTS,
-    SAMPLED,
-    UIDS,
-    answer,
-    assert_same,
-    hf_model,
-    make_engine,
-)
+from tests.models.engines import PROMPTS, SAMPLED, UIDS, answer, assert_same, hf_model, make_engine
 
 REQUESTS = requests_for(PROMPTS, UIDS, SAMPLED)
 BLOCK_BYTES = 2 * 3 * 4 * 2 * 12 * 4  # keys and values, layers, tokens, KV heads, head_dim, float32

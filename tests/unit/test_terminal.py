@@ -39,12 +39,14 @@ def board():
     phases.advance(120, 256, "responses")
     phases.memory.hold("actor/params", 5 * 2**20)
     phases.memory.hold("engine/cache", 2**31)
+
     return board
 
 
 def test_phase_progress_metrics_with_trend_alarms_and_a_sample(tmp_path):
     text = shown(board(), str(tmp_path / "run"), width=120)
     assert str(tmp_path / "run")[:60] in text
+
     for line in (
         "12/50 steps",
         "0:01:02 left",
@@ -115,6 +117,7 @@ def screen(text):
             column += len(part)
         else:
             assert part.endswith("m"), f"unknown to this terminal: {part!r}"
+
     return [line.rstrip() for line in rows]
 
 

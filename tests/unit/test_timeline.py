@@ -23,11 +23,7 @@ def test_a_line_has_the_spans_of_a_step_in_the_order_in_which_they_began(tmp_pat
 
     assert lines(tmp_path, 3) == [
         {"process": {"rank": 3, "host": "a", "ranks": 4}},
-        {
-            "step": 2,
-            "begin": 1000.0,
-            "spans": [["step", 0.0, 2.0, 1.5], ["gen", 0.5, 0.25, 0.125]],
-        },
+        {"step": 2, "begin": 1000.0, "spans": [["step", 0.0, 2.0, 1.5], ["gen", 0.5, 0.25, 0.125]]},
     ]
 
 

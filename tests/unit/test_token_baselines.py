@@ -177,10 +177,7 @@ def test_both_equal_the_slow_loop(batch):
         probabilities.logprobs.gather(1, order), squares.gather(1, order)
     )
     wanted = _slow(
-        batch.rewards.gather(1, order),
-        batch.mask.gather(1, order),
-        batch.prompt_groups,
-        compacted,
+        batch.rewards.gather(1, order), batch.mask.gather(1, order), batch.prompt_groups, compacted
     )
     found, _ = tir_optimal_token_baseline(
         batch.rewards, batch.mask, batch.prompt_groups, probabilities

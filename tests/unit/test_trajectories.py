@@ -4,7 +4,6 @@ Two slow references: loops over the drawn tokens of each response, and the same 
 tokens cut out, which must give the same numbers wherever lengths do not matter.
 """
 
-import math
 from dataclasses import replace
 from statistics import fmean, variance
 from typing import get_args
@@ -15,7 +14,6 @@ import torch
 from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.metrics import data_metrics
-from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.names import AdvantageEstimator
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
@@ -24,7 +22,6 @@ from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.ppo.experience import ModelOutputs, make_experience
 from mrlhf.trainers.ppo.work import correction_metrics
-from tests.aggregation import aggregate
 from tests.rollouts import as_episodes, make_rollout, with_holes
 
 N = 2
@@ -253,34 +250,6 @@ def test_the_overlong_penalty_counts_tokens_that_were_not_drawn():
     shaped = shaper.shape(torch.zeros(len(RESPONSES)), BATCH["rollout"])
     wanted = [min(0.0, (3 - len(text)) / 4 * 2.0) for text in RESPONSES]
     assert shaped.tolist() == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "seq-mean-token-mean",
-    ],
-)
-def test_aggregation_counts_tokens_that_train(mode):
-    losses = BATCH["values"]
-    mask = BATCH["rollout"].loss_mask
-    count = aggregation_count(int(mask.sum()), len(mask), mode)
-    found = aggregate(losses, mask, mode, loss_scale_factor=10.0) / count
-
-    rows = _drawn(losses, BATCH["rollout"])
-    flat = [loss for row in rows for loss in row]
-    wanted = {
-        "token-mean": fmean(flat),
-        "token-sum": math.fsum(flat),
-        "seq-mean-token-sum": fmean(math.fsum(row) for row in rows),
-        "seq-mean-token-sum-norm": fmean(math.fsum(row) / 10.0 for row in rows),
-        "seq-mean-token-mean": fmean(fmean(row) for row in rows),
-    }
-    assert float(found) == pytest.approx(wanted[mode], abs=1e-5)
 
 
 def test_an_experience_may_not_train_what_was_not_drawn():

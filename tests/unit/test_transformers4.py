@@ -108,6 +108,7 @@ def _configs() -> dict[str, PretrainedConfig]:
             if values.get("head_dim", 8) is None:  # with which transformers cannot compute yarn
                 values["head_dim"] = 8
             configs[f"{name}-{number}"] = type(configs[name])(**values)
+
     return configs
 
 

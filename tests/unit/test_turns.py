@@ -22,10 +22,7 @@ TOOLS = [
         },
     }
 ]
-PROMPT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is 1 + 2?"},
-]
+PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 2?"}]
 RESULT = {"role": "tool", "name": "add", "content": '{"sum": 3}'}
 OTHER_RESULT = {"role": "tool", "name": "add", "content": "30"}
 QUESTION = {"role": "user", "content": "Are you sure?"}
@@ -304,6 +301,7 @@ def test_a_kind_of_messages_is_tried_once(tokenizers, monkeypatch):
     for _ in range(3):
         renderer.after(drawn, True, RESULTS)
         counts.append(len(renders))
+
     assert counts == [3, 4, 5]  # at first a refused and a taken placeholder as well
 
 

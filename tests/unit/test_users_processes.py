@@ -293,48 +293,27 @@ FORMS += [_line("Failure"), _line("Failure", summary=1, trace=""), _line("Other"
 FORMS += [_line("Request", method="reset"), _line("Question", number=0)]
 
 
-@pytest.mark.parametrize(
-    ("where", "forms"),
-    [
-        (
-            "call",
-            [
-                _line("Question", number=0, what="encode", arguments={}),
-                _line("Done", answer={"content": 5, "is_error": False}),
-                _line("Done", answer={"content": "x"}),
-            ],
-        ),
-        ("turn_reward", [_line("Done", answer={"turn_reward": "much", "ended": False})]),
-        (
-            "reward",
-            [_line("Done", answer={"reward": given}) for given in (math.nan, {"points": 1})],
-        ),
-        (
-            "rollout",
-            [
-                _line("Question", number=0, what="generate", arguments={}),
-                _line("Question", number=0, what="generate", arguments=5),
-                _line("Done", answer={"trajectories": []}),
-                _line("Done", answer={"trajectories": 5}),
-                _line("Done", answer={"trajectories": [{"token_ids": [1]}]}),
-                _line(
-                    "Done",
-                    answer={
-                        "trajectories": [
-                            {
-                                "token_ids": [1],
-                                "turns": [1],
-                                "role": "",
-                                "reward": None,
-                                "turn_rewards": [],
-                            }
-                        ]
-                    },
-                ),
-            ],
+NO_RANGE = {"token_ids": [1], "turns": [1], "role": "", "reward": None, "turn_rewards": []}
+# What is no answer to the request that is open.
+WRONG = {
+    "call": [
+        _line("Question", number=0, what="encode", arguments={}),
+        _line("Done", answer={"content": 5, "is_error": False}),
+        _line("Done", answer={"content": "x"}),
+    ],
+    "turn_reward": [_line("Done", answer={"turn_reward": "much", "ended": False})],
+    "reward": [_line("Done", answer={"reward": given}) for given in (math.nan, {"points": 1})],
+    "rollout": [
+        *(_line("Question", number=0, what="generate", arguments=given) for given in ({}, 5)),
+        *(
+            _line("Done", answer={"trajectories": given})
+            for given in ([], 5, [{"token_ids": [1]}], [NO_RANGE])
         ),
     ],
-)
+}
+
+
+@pytest.mark.parametrize(("where", "forms"), WRONG.items())
 def test_what_is_written_to_the_connection_fails_its_episode_alone(
     host: EnvironmentHost, where: str, forms: list[str]
 ) -> None:
