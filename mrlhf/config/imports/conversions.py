@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+_OF_HUB = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)")
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -211,6 +213,24 @@ def as_list(value: Any, _: Place) -> Any:
     return [one.rstrip(",") if isinstance(one, str) else one for one in values]
 
 
+def split_of_trl(value: Any, place: Place) -> Any:
+    """A split of TRL's dataset if that is one of the Hub, else the files that it names."""
+    is_held_out = place.key == "data.val_files"
+    if is_held_out and isinstance(evaluations(1, place), LeftOut):
+        return evaluations(1, place)
+
+    name = place.at("dataset_name")
+    split = value if is_held_out else place.at("dataset_train_split", default="train")
+    parts = [part for part in (place.at("dataset_config"), split) if part is not None]
+    if all(isinstance(part, str) for part in (name, *parts)) and _OF_HUB.fullmatch(name):
+        return [f"{name}:{'/'.join(parts)}"]
+    return (
+        as_list(value, place)
+        if place.name == "dataset_name"
+        else LeftOut("dataset_name names files, without splits")
+    )
+
+
 def symmetric(value: Any, _: Place) -> Any:
     """Two bounds of a reward as one."""
     low, high = value
@@ -333,6 +353,7 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
             saves,
             kl_of_openrlhf,
             level_of_trl,
+            split_of_trl,
             bounds_of_trl,
             frequency,
             evaluations,
