@@ -53,11 +53,15 @@ _NAMES = [option[2:] for option, *_ in KEYS]
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Talk to a policy in the terminal: a run that has ended, a model or an adapter."
+        description="Talk to a policy in the terminal: that of a run, a model or an adapter."
     )
     add_version_option(parser)
     add = parser.add_argument
-    add("policy", metavar="RUN", help="output directory of a run, a model, or an adapter")
+    add(
+        "policy",
+        metavar="RUN",
+        help="output directory of a run, a checkpoint, a model, or an adapter",
+    )
     add("--beside", metavar="START", help="another one, which answers each message as well")
     add("--prompt", metavar="TEXT", help="print the answer to this message, and end")
     for option, field, kind, default, meaning in KEYS:

@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add_version_option(parser)
     parser.add_argument(
-        "--model", required=True, metavar="DIR", help="model, run that has ended, or adapter"
+        "--model", required=True, metavar="DIR", help="model, run, checkpoint or adapter"
     )
     parser.add_argument(
         "--prompts", required=True, metavar="FILE", help="jsonl or parquet, as data.val_files"

@@ -255,6 +255,11 @@ class GenerationConfig(PPOConfig):
     data: AnyPromptsSection
     """prompts"""
 
+    @property
+    def loads_weights(self) -> bool:
+        """Whether the policy has a model's weights, and not those of a checkpoint."""
+        return self.trainer.resume == "never"
+
     def trained(self) -> dict[str, ActorSection | CriticSection]:
         """None."""
         return {}
