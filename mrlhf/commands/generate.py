@@ -48,7 +48,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--model", required=True, metavar="DIR", help="model, run, checkpoint or adapter"
     )
     parser.add_argument(
-        "--prompts", required=True, metavar="FILE", help="jsonl or parquet, as data.val_files"
+        "--prompts",
+        required=True,
+        metavar="FILE",
+        help="jsonl or parquet, as data.val_files, or .txt: a prompt a line, but for blank ones",
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="a file that ends in .jsonl"
