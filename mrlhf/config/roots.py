@@ -37,7 +37,7 @@ from mrlhf.config.sections import (
 )
 from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
 from mrlhf.config.tree import nodes
-from mrlhf.rl.names import estimator_traits
+from mrlhf.rl.names import estimator_traits, policy_loss_traits
 
 
 class Root(Section):
@@ -215,6 +215,20 @@ class PPOConfig(Root):
     def needs_full_kl(self) -> bool:
         """Whether a KL in use needs actor and reference in one place."""
         return self.full_kl_in_reward or self.full_kl_in_loss
+
+    @property
+    def needs_old_logprobs_early(self) -> bool:
+        """Whether more than the update needs the log-probabilities from before it."""
+        algorithm = self.algorithm
+        correction = algorithm.rollout_correction
+        loss = correction.trained_loss(self.actor.policy_loss.loss_mode)
+        return (
+            correction.active
+            or algorithm.use_kl_in_reward
+            or estimator_traits(algorithm.adv_estimator).needs_squared_probabilities
+            or policy_loss_traits(loss).selects_tokens
+            or self.actor.router_replay != "none"
+        )
 
     @property
     def prompts_per_step(self) -> int:

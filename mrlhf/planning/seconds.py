@@ -83,9 +83,8 @@ def estimate(
         spec = specs[name]
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
         if scores:
-            found["scoring"] = found.get("scoring", 0.0) + _passes(
-                role, spec, layout, gpu, lengths, samples, 1
-            )
+            scoring = _passes(role, spec, layout, gpu, lengths, samples, 1)
+            found["scoring"] = found.get("scoring", 0.0) + _scorings(config, name) * scoring
         if name in trained:
             mini_batches, epochs = _updates(config, name)
             found[update_of(name)] = epochs * (
@@ -105,14 +104,26 @@ def _traffic(config: AnyConfig, sizes: Footprint, name: str) -> float:
     if "params" in offload:
         params = sizes.sizes[f"{name}/params"]
         # The reference and the reward model only come; the others come and go for each pass.
-        phases = {"actor": 3, "critic": 2, "model": 1}
+        phases = {"critic": 2, "model": 1}
+        if isinstance(config, PPOConfig):
+            phases["actor"] = 2 + _scorings(config, "actor")
         moved += 2 * phases[name] * params if name in phases else params
+
     trained = trained_models(config)
     if name in trained and trained[name][1].stream is not None:
         moved += 2 * sizes.sizes[f"{name}/optimizer"] * math.prod(_updates(config, name))
     elif "optimizer" in offload:
         moved += 2 * sizes.sizes[f"{name}/optimizer"]
     return moved
+
+
+def _scorings(config: PPOConfig, name: str) -> int:
+    """How often a step passes its sequences through a model before the update."""
+    if name != "actor":
+        return 1
+    is_reference = config.needs_reference and config.reference_is_policy
+    is_only_pass = math.prod(_updates(config, name)) == 1 and not config.needs_old_logprobs_early
+    return is_reference + (not (is_only_pass or config.algorithm.rollout_correction.bypass_mode))
 
 
 def _samples(config: AnyConfig) -> int:
