@@ -78,11 +78,10 @@ def estimate(
         found[GENERATION] = _generation(config, specs["actor"], world_size, gpu, lengths, at_once)
 
     trained = trained_models(config)
-    scores = isinstance(config, PPOConfig)
     for name, role in config.roles().items():
         spec = specs[name]
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
-        if scores:
+        if isinstance(config, PPOConfig):
             scoring = _passes(role, spec, layout, gpu, lengths, samples, 1)
             found["scoring"] = found.get("scoring", 0.0) + _scorings(config, name) * scoring
         if name in trained:
@@ -142,7 +141,7 @@ def _updates(config: AnyConfig, name: str) -> tuple[int, int]:
 
 
 def _link(gpu: Gpu, ranks: int) -> float:
-    """Bytes a second of each of so many neighbouring ranks that exchange."""
+    """Bytes a second that each rank sends when `ranks` neighbours exchange."""
     inside = ranks <= gpu.per_machine
     return 1e9 * STATED.links * (gpu.link_gb_s if inside else gpu.network_gb_s)
 
