@@ -132,7 +132,7 @@ def _is_of_layout(key: str) -> bool:
 
 
 def _order(plan: Plan, fastest: float, gpu: Gpu) -> tuple[float, ...]:
-    """The fastest first; of those that the estimate cannot tell apart the one with least offloaded.
+    """Sorts plans: the fastest first; of equally fast ones, the one that offloads least.
 
     Then the one with least memory, and where that is about equal too, the simplest.
     """

@@ -34,12 +34,12 @@ class Lengths:
 
     @property
     def total(self) -> float:
-        """Of a prompt and its response."""
+        """Tokens of a prompt and its response."""
         return self.prompt + self.response
 
     @property
     def seen(self) -> float:
-        """That a token of a response sees."""
+        """Tokens before a token of a response, in the mean."""
         return self.prompt + self.response / 2
 
 

@@ -169,7 +169,7 @@ class Script(Words):
 
     @contextmanager
     def _until(self, *stops: str) -> Iterator[None]:
-        """Follow a function or a loop, up to a `return`, or to a `break`."""
+        """Follow the body of a function or a loop, which these statements end, and no more."""
         outer, self._left = self._left, []
         yield
         self._stop = "" if self._stop in stops else self._stop
@@ -177,7 +177,7 @@ class Script(Words):
         self._left = outer
 
     def _follow_perhaps(self, body: list[Node]) -> bool | None:
-        """Follow a loop whose body may be left out."""
+        """Follow the body of a loop that may have no turn."""
         with self._until("break", "continue"):
             return self._follow_one_of([body, []])
 

@@ -39,7 +39,7 @@ def unknown_parts(text: str) -> list[str]:
 
 
 def shared(values: list[Any], name: str) -> Any:
-    """What the values have in common at their beginning, by words, and an unknown word."""
+    """The first words that all values have in common, and a mark for those that follow."""
     if all(value == values[0] for value in values):
         return values[0]
     if None in values or len({type(value) for value in values}) > 1:
