@@ -179,6 +179,7 @@ def speaker(tokenizer: Tokenizer, text: str, then: str) -> Any:
     ids = [tokenizer.encode(letter) for letter in text]
     chain = [*(token for some in ids for token in some), *tokenizer.encode(then)]
     starts = tokenizer.encode("\n") + tokenizer.encode("=")
+
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
         model.model.layers[0].mlp.down_proj.weight.zero_()
@@ -316,6 +317,7 @@ def test_a_real_model_answers_as_in_transformers(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     messages: list[dict[str, str]] = []
+
     with terminal(str(smollm2), "--temperature", "0", "--max-response-length", "24") as screen:
         screen.wait_for("\n> ")
         for text in ("What is the capital of France?", "Name a river that flows through it."):

@@ -145,6 +145,7 @@ def test_tables_name_keys_and_conversions_that_exist(system: System) -> None:
             assert name is not None and name.ours is not None, theirs
         for key in table.get("defaults", {}).get(trainer, {}):
             assert key in nodes(PROGRAMS[program]), key
+
     for theirs in rows:
         trainers = [*PROGRAMS, *table["by_program"]]
         found = [name_of(system, _program(trainer), theirs, trainer) for trainer in trainers]
@@ -197,6 +198,7 @@ def test_openrlhf(tmp_path: Path) -> None:
         "  --algo.advantage.estimator group_norm --actor.gradient_checkpointing_enable \\\n"
         "  --data.prompt_dataset a.jsonl --data.max_len 3000 --rollout.max_new_tokens 2000\n",
     )
+
     assert (ppo["data.max_prompt_length"], ppo["data.max_response_length"]) == (1000, 2000)
     # OpenRLHF's own defaults, but not those of a critic that there is not
     assert ppo["actor.optim.weight_decay"] == 0.0

@@ -168,6 +168,7 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     ):
         _found(line)
         assert not trace.exists(), line
+
     # Two parts join to code where bash expands an index or computes: 2 is what the code prints.
     (tmp_path / "two").write_text("2")
     for code in ("(printf 2)", f"(<{tmp_path}/two)"):

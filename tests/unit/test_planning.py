@@ -114,6 +114,7 @@ def test_bytes_of_each_owner_are_those_of_the_published_size() -> None:
     assert sizes.held["actor/grads"] == 4 * weights
     assert sizes.held["actor/optimizer"] == pytest.approx(12 * weights / 4, rel=1e-6)
     assert sizes.sizes[ENGINE] == 0
+
     # 36 layers, 8 KV heads over two ranks, heads of 128, keys and values of two bytes.
     assert sizes.sample_bytes == 2 * 36 * 4 * 128 * 2 * 4096
     kept = 36 * 8192 * (8 * 4096 + 8 * (32 + 8) * 128 + 6 * 12288) // 2
@@ -203,21 +204,8 @@ def test_the_seconds_of_a_small_step_have_digits_that_count(
 ) -> None:
     small = ["actor.path=models/Qwen2.5-1.5B", "data.train_batch_size=2"]
     keys = [*small, "actor.ppo_mini_batch_size=2", "rollout.n=2", "data.max_response_length=32"]
-    assert (
-        main(
-            [
-                "--config",
-                GRPO,
-                "--gpus",
-                "8",
-                *keys,
-                "actor.tp=1",
-                "actor.sequence_parallel=false",
-                "rollout.tp=1",
-            ]
-        )
-        == 0
-    )
+    keys += ["actor.tp=1", "actor.sequence_parallel=false", "rollout.tp=1"]
+    assert main(["--config", GRPO, "--gpus", "8", *keys]) == 0
     said = capsys.readouterr().out.splitlines()
     steps = [re.split(r"  +", line)[3] for line in said if re.match(r"\d .*rollout.tp", line)]
     assert len(steps) == 5 and all(0 < float(step) < 0.5 for step in steps)
@@ -235,6 +223,7 @@ def test_only_what_does_not_fit_is_offloaded() -> None:
         less = with_keys(plan.config, stays)
         without = footprint(less, specs, 4)
         assert without.total(without.peak) > 40e9
+
     # On a single one states pass through in parts, of which the embedding's is the largest.
     alone = search(config, specs, 1, GPUS["h100"], lengths, 10).best[0]
     assert alone.keys["actor.optim.stream"] == "host"
@@ -422,6 +411,7 @@ def _bad_input() -> Iterator[tuple[list[str], str]]:
         ["--gpus", "8", "--gpu", "half.yaml"],
         "half.yaml: tflops, memory_gb_s, link_gb_s, network_gb_s, host_gb_s missing",
     )
+
     for name in ("zero", "yes", "nan", "infinite", "huge", "tiny"):
         yield ["--gpus", "8", "--gpu", f"{name}.yaml"], "tflops must be a number above 0"
     yield ["--gpus", "8", "--gpu", "parts.yaml"], "per_machine must be a whole number above 0"
@@ -442,20 +432,15 @@ def test_bad_input_is_one_line(
     arguments: list[str], message: str, place: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (place / "half.yaml").write_text("memory_gb: 24\n", encoding="utf-8")
-    rates = {
-        "memory_gb": 24,
-        "tflops": 1,
-        "memory_gb_s": 1,
-        "link_gb_s": 1,
-        "network_gb_s": 1,
-        "host_gb_s": 1,
-    }
+    names = ("memory_gb", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s", "host_gb_s")
+    rates = dict.fromkeys(names, 1)
     odd = {"zero": 0, "yes": True, "nan": math.nan, "infinite": math.inf, "huge": 10**400}
     files = {name: {"tflops": value} for name, value in {**odd, "tiny": 1e-320}.items()}
     files |= {"parts": {"per_machine": 1.5}, "more": {"gbps": 1}, "other": {"device": "tpu"}}
     for name, values in files.items():
         (place / f"{name}.yaml").write_text(yaml.safe_dump(rates | values), encoding="utf-8")
     (place / "latin.yaml").write_bytes("# \xe9\n".encode("latin-1"))
+
     assert main(["--config", GRPO, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
