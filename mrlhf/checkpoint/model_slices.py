@@ -15,12 +15,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrlhf.checkpoint.manifest import WEIGHT, Manifest, StoredModel, slice_key
+from mrlhf.checkpoint.manifest import (
+    WEIGHT,
+    Manifest,
+    StoredModel,
+    check_sizes,
+    read_manifest,
+    slice_key,
+)
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.checkpoint.tensor_file import TensorSource
 from mrlhf.errors import CheckpointError
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.collectives import together
 from mrlhf.parallel.layout import REPLICA_AXES, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.optimizer import OptimizedRange, ShardedOptimizer
@@ -109,6 +117,31 @@ def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: 
         _fill(engine, SliceReader(directory, manifest), role)
 
 
+def policy_in(manifest: Manifest) -> str | None:
+    """The name of the policy in a checkpoint; None if it holds none."""
+    policies = (role for role, model in manifest.models.items() if model.head == "lm")
+    return next(policies, None)
+
+
+def load_policy(engine: ModelEngine, directory: Path) -> None:
+    """Fill a model that is not trained with the policy of a checkpoint; every rank calls it.
+
+    A CheckpointError says that the checkpoint's tensors are not the model's.
+    """
+    with together(CheckpointError, engine.groups.world):
+        manifest = read_manifest(directory)
+        check_sizes(directory, manifest.files)
+        role = policy_in(manifest)
+        assert role is not None
+        check_shapes(directory, role, manifest.models[role], engine.trained_shapes)
+        reader = SliceReader(directory, manifest)
+        with engine.residency.needing("params"):
+            engine.residency.forget_copies()
+            for parameter, pieces in _parameters(engine):
+                flat = parameter.detach().view(-1)
+                reader.fill(role, WEIGHT, pieces, tuple(parameter.shape), flat, 0)
+
+
 def _check_optimizer(
     directory: Path, role: str, model: StoredModel, optimizer: ShardedOptimizer
 ) -> None:
@@ -146,18 +179,21 @@ def _fill(engine: ModelEngine, reader: SliceReader, role: str) -> None:
 def _held(engine: ModelEngine) -> Iterator[_Held]:
     """This rank's parameters that training changes, each with its pieces."""
     assert engine.optimizer is not None
-    pieces: dict[int, list[Piece]] = {}
-    parameters: dict[int, Tensor] = {}
+    held = _parameters(engine)
+    ranges = engine.optimizer.ranges([parameter for parameter, _ in held])
+    for (parameter, pieces), optimized in zip(held, ranges, strict=True):
+        yield _Held(parameter, pieces, optimized)
+
+
+def _parameters(engine: ModelEngine) -> list[tuple[Tensor, list[Piece]]]:
+    """This rank's parameters that a checkpoint holds, each with its pieces."""
+    found: dict[int, tuple[Tensor, list[Piece]]] = {}
     trained = engine.trained_shapes
     for slot in engine.slots:
-        if slot.piece.name not in trained:
-            continue
-        parameters[id(slot.parameter)] = slot.parameter
-        pieces.setdefault(id(slot.parameter), []).append(slot.piece)
-
-    ranges = engine.optimizer.ranges(list(parameters.values()))
-    for (number, parameter), optimized in zip(parameters.items(), ranges, strict=True):
-        yield _Held(parameter, pieces[number], optimized)
+        if slot.piece.name in trained:
+            _, pieces = found.setdefault(id(slot.parameter), (slot.parameter, []))
+            pieces.append(slot.piece)
+    return list(found.values())
 
 
 def _keys_to_write(spec: ModelSpec, layout: ParallelLayout, rank: int) -> set[Key]:

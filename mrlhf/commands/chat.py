@@ -53,11 +53,12 @@ _NAMES = [option[2:] for option, *_ in KEYS]
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Talk to a policy in the terminal: a run that has ended, a model or an adapter."
+        description="Talk to a policy in the terminal: that of a run, a model or an adapter."
     )
     add_version_option(parser)
+
     add = parser.add_argument
-    add("policy", metavar="RUN", help="output directory of a run, a model, or an adapter")
+    add("policy", metavar="RUN", help="output directory of a run, checkpoint, model or adapter")
     add("--beside", metavar="START", help="another one, which answers each message as well")
     add("--prompt", metavar="TEXT", help="print the answer to this message, and end")
     for option, field, kind, default, meaning in KEYS:
@@ -81,6 +82,7 @@ def _chat(options: argparse.Namespace) -> int:
             "standard input and output are no terminal; --prompt TEXT prints the answer to one "
             "message, and mrlhf generate those to a file of prompts"
         )
+
     fields: dict[str, Any] = {field: getattr(options, field) for _, field, *_ in KEYS}
     sampling = SamplingParams(**fields)
     names = [options.policy, *([options.beside] if options.beside else [])]
@@ -166,6 +168,7 @@ class _Session:
             finally:
                 signal.signal(signal.SIGINT, before)
             show("")
+
             was_interrupted |= interrupt.is_set()
             if not (talk.stopped or interrupt.is_set()):
                 sys.stderr.write(f"[cut after {len(talk.last or ())} tokens]\n")

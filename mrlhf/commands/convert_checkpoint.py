@@ -38,27 +38,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="Exit code 0: done, 1: --inspect found something wrong, 2: bad input.",
     )
     add_version_option(parser)
-    parser.add_argument(
-        "source",
-        type=Path,
-        nargs="?",
-        help="Hugging Face model, training checkpoint, output directory of a run (the policy with "
-        "which it ended is taken, or else its newest checkpoint), or Megatron-LM checkpoint of "
-        "the format torch_dist; with --merge an adapter",
+    source_help = (
+        "Hugging Face model, training checkpoint, output directory of a run (the policy with which "
+        "it ended is taken, or else its newest checkpoint), or Megatron-LM checkpoint of the "
+        "format torch_dist; with --merge an adapter"
     )
-    parser.add_argument("--inspect", type=Path, metavar="DIR", help="say what DIR is, and stop")
-    parser.add_argument("--to", choices=("huggingface", "megatron"))
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the result goes")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at --out")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="read the result again and compare every tensor; with --inspect: read every byte",
-    )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; the source's by default")
-    parser.add_argument(
-        "--max-shard-mb", type=_positive, help=f"size of a file (default: {_FILE_MB})"
-    )
+    verify_help = "read the result again and compare every tensor; with --inspect: read every byte"
+    add = parser.add_argument
+    add("source", type=Path, nargs="?", help=source_help)
+    add("--inspect", type=Path, metavar="DIR", help="say what DIR is, and stop")
+    add("--to", choices=("huggingface", "megatron"))
+    add("--out", type=Path, metavar="DIR", help="where the result goes")
+    add("--overwrite", action="store_true", help="replace what is at --out")
+    add("--verify", action="store_true", help=verify_help)
+    add("--dtype", choices=_DTYPES, help="of the weights; the source's by default")
+    add("--max-shard-mb", type=_positive, help=f"size of a file (default: {_FILE_MB})")
     _add_source_options(parser)
     _add_target_options(parser)
 
@@ -78,47 +72,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_source_options(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_argument_group("what the source does not say")
-    source.add_argument(
-        "--step", type=_not_negative, help="which checkpoint of a run; by default its newest state"
-    )
-    source.add_argument(
-        "--role", help="which model of a training checkpoint; the actor, or the only one"
-    )
-    source.add_argument(
-        "--like",
-        type=Path,
-        metavar="DIR",
-        help="a Hugging Face model of the same shape, whose config.json and tokenizer are used",
-    )
+    like_help = "a Hugging Face model of the same shape, whose config.json and tokenizer are used"
+    merge_help = "merge an adapter (LoRA) into its base, in float32, rounded once"
+    vocab_help = "tokens of a Megatron-LM checkpoint without padding"
+    add = parser.add_argument_group("what the source does not say").add_argument
+    add("--step", type=_not_negative, help="which checkpoint of a run (default: its newest state)")
+    add("--role", help="which model of a training checkpoint; the actor, or the only one")
+    add("--like", type=Path, metavar="DIR", help=like_help)
 
-    source.add_argument(
-        "--merge",
-        action="store_const",
-        const=True,
-        help="merge an adapter (LoRA) into its base, in float32, rounded once",
-    )
-    source.add_argument(
-        "--base", type=Path, metavar="DIR", help="base of the adapter; the one that it names"
-    )
+    add("--merge", action="store_const", const=True, help=merge_help)
+    add("--base", type=Path, metavar="DIR", help="base of the adapter; the one that it names")
 
-    source.add_argument(
-        "--vocab-size", type=_positive, help="tokens of a Megatron-LM checkpoint without padding"
-    )
-    source.add_argument(
-        "--model-type", choices=MEGATRON_FAMILIES, help="family of a Megatron-LM checkpoint"
-    )
+    add("--vocab-size", type=_positive, help=vocab_help)
+    add("--model-type", choices=MEGATRON_FAMILIES, help="family of a Megatron-LM checkpoint")
 
 
 def _add_target_options(parser: argparse.ArgumentParser) -> None:
-    target = parser.add_argument_group("what the result is to be")
-    target.add_argument(
+    add = parser.add_argument_group("what the result is to be").add_argument
+    add(
         "--vocab-divisible-by",
         type=_positive,
         help="megatron: --make-vocab-size-divisible-by times its tensor-parallel size "
         f"(default: {MegatronOptions.vocab_divisible_by})",
     )
-    target.add_argument(
+    add(
         "--norm-names",
         choices=("fused", "own"),
         help="megatron: names of the layers' norms, as TransformerEngine's layers have them and "

@@ -27,13 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print; 0 when done, 2 if there is no such page."""
     parser = argparse.ArgumentParser(description="Print a page of the documentation.")
     add_version_option(parser)
-    parser.add_argument(
-        "topic",
-        nargs="?",
-        metavar="TOPIC",
-        help="a page, such as slurm; a section, such as kl-explosion; or both: slurm#variables "
-        "(default: list the pages)",
+    topic_help = (
+        "a page, such as slurm; a section, such as kl-explosion; or both: slurm#variables "
+        "(default: list the pages)"
     )
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help=topic_help)
     topic: str | None = parser.parse_args(arguments).topic
 
     def print_it() -> int:

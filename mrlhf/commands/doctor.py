@@ -47,14 +47,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("."), metavar="DIR", help="where runs will write")
     add("--model", metavar="DIR", help="a model: weights, tokenizer, chat template")
     add("--config", action="append", metavar="FILE", help="a run: its data, reward and layout")
-    add(
-        "--program",
-        choices=list(PROGRAMS),
-        help="what the configuration is for (default: found out)",
-    )
+    add("--program", choices=list(PROGRAMS), help="what that is for (default: found out)")
     add("--world-size", type=int, metavar="N", help="ranks of that run (default: the fewest)")
     add("--json", type=Path, metavar="FILE", help="also write the findings there")
     add("overrides", nargs="*", metavar="key.path=value", help="keys of that run")
+
     options = parser.parse_intermixed_args(arguments)
     if options.overrides and not options.config:
         parser.error(f"{options.overrides[0]}: keys go with --config")
@@ -79,7 +76,7 @@ def _look(options: argparse.Namespace) -> int:
         show("not looked at: links between ranks; start it by torchrun for that (--help)")
     findings = [finding for _, found in groups for finding in found]
     if options.json is not None:
-        lines = [{"group": group, **asdict(one)} for group, found in groups for one in found]
+        lines = [{"group": group, **asdict(each)} for group, found in groups for each in found]
         options.json.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
     return int(any(finding.level == "broken" for finding in findings))
 
@@ -91,6 +88,7 @@ def _here(options: argparse.Namespace) -> Groups:
         directory = local_directory(options.model)
         found = examine("model", lambda: model.model(Path(directory)))
         groups.append((f"model {directory}", found))
+
     if options.config:
         given = read_any(options.program, options.config, options.overrides)
         config, _, _ = with_local_inputs(given, {}, weights=False)
@@ -100,8 +98,8 @@ def _here(options: argparse.Namespace) -> Groups:
         }
         said: set[str] = set()  # the dry run warns of data too
         for name, check in look.items():
-            found = [one for one in examine(name, check) if one.seen not in said]
-            said |= {one.seen for one in found}
+            found = [finding for finding in examine(name, check) if finding.seen not in said]
+            said |= {finding.seen for finding in found}
             groups.append((f"{name} of {', '.join(options.config)}", found))
     return groups
 
@@ -134,6 +132,7 @@ def _job_and_ranks(output_dir: Path) -> Groups | None:
         every = all_gather_objects(own, None)
     finally:
         dist.destroy_process_group()
+
     if place.rank:
         return None
     groups = [("ranks", examine("ranks", lambda: machine.judge_ranks(measured, speeds)))]

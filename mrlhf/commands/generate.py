@@ -44,26 +44,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add_version_option(parser)
-    parser.add_argument(
-        "--model", required=True, metavar="DIR", help="model, run that has ended, or adapter"
-    )
-    parser.add_argument(
-        "--prompts", required=True, metavar="FILE", help="jsonl or parquet, as data.val_files"
-    )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="a file that ends in .jsonl"
-    )
+
+    prompts = "jsonl or parquet, as data.val_files; .txt: one prompt a line, blank lines skipped"
+    at_once = "prompts that are written at once (128)"
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="model, run, checkpoint or adapter")
+    add("--prompts", required=True, metavar="FILE", help=prompts)
+    add("--out", required=True, type=Path, metavar="FILE", help="a file that ends in .jsonl")
     for option, key, does in _KEYS:
-        parser.add_argument(option, dest=key, metavar="X", help=f"{does} ({key})")
-    parser.add_argument("--best", action="store_true", help="write the best of n samples alone")
-    parser.add_argument(
-        "--batch", type=int, default=128, metavar="N", help="prompts that are written at once (128)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at --out")
-    parser.add_argument(
-        "--config", action="append", metavar="FILE", help="reward.terms, layout and other keys"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="set a key")
+        add(option, dest=key, metavar="X", help=f"{does} ({key})")
+    add("--best", action="store_true", help="write the best of n samples alone")
+    add("--batch", type=int, default=128, metavar="N", help=at_once)
+    add("--overwrite", action="store_true", help="replace what is at --out")
+    add("--config", action="append", metavar="FILE", help="reward.terms, layout and other keys")
+    add("overrides", nargs="*", metavar="key.path=value", help="set a key")
     return parser.parse_intermixed_args(arguments)
 
 

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = read_source(options.source, options.system, options.program)
         if options.world_size is not None and options.world_size < 1:
             raise ConfigError("--world-size should be at least 1")
+
         world_size = options.world_size or source.world_size or 8
         result = translate(source, world_size)
         verdict, runs = _verdict(result, source, world_size)
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.out.write_text(text, encoding="utf-8")
             show(f"wrote {options.out}: {source.program} from {source.system}")
             show("".join(f"# first: {note}\n" for note in result.notes))
+
         show("\n".join(_missing(result)))
         show(verdict)
         return 0 if runs else 1
@@ -90,7 +92,7 @@ def _verdict(result: Imported, source: Source, world_size: int) -> tuple[str, bo
             while True:
                 file.write_text(as_yaml(result, source.system), encoding="utf-8")
                 config, _ = read_config(PROGRAMS[source.program], [str(file)], [])
-                strays = [one.key for one in unread_keys(config) if one.key in result.values]
+                strays = [stray.key for stray in unread_keys(config) if stray.key in result.values]
                 if not strays:
                     break
                 leave_out(result, strays[0])
@@ -98,5 +100,6 @@ def _verdict(result: Imported, source: Source, world_size: int) -> tuple[str, bo
         except MrlhfError as error:
             said = str(error).replace(f"{file}: ", "")
             return f"it does not run on {world_size} ranks as it is:\n{said}", False
+
     lines = [f"not on this machine: {line}" for line in found.missing]
     return "\n".join([*lines, f"a dry run says: {found.text.splitlines()[-1]}"]), True

@@ -28,13 +28,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "read, run and change them."
     )
     add_version_option(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("."),
-        metavar="DIR",
-        help="where the folders go (default: the working directory)",
-    )
+    where = "where the folders go (default: the working directory)"
+    parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help=where)
     return parser.parse_args(arguments)
 
 

@@ -48,13 +48,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--gpu", default="h100", metavar="KIND", help=f"{', '.join(GPUS)}, or a YAML file")
     add("--prompt-tokens", type=float, metavar="P", help="mean length (default: half of the most)")
     add("--response-tokens", type=float, metavar="R", help="the same of responses")
-    add(
-        "--reserve-gb",
-        type=float,
-        metavar="GB",
-        help="left free on each GPU, for NCCL's buffers, CUDA itself and memory in pieces too "
-        "small to use (default: an eighth of its memory, at most 10)",
+
+    reserve = (
+        "left free on each GPU, for NCCL's buffers, CUDA itself and memory in pieces too small to "
+        "use (default: an eighth of its memory, at most 10)"
     )
+    add("--reserve-gb", type=float, metavar="GB", help=reserve)
     add("--out", type=Path, metavar="DIR", help="write 1.yaml to 5.yaml, to give after your own")
     add("overrides", nargs="*", metavar="key.path=value", help="keys of the run")
     return parser.parse_intermixed_args(arguments)
@@ -81,6 +80,7 @@ def _plan(options: argparse.Namespace) -> int:
     config, _, reasons = with_local_inputs(given, {}, weights=False, rows=False)
     for line in reasons.values():
         show(line)
+
     specs = _specs(config)
     for line in of_shipped_sizes(config):
         show(line)
@@ -156,6 +156,7 @@ def _in_words(found: Found, gpus: int, gpu: Gpu, lengths: Lengths, reserve: floa
     yield ""
     yield from _table(found, gpus)
     yield from _on_own(found, gpus, gpu.memory_gb - reserve)
+
     if found.best:
         yield ""
         yield "memory of 1 on the GPU that has most, GB"
@@ -180,12 +181,11 @@ def _on_own(found: Found, gpus: int, room: float) -> Iterator[str]:
     elif found.best:
         first = found.best[0]
         seconds = own.time.step - first.time.step
-        phases = first.time.seconds | own.time.seconds
-        more = {
-            phase: own.time.seconds.get(phase, 0.0) - first.time.seconds.get(phase, 0.0)
-            for phase in phases
-        }
+        more = {phase: -took for phase, took in first.time.seconds.items()}
+        for phase, took in own.time.seconds.items():
+            more[phase] = more.get(phase, 0.0) + took
         most = sorted(more, key=lambda phase: -abs(more[phase]))[:2]
+
         digits = _digits(found.best)
         of_it = ", ".join(f"{phase} {more[phase]:+.{digits}f}" for phase in most)
         gigabytes = (own.most - first.most) / 1e9
@@ -204,16 +204,17 @@ def _table(found: Found, gpus: int) -> Iterator[str]:
         named["yours"] = found.own
     plans = list(named.values())
     phases = list(dict.fromkeys(phase for plan in plans for phase in plan.time.seconds))
+
     rows = [["", "layout", "peak GB", "step s", *(f"{phase} s" for phase in phases), "tokens/s"]]
     digits = _digits(plans)
     for name, plan in named.items():
         time = plan.time
         seconds = [f"{time.seconds.get(phase, 0.0):.{digits}f}" for phase in phases]
         speed = f"{time.tokens / time.step / gpus:.0f}"
-        layout = layout_of(plan.config)
-        rows.append(
-            [name, layout, f"{plan.most / 1e9:.0f}", f"{time.step:.{digits}f}", *seconds, speed]
-        )
+        peak = f"{plan.most / 1e9:.0f}"
+        step = f"{time.step:.{digits}f}"
+        rows.append([name, layout_of(plan.config), peak, step, *seconds, speed])
+
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         first = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]

@@ -39,31 +39,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_version_option(parser)
     tasks = parser.add_subparsers(dest="task", required=True)
 
-    arithmetic = tasks.add_parser(
-        "arithmetic", help="sums as text, with some supervised answers wrong"
-    )
+    sums_help = "sums as text, with some supervised answers wrong"
+    arithmetic = tasks.add_parser("arithmetic", help=sums_help)
     for name, default, text in _ARITHMETIC:
         arithmetic.add_argument(name, type=type(default), default=default, help=text)
-    arithmetic.add_argument(
-        "--wrong-kind",
-        choices=("uniform", "near", "carry"),
-        default="carry",
-        help="wrong answers: any number; one digit changed; 10 too many",
-    )
+    kinds = ("uniform", "near", "carry")
+    kinds_help = "wrong answers: any number; one digit changed; 10 too many"
+    arithmetic.add_argument("--wrong-kind", choices=kinds, default="carry", help=kinds_help)
 
     gsm8k = tasks.add_parser("gsm8k", help="grade-school maths problems")
     gsm8k.add_argument("--vocab-size", type=int, default=2000)
-    chat = tasks.add_parser(
-        "gsm8k_chat", help="the same for RL alone, as messages to a model with a chat template"
+    chat_help = "the same for RL alone, as messages to a model with a chat template"
+    chat = tasks.add_parser("gsm8k_chat", help=chat_help)
+    source_help = (
+        "directory with openai/grade-school-math (jsonl) or the data set openai/gsm8k on the "
+        "Hugging Face hub (parquet)"
     )
     for task in (gsm8k, chat):
-        task.add_argument(
-            "--source",
-            type=Path,
-            required=True,
-            help="directory with openai/grade-school-math (jsonl) or the data set openai/gsm8k on "
-            "the Hugging Face hub (parquet)",
-        )
+        task.add_argument("--source", type=Path, required=True, help=source_help)
     for task in (arithmetic, gsm8k, chat):
         task.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)
@@ -74,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parse(arguments))
     task = options.pop("task")
     out = options.pop("out")
-
     file = shipped() / "configs" / "recipes" / "data" / f"{task.removesuffix('_chat')}.py"
 
     def write() -> int:

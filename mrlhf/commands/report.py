@@ -23,19 +23,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "network and no server: open it in a browser."
     )
     add_version_option(parser)
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="output directory of a run"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"default: {REPORT} in the first RUN_DIR"
-    )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=5000,
-        metavar="N",
-        help="most samples of all runs together (default: 5000)",
-    )
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="output directory of a run")
+    add("--out", type=Path, metavar="FILE", help=f"default: {REPORT} in the first RUN_DIR")
+    most = "most samples of all runs together (default: 5000)"
+    add("--samples", type=int, default=5000, metavar="N", help=most)
+
     options = parser.parse_args(arguments)
     if options.samples < len(options.runs):
         parser.error(f"--samples {options.samples} is less than one for each of the runs")

@@ -37,7 +37,7 @@ from mrlhf.config.sections import (
 )
 from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
 from mrlhf.config.tree import nodes
-from mrlhf.rl.names import estimator_traits
+from mrlhf.rl.names import estimator_traits, policy_loss_traits
 
 
 class Root(Section):
@@ -217,6 +217,20 @@ class PPOConfig(Root):
         return self.full_kl_in_reward or self.full_kl_in_loss
 
     @property
+    def needs_old_logprobs_early(self) -> bool:
+        """Whether more than the update needs the log-probabilities from before it."""
+        algorithm = self.algorithm
+        correction = algorithm.rollout_correction
+        loss = correction.trained_loss(self.actor.policy_loss.loss_mode)
+        return (
+            correction.active
+            or algorithm.use_kl_in_reward
+            or estimator_traits(algorithm.adv_estimator).needs_squared_probabilities
+            or policy_loss_traits(loss).selects_tokens
+            or self.actor.router_replay != "none"
+        )
+
+    @property
     def prompts_per_step(self) -> int:
         """Prompts that one training step takes at least; dynamic sampling may take more."""
         return max(self.data.train_batch_size, self.data.gen_batch_size)
@@ -254,6 +268,11 @@ class GenerationConfig(PPOConfig):
     """the score of a response; no terms: none"""
     data: AnyPromptsSection
     """prompts"""
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether the policy has a model's weights, and not those of a checkpoint."""
+        return self.trainer.resume == "never"
 
     def trained(self) -> dict[str, ActorSection | CriticSection]:
         """None."""

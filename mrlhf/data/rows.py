@@ -1,8 +1,8 @@
-"""Reads jsonl and parquet files into rows that know the file and line they came from.
+"""Reads jsonl, parquet and text files into rows that know the file and line they came from.
 
-Equal rows are read alike from both: as JSON has them, and objects without their null entries, since
-parquet gives each object the keys of all rows. It knows file formats. It does not know what a
-column means, nor what tokens are.
+Equal rows are read alike from jsonl and parquet: as JSON has them, and objects without their null
+entries, since parquet gives each object the keys of all rows. A text file has a prompt a line. It
+knows file formats. It does not know what a column means, nor what tokens are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row:
 
     fields: dict[str, Any]  # by column
     file: Path
-    number: int  # the line in a jsonl file or the row in a parquet file, counted from 1
+    number: int  # the line in a jsonl or text file or the row in a parquet file, counted from 1
 
     @property
     def where(self) -> str:
@@ -112,13 +112,23 @@ def _read_file(path: Path) -> list[Row]:
     return rows
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, by their numbers."""
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        where = f"{path}:{number}"
-        text = _decode(line, where)
-        if not text.strip():
-            continue
+        text = _decode(line, f"{path}:{number}")
+        if text.strip():
+            yield number, text
 
+
+def _read_text(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """A prompt from each line that is not blank."""
+    for number, text in _read_lines(path):
+        yield number, {"prompt": text.removesuffix("\r")}
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, text in _read_lines(path):
+        where = f"{path}:{number}"
         try:
             fields = _without_nulls(json.loads(text))
         except (ValueError, RecursionError) as error:
@@ -218,4 +228,4 @@ def _find_bad_value(path: Path, table: pyarrow.Table) -> str:
     raise AssertionError(f"{path}: the table cannot be read, but each of its values can")
 
 
-_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_text}

@@ -13,7 +13,7 @@ from mrlhf.errors import ConfigError
 
 @dataclass(frozen=True)
 class Reached:
-    """The shares of the rates of a machine that a run reaches."""
+    """The share of each rate of a machine that a run reaches."""
 
     products: float
     experts: float  # products of experts, which have few rows each
@@ -49,11 +49,11 @@ class Gpu:
     device: Literal["cuda", "cpu"] = "cuda"
 
     def computing_s(self, operations: float) -> float:
-        """Seconds of so many operations of products or attention."""
+        """Seconds that these operations of products or attention take."""
         return operations / (1e12 * STATED.products * self.tflops)
 
     def memory_s(self, nbytes: float) -> float:
-        """Seconds in which so many bytes pass through its memory."""
+        """Seconds that it takes to read or write these bytes of its memory."""
         return nbytes / (1e9 * STATED.memory * self.memory_gb_s)
 
 

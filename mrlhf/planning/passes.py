@@ -48,7 +48,7 @@ class _Linear(NamedTuple):
 
     @property
     def operations(self) -> float:
-        """Of all of them, as many as take their time at the speed of products."""
+        """Operations of all of them, a slower one counted as often as it is slower."""
         return 2 * self.tokens * self.inner * self.columns * self.times * self.slower
 
 
@@ -126,12 +126,12 @@ class Passes:
         return 4 * heads * pairs * work.tokens / length
 
     def _activations(self, work: Work) -> float:
-        """Seconds in which what a layer keeps passes through memory once."""
+        """Seconds that it takes to read once what a layer keeps for the backward pass."""
         whole, split = layer_bytes(self.spec, "none", etp=self.layout.etp)
         return self.gpu.memory_s((whole + split / self.layout.tp) * self.itemsize / 2 * work.tokens)
 
     def _experts(self, touched: int, more_bytes: int = 0) -> float:
-        """Seconds in which the experts' weights of a mean layer pass through memory so often."""
+        """Seconds that it takes to read the experts' weights of a mean layer `touched` times."""
         spec = self.spec
         if spec.experts is None or self.gpu.device != "cuda":
             return 0.0

@@ -132,7 +132,7 @@ def _is_of_layout(key: str) -> bool:
 
 
 def _order(plan: Plan, fastest: float, gpu: Gpu) -> tuple[float, ...]:
-    """The fastest first; of those that the estimate cannot tell apart the one with least offloaded.
+    """Sorts plans: the fastest first; of equally fast ones, the one that offloads least.
 
     Then the one with least memory, and where that is about equal too, the simplest.
     """
@@ -163,12 +163,14 @@ def _candidates(
     policy, *others = trained_models(config)
     if not isinstance(config, SFTConfig | RewardModelConfig):
         others.append("reference")
+
     shares = [size for size in _POWERS[:4] if size == 1 or config.data.max_length >= size * _SHARE]
     for layout in _layouts(specs[policy], world_size, gpu, shares):
         sections = [policy]
         for name in others:
             if _fits(layout, specs.get(name, specs[policy]), world_size):
                 sections.append(name)
+
         longest = longest_unit(config, layout["cp"])
         for recompute, pack in product(("none", "full"), _PACKS):
             own = layout | {"recompute": recompute, "micro_batch_tokens": pack * longest}

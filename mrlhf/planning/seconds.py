@@ -34,12 +34,12 @@ class Lengths:
 
     @property
     def total(self) -> float:
-        """Of a prompt and its response."""
+        """Tokens of a prompt and its response."""
         return self.prompt + self.response
 
     @property
     def seen(self) -> float:
-        """That a token of a response sees."""
+        """Tokens before a token of a response, in the mean."""
         return self.prompt + self.response / 2
 
 
@@ -78,14 +78,12 @@ def estimate(
         found[GENERATION] = _generation(config, specs["actor"], world_size, gpu, lengths, at_once)
 
     trained = trained_models(config)
-    scores = isinstance(config, PPOConfig)
     for name, role in config.roles().items():
         spec = specs[name]
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
-        if scores:
-            found["scoring"] = found.get("scoring", 0.0) + _passes(
-                role, spec, layout, gpu, lengths, samples, 1
-            )
+        if isinstance(config, PPOConfig):
+            scoring = _passes(role, spec, layout, gpu, lengths, samples, 1)
+            found["scoring"] = found.get("scoring", 0.0) + _scorings(config, name) * scoring
         if name in trained:
             mini_batches, epochs = _updates(config, name)
             found[update_of(name)] = epochs * (
@@ -105,14 +103,26 @@ def _traffic(config: AnyConfig, sizes: Footprint, name: str) -> float:
     if "params" in offload:
         params = sizes.sizes[f"{name}/params"]
         # The reference and the reward model only come; the others come and go for each pass.
-        phases = {"actor": 3, "critic": 2, "model": 1}
+        phases = {"critic": 2, "model": 1}
+        if isinstance(config, PPOConfig):
+            phases["actor"] = 2 + _scorings(config, "actor")
         moved += 2 * phases[name] * params if name in phases else params
+
     trained = trained_models(config)
     if name in trained and trained[name][1].stream is not None:
         moved += 2 * sizes.sizes[f"{name}/optimizer"] * math.prod(_updates(config, name))
     elif "optimizer" in offload:
         moved += 2 * sizes.sizes[f"{name}/optimizer"]
     return moved
+
+
+def _scorings(config: PPOConfig, name: str) -> int:
+    """How often a step passes its sequences through a model before the update."""
+    if name != "actor":
+        return 1
+    is_reference = config.needs_reference and config.reference_is_policy
+    is_only_pass = math.prod(_updates(config, name)) == 1 and not config.needs_old_logprobs_early
+    return is_reference + (not (is_only_pass or config.algorithm.rollout_correction.bypass_mode))
 
 
 def _samples(config: AnyConfig) -> int:
@@ -131,7 +141,7 @@ def _updates(config: AnyConfig, name: str) -> tuple[int, int]:
 
 
 def _link(gpu: Gpu, ranks: int) -> float:
-    """Bytes a second of each of so many neighbouring ranks that exchange."""
+    """Bytes a second that each rank sends when `ranks` neighbours exchange."""
     inside = ranks <= gpu.per_machine
     return 1e9 * STATED.links * (gpu.link_gb_s if inside else gpu.network_gb_s)
 

@@ -30,14 +30,14 @@ from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rollout.scoring import Scorer, Scores
 from mrlhf.run.same_start import describe_start
 from mrlhf.run.startup import Run, start_without_directory
-from mrlhf.trainers.policy import open_policy
+from mrlhf.trainers.policy import name_of_policy, open_policy
 from mrlhf.trainers.ppo.dump import describe_sample
 from mrlhf.trainers.ppo.held_out import STREAMS
 from mrlhf.trainers.ppo.setup import build_reward_model
 
 logger = logging.getLogger(__name__)
 
-_READ = ("seed", "actor.", "reward", "rollout.", "data.", "the c", "torch")
+_READ = ("seed", "trainer.resume", "actor.", "reward", "rollout.", "data.", "the c", "torch")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def check_generation(options: GenerationOptions, config: PPOConfig, world_size: 
     if out.exists() and not options.overwrite:
         raise ConfigError(f"--out {out} is there already; name another, or add --overwrite")
     _begun(options, _facts(options, config, world_size))
-    return f"answering {config.data.val_files[0]} with {config.actor.path}"
+    return f"answering {config.data.val_files[0]} with {name_of_policy(config)}"
 
 
 def generate(options: GenerationOptions, config: PPOConfig) -> None:
@@ -212,7 +212,7 @@ def _finish(options: GenerationOptions, config: PPOConfig, speed: Mapping[str, f
     _, *lines = options.partial.read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     summary: dict[str, Any] = {
-        "model": config.actor.path,
+        "model": name_of_policy(config),
         "adapter": config.actor.lora.path,
         "prompts": len(rows) // config.rollout.n,
         "n": config.rollout.n,

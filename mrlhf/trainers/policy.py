@@ -6,14 +6,19 @@ It knows which files a model, a run or an adapter has. It does not know what is 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mrlhf.checkpoint.conversion.model_files import stated_head
 from mrlhf.checkpoint.conversion.run_output import choose
+from mrlhf.checkpoint.frozen import check_frozen, fingerprint
+from mrlhf.checkpoint.manifest import MANIFEST, read_manifest
+from mrlhf.checkpoint.model_slices import load_policy, policy_in
 from mrlhf.config.load import read_config
 from mrlhf.config.roots import GenerationConfig, PPOConfig
+from mrlhf.config.sections import LoraSection
 from mrlhf.data.hub import base_of_adapter, local_directory
 from mrlhf.data.hub_files import read_object
 from mrlhf.data.tokenizer import holds_tokenizer
@@ -38,37 +43,56 @@ class OpenPolicy:
     sampling: SamplingParams  # as the configuration says
 
 
+@dataclass(frozen=True)
+class _Files:
+    """The files of a policy."""
+
+    model: str  # the directory with its config.json, and its weights unless there is a checkpoint
+    tokenizer: str
+    lora: Mapping[str, Any] = field(default_factory=lambda: {"rank": 0})
+    chat_template: str | None = None
+    checkpoint: str = "never"  # the training checkpoint that holds its weights
+
+
 def policy_config(
     model: str, files: Sequence[str] | None, overrides: Sequence[str] = ()
 ) -> GenerationConfig:
-    """Read a configuration whose policy is `model`: a model, an adapter, or a run that has ended.
+    """Read a configuration whose policy is `model`: a model, an adapter, a run or a checkpoint.
 
-    The tokenizer is that of the configuration, or else the one beside the policy.
+    Of a run that has not ended it is the newest whole checkpoint, which `trainer.resume` names
+    then. The tokenizer is that of the configuration, or else the one of the policy.
 
     Raises:
+        CheckpointError: the run has no whole checkpoint, or now another base for its adapters.
         ConfigError: a bad configuration, or no such policy; one line for each mistake.
     """
-    place, adapter = _files_of(model)
-    lora = {"rank": 0} if adapter is None else {"path": adapter}
-    keys = [f"actor.path={json.dumps(place)}", f"actor.lora={json.dumps(lora)}"]
-    keys += ["trainer.output_dir=.", "trainer.resume=never"]  # there is no run
+    found = _files_of(model)
+    keys = [f"actor.path={json.dumps(found.model)}", f"actor.lora={json.dumps(found.lora)}"]
+    keys += ["trainer.output_dir=.", f"trainer.resume={json.dumps(found.checkpoint)}"]
     keys += ["data.train_files=[]", "data.test_files=[]"]
     config, _ = read_config(GenerationConfig, files, [*overrides, *keys])
     data = config.data
-    if adapter is not None and data.tokenizer == place and holds_tokenizer(Path(adapter)):
-        data = data.model_copy(update={"tokenizer": adapter})
+    if data.tokenizer == found.model:
+        template = data.chat_template or found.chat_template
+        changes = {"tokenizer": found.tokenizer, "chat_template": template}
+        data = data.model_copy(update=changes)
     return config.model_copy(update={"data": data})
 
 
-def _files_of(model: str) -> tuple[str, str | None]:
-    """The directory of a policy's model, and that of its adapter if it has one."""
+def name_of_policy(config: PPOConfig) -> str:
+    """The directory with the policy's weights."""
+    resume = config.trainer.resume
+    return config.actor.path if resume == "never" else resume
+
+
+def _files_of(model: str) -> _Files:
     directory = Path(local_directory(model))
+    if (directory / MANIFEST).is_file():
+        return _of_checkpoint(directory)
     choice = choose(directory, None, None) if directory.is_dir() else None
     if choice is not None and choice.step is None:
-        raise ConfigError(
-            f"{model} is a run that has not ended, or has gone on since; mrlhf convert {model} "
-            "--to huggingface --out DIR writes its newest policy: give that DIR"
-        )
+        return _of_checkpoint(choice.path)
+
     place = directory if choice is None else choice.path
     if (place / ADAPTER_CONFIG).is_file():
         stated = read_object(place / ADAPTER_CONFIG, ConfigError)
@@ -80,16 +104,45 @@ def _files_of(model: str) -> tuple[str, str | None]:
                 f"{place}: the base of the adapter, {base}, is no directory here; name it as "
                 f"base_model_name_or_path in {place / ADAPTER_CONFIG}"
             )
-        return base, str(place)
+        tokenizer = str(place) if holds_tokenizer(place) else base
+        return _Files(base, tokenizer, {"path": str(place)})
 
     if stated_head(place) == "scalar":
         raise ConfigError(f"{place} is a reward model, which gives no answers; give a policy")
-    return str(place), None
+    return _Files(str(place), str(place))
+
+
+def _of_checkpoint(place: Path) -> _Files:
+    """The policy of a training checkpoint, with what its run says of it."""
+    manifest = read_manifest(place)
+    role = policy_in(manifest)
+    if role is None:
+        raise ConfigError(f"{place} is of a reward model, which gives no answers; give a policy")
+    section = manifest.config[role]
+    data = manifest.config["data"]
+    if not Path(section["path"]).is_dir():
+        raise ConfigError(
+            f"{place}: the model from which its run began, {section['path']}, is no directory "
+            f"here; mrlhf convert {place} --to huggingface --out DIR writes the policy: give DIR"
+        )
+    lora = section["lora"]
+    if LoraSection(**lora).is_on:
+        check_frozen(manifest.frozen, {role: fingerprint(section["path"])})
+    return _Files(section["path"], data["tokenizer"], lora, data["chat_template"], str(place))
+
+
+def build_policy(config: PPOConfig, run: Run) -> ModelEngine:
+    """The policy's model, with weights from its files or its checkpoint; every rank calls it."""
+    checkpoint = config.trainer.resume
+    actor = role_engine(config, run, "actor", "lm", loads=checkpoint == "never")
+    if checkpoint != "never":
+        load_policy(actor, Path(checkpoint))
+    return actor
 
 
 def open_policy(config: PPOConfig, run: Run, inputs: EngineInputs) -> OpenPolicy:
     """Build the policy and its engine; every rank calls it."""
     check_engine(config, load_spec(config.actor.path, "lm"), run.device.torch_device)
-    actor = role_engine(config, run, "actor", "lm")
+    actor = build_policy(config, run)
     generator = build_generator(config, run, actor, inputs)
     return OpenPolicy(actor, generator, training_sampling(config, inputs.endings, actor))

@@ -1,6 +1,7 @@
 """Checkpoints that sharded models saved, over either layout of two ranks, become policies.
 
 One of them holds adapters: it becomes what the run exports, and with `merge` the merged model.
+Commands that ask a policy take the same from the run as it is, in another layout.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from mrlhf.checkpoint.conversion.identify import examine
 from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.checkpoint.manifest import read_manifest
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.config.sections import LoraSection
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.models.adapter_files import CONFIG, WEIGHTS, write_adapter_config
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.run.startup import Run
+from mrlhf.trainers.policy import build_policy, policy_config
 from mrlhf.training.merging import export_merged
 from tests.dist.role_runs import (
+    CPU,
     Form,
     Setting,
     build_actor,
@@ -61,12 +66,13 @@ def _train_and_save(rank: int, world_size: int, root: Path) -> None:
         actor = _actor(root, case, LAYOUTS[dtype])
         update_actor(actor, load_experience(root, case), plain_ppo.MINI_BATCH)
         model = root / case.model
-        section: dict[str, Any] = {"path": str(model)}
+        lora = LoraSection(path=str(adapter_of(model)) if case.lora else None)
+        section = {"path": str(model), "lora": lora.model_dump()}
         if case.lora:
-            section["lora"] = {"path": str(adapter_of(model))}
             export_merged(actor.engine, root / dtype / "exported_merged", 10**9)
         frozen = {"actor": fingerprint(model)} if case.lora else {}
-        identity = RunIdentity("test", {"actor": section}, frozen)
+        data = {"tokenizer": str(model), "chat_template": None}
+        identity = RunIdentity("test", {"actor": section, "data": data}, frozen)
         saver = Saver(root / dtype / "checkpoints", identity, world, asynchronous=False)
         saver.save(Contents(3, False, {"actor": actor.engine}, {"numbers": [1]}))
         actor.engine.export(root / dtype / "exported", 10**9)
@@ -74,11 +80,26 @@ def _train_and_save(rank: int, world_size: int, root: Path) -> None:
             write_adapter_config(actor.engine.spec, str(model), root / dtype / "exported")
 
 
+def _ask(rank: int, world_size: int, root: Path) -> None:
+    """Take each policy from its run's newest checkpoint, in another layout, and write it."""
+    groups = GroupFactory(timeout_s=600.0)
+    for dtype, case in CASES.items():
+        layout = LAYOUTS[dtype]
+        keys = [f"actor.tp={layout.pp}", f"actor.pp={layout.tp}", "rollout.tp=1"]
+        keys.append(f"actor.dtype={case.settings.get('dtype', 'float32')}")
+        config = policy_config(str(root / dtype), None, keys)
+        run = Run(CPU, rank, world_size, groups, root)
+        build_policy(config, run).export(root / dtype / "asked", 10**9)
+
+
 def test_checkpoints_of_sharded_models_become_policies(tmp_path: Path) -> None:
     save_inputs(tmp_path, models=["llama", "qwen2-tied"])
     run_ranks(2, _train_and_save, tmp_path)
+    run_ranks(2, _ask, tmp_path)
     for dtype in CASES:
         root = tmp_path / dtype
+        for file in (root / "exported").glob("*.safetensors"):
+            assert (root / "asked" / file.name).read_bytes() == file.read_bytes()
         facts = dict(examine(root, every_byte=True).facts)
         assert facts["step"] == "3" and "exp_avg_sq" in facts["actor"]
 
@@ -119,6 +140,14 @@ def _check_adapters(root: Path) -> None:
     for merge in (None, True):
         with pytest.raises(CheckpointError, match=r"actor.path .* does not hold the weights"):
             _convert(root, root / "none", merge=merge)
+    with pytest.raises(CheckpointError, match=r"actor.path .* does not hold the weights"):
+        policy_config(str(root), None)
+    base.rename(base.with_name("gone"))
+    with pytest.raises(
+        ConfigError, match=r"is no directory here; mrlhf convert .*step_000003 --to"
+    ):
+        policy_config(str(root), None)
+    base.with_name("gone").rename(base)
 
 
 def _start(task: str, nbytes: int) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import yaml
 
 from mrlhf.batch import Rollout
+from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.data.rows import read_rows
 from mrlhf.data.sft import encode_sft
@@ -31,6 +32,7 @@ from mrlhf.trainers.generation import GenerationOptions, _facts, answer, check_g
 from mrlhf.trainers.policy import policy_config
 from mrlhf.trainers.ppo.setup import assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
+from mrlhf.training.engine import ModelEngine
 from tests.oracle import plain_models
 from tests.ranks import run_ranks
 from tests.tiny_task import ppo_keys, write_tiny_task
@@ -85,11 +87,17 @@ def _in_ranks(rank: int, world_size: int, place: str) -> None:
     metrics = PPOTrainer(config, run, parts).held_out.measure(0)
     parts.scorer.close()
     torch.save((metrics, validated), own / f"validated{rank}.pt")
+    if world_size == 1:
+        _save_checkpoint(own / "checkpoints", config, parts.actor.engine)
 
-    for name, batch in (("greedy", 128), ("sampled", 128), ("batches", BATCH), ("resumed", BATCH)):
+    for name, batch in (
+        *(("greedy", 128), ("sampled", 128), ("batches", BATCH), ("resumed", BATCH)),
+        ("of_run", 128),
+    ):
         options = GenerationOptions(own / f"{name}.jsonl", name == "greedy", batch, False, False)
         keys = [f"rollout.n={1 if options.greedy else N}", *LAYOUTS[world_size]]
-        config = policy_config(str(root / "llama"), [str(root / "ppo.yaml")], keys)
+        policy = root / ("1" if name == "of_run" else "llama")
+        config = policy_config(str(policy), [str(root / "ppo.yaml")], keys)
         if name == "resumed" and rank == 0:
             # Another job was killed in its second batch, as it wrote a line.
             facts = json.dumps(_facts(options, config, world_size)) + "\n"
@@ -103,6 +111,16 @@ def _in_ranks(rank: int, world_size: int, place: str) -> None:
         reward = load_rewards(config.reward)
         answer(options, config, run, inputs, prompts, reward)
         reward.close()
+
+
+def _save_checkpoint(directory: Path, config: PPOConfig, actor: ModelEngine) -> None:
+    """Save the policy as a run does that began from another model of the same shape."""
+    world = dist.group.WORLD
+    assert world is not None
+    stated = config.model_dump()
+    stated["actor"]["path"] = str(Path(config.actor.path).with_name("llama-ref"))
+    saver = Saver(directory, RunIdentity("ppo", stated, {}), world, asynchronous=False)
+    saver.save(Contents(3, False, {"actor": actor}, {}))
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -142,6 +160,25 @@ def test_layouts_and_batches_differ_by_rounding_alone(root: Path) -> None:
         for row, wanted in zip(_rows(other), first, strict=True):
             assert row["response"] == wanted["response"]
             assert row["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_a_run_that_has_not_ended_answers_with_its_newest_checkpoint(
+    root: Path, ranks: int
+) -> None:
+    own = root / str(ranks)
+    assert _rows(own / "of_run.jsonl") == _rows(own / "sampled.jsonl")
+    summary = json.loads((own / "of_run.summary.json").read_text())
+    checkpoint = root / "1" / "checkpoints" / "step_000003"
+    assert summary["model"] == str(checkpoint)
+
+    checkpoint.rename(root / "1" / "step_000003")  # by itself, and without the tokenizer's model
+    try:
+        config = policy_config(str(root / "1" / "step_000003"), None)
+        assert config.data.tokenizer == str(root / "data" / "tokenizer")
+        assert config.actor.path == str(root / "llama-ref")
+    finally:
+        (root / "1" / "step_000003").rename(checkpoint)
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)

@@ -105,7 +105,18 @@ def test_each_phase_of_ppo_counts_what_it_computes() -> None:
     took = _estimate(config, 1).seconds
 
     model = Passes(load_spec("small", "lm"), ParallelLayout(), SLOW, 4)
-    assert took["scoring"] == pytest.approx(2 * model.forward(Work(32, 8, 24)))
+    # The reference scores; the only update of a step sees the policy as it was.
+    scoring = model.forward(Work(32, 8, 24))
+    assert took["scoring"] == pytest.approx(scoring)
+    for keys, passes in (
+        (["actor.ppo_epochs=2"], 2),
+        (["algorithm.use_kl_in_reward=true"], 2),
+        (["actor.ppo_epochs=2", "algorithm.rollout_correction.bypass_mode=true"], 1),
+        (["actor.lora.rank=2"], 1),  # without its adapters the policy is the reference
+        (["actor.lora.rank=2", "actor.ppo_epochs=2"], 2),
+    ):
+        more = load_config(PPOConfig, "grpo.yaml", ["distributed.device=cpu", *keys])
+        assert _estimate(more, 1).seconds["scoring"] == pytest.approx(passes * scoring), keys
     prompts = model.engine(Work(4, 1, 2))
     assert took["generation"] == pytest.approx(prompts + 6 * model.engine(Work(4, 5, 4)))
     assert took["hand-over"] == 0  # the engine reads the actor's weights where they are

@@ -114,6 +114,7 @@ def test_bytes_of_each_owner_are_those_of_the_published_size() -> None:
     assert sizes.held["actor/grads"] == 4 * weights
     assert sizes.held["actor/optimizer"] == pytest.approx(12 * weights / 4, rel=1e-6)
     assert sizes.sizes[ENGINE] == 0
+
     # 36 layers, 8 KV heads over two ranks, heads of 128, keys and values of two bytes.
     assert sizes.sample_bytes == 2 * 36 * 4 * 128 * 2 * 4096
 
@@ -225,6 +226,7 @@ def test_only_what_does_not_fit_is_offloaded() -> None:
         less = with_keys(plan.config, stays)
         without = footprint(less, specs, 4)
         assert without.total(without.peak) > 40e9
+
     # On a single one states pass through in parts, of which the embedding's is the largest.
     alone = search(config, specs, 1, GPUS["h100"], lengths, 10).best[0]
     assert alone.keys["actor.optim.stream"] == "host"
@@ -412,6 +414,7 @@ def _bad_input() -> Iterator[tuple[list[str], str]]:
         ["--gpus", "8", "--gpu", "half.yaml"],
         "half.yaml: tflops, memory_gb_s, link_gb_s, network_gb_s, host_gb_s missing",
     )
+
     for name in ("zero", "yes", "nan", "infinite", "huge", "tiny"):
         yield ["--gpus", "8", "--gpu", f"{name}.yaml"], "tflops must be a number above 0"
     yield ["--gpus", "8", "--gpu", "parts.yaml"], "per_machine must be a whole number above 0"
@@ -433,14 +436,8 @@ def test_bad_input_is_one_line(
     arguments: list[str], message: str, place: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (place / "half.yaml").write_text("memory_gb: 24\n", encoding="utf-8")
-    rates = {
-        "memory_gb": 24,
-        "tflops": 1,
-        "memory_gb_s": 1,
-        "link_gb_s": 1,
-        "network_gb_s": 1,
-        "host_gb_s": 1,
-    }
+    names = ("memory_gb", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s", "host_gb_s")
+    rates = dict.fromkeys(names, 1)
     odd = {"zero": 0, "yes": True, "nan": math.nan, "infinite": math.inf, "huge": 10**400}
     files = {name: {"tflops": value} for name, value in {**odd, "tiny": 1e-320}.items()}
     files |= {"parts": {"per_machine": 1.5}, "more": {"gbps": 1}, "other": {"device": "tpu"}}

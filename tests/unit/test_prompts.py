@@ -296,6 +296,20 @@ def test_other_encodings(tokenizer, tmp_path):
         read_rows([tmp_path / "a.parquet"])
 
 
+def test_a_text_file_is_a_prompt_a_line(tokenizer, tmp_path):
+    file = tmp_path / "sums.txt"
+    file.write_bytes(b"\xef\xbb\xbf1+1=\r\n\n \n 10+2=\n")
+    rows = read_rows([file])
+    assert [(row.fields, row.number) for row in rows] == [
+        ({"prompt": "1+1="}, 1),
+        ({"prompt": " 10+2="}, 4),
+    ]
+    assert PromptDataset([file], tokenizer, max_prompt_length=8).batch([0]).text == ["1+1="]
+    file.write_text("\n \n")
+    with pytest.raises(DataError, match=r"sums\.txt has no rows"):
+        read_rows([file])
+
+
 def test_malformed_files(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"a": 1}\n\n{"a": \n')

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+_OF_HUB = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)")
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -48,8 +50,8 @@ class Place:
     @property
     def is_megatron(self) -> bool:
         """Whether verl ran it on Megatron, and not on FSDP."""
-        told = str([self.at("model_engine", "engine", "--config-name", "optim")])
-        return "megatron" in told or any(".megatron." in key for key in self.theirs)
+        named = str([self.at("model_engine", "engine", "--config-name", "optim")])
+        return "megatron" in named or any(".megatron." in key for key in self.theirs)
 
 
 def _counts_tokens(place: Place) -> bool:
@@ -208,7 +210,25 @@ def rewards(value: Any, place: Place) -> Any:
 def as_list(value: Any, _: Place) -> Any:
     """One, or several."""
     values = value if isinstance(value, list) else [value]
-    return [one.rstrip(",") if isinstance(one, str) else one for one in values]
+    return [item.rstrip(",") if isinstance(item, str) else item for item in values]
+
+
+def split_of_trl(value: Any, place: Place) -> Any:
+    """A split of TRL's dataset if that is one of the Hub, else the files that it names."""
+    is_held_out = place.key == "data.val_files"
+    if is_held_out and isinstance(evaluations(1, place), LeftOut):
+        return evaluations(1, place)
+
+    name = place.at("dataset_name")
+    split = value if is_held_out else place.at("dataset_train_split", default="train")
+    parts = [part for part in (place.at("dataset_config"), split) if part is not None]
+    if all(isinstance(part, str) for part in (name, *parts)) and _OF_HUB.fullmatch(name):
+        return [f"{name}:{'/'.join(parts)}"]
+    return (
+        as_list(value, place)
+        if place.name == "dataset_name"
+        else LeftOut("dataset_name names files, without splits")
+    )
 
 
 def symmetric(value: Any, _: Place) -> Any:
@@ -268,12 +288,6 @@ def left_out(_: Any, __: Place) -> Any:
     return LeftOut()
 
 
-def _samples_a_step(place: Place) -> int:
-    """Completions, rows or pairs of one optimizer step of Hugging Face's trainer."""
-    each = int(place.at("per_device_train_batch_size"))
-    return each * place.world_size * int(place.at("gradient_accumulation_steps"))
-
-
 def prompts_a_step(value: Any, place: Place) -> Any:
     """TRL's completions of one generation as prompts; ours are those of a step."""
     accumulated = int(place.at("gradient_accumulation_steps"))
@@ -286,12 +300,13 @@ def prompts_a_step(value: Any, place: Place) -> Any:
 
 def prompts_a_mini_batch(value: Any, place: Place) -> Any:
     """TRL's completions of one optimizer step as prompts."""
-    return max(1, _samples_a_step(place) // int(place.at("num_generations")))
+    return max(1, rows_a_step(value, place) // int(place.at("num_generations")))
 
 
-def rows_a_step(value: Any, place: Place) -> Any:
-    """TRL's rows of one optimizer step, over all ranks."""
-    return _samples_a_step(place)
+def rows_a_step(value: Any, place: Place) -> int:
+    """TRL's completions, rows or pairs of one optimizer step, over all ranks."""
+    each = int(place.at("per_device_train_batch_size"))
+    return each * place.world_size * int(place.at("gradient_accumulation_steps"))
 
 
 def base_of_policy(value: Any, place: Place) -> Any:
@@ -320,28 +335,13 @@ def prompt_part(value: Any, place: Place) -> Any:
 
 
 CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
-    "offload_params": partial(offload, owner="params"),
-    "offload_grads": partial(offload, owner="grads"),
-    "offload_optimizer": partial(offload, owner="optimizer"),
+    f"offload_{owner}": partial(offload, owner=owner) for owner in ("params", "grads", "optimizer")
 } | {
     function.__name__: function
     for function in (
         *(tokens_of_samples, tokens, at_least_longest, samples_of_openrlhf, recompute),
-        *(
-            none_below_zero,
-            none_below_one,
-            saves,
-            kl_of_openrlhf,
-            level_of_trl,
-            bounds_of_trl,
-            frequency,
-            evaluations,
-            warmup,
-            optimizer,
-            pair,
-            share_of_lr,
-            schedule,
-        ),
+        *(none_below_zero, none_below_one, saves, kl_of_openrlhf, level_of_trl, bounds_of_trl),
+        *(split_of_trl, frequency, evaluations, warmup, optimizer, pair, share_of_lr, schedule),
         *(trackers, resume, rewards, as_list, symmetric, correction_bounds),
         *(high_of_trl, of_adapter, left_out, prompts_a_step, prompts_a_mini_batch, rows_a_step),
         *(base_of_policy, steps_of_episodes, prompts_of_samples, prompt_part),

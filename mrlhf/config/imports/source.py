@@ -40,19 +40,7 @@ _SIGNS: dict[System, str] = {
     "trl": r"\btrl\b|per_device_train_batch_size|model_name_or_path",
 }
 _NOT_TRAINERS = ("other", "undecided")
-_STARTS_NOTHING = {
-    "echo",
-    "printf",
-    "pkill",
-    "pgrep",
-    "killall",
-    "grep",
-    "ls",
-    "cat",
-    "cp",
-    "rm",
-    "vim",
-}
+_STARTS_NOTHING = re.compile("(?:.*/)?(?:echo|printf|pkill|pgrep|killall|grep|ls|cat|cp|rm|vim)")
 
 
 @dataclass(frozen=True)
@@ -122,8 +110,8 @@ def _of_yaml(file: Path, text: str, system: System, program: Program | None) -> 
         raise ConfigError(f"{file}: a value holds itself; write it out") from None
 
     values = dict(leaves(parsed))
-    told = re.search(r"\btrl (\w+)", text)
-    named = _trainer_of(system, told[1] if told else file.stem)
+    comment = re.search(r"\btrl (\w+)", text)
+    named = _trainer_of(system, comment[1] if comment else file.stem)
     trainer = program or named or _trainer_by_keys(system, values)
     if trainer in _NOT_TRAINERS:
         raise ConfigError(
@@ -142,9 +130,7 @@ def _of_script(file: Path, text: str, system: System, program: Program | None) -
     unknown: list[str] = []
     for command in script.commands:
         at, name = _start_of(system, command.words)
-        if at is None or not _STARTS_NOTHING.isdisjoint(
-            map(posixpath.basename, command.words[: max(at, 0)])
-        ):
+        if at is None or any(map(_STARTS_NOTHING.fullmatch, command.words[: max(at, 0)])):
             continue
         words = command.words[at + 1 :]
         named = program or _trainer_of(system, name)
@@ -211,13 +197,11 @@ def _start_of(system: System, words: list[str]) -> tuple[int | None, str]:
             return number + 1, words[number + 1]
         if word.endswith(".py") and not word.startswith("-") and "=" not in word:
             return number, posixpath.basename(word)[:-3]
-    # a command line without its program
-    is_bare = sum(map(_looks_like_a_key, words[:1])) and len(words) > 1
-    return (
-        (-1, "")
-        if is_bare and words[0].startswith(("-", "+", "data", "actor", "algo"))
-        else (None, "")
-    )
+
+    # A command line without its program.
+    is_bare = len(words) > 1 and _looks_like_a_key(words[0])
+    begins = is_bare and words[0].startswith(("-", "+", "data", "actor", "algo"))
+    return -1 if begins else None, ""
 
 
 def _trainer_of(system: System, name: str) -> str | None:
@@ -252,6 +236,7 @@ def _pairs(system: System, words: list[str]) -> Iterator[tuple[str, Any]]:
             elif option:
                 yield f"--{option[1]}", _value(option[2] or later)
         return
+
     for number, word in enumerate(words):
         found = _OPTION.fullmatch(word)
         if not found:
@@ -261,7 +246,8 @@ def _pairs(system: System, words: list[str]) -> Iterator[tuple[str, Any]]:
             if later.startswith("--"):
                 break
             given.append(later)
-        values = [_value(one if len(given) == 1 else one.rstrip(",")) for one in given]
+
+        values = [_value(text if len(given) == 1 else text.rstrip(",")) for text in given]
         key = found[1].replace("-", "_")
         value = values[0] if len(values) == 1 else values or True
         if key.startswith("no_") and value is True and system == "trl":
@@ -291,6 +277,7 @@ def _world_size(system: System, words: list[str], values: Mapping[str, Any]) -> 
     if each is not None:
         is_known = "nnodes" in numbers or "--nnodes" not in " ".join(words)
         return each * numbers.get("nnodes", numbers.get("num_nodes", 1)) if is_known else None
+
     for needed, parts in rows.items():
         if not any(re.fullmatch(needed, key) for key in values):
             continue

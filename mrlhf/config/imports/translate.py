@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import yaml
@@ -20,7 +21,7 @@ from mrlhf.config.verl_names import Name, longest_end, translate_name
 from mrlhf.errors import ConfigError
 from mrlhf.rl.names import policy_loss_traits
 
-_OWN_REWARD = "reward.py:compute_score"
+_IS_OF_CRITIC = re.compile(r"critic\.").match
 
 
 @dataclass
@@ -130,10 +131,10 @@ def _add(
         return
 
     was = source.values[theirs]
-    for ours, one in (value if isinstance(value, dict) else {name.ours: value}).items():
-        result.values[ours] = one
+    for ours, new in (value if isinstance(value, dict) else {name.ours: value}).items():
+        result.values[ours] = new
         (result.defaults.discard if is_given else result.defaults.add)(ours)
-        remark = [] if one in (was, [was]) else [f"{theirs}: {_shown(was)}"]
+        remark = [] if new in (was, [was]) else [f"{theirs}: {_shown(was)}"]
         if ours == name.ours and name.change:
             remark.append(name.change)
         result.remarks[ours] = "; ".join(remark)
@@ -149,6 +150,7 @@ def _converted(result: Imported, source: Source, theirs: str, name: Name, world_
         if isinstance(found, LeftOut):
             result.notes.append(f"{theirs}: {_shown(value)} has no counterpart; choose another way")
         return found
+
     if name.conversion is None:
         return value
     size = source.world_size or world_size
@@ -171,54 +173,61 @@ def _complete(result: Imported, source: Source) -> None:
     if source.program != "ppo":
         return
 
-    if values.get("rollout.engine") == "vllm" and values.get("actor.lora.rank"):
-        values["rollout.lora"] = "merged"
-        result.remarks["rollout.lora"] = "vLLM takes whole weights alone"
-    has_critic = _has_critic(values)
-    for key in [key for key in result.defaults if key.startswith("critic.") and not has_critic]:
-        del values[key]
-    if not has_critic:
-        told = result.missing.items()
-        result.missing = {
-            key: reason
-            for key, reason in told
-            if not (key.startswith("critic.") and "default:" in reason)
-        }
-    if "actor.tp" not in values and "rollout.tp" in values:
-        # FSDP and ZeRO split weights over all ranks.
-        for role in ("actor", "critic") if has_critic else ("actor",):
-            values[f"{role}.tp"] = values["rollout.tp"]
-            result.remarks[f"{role}.tp"] = "there all ranks split it; see docs/parallelism.md"
-    if source.system == "trl" and values.get("actor.kl_loss_coef"):
-        values["actor.use_kl_loss"] = True
+    if not _has_critic(values):
+        for key in filter(_IS_OF_CRITIC, result.defaults):
+            del values[key]
+        for key in filter(_IS_OF_CRITIC, list(result.missing)):
+            if "default:" in result.missing[key]:
+                del result.missing[key]
     loss = values.get("actor.policy_loss.loss_mode", "vanilla")
     is_fixed = source.system == "verl" and policy_loss_traits(loss).sequence_level
     if is_fixed and values.pop("actor.loss_agg_mode", None):
         result.missing["actor.loss_agg_mode"] = f"verl does not read it with {loss}"
-    if source.trainer == "ppo_trainer":
-        for key in [key for key in values if key.startswith("actor.optim.")]:
-            values[key.replace("actor", "critic", 1)] = values[key]
-            result.remarks[key.replace("actor", "critic", 1)] = "there one optimizer is for both"
-    if source.system != "verl" and values.get("algorithm.kl_ctrl.kl_coef"):
-        values.setdefault("algorithm.use_kl_in_reward", not values.get("actor.use_kl_loss", False))
-    if "reward.terms" not in values:
-        is_model = "reward_model.path" in values
-        files = [str(file).lower() for file in values.get("data.train_files", [])]
-        is_gsm8k = bool(files) and all("gsm8k" in file for file in files)
-        term = "reward_model" if is_model else "gsm8k" if is_gsm8k else _OWN_REWARD
-        values["reward.terms"] = [{"name": term}]
-        result.remarks["reward.terms"] = (
-            "" if is_model else "choose it: a rule, or a function of yours as file.py:function"
-        )
+
+    for key, value, remark in _needed(source, dict(values)):
+        if key not in values:
+            values[key] = value
+            result.remarks[key] = remark
 
 
 def _defaults(source: Source, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from read_table(source.system).get("defaults", {}).get(source.trainer, {}).items()
     if source.system == "verl":
-        has_critic = _has_critic(values)
-        for role in ("actor", "critic"):
-            if values.get(f"{role}.tp", 1) > 1 and (has_critic or role == "actor"):
+        for role in _trained(values):
+            if values.get(f"{role}.tp", 1) > 1:
                 yield f"{role}.sequence_parallel", True
+
+
+def _needed(source: Source, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Keys that ours needs where they are not set, each with its value and a remark."""
+    if ours.get("rollout.engine") == "vllm" and ours.get("actor.lora.rank"):
+        yield "rollout.lora", "merged", "vLLM takes whole weights alone"
+    if "actor.tp" not in ours and "rollout.tp" in ours:
+        remark = "there all ranks split it; see docs/parallelism.md"  # by FSDP or ZeRO
+        for role in _trained(ours):
+            yield f"{role}.tp", ours["rollout.tp"], remark
+    if source.trainer == "ppo_trainer":
+        for key in filter(re.compile(r"actor\.optim\.").match, ours):
+            yield key.replace("actor", "critic", 1), ours[key], "there one optimizer is for both"
+
+    has_kl_loss = ours.get("actor.use_kl_loss", False)
+    if source.system == "trl" and ours.get("actor.kl_loss_coef"):
+        has_kl_loss = True
+        yield "actor.use_kl_loss", True, ""
+    if source.system != "verl" and ours.get("algorithm.kl_ctrl.kl_coef"):
+        yield "algorithm.use_kl_in_reward", not has_kl_loss, ""
+
+    files = [str(file).lower() for file in ours.get("data.train_files", [])]
+    if "reward_model.path" in ours:
+        yield "reward.terms", [{"name": "reward_model"}], ""
+    is_gsm8k = bool(files) and all("gsm8k" in file for file in files)
+    rule = "gsm8k" if is_gsm8k else "reward.py:compute_score"
+    remark = "choose it: a rule, or a function of yours as file.py:function"
+    yield "reward.terms", [{"name": rule}], remark
+
+
+def _trained(values: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("actor", "critic") if _has_critic(values) else ("actor",)
 
 
 def _has_critic(values: Mapping[str, Any]) -> bool:
@@ -237,14 +246,12 @@ def as_yaml(result: Imported, system: System) -> str:
     open_sections: list[str] = []
     for key in sorted(result.values, key=_by_section):
         *sections, last = key.split(".")
-        shared = 0
-        while shared < min(len(sections), len(open_sections)) and (
-            sections[shared] == open_sections[shared]
-        ):
-            shared += 1
+        pairs = zip(sections, open_sections, strict=False)
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         for depth in range(shared, len(sections)):
             lines.append(f"{'  ' * depth}{sections[depth]}:")
         open_sections = sections
+
         remark = result.remarks.get(key, "")
         if key in result.defaults:
             remark = f"{system}'s default"
@@ -264,7 +271,5 @@ def _by_section(key: str) -> tuple[list[tuple[int, str]], str]:
     """Keys of a section before its sections, and the sections of the roles first."""
     order = ["actor", "model", "critic", "reference", "reward_model", "rollout", "data", "reward"]
     *sections, last = key.split(".")
-    ranks = [(order.index(name) if name in order else len(order), name) for name in sections] or [
-        (-1, "")
-    ]
-    return [*ranks], last
+    ranks = [(order.index(name) if name in order else len(order), name) for name in sections]
+    return ranks or [(-1, "")], last

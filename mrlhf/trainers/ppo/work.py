@@ -25,7 +25,7 @@ from mrlhf.rl.mismatch import (
 )
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
-from mrlhf.roles.policy_loss import make_correction, needs_mini_batch_pass
+from mrlhf.roles.policy_loss import make_correction
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
@@ -148,16 +148,7 @@ class Work:
         it, unless somebody needs them earlier.
         """
         config = self.config
-        correction = config.algorithm.rollout_correction
-        loss = correction.trained_loss(config.actor.policy_loss.loss_mode)
-        needed_earlier = (
-            correction.active
-            or config.algorithm.use_kl_in_reward
-            or estimator_traits(config.algorithm.adv_estimator).needs_squared_probabilities
-            or needs_mini_batch_pass(loss, None)
-            or config.actor.router_replay != "none"
-            or rollout.experts is not None
-        )
+        needed_earlier = config.needs_old_logprobs_early or rollout.experts is not None
         is_trained = number >= config.trainer.critic_warmup
         passes = config.actor.ppo_epochs * len(cuts.actor.mini_batches)
         return is_trained and passes == 1 and not needed_earlier
