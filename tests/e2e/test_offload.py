@@ -94,6 +94,7 @@ def test_a_run_holds_what_the_plan_says(case: Case) -> None:
         "adv": 0,
         **{phase: plan.total(name) for phase, name in _PARTS.items()},
     }
+
     for row in read_lines(case.output / "metrics.jsonl")[1:]:
         for phase, nbytes in wanted.items():
             assert math.isclose(row[f"perf/memory_in/{phase}"], nbytes / 1e9), phase

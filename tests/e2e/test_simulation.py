@@ -127,16 +127,19 @@ def test_one_of_a_thousand_ranks_of_70_billion_weights(root: Path) -> None:
     options = parse(shlex.split(command)[3:])
     (shipped,) = options.config
     keys = yaml.safe_load(Path(shipped).read_text("utf-8"))
+
     for role in ("actor", "critic"):
         keys[role]["path"] = str(root / "published" / Path(keys[role]["path"]).name)
     overrides = [*options.overrides, "distributed.device=cuda"]
     config = read_any(None, [_write(root, "large", keys)], overrides)
+
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         one = process.submit(simulate_rank, config, options.gpus, 513, 8).result()
     assert not one.error
     # Of the 20 layers of its stage, an eighth in bfloat16, and a copy of the gradients in float32.
     layer = 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672)
     held = one.held["update_actor"]
+
     assert held["actor/params"] == pytest.approx(2 * 20 * layer / 8, rel=0.001)
     assert held["actor/grads"] == 2 * held["actor/params"]
     assert held["actor/optimizer"] == pytest.approx(12 * 20 * layer / 8 / 32, rel=0.001)
