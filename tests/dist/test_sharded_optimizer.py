@@ -138,6 +138,8 @@ class Result:
     # What it reported in each step, of all but the head and of the head.
     rates: list[tuple[float, float | None]]
     weights: list[tuple[Name, int, list]]  # the name, first row and values of each slice
+    # The name of each parameter, and how many of its elements the optimizer holds.
+    optimized: dict[str, int]
 
 
 def _in_ranks(rank: int, world_size: int) -> dict[tuple[ParallelLayout, str], Result]:
@@ -177,7 +179,12 @@ def _train(groups: RoleGroups, optim: ScalarOptimSection) -> Result:
         parts = model.get_parameter(kind).detach().chunk(len(held))
         for part, values in zip(held, parts, strict=True):
             weights.append((part.name, part.rows.start or 0, values.tolist()))
-    return Result(norms, rates, weights)
+    ranges = optimizer.ranges(list(model.parameters()))
+    optimized = {
+        kind: 0 if part is None else len(part.main)
+        for kind, part in zip(model.held, ranges, strict=True)
+    }
+    return Result(norms, rates, weights, optimized)
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +245,6 @@ def test_all_kinds_of_weights_train_as_in_one_process(
         assert min(result.norms) > OPTIM["clip_grad"]
         # Ranks without the head know its rate, too: the metrics are those of any rank.
         rates, head_rates = zip(*result.rates, strict=True)
-
         assert rates == pytest.approx([OPTIM["lr"] * part for part in FRACTIONS])
         assert head_rates == pytest.approx([OPTIM["head_lr"] * part for part in FRACTIONS])
         for name, first, values in result.weights:
@@ -246,3 +252,25 @@ def test_all_kinds_of_weights_train_as_in_one_process(
             expected = wanted[name][first : first + len(values)]
             torch.testing.assert_close(torch.tensor(values), expected, rtol=0, atol=1e-6)
     assert seen == wanted.keys()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_optimizer_finds_what_it_holds_of_each_parameter(
+    ranks: list[dict[tuple[ParallelLayout, str], Result]], layout: ParallelLayout, optimizer: str
+) -> None:
+    # Over all ranks, every element is held once, or by each replica if the optimizer is whole, as
+    # it is where all but the experts has no replicas.
+    is_whole = optimizer == "whole" or layout.dp * layout.cp == 1
+    copies = {"vector": layout.tp, "matrix": 1, "expert": 1, HEAD: layout.tp}
+    elements = {
+        "vector": 6 * layout.pp,
+        "matrix": 12 * layout.tp * layout.pp,
+        "expert": 24 * EXPERTS if layout.ep > 1 else 0,
+        HEAD: 5,
+    }
+
+    for kind, total in elements.items():
+        held = sum(results[layout, optimizer].optimized.get(kind, 0) for results in ranks)
+        times = copies[kind] * (_replicas(layout, kind) if is_whole else 1)
+        assert held == total * times, kind
