@@ -99,6 +99,7 @@ class Folder:
         played = Played()
         left = list(turns)
         tokens = count(1)
+
         until = time.monotonic() + LONGEST_S
         while time.monotonic() < until:
             for outcome in host.poll(1.0):
@@ -109,6 +110,7 @@ class Folder:
                 played.failure = outcome.failure
                 played.trajectories = outcome.trajectories
                 return played
+
         raise AssertionError(f"the episode has not ended after {LONGEST_S:g} s")
 
     def _host(self, name: str) -> EnvironmentHost:
@@ -152,6 +154,7 @@ def _answer(
     assert question is not None
     what, asked = question.what, question.arguments
     value: Any = [next(tokens)]
+
     if what == "generate":
         if not left:
             refusal = Answer(question.number, "there is no room", "no room")
@@ -169,4 +172,5 @@ def _answer(
         played.tools.append(asked["tools"])
     elif what == "tell":
         played.told.append(asked["messages"])
+
     host.answer(outcome.episode, Answer(question.number, value))

@@ -115,5 +115,6 @@ def _split(block: str) -> list[str]:
         if words:
             found.append(pending)
         pending = ""
+
     assert not pending, f"a command does not end: {pending}"
     return found

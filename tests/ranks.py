@@ -95,6 +95,12 @@ def _main(
         raise
 
 
+def everyone() -> dist.ProcessGroup:
+    """The group of all ranks, in one of them."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def run_ranks(
     world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 3000.0
 ) -> list[Any]:
@@ -117,6 +123,7 @@ def run_ranks(
     received = context.Queue()
     environment = dict(os.environ)
     ranks = []
+
     with tempfile.TemporaryDirectory() as stacks:
         for rank in range(world_size):
             rest = (store.port, environment, body, args, received, stacks, timeout)

@@ -76,6 +76,7 @@ def with_contexts(rollout: Rollout, contexts: dict[int, list[tuple[int, int]]]) 
     for row, spans in contexts.items():
         for begin, prompt in spans:
             told[row, begin : begin + prompt] = True
+
     rollout = as_episodes(with_holes(rollout, told), [[] for _ in range(len(rollout))])
     assert rollout.episodes is not None
     episodes = [
@@ -86,4 +87,5 @@ def with_contexts(rollout: Rollout, contexts: dict[int, list[tuple[int, int]]]) 
         )
         for row, episode in enumerate(rollout.episodes)
     ]
+
     return replace(rollout, episodes=episodes)

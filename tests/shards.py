@@ -69,6 +69,7 @@ def tiny_config(model: str) -> PretrainedConfig:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+
     if model in _MIXTURE:
         sizes |= {"num_experts_per_tok": 2, **_MIXTURE[model]}
         return AutoConfig.for_model(model, **sizes)

@@ -40,6 +40,17 @@ def write_tiny_task(
     )
 
 
+def data_keys(root: Path, max_response_length: int = 12) -> dict[str, Any]:
+    """Keys of the prompts in `root/data`, for PPO."""
+    return {
+        "train_files": str(root / "data" / "train.jsonl"),
+        "tokenizer": str(root / "data" / "tokenizer"),
+        "train_batch_size": 8,
+        "max_prompt_length": 6,
+        "max_response_length": max_response_length,
+    }
+
+
 def ppo_keys(root: Path, trained: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of a run of PPO on the task in `root/data`, with models of `plain_models.save_models`.
 
@@ -52,14 +63,7 @@ def ppo_keys(root: Path, trained: Mapping[str, Any]) -> dict[str, Any]:
         "critic": {"path": str(root / "llama-critic"), **trained},
         "reference": {"path": str(root / "llama-ref")},
         "rollout": {"n": 2},
-        "data": {
-            "train_files": str(root / "data" / "train.jsonl"),
-            "val_files": str(root / "data" / "held_out.jsonl"),
-            "tokenizer": str(root / "data" / "tokenizer"),
-            "train_batch_size": 8,
-            "max_prompt_length": 6,
-            "max_response_length": 12,
-        },
+        "data": {**data_keys(root), "val_files": str(root / "data" / "held_out.jsonl")},
     }
 
 

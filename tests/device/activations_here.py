@@ -61,6 +61,7 @@ def _mixture(hidden: int, ffn: int, experts: int, chosen: int, layers: int) -> M
         mlp_only_layers=[],
         decoder_sparse_step=1,
     )
+
     return FAMILIES["qwen3_moe"].read_config(config.to_dict(), "lm")
 
 

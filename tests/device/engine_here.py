@@ -30,12 +30,14 @@ def moments() -> dict[str, int]:
     before = _held()
     engine.attach_optimizer(measures.OPTIM, total_updates=100)
     attached = _held()
+
     optimizer = engine.optimizer
     assert optimizer is not None
     parameters = [slot.parameter for slot in engine.slots]
     kept = [held.moments for held in optimizer.ranges(parameters) if held is not None]
     steps = optimizer.steps_taken
     actor.update(experience, cut)
+
     return {
         "parameters": sum(parameter.numel() for parameter in set(parameters)),
         "attached": attached - before,
@@ -57,6 +59,7 @@ def offloaded() -> dict[str, Any]:
         "everything": (["params", "grads", "optimizer"], None),
         "in parts": (["params", "grads"], "host"),
     }
+
     for form, (offload, stream) in forms.items():
         before = _held()
         engine, actor = measures.actor_of(packs=2, layers=2, offload=offload)
@@ -82,6 +85,7 @@ def offloaded() -> dict[str, Any]:
         found[form] = row
         del engine, actor, cut
         gc.collect()
+
     found["same"] = [all(map(torch.equal, weights[0], others)) for others in weights[1:]]
     return found
 
@@ -120,6 +124,7 @@ def sizes() -> list[int]:
     kept = DEVICE.memory.total - int(0.9 * DEVICE.memory.total)
     block = engine._cache_shape.block_bytes
     found = []
+
     for blocks in (12.5, 13.5, 5.5):
         filler = DEVICE.memory.free - kept - int(blocks * block)
         other = torch.empty(filler, dtype=torch.uint8, device=DEVICE.device)
@@ -128,6 +133,7 @@ def sizes() -> list[int]:
         del other
         engine.sleep()
         torch.cuda.empty_cache()
+
     return found
 
 
@@ -143,6 +149,7 @@ def graphs() -> dict[str, Any]:
         if sleeps:
             engine.sleep(free_weights=True)
             engine.wake()
+
         _hand_over(engine, training, version=1)
         with DEVICE.counted() as counts:
             ours = _samples(engine)

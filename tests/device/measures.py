@@ -108,6 +108,7 @@ def training() -> Figures:
         for packs in (FEW_PACKS, MANY_PACKS)
     }
     figures = {}
+
     for name in Passes._fields:
         few, many = (
             {layers: getattr(found[layers, packs], name) for layers in (1, 2)}
@@ -128,6 +129,7 @@ def training() -> Figures:
         unpinned = many[2].unpinned - few[2].unpinned
         figures[f"{name}: unpinned copies a micro-batch"] = unpinned / more
         figures[f"{name}: waits of {FEW_PACKS} micro-batches in all"] = few[2].stops
+
     return figures
 
 
@@ -150,6 +152,7 @@ def decoding() -> Figures:
             figures[f"decode, {name}: unpinned copies a step"] = step.unpinned
             figures[f"decode, {name}: copies a step"] = step.copies.total()
             in_graph[name].append(step.replayed)
+
     for name, (one, two) in in_graph.items():
         figures[f"decode, {name}: kernels in the graph outside layers"] = 2 * one - two
     figures["decode: kernels a layer in the graph"] = two - one
@@ -158,6 +161,7 @@ def decoding() -> Figures:
     figures["decode: query heads of a group read its keys apart (1: yes)"] = float(
         DEVICE.decoded[UNPACKED] > 0
     )
+
     return figures
 
 
@@ -184,6 +188,7 @@ def model_spec(layers: int, mixture: bool = False) -> ModelSpec:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
+
     return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
@@ -253,10 +258,12 @@ def example(
         ground_truth=[""] * sequences,
         extra_info=[{} for _ in range(sequences)],
     )
+
     mask = torch.ones(sequences, length - prompt, dtype=torch.bool)
     logprobs = torch.full(mask.shape, -7.0)
     zeros = torch.zeros(mask.shape)
     rollout = make_rollout(prompts, [0] * sequences, ids[:, prompt:], mask, logprobs, mask[:, 0])
+
     return Experience(
         rollout=rollout,
         scores=torch.zeros(sequences),

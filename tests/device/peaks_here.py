@@ -139,6 +139,7 @@ def _spec(case: Case) -> ModelSpec:
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
     }
+
     config = kinds[case.model](
         **(experts if case.model == "mixture" else {}),
         vocab_size=case.vocab,
@@ -151,5 +152,6 @@ def _spec(case: Case) -> ModelSpec:
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
+
     spec = FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
     return replace(spec, lora=Lora(case.lora, alpha=32.0)) if case.lora else spec

@@ -116,11 +116,13 @@ def graph() -> dict[str, Any]:
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         y = x * 2 + 1
+
     before = y.cpu()
     captured.replay()
     first = y.cpu()
     x += 10
     captured.replay()
+
     return {
         "before": before.isnan().all().item(),
         "first": first.tolist(),
@@ -137,12 +139,14 @@ def memory() -> dict[str, int]:
     with DEVICE.phase("large"):
         x = torch.empty(1000, device=CUDA)
         del x
+
     with DEVICE.phase("small"):
         y = torch.empty(100, device=CUDA)
         view = y[:10]
         del y
         held = DEVICE.memory.allocated - start
         del view
+
     return {
         "held": held,
         "after": DEVICE.memory.allocated - start,

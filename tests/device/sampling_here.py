@@ -43,6 +43,7 @@ def compare() -> dict[str, dict[str, Any]]:
                 "never": any(token in NEVER for a in ours for token in a.token_ids),
                 "lengths": sorted({len(a.token_ids) for a in ours}),
             }
+
     return found
 
 

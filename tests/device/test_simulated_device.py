@@ -25,6 +25,7 @@ def test_what_is_done_is_counted(device: Devices) -> None:
     unpinned = {name: found.unpinned for name, found in counts.items()}
     assert kernels["an operator"] == kernels["norm"] == kernels["pinned copies"] == 1
     assert kernels["views"] == 0
+
     quiet = {"an operator", "views", "number at a mask", "norm"}
     assert {name for name, count in waits.items() if count == 0} == quiet
     assert waits["numbers of a list"] == 2
@@ -33,6 +34,7 @@ def test_what_is_done_is_counted(device: Devices) -> None:
         "copy to the host",
         "copy to the device",
     }
+
     ((kind, line),) = counts["item"].waits
     assert kind == "item"
     assert line.startswith("tests/device/refusals.py:")

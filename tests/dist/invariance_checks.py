@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
-import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mrlhf.weights.shard import Key
@@ -23,13 +21,14 @@ from tests.dist.invariance_runs import (
     plain_ppo_roles,
     plain_supervised_roles,
 )
-from tests.dist.role_runs import assert_near, load_experience
+from tests.dist.role_runs import assert_metrics, assert_near, assert_weights, load_experience
 from tests.oracle.plain_optimizer import Outcome
 from tests.oracle.plain_ppo import Case
 from tests.oracle.plain_tables import all_tables
 
-# These depend on the layout, and so do how long things take.
-OF_THE_LAYOUT = ("train/", "perf/", "timing")
+# Up to four steps of up to 1e-2. Gradients of four layers are rounded by up to 4e-6, so each step
+# by up to 1e-2 * 4e-6 / EPS.
+WEIGHTS_DIFFER = 1.6e-4
 
 
 class PlainRuns:
@@ -84,12 +83,18 @@ def comparisons(
     tables = plain.tables(row["model"], row["lora"])
     checks: dict[str, Callable[[], None]] = {}
     checks["tables"] = partial(_assert_tables, ranks, tables, name)
+
     for role in ROLES:
         title = f"{name}: {role}"
         trained = [result.trained[role] for result in ranks]
-        checks[f"{role} metrics"] = partial(_assert_metrics, trained, wanted[role], title)
-        checks[f"{role} weights"] = partial(_assert_weights, out / name / role, wanted[role], title)
+        metrics = [rank.metrics for rank in trained]
+        checks[f"{role} metrics"] = partial(assert_metrics, metrics, wanted[role].metrics, title)
+        weights = wanted[role].weights
+        checks[f"{role} weights"] = partial(
+            assert_weights, out / name / role, weights, WEIGHTS_DIFFER, title
+        )
         checks[f"{role} replicas"] = partial(_assert_replicas, trained, title)
+
     return checks
 
 
@@ -98,26 +103,6 @@ def _assert_tables(ranks: Sequence[RowResult], wanted: dict[str, Tensor], name: 
         assert tables.keys() == wanted.keys()
         for key, table in wanted.items():
             assert_near(torch.tensor(tables[key]), table, atol=2e-5, title=f"{name}: {key}")
-
-
-def _assert_metrics(ranks: Sequence[Trained], outcome: Outcome, title: str) -> None:
-    metrics = {k: v for k, v in ranks[0].metrics.items() if not k.startswith(OF_THE_LAYOUT)}
-    assert metrics.keys() == outcome.metrics.keys(), title
-    for name, value in outcome.metrics.items():
-        assert metrics[name] == pytest.approx(value, rel=5e-5, abs=1e-5), f"{title}: {name}"
-        assert all(rank.metrics[name] == metrics[name] for rank in ranks), (
-            f"{title}: {name} by rank"
-        )
-
-
-def _assert_weights(directory: Path, outcome: Outcome, title: str) -> None:
-    (file,) = directory.glob("*.safetensors")  # of a model, or of an adapter
-    weights = load_file(file)
-    assert weights.keys() == outcome.weights.keys(), title
-    for name, tensor in weights.items():
-        # Up to four steps of up to 1e-2. Gradients of four layers are rounded by up to 4e-6, so
-        # each step by up to 1e-2 * 4e-6 / EPS.
-        assert_near(tensor, outcome.weights[name], atol=1.6e-4, title=f"{title}: {name}")
 
 
 def _assert_replicas(ranks: Sequence[Trained], title: str) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from mrlhf.batch import Rollout
@@ -79,7 +78,6 @@ def case_of(row: Row) -> Case:
 
 def train_rows(rank: int, world_size: int, root: str, rows: Sequence[Row]) -> dict[str, RowResult]:
     """Train each row, by its name; the weights go to `<root>/<row>/<role>`."""
-    torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
     # Coalesced gathers crash gloo now and then: see `mrlhf.training.data_parallel`.
     coalesced = [name for name in COALESCED_GATHERS if hasattr(dist.ProcessGroup, name)]

@@ -21,7 +21,6 @@ from torch import Tensor
 from mrlhf.batch import Experience
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.data.sample_table import SampleTable, read_samples
-from mrlhf.device import Device
 from mrlhf.errors import ConfigError, RewardError, TrainingError
 from mrlhf.inputs import read_ppo_inputs
 from mrlhf.parallel.groups import GroupFactory
@@ -29,13 +28,13 @@ from mrlhf.preflight import check, check_models
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.setup import assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
+from tests.dist.role_runs import CPU, fingerprint
 from tests.metric_rows import without_row
 from tests.oracle import plain_models, plain_optimizer, plain_tables
 from tests.ranks import run_ranks
-from tests.tiny_task import write_tiny_task
+from tests.tiny_task import data_keys, write_tiny_task
 
 WORLD_SIZE = 4
-CPU = Device("cpu", torch.device("cpu"), "gloo")
 MODEL = "llama"
 REWARD_MODEL = "qwen2-tied-critic"
 REWARD_WEIGHT = 0.5
@@ -311,20 +310,13 @@ def _base(root: Path) -> dict[str, Any]:
             "dump_freq": 1,
             "dump_format": "jsonl",
         },
-        "data": {
-            "train_files": str(root / "data" / "train.jsonl"),
-            "tokenizer": str(root / "data" / "tokenizer"),
-            "train_batch_size": 8,
-            "max_prompt_length": 6,
-            "max_response_length": 5,
-        },
+        "data": data_keys(root, max_response_length=5),
         "algorithm": {"use_kl_in_reward": True, "kl_ctrl": kl_ctrl},
         "trainer": {"total_steps": 2, "output_dir": str(root / "runs")},
     }
 
 
 def _in_ranks(rank: int, world_size: int, root: str, scenarios: list[Scenario]) -> None:
-    torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
     results: dict[str, list[Step] | str] = {}
     for scenario in scenarios:
@@ -361,8 +353,8 @@ def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> 
     steps = []
     try:
         for number in (1, 2):
-            actor_before = _fingerprint(parts.actor)
-            critic_before = _fingerprint(parts.critic)
+            actor_before = fingerprint(parts.actor)
+            critic_before = fingerprint(parts.critic)
             progress = trainer.begin_step(number)
             metrics = trainer.step(progress)
             assert progress.experience is not None
@@ -371,16 +363,10 @@ def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> 
                 Step(
                     metrics,
                     progress.experience,
-                    actor_moved=_fingerprint(parts.actor) != actor_before,
-                    critic_moved=_fingerprint(parts.critic) != critic_before,
+                    actor_moved=fingerprint(parts.actor) != actor_before,
+                    critic_moved=fingerprint(parts.critic) != critic_before,
                 )
             )
     finally:
         parts.scorer.close()
     return steps
-
-
-def _fingerprint(role: Any) -> list[float]:
-    if role is None:
-        return []
-    return [slot.parameter.double().sum().item() for slot in role.engine.slots]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
@@ -63,6 +64,8 @@ LAYOUTS = {
 """By world size; `test_invariance` runs all others."""
 STAGED = AxisSizes(tp=2, pp=2, vpp=2)
 """Virtual stages, for the models of four layers."""
+OF_THE_LAYOUT = ("train/", "perf/", "timing")
+"""How metrics begin that depend on the layout, and those of how long things take."""
 
 _COVARIANCE = PolicyLossSection(
     clip_cov_ratio=plain_losses.COV_FRACTION,
@@ -296,9 +299,10 @@ def update_actor(actor: Actor, experience: Experience, mini_batch_rows: int) -> 
     return actor.update(experience, cut).metrics
 
 
-def fingerprint(actor: Actor) -> list[float]:
+def fingerprint(role: Actor | Critic | None) -> list[float]:
     """Numbers that change when a weight of this rank changes."""
-    return [slot.parameter.double().sum().item() for slot in actor.engine.slots]
+    slots = [] if role is None else role.engine.slots
+    return [slot.parameter.double().sum().item() for slot in slots]
 
 
 def assert_near(value: Tensor, wanted: Tensor, atol: float, title: str) -> None:
@@ -306,6 +310,31 @@ def assert_near(value: Tensor, wanted: Tensor, atol: float, title: str) -> None:
     torch.testing.assert_close(
         value, wanted, rtol=0, atol=atol, msg=lambda message: f"{title}: {message}"
     )
+
+
+def assert_weights(directory: Path, wanted: Mapping[str, Tensor], atol: float, title: str) -> None:
+    """The only file of weights, of a model or of an adapter, has those that are wanted."""
+    (file,) = directory.glob("*.safetensors")
+    weights = load_file(file)
+    assert weights.keys() == wanted.keys(), title
+    for name, tensor in weights.items():
+        assert_near(tensor.float(), wanted[name], atol=atol, title=f"{title}: {name}")
+
+
+def assert_metrics(
+    ranks: Sequence[Mapping[str, float]],
+    wanted: Mapping[str, float],
+    title: str,
+    free: tuple[str, ...] = OF_THE_LAYOUT,
+) -> None:
+    """Every rank has the same metrics, near those that are wanted, but for the free ones."""
+    metrics = {name: value for name, value in ranks[0].items() if not name.startswith(free)}
+    assert metrics.keys() == wanted.keys(), title
+    for name, value in wanted.items():
+        difference = abs(metrics[name] - value)
+        told = f"{title}: {name} {metrics[name]} where {value} is wanted"
+        assert difference <= max(5e-5 * abs(value), 1e-5), told
+        assert all(rank[name] == metrics[name] for rank in ranks), f"{title}: {name} by rank"
 
 
 def build_critic(setting: Setting, case: Case) -> Critic:

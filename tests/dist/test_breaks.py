@@ -283,7 +283,6 @@ BREAKS = {
 
 def _train_all(rank: int, world_size: int, root: str) -> dict[str, RowResult]:
     """Train each sound row, and each broken one; the weights go to `<root>/<name>`."""
-    torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
     results = {}
     for name, row in SOUND.items():

@@ -1,9 +1,9 @@
 """A checkpoint loads into every layout and optimizer, and training then goes on as it would have.
 
 Actor (tied embeddings and biases, q, k and v in one tensor, adapters, or matrices that Muon
-orthogonalises) and critic are trained, saved and trained on; then each saved state is loaded into
-every other layout, saved again and compared bit by bit, and trained on. Moments of AdamW are no
-moments of Muon.
+orthogonalises; mixtures of experts, of which one has numbers that no optimizer knows) are trained,
+saved and trained on; then each saved state is loaded into every other layout, saved again and
+compared bit by bit, and trained on. Moments of AdamW are no moments of Muon.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.dist.role_runs import (
 from tests.dist.saved_checkpoints import assert_equal_checkpoints
 from tests.oracle import plain_models, plain_ppo
 from tests.oracle.plain_ppo import Case
-from tests.ranks import run_ranks
+from tests.ranks import everyone, run_ranks
 
 SHARDED = Form("sharded", 1000, distributed_optimizer=True)
 PLAIN = Form("plain", 1000, distributed_optimizer=False)
@@ -56,26 +56,44 @@ ROUNDED = {
     "clip_ratio_high": 1e4,
     "clip_ratio_c": 1e4,
 }
-CASES = {
+DENSE = {
     "float32": Case("qwen2-tied", "token-mean"),
     "bfloat16": Case("phi3", "token-mean", ROUNDED),
     "adapters": Case("llama", "token-mean", ROUNDED, lora=True),
     "muon": Case("phi3", "token-mean", ROUNDED, optimizer="muon"),
 }
+EXPERT_LAYOUTS = {
+    1: [AxisSizes()],
+    2: [AxisSizes(ep=2), AxisSizes(tp=2, etp=1), AxisSizes(pp=2)],
+    4: [
+        AxisSizes(pp=2, ep=2),
+        AxisSizes(tp=2, ep=2),
+        AxisSizes(tp=2, ep=2, etp=2),
+        AxisSizes(tp=2, ep=4),
+    ],
+}
+EXPERTS = {
+    "experts": Case("qwen2-moe", "token-mean"),
+    "rounded experts": Case("glm4-moe", "token-mean", ROUNDED),
+}
+CASES = DENSE | EXPERTS
+# What is read from a checkpoint leaves the device and comes back.
+OFFLOADED = {"offload": ["params", "grads", "optimizer"]}
 
 
 @pytest.fixture(scope="module")
 def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Takes world sizes; a directory with models and experiences, and a checkpoint of each layout
-    and optimizer of these sizes.
+    """Takes world sizes, and whether models have experts; a directory with models and experiences,
+    and a checkpoint of each layout and optimizer of these sizes.
     """
 
     @cache
-    def save(*world_sizes: int) -> Path:
+    def save(*world_sizes: int, experts: bool = False) -> Path:
         path = tmp_path_factory.mktemp("checkpoints")
-        save_inputs(path, models=[case.model for case in CASES.values()])
+        cases = EXPERTS if experts else DENSE
+        save_inputs(path, models=[case.model for case in cases.values()])
         for world_size in world_sizes:
-            run_ranks(world_size, _save_from_every_layout, path)
+            run_ranks(world_size, _save_from_every_layout, path, experts)
         return path
 
     return save
@@ -89,22 +107,38 @@ def test_every_layout_takes_every_checkpoint(
     saved_by: Callable[..., Path], world_size: int, savers: tuple[int, ...]
 ) -> None:
     saved = sum(len(LAYOUTS[size]) for size in savers)
-    for loaded in run_ranks(world_size, _load_into_every_layout, saved_by(*savers)):
-        assert len(set(loaded)) >= len(LAYOUTS[world_size]) * len(CASES) * saved
+    for loaded in run_ranks(world_size, _load_into_every_layout, saved_by(*savers), False):
+        assert len(set(loaded)) >= len(LAYOUTS[world_size]) * len(DENSE) * saved
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", EXPERT_LAYOUTS)
+def test_every_layout_of_experts_takes_every_checkpoint(
+    saved_by: Callable[..., Path], world_size: int
+) -> None:
+    root = saved_by(*EXPERT_LAYOUTS, experts=True)
+    saved = sum(map(len, EXPERT_LAYOUTS.values()))
+    for loaded in run_ranks(world_size, _load_into_every_layout, root, True):
+        assert len(set(loaded)) >= len(EXPERT_LAYOUTS[world_size]) * len(EXPERTS) * saved
 
 
 def _saver(directory: Path, asynchronous: bool) -> Saver:
-    world = dist.group.WORLD
-    assert world is not None
-    return Saver(directory, RunIdentity("test", {}), world, asynchronous)
+    return Saver(directory, RunIdentity("test", {}), everyone(), asynchronous)
 
 
-def _all_settings(root: Path, world_size: int) -> list[tuple[str, Case, Setting]]:
+def _all_settings(
+    root: Path, world_size: int, experts: bool = False
+) -> list[tuple[str, Case, Setting]]:
+    if experts:
+        overlapped = replace(SHARDED, optim={"overlap_param_gather": True})
+        everywhere = settings(root, world_size, (overlapped, PLAIN), EXPERT_LAYOUTS)
+        return [(name, case, each) for each in everywhere for name, case in EXPERTS.items()]
+
     every = []
     everywhere = settings(root, world_size, (SHARDED, PLAIN), LAYOUTS)
     staged = settings(root, world_size, (SHARDED, PLAIN), {4: [STAGED]})
     for setting in chain(everywhere, staged):
-        for dtype, case in CASES.items():
+        for dtype, case in DENSE.items():
             if case.model in plain_models.DEEP or not setting.is_staged:
                 every.append((dtype, case, setting))
     return every
@@ -114,8 +148,8 @@ def _directory(root: Path, dtype: str, setting: Setting) -> Path:
     return root / "saved" / dtype / setting.name.replace(" ", "-")
 
 
-def _save_from_every_layout(rank: int, world_size: int, root: Path) -> None:
-    for number, (dtype, case, setting) in enumerate(_all_settings(root, world_size)):
+def _save_from_every_layout(rank: int, world_size: int, root: Path, experts: bool) -> None:
+    for number, (dtype, case, setting) in enumerate(_all_settings(root, world_size, experts)):
         directory = _directory(root, dtype, setting)
         experience = load_experience(root, case)
         actor = build_actor(setting, case)
@@ -132,16 +166,14 @@ def _save_from_every_layout(rank: int, world_size: int, root: Path) -> None:
             torch.save(metrics, directory / "metrics")
 
 
-def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[Any]:
-    world = dist.group.WORLD
-    assert world is not None
+def _load_into_every_layout(rank: int, world_size: int, root: Path, experts: bool) -> list[Any]:
     loaded = []
-    for dtype, case, setting in _all_settings(root, world_size):
+    for dtype, case, setting in _all_settings(root, world_size, experts):
         own = _directory(root, dtype, setting)
         for directory in sorted((root / "saved" / dtype).iterdir()):
             if own != directory and not _is_their_turn(own, directory):
                 continue
-            checkpoint = open_checkpoint(directory / "step_000001", world)
+            checkpoint = open_checkpoint(directory / "step_000001", everyone())
             assert checkpoint.state == {"numbers": [1, 2]}
             actor = _empty_actor(setting, case)
             checkpoint.load_models({"actor": actor.engine})
@@ -162,8 +194,7 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[Any]
                 saver.save(Contents(2, False, {"actor": actor.engine}, {}))
                 if rank == 0:
                     assert_equal_checkpoints(directory / "step_000002", again / "step_000002")
-            layout = (setting.layout, setting.is_staged, dtype)
-            loaded.append((layout, directory.name))
+            loaded.append((_layout_of(own), dtype, directory.name))
             dist.barrier()
     return loaded
 
@@ -187,12 +218,18 @@ def _layout_of(directory: Path) -> str:
 
 def _empty_actor(setting: Setting, case: Case) -> Actor:
     """An actor whose trained weights are 0, so that nothing but the checkpoint can fill them."""
-    actor = build_actor(setting, case)
-    for chunk in actor.engine.chunks:
-        for parameter in chunk.parameters():
-            if parameter.requires_grad:
-                parameter.data.zero_()
+    actor = build_actor(setting, case, **(OFFLOADED if case in EXPERTS.values() else {}))
+    with actor.engine.residency.needing("params"):
+        for chunk in actor.engine.chunks:
+            for parameter in chunk.parameters():
+                if parameter.requires_grad:
+                    parameter.data.zero_()
     return actor
+
+
+# In bfloat16 it is 0.05. Muon lifts the smallest directions of a gradient, which bfloat16 has
+# rounded; in float32 the layouts differ by less than 0.001.
+_TOLERANCES = {"float32": 2e-5, "experts": 2e-5, "muon": 0.15}
 
 
 def _assert_metrics_near(
@@ -201,9 +238,7 @@ def _assert_metrics_near(
     metrics = _without_layout(metrics)
     wanted = _without_layout(wanted)
     assert metrics.keys() == wanted.keys()
-    # Muon lifts the smallest directions of a gradient, which bfloat16 has rounded; in float32 the
-    # layouts differ by less than 0.001.
-    tolerance = 0.0 if exact else {"float32": 2e-5, "muon": 0.15}.get(dtype, 0.05)
+    tolerance = 0.0 if exact else _TOLERANCES.get(dtype, 0.05)
     for name, value in metrics.items():
         near = pytest.approx(wanted[name], rel=tolerance, abs=tolerance)
         assert value == near, f"{name}: {value!r} where {wanted[name]!r} is wanted, {dtype}"
@@ -229,8 +264,6 @@ def test_a_weight_that_lands_in_another_place_is_seen(saved_by: Callable[..., Pa
 
 def _load_with_a_shift(rank: int, world_size: int, root: Path) -> None:
     """Every number is stored one place too late; the comparison of this file must fail."""
-    world = dist.group.WORLD
-    assert world is not None
     (dtype, case, setting), *_ = _all_settings(root, world_size)
     saved = _directory(root, dtype, setting)
     again = root / "again" / "shifted"
@@ -244,7 +277,7 @@ def _load_with_a_shift(rank: int, world_size: int, root: Path) -> None:
     actor = _empty_actor(setting, case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SliceReader, "fill", shifted)
-        open_checkpoint(saved / "step_000001", world).load_models({"actor": actor.engine})
+        open_checkpoint(saved / "step_000001", everyone()).load_models({"actor": actor.engine})
     _saver(again, asynchronous=False).save(Contents(1, False, {"actor": actor.engine}, {}))
     if rank == 0:
         with pytest.raises(AssertionError):
@@ -257,15 +290,13 @@ def test_a_checkpoint_of_another_optimizer_is_refused(saved_by: Callable[..., Pa
 
 
 def _load_with_another_optimizer(rank: int, world_size: int, root: Path) -> None:
-    world = dist.group.WORLD
-    assert world is not None
     (_, case, setting), *_ = _all_settings(root, world_size)
-    checkpoint = open_checkpoint(_directory(root, "float32", setting) / "step_000001", world)
+    checkpoint = open_checkpoint(_directory(root, "float32", setting) / "step_000001", everyone())
     other = build_actor(setting, replace(case, optimizer="muon"))
     with pytest.raises(CheckpointError, match=r"optim\.name adamw for actor.*set it to adamw"):
         checkpoint.load_models({"actor": other.engine})
 
-    checkpoint = open_checkpoint(_directory(root, "muon", setting) / "step_000001", world)
+    checkpoint = open_checkpoint(_directory(root, "muon", setting) / "step_000001", everyone())
     other = build_actor(setting, replace(CASES["muon"], optimizer="adamw"))
     with pytest.raises(CheckpointError, match=r"optim\.name muon for actor.*set it to muon"):
         checkpoint.load_models({"actor": other.engine})
@@ -278,10 +309,8 @@ def test_a_checkpoint_of_another_model_is_refused(saved_by: Callable[..., Path])
 
 
 def _load_another_model(rank: int, world_size: int, root: Path) -> str:
-    world = dist.group.WORLD
-    assert world is not None
     (_, _, setting), *_ = _all_settings(root, 1)
-    checkpoint = open_checkpoint(_directory(root, "float32", setting) / "step_000001", world)
+    checkpoint = open_checkpoint(_directory(root, "float32", setting) / "step_000001", everyone())
     other = build_actor(setting, Case("llama", "token-mean"))
     with pytest.raises(CheckpointError) as refusal:
         checkpoint.load_models({"actor": other.engine})

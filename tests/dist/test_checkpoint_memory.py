@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaConfig
 
 from mrlhf.checkpoint.restorer import open_checkpoint
@@ -17,7 +16,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import CPU
-from tests.ranks import run_ranks
+from tests.ranks import everyone, run_ranks
 
 MIB = 2**20
 SLACK = 12 * MIB  # buffers of the libraries, and what the allocator keeps
@@ -47,14 +46,12 @@ def test_a_save_in_a_thread_copies_the_state_once(grown: list[dict[str, int]]) -
 
 
 def _save_and_load(rank: int, world_size: int, root: Path) -> dict[str, int]:
-    world = dist.group.WORLD
-    assert world is not None
     engine = _engine(world_size)
     contents = Contents(1, False, {"actor": engine}, {})
     grown = {"state": _state_bytes(engine)}
 
     for name, asynchronous, times in (("save", False, ["save"]), ("thread", True, _THREAD)):
-        saver = Saver(root / name, RunIdentity("test", {}), world, asynchronous)
+        saver = Saver(root / name, RunIdentity("test", {}), everyone(), asynchronous)
         for label in times:
             before = _reset_peak()
             saver.save(contents)
@@ -62,7 +59,7 @@ def _save_and_load(rank: int, world_size: int, root: Path) -> dict[str, int]:
             grown[label] = _status("VmHWM") - before
 
     before = _reset_peak()
-    open_checkpoint(root / "save" / "step_000001", world).load_models({"actor": engine})
+    open_checkpoint(root / "save" / "step_000001", everyone()).load_models({"actor": engine})
     grown["load"] = _status("VmHWM") - before
     return grown
 

@@ -44,7 +44,6 @@ def _engine(root: str, factory: GroupFactory, sizes: AxisSizes, world_size: int)
 
 def _kept_bytes(rank: int, world_size: int, root: str) -> dict[str, list[int]]:
     """What autograd keeps of one pack of two sequences, with and without compiled attention."""
-    torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
     kept: dict[str, list[int]] = {}
     for compiled in (True, False):

@@ -205,6 +205,7 @@ def test_a_template_that_forgets_begins_another_context(runs: Runs) -> None:
             for turn, text in enumerate(said[:-1]):
                 follows = episode.turns[turn] in episode.context_begins
                 assert follows == ("-" in text)
+
     assert set(contexts) == {0, 1, 2}
 
 

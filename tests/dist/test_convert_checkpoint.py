@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
-from mrlhf.checkpoint.conversion.convert import Format, SourceOptions, TargetOptions, convert
 from mrlhf.checkpoint.conversion.identify import examine
 from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.checkpoint.manifest import read_manifest
@@ -36,11 +34,11 @@ from tests.dist.role_runs import (
     save_inputs,
     update_actor,
 )
-from tests.models.checkpoints import assert_same_tensors
+from tests.models.checkpoints import assert_same_tensors, convert_quietly
 from tests.oracle import plain_ppo
 from tests.oracle.plain_lora import adapter_of
 from tests.oracle.plain_ppo import Case
-from tests.ranks import run_ranks
+from tests.ranks import everyone, run_ranks
 
 CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
@@ -60,8 +58,6 @@ def _actor(root: Path, case: Case, layout: ParallelLayout) -> Any:
 
 
 def _train_and_save(rank: int, world_size: int, root: Path) -> None:
-    world = dist.group.WORLD
-    assert world is not None
     for dtype, case in CASES.items():
         actor = _actor(root, case, LAYOUTS[dtype])
         update_actor(actor, load_experience(root, case), plain_ppo.MINI_BATCH)
@@ -73,8 +69,9 @@ def _train_and_save(rank: int, world_size: int, root: Path) -> None:
         frozen = {"actor": fingerprint(model)} if case.lora else {}
         data = {"tokenizer": str(model), "chat_template": None}
         identity = RunIdentity("test", {"actor": section, "data": data}, frozen)
-        saver = Saver(root / dtype / "checkpoints", identity, world, asynchronous=False)
+        saver = Saver(root / dtype / "checkpoints", identity, everyone(), asynchronous=False)
         saver.save(Contents(3, False, {"actor": actor.engine}, {"numbers": [1]}))
+
         actor.engine.export(root / dtype / "exported", 10**9)
         if case.lora and rank == 0:
             write_adapter_config(actor.engine.spec, str(model), root / dtype / "exported")
@@ -103,7 +100,7 @@ def test_checkpoints_of_sharded_models_become_policies(tmp_path: Path) -> None:
         facts = dict(examine(root, every_byte=True).facts)
         assert facts["step"] == "3" and "exp_avg_sq" in facts["actor"]
 
-        said = _convert(root, root / "policy")
+        said = convert_quietly(root, root / "policy")
         assert "optimizer state of actor: exp_avg, exp_avg_sq" in said
         assert "the state of the run: schedules, sampler, counters, random numbers" in said
         if CASES[dtype].lora:
@@ -123,14 +120,14 @@ def _check_adapters(root: Path) -> None:
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, weights[1][name]), name
     assert (root / "exported" / CONFIG).read_bytes() == (root / "policy" / CONFIG).read_bytes()
 
-    _convert(root, root / "merged", merge=True)
+    convert_quietly(root, root / "merged", merge=True)
     assert_same_tensors(root / "exported_merged", root / "merged")
-    _convert(root, root / "megatron", "megatron", merge=True)
-    _convert(root / "megatron", root / "back")
+    convert_quietly(root, root / "megatron", "megatron", merge=True)
+    convert_quietly(root / "megatron", root / "back")
     assert_same_tensors(root / "merged", root / "back")
-    _convert(root / "policy", root / "from_adapter", "megatron", merge=True)
+    convert_quietly(root / "policy", root / "from_adapter", "megatron", merge=True)
     with pytest.raises(ConfigError, match=r"no form for adapters alone; add --merge"):
-        _convert(root, root / "none", "megatron")
+        convert_quietly(root, root / "none", "megatron")
 
     base = Path(read_manifest(root / "checkpoints" / "step_000003").config["actor"]["path"])
     file = base / "model.safetensors"
@@ -139,7 +136,7 @@ def _check_adapters(root: Path) -> None:
     file.write_bytes(content)
     for merge in (None, True):
         with pytest.raises(CheckpointError, match=r"actor.path .* does not hold the weights"):
-            _convert(root, root / "none", merge=merge)
+            convert_quietly(root, root / "none", merge=merge)
     with pytest.raises(CheckpointError, match=r"actor.path .* does not hold the weights"):
         policy_config(str(root), None)
     base.rename(base.with_name("gone"))
@@ -150,18 +147,6 @@ def _check_adapters(root: Path) -> None:
     base.with_name("gone").rename(base)
 
 
-def _start(task: str, nbytes: int) -> Any:
-    return lambda done: None
-
-
 def _has_tokenizer(step: Path) -> bool:
     path = Path(read_manifest(step).config["actor"]["path"])
     return (path / "tokenizer.json").exists()
-
-
-def _convert(
-    source: Path, target: Path, form: Format = "huggingface", merge: bool | None = None
-) -> list[str]:
-    given = SourceOptions(merge=merge)
-    report = convert(source, target, given, TargetOptions(form), verify=True, start=_start)
-    return report.left_out

@@ -34,6 +34,7 @@ def test_the_commands_of_its_page() -> None:
         "python": [sys.executable],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     }
+
     for command in commands_of("docs/operations.md", "doctor.py"):
         program, *arguments = shlex.split(command)
         done = subprocess.run(

@@ -11,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mrlhf.config.sections import DPOSection, ReferenceSection, RoleSection
 from mrlhf.parallel import vocab
@@ -21,16 +20,22 @@ from mrlhf.run.startup import Run
 from mrlhf.trainers import reference_logprobs as references
 from mrlhf.trainers.dpo import PreferenceOptimization, ScoredPairs
 from mrlhf.training.engine import ModelEngine
-from tests.dist.role_runs import CPU, Form, Setting, assert_near, build_supervised
+from tests.dist.role_runs import (
+    CPU,
+    OF_THE_LAYOUT,
+    Form,
+    Setting,
+    assert_metrics,
+    assert_near,
+    assert_weights,
+    build_supervised,
+)
 from tests.oracle import plain_dpo, plain_ppo
 from tests.oracle.plain_dpo import Method
 from tests.oracle.plain_models import save_models
-from tests.oracle.plain_optimizer import Outcome
 from tests.ranks import run_ranks
 
 WORLD = 4
-# These depend on the layout.
-OF_THE_LAYOUT = ("train/", "perf/")
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,6 @@ class Trained:
 
 def _train_cases(rank: int, world_size: int, root: str) -> dict[str, Trained]:
     """Train each case; the weights go to `<root>/<case>/weights`."""
-    torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
     trained = {}
     for number, case in enumerate(CASES):
@@ -161,22 +165,10 @@ def test_training_equals_a_plain_loop(
     for trained in seen:
         reference_table = torch.tensor(trained.reference).float()
         assert_near(reference_table, wanted, atol=2e-5, title="reference")
-    _assert_metrics([trained.metrics for trained in seen], plain)
-    weights = load_file(root / case.name / "weights" / "model.safetensors")
-    assert weights.keys() == plain.weights.keys()
-    for name, tensor in weights.items():
-        # Two steps of up to 1e-2; a gradient is rounded by up to 4e-6, so a step by 1e-2 * that /
-        # EPS.
-        assert_near(tensor.float(), plain.weights[name], atol=8e-5, title=name)
-
-
-def _assert_metrics(ranks: list[dict[str, float]], plain: Outcome) -> None:
-    left_out = (*OF_THE_LAYOUT, "dpo/expert_load")
-    metrics = {name: v for name, v in ranks[0].items() if not name.startswith(left_out)}
-    assert metrics.keys() == plain.metrics.keys()
-    for name, value in plain.metrics.items():
-        assert metrics[name] == pytest.approx(value, rel=5e-5, abs=1e-5), name
-        assert all(rank[name] == metrics[name] for rank in ranks), name
+    free = (*OF_THE_LAYOUT, "dpo/expert_load")
+    assert_metrics([trained.metrics for trained in seen], plain.metrics, case.name, free)
+    # Two steps of up to 1e-2; a gradient is rounded by up to 4e-6, so a step by 1e-2 * that / EPS.
+    assert_weights(root / case.name / "weights", plain.weights, 8e-5, case.name)
 
 
 def _ask_again(rank: int, world_size: int, root: str) -> dict[str, Any]:

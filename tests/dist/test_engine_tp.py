@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -42,16 +42,21 @@ DRAWS = (
     ),
 )
 SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
-# The first has two KV heads, the second a norm over the heads of all ranks.
-FEATURES_OF_FOUR = ("phi3", "olmo3")
-# Each expert split over all ranks, or whole on one of them, or both: over how many parts.
-MIXTURES_OF_TWO = [(name, ep) for name in MIXTURES for ep in (1, 2)]
+# By the number of ranks: models, and over how many parts experts are split. Of models with other
+# features than the rest, phi3 has two KV heads, olmo3 a norm over the heads of all ranks. Each
+# expert is split over all ranks, or whole on one of them, or both.
+GREEDY = {
+    2: [*((name, 1) for name in (*FEATURE_MODELS, *MIXTURES)), *((name, 2) for name in MIXTURES)],
+    4: [
+        *(("phi3", 1), ("olmo3", 1)),
+        *(("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4)),
+    ],
+}
 # With adapters, on ranks that share a KV head too, and with experts split, whole or both.
-ADAPTED = {2: (("phi3", 1), ("olmo3", 1), ("mixtral", 2)), 4: (("qwen3", 1), ("qwen2-moe", 2))}
-MIXTURES_OF_FOUR = [("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4)]
+ADAPTED = {2: [("phi3", 1), ("olmo3", 1), ("mixtral", 2)], 4: [("qwen3", 1), ("qwen2-moe", 2)]}
 # On the second of two ranks, and on the last of four, no column may be drawn.
 NEVER = (3, 20, *range(60, 131))
-Results = dict[tuple[str, int], list[dict]]
+Results = dict[tuple[str, int], list[Sample]]
 
 
 def _generate(
@@ -64,62 +69,51 @@ def _generate(
         engine = make_engine(hf_model(name, dtype), group, max_num_seqs=10, dtype=dtype)
         for number, sampling in enumerate(DRAWS):
             samples = answer(engine, PROMPTS, UIDS, sampling)
-            results[name, number] = _as_dicts(samples)
+            results[name, number] = samples
 
     engine = make_engine(hf_model("qwen3", dtype), group, dtype=dtype, never=NEVER)
     for number, sampling in enumerate(DRAWS):
         samples = answer(engine, PROMPTS, UIDS, sampling)
         assert not {token for sample in samples for token in sample.token_ids} & set(NEVER)
-        results["qwen3 without some tokens", number] = _as_dicts(samples)
+        results["qwen3 without some tokens", number] = samples
     return results
 
 
 def _greedy(
-    group: dist.ProcessGroup | None, models: tuple[str, ...] = FEATURE_MODELS
-) -> dict[str, list[Sample]]:
-    """Responses of the models with other features than the rest, which decode in the same way."""
-    return {
-        name: answer(make_engine(hf_model(name), group), PROMPTS, UIDS, DRAWS[0]) for name in models
-    }
-
-
-def _mixtures(
-    group: dist.ProcessGroup | None, cases: Sequence[tuple[str, int]]
+    group: dist.ProcessGroup | None, cases: Sequence[tuple[str, int]], adapted: bool
 ) -> dict[tuple[str, int], list[Sample]]:
-    """Responses of models with mixtures of experts, by model and number of parts."""
-    return {
-        (name, ep): answer(make_engine(hf_model(name), group, ep=ep), PROMPTS, UIDS, DRAWS[0])
-        for name, ep in cases
-    }
-
-
-def _adapted(
-    group: dist.ProcessGroup | None, cases: Sequence[tuple[str, int]]
-) -> dict[tuple[str, int], list[Sample]]:
-    """Responses of models with adapters, by model and number of parts."""
+    """Greedy responses, by model and over how many parts its experts are split; one rank has all of
+    them. With adapters, if asked for.
+    """
     found = {}
     for name, ep in cases:
         with tempfile.TemporaryDirectory() as directory:
-            model = adapted_model(name, Path(directory) / "adapter")
+            file = Path(directory) / "adapter"
+            model = adapted_model(name, file) if adapted else hf_model(name)
         engine = make_engine(model, group, ep=1 if group is None else ep)
         found[name, ep] = answer(engine, PROMPTS, UIDS, DRAWS[0])
     return found
 
 
-def _assert_adapted(results: dict[tuple[str, int], list[Sample]]) -> None:
-    """As one rank gives them, which is as transformers does."""
-    for case, samples in _adapted(None, list(results)).items():
-        assert_same(results[case], samples, tolerance=2e-5)
+@cache
+def _alone(name: str, adapted: bool) -> list[Sample]:
+    """What one rank gives, which is what transformers gives."""
+    return _greedy(None, [(name, 1)], adapted)[name, 1]
 
 
-def _assert_mixtures(results: dict[tuple[str, int], list[Sample]]) -> None:
-    """As one rank gives them, which is as transformers does."""
-    alone = _mixtures(None, [(name, 1) for name in MIXTURES])
+def _assert_as_alone(results: dict[tuple[str, int], list[Sample]], adapted: bool) -> None:
     for (name, _), samples in results.items():
-        assert_same(samples, alone[name, 1], tolerance=2e-5)
+        assert_same(samples, _alone(name, adapted), tolerance=2e-5)
 
 
-def _step_by_step(group: dist.ProcessGroup | None) -> tuple[list[dict], list[dict]]:
+def _assert_like(samples: list[Sample], others: list[Sample]) -> None:
+    """The same samples of the same requests, in the same order."""
+    assert_same(samples, others, tolerance=2e-5)
+    for one, other in zip(samples, others, strict=True):
+        assert replace(one, logprobs=[]) == replace(other, logprobs=[])
+
+
+def _step_by_step(group: dist.ProcessGroup | None) -> tuple[list[Sample], list[Sample]]:
     """The samples of requests that partly come late, and those left after a cancel.
 
     Both are in the order in which they ended.
@@ -137,11 +131,7 @@ def _step_by_step(group: dist.ProcessGroup | None) -> tuple[list[dict], list[dic
     engine.submit(requests)
     for _ in range(6):
         engine.step()
-    return _as_dicts(samples), _as_dicts(engine.cancel().samples)
-
-
-def _as_dicts(samples: list[Sample]) -> list[dict]:
-    return [dataclasses.asdict(sample) for sample in samples]
+    return samples, engine.cancel().samples
 
 
 def _body(rank: int, world_size: int) -> tuple[Any, ...]:
@@ -150,9 +140,8 @@ def _body(rank: int, world_size: int) -> tuple[Any, ...]:
         _generate(group),
         _generate(group, torch.bfloat16),
         _step_by_step(group),
-        _greedy(group),
-        _mixtures(group, MIXTURES_OF_TWO),
-        _adapted(group, ADAPTED[2]),
+        _greedy(group, GREEDY[2], adapted=False),
+        _greedy(group, ADAPTED[2], adapted=True),
     )
 
 
@@ -160,50 +149,30 @@ def _body_of_four(rank: int, world_size: int) -> tuple[Any, ...]:
     group = dist.group.WORLD
     return (
         _generate(group, models=SHARED),
-        _greedy(group, FEATURES_OF_FOUR),
-        _mixtures(group, MIXTURES_OF_FOUR),
-        _adapted(group, ADAPTED[4]),
+        _greedy(group, GREEDY[4], adapted=False),
+        _greedy(group, ADAPTED[4], adapted=True),
     )
 
 
-def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
+def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one() -> None:
     alone = _generate(None, models=SHARED)
-    greedy = _greedy(None, FEATURES_OF_FOUR)
-    for results, features, mixtures, adapted in run_ranks(4, _body_of_four):
-        _assert_mixtures(mixtures)
-        _assert_adapted(adapted)
-        for name, samples in greedy.items():
-            assert_same(features[name], samples, tolerance=2e-5)
+    for results, greedy, adapted in run_ranks(4, _body_of_four):
+        _assert_as_alone(greedy, adapted=False)
+        _assert_as_alone(adapted, adapted=True)
         for case, samples in alone.items():
-            for one, four in zip(samples, results[case], strict=True):
-                assert four["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5), case
-                assert four["token_ids"] == one["token_ids"], case
+            _assert_like(results[case], samples)
 
 
-def test_two_ranks_give_the_tokens_and_logprobs_of_one():
-    ranks = run_ranks(2, _body)
-    first, first_bf16, stepped, features, mixtures, adapted = ranks[0]
-    second, second_bf16, stepped_too = ranks[1][:3]
-    _assert_mixtures(mixtures)
-    _assert_adapted(adapted)
+def test_two_ranks_give_the_tokens_and_logprobs_of_one() -> None:
+    (first, first_bf16, stepped, greedy, adapted), others = run_ranks(2, _body)
+    assert (first, first_bf16, stepped) == others[:3]
+    _assert_as_alone(greedy, adapted=False)
+    _assert_as_alone(adapted, adapted=True)
 
-    for name, samples in _greedy(None).items():
-        assert_same(features[name], samples, tolerance=2e-5)
-
-    assert first == second and first_bf16 == second_bf16
-    assert stepped == stepped_too
-    for samples, others in zip(stepped, _step_by_step(None), strict=True):
-        assert 0 < len(samples) == len(others)
-        for one, two in zip(others, samples, strict=True):
-            assert two["logprobs"] == pytest.approx(one.pop("logprobs"), abs=2e-5)
-            assert {key: two[key] for key in one} == one
-
-    alone = _generate(None)
-    for case, samples in alone.items():
-        for one, two in zip(samples, first[case], strict=True):
-            assert two["logprobs"] == pytest.approx(one.pop("logprobs"), abs=2e-5), case
-            assert {key: two[key] for key in one} == one, case
-
-    assert len(first_bf16) == len(first) and all(
-        len(s["token_ids"]) >= 1 for s in first_bf16["llama", 2]
-    )
+    for samples, wanted in zip(stepped, _step_by_step(None), strict=True):
+        assert samples
+        _assert_like(samples, wanted)
+    for case, wanted in _generate(None).items():
+        _assert_like(first[case], wanted)
+    assert len(first_bf16) == len(first)
+    assert all(sample.token_ids for sample in first_bf16["llama", 2])

@@ -177,6 +177,7 @@ def _led_by_a_function(
     replica = _replica(generator)
     references = {"": EnvironmentReference(f"{file}:lead")}
     limits = ToolLimits(timeout_s=60.0, workers=2)
+
     if host is not None:
         host.close()
         replica.host = EnvironmentHost(references, limits)
@@ -184,11 +185,13 @@ def _led_by_a_function(
     replica.environments = EnvironmentInputs(
         references, describe(references, limits), {"": renderer}, limits, parse
     )
+
     sampling = SamplingParams(
         n=1, temperature=0.0, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
     )
     alive = [row for row, uid in enumerate(UIDS) if uid not in FAILING]
     drawn = generator.generate(prompts.select(alive), sampling, "train", step=2)
+
     if replica.host is not None:
         replica.host.close()
     return _as_lists(drawn.rollout)
@@ -205,6 +208,7 @@ def _stopped(
     replica.limits = replace(replica.limits, max_response_tokens=9)
     generator.sampler = EpisodeSampler(replica, is_stopping=lambda: stops.asked)
     asks = threading.Timer(2.0, stops.ask, ["the time is over"])
+
     generator.ended = lambda *_: asks.start()  # by then this rank waits for the other
     sampling = SamplingParams(n=1, temperature=0.0, max_tokens=9, stop_token_ids=ENDS, seed=0)
     reason = ""
@@ -213,6 +217,7 @@ def _stopped(
             generator.generate(prompts_of(tokenizer, tools, [4, SILENT]), sampling, "train", step=1)
         except Interrupted as interrupted:
             reason = str(interrupted)
+
     if host is not None:
         assert not host._episodes
         host.close()
@@ -231,6 +236,7 @@ def _partial_steps(
     sampling = SamplingParams(
         n=N, temperature=1.0, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
     )
+
     at_once: dict[int, Rollout] = {}  # by the version with which they begin
     steps = []
     for step in range(1, 8):
@@ -286,10 +292,12 @@ def _partial_steps(
                 "open episodes": open_episodes,
             }
         )
+
     failing = itertools.repeat(prompts.select([uids.index(3)] * 2))
     sampler = PartialSampler(built[1][0], failing, 2, section, most)
     with pytest.raises(EnvironmentFault, match=r"every episode of the step failed.*nothing to say"):
         sampler.draw(8, sampling)
+
     built[1][0].end_step()
     if built[1][1] is not None:
         built[1][1].close()
@@ -338,6 +346,7 @@ def _play(model: Any, uid: int) -> tuple[list[int], list[int], list[bool], list[
     response: list[int] = []
     is_drawn: list[bool] = []
     sizes: list[int] = []
+
     for turn in range(MOST_TURNS):
         said: list[int] = []
         while len(response) < MOST_TOKENS and not (said and said[-1] in ENDS):
@@ -361,6 +370,7 @@ def _play(model: Any, uid: int) -> tuple[list[int], list[int], list[bool], list[
             break
         response += between
         is_drawn += [False] * len(between)
+
     return prompt, response, is_drawn, [size / 2 for size in sizes]
 
 
@@ -377,11 +387,13 @@ def test_greedy_episodes_are_those_of_a_slow_loop(ranks: list[dict[str, Any]]) -
             assert found["prompts"][row] == prompt
             assert found["responses"][row] == response
             assert found["drawn"][row] == is_drawn
+
             assert episode.turn_rewards == rewards
             assert episode.score == 2 * sum(rewards) and episode.further == {"turns": len(rewards)}
             assert episode.turns[-1] == len(response) or not is_drawn[-1]
             turns_of_row = zip(episode.turn_begins, episode.turns, strict=True)
             in_turns = [token for begin, end in turns_of_row for token in range(begin, end)]
+
             assert in_turns == [token for token, drawn in enumerate(is_drawn) if drawn]
             turns.append(len(episode.turns))
     assert max(turns) == MOST_TURNS and len({*turns}) > 1
@@ -444,11 +456,13 @@ def test_a_failed_episode_does_not_train(ranks: list[dict[str, Any]]) -> None:
         assert bool(episode.failure) == (uid in FAILING)
         if uid in FAILING:
             assert not any(found["drawn"][row]) and episode.score is None
+
         if uid == 3:
             assert episode.failure == "reset raised ValueError: nothing to say"
         if uid == 9:
             assert episode.failure.endswith("more than data.max_prompt_length 32")
             assert len(found["prompts"][row]) <= 32 and episode.prompt_ids is None
+
         if uid in (3, 9):
             assert found["responses"][row] == [0]
             assert episode.turn_begins == episode.turns == []
@@ -495,10 +509,12 @@ def test_episodes_in_parts_are_those_drawn_at_once(ranks: list[dict[str, Any]], 
         # Those of uid 3 fail, so others are taken, and they are dropped.
         assert len(partly["episodes"]) == 2 * N
         assert not any(episode.failure for episode in partly["episodes"])
+
     if kind == "partial":
         assert {step["left"] for step in steps} == {1, 2}
         for step in steps:
             assert step["failed"] == pytest.approx((2 - step["left"]) / (4 - step["left"]))
+
     assert max(step["mixed"] for step in steps) > 0.4
     # Only episodes that have begun and not ended have an environment.
     assert 0 < max(step["open episodes"] for step in steps) <= 2 * N

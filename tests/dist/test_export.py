@@ -17,16 +17,15 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
-from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import CheckpointError
 from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import Form, build_actor, save_inputs, settings
-from tests.models.checkpoints import assert_same_tensors
+from tests.models.checkpoints import assert_same_tensors, convert_quietly
 from tests.oracle.plain_ppo import Case
-from tests.ranks import run_ranks
+from tests.ranks import everyone, run_ranks
 from tests.tiny_task import write_tiny_task
 
 FORM = Form("sharded", 1000, distributed_optimizer=True)
@@ -65,13 +64,8 @@ def test_exports_that_succeed_and_that_fail(tmp_path: Path) -> None:
         )
         assert f"tools/convert_checkpoint.py {saved} --to" in rank_messages["saved"]
         assert "actor was not written: TypeError: " in rank_messages["saved"]
-    target = TargetOptions("huggingface")
-    convert(saved, tmp_path / "converted", SourceOptions(), target, verify=True, start=_in_silence)
+    convert_quietly(saved, tmp_path / "converted")
     assert_same_tensors(tmp_path / "large_disk" / "actor", tmp_path / "converted")
-
-
-def _in_silence(task: str, nbytes: int) -> Callable[[int], None]:
-    return lambda done: None
 
 
 def _in_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
@@ -194,7 +188,7 @@ def _says_where_the_model_is(
     assert list(where.parent.parent.glob("mrlhf-*")) == [where.parent]  # failures left nothing
 
     saver = Saver(
-        target.parent / "checkpoints", RunIdentity("test", {}), _world(), asynchronous=False
+        target.parent / "checkpoints", RunIdentity("test", {}), everyone(), asynchronous=False
     )
     contents = Contents(7, False, {"actor": engine}, {})
     if dist.get_rank() == 0:
@@ -202,7 +196,3 @@ def _says_where_the_model_is(
     # No export foresees that a file has no largest size.
     told["saved"] = refusal(lambda: saver.save(contents), max_shard_mb=None)
     return told
-
-
-def _world() -> Any:
-    return dist.group.WORLD

@@ -19,10 +19,8 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from configs.recipes.data.arithmetic import write_arithmetic
 from mrlhf.config import PPOConfig, load_config, parse_args
 from mrlhf.config.methods import find_method
-from mrlhf.device import Device
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import (
     EngineLimits,
@@ -46,16 +44,17 @@ from mrlhf.rl.advantages import (
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.setup import assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
+from tests.dist.role_runs import CPU
 from tests.oracle import plain_models, plain_optimizer, plain_tables
 from tests.pages import commands_of
 from tests.ranks import run_ranks
+from tests.tiny_task import data_keys, write_tiny_task
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "extending.md"
 NOT_ON_THE_PAGE = {"version"}
 WORLD_SIZE = 2
 VOCABULARY = 8  # of the page's engine
-CPU = Device("cpu", torch.device("cpu"), "gloo")
 LOSS = "actor.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator"
 BUILT_IN = [
@@ -120,13 +119,7 @@ def _configuration(root: Path, reward: str) -> dict[str, Any]:
         "reward": {"terms": [{"name": reward, "weight": 20.0}]},
         # Responses of different lengths, so that their rewards differ.
         "rollout": {"n": 2, "temperature": plain_tables.TEMPERATURE, "stop": list("12345+")},
-        "data": {
-            "train_files": str(root / "data" / "train.jsonl"),
-            "tokenizer": str(root / "data" / "tokenizer"),
-            "train_batch_size": 8,
-            "max_prompt_length": 6,
-            "max_response_length": 5,
-        },
+        "data": data_keys(root, max_response_length=5),
         "trainer": {"total_steps": 2, "output_dir": str(root / "runs")},
     }
 
@@ -141,7 +134,6 @@ def _in_ranks(
     rank: int, world_size: int, root: str, references: dict[str, str]
 ) -> dict[str, list[dict[str, float]]]:
     """The metrics of both steps of each run; the policy that each ends with is written."""
-    torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
 
     metrics = {}
@@ -164,11 +156,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models, the data, and the page's examples under `mine`."""
     directory = tmp_path_factory.mktemp("extending")
     plain_models.save_models(directory)
-    write_arithmetic(
-        directory / "data",
-        digits=2, operations="+", sft=40, train=20, validation=4, held_out=4,
-        wrong_fraction=0.0, wrong_kind="near", vocab_size=plain_models.SIZES["vocab_size"], seed=1,
-    )  # fmt: skip
+    write_tiny_task(directory / "data", train=20)
     (directory / "mine").mkdir()
     return directory
 

@@ -21,7 +21,6 @@ from mrlhf.config import PPOConfig, load_config
 from mrlhf.data.rows import read_rows
 from mrlhf.data.sft import encode_sft
 from mrlhf.data.tokenizer import load_tokenizer
-from mrlhf.device import Device
 from mrlhf.errors import ConfigError
 from mrlhf.inputs import read_ppo_inputs
 from mrlhf.inputs.read import load_rewards, read_engine_inputs, read_prompts
@@ -33,11 +32,11 @@ from mrlhf.trainers.policy import policy_config
 from mrlhf.trainers.ppo.setup import assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
 from mrlhf.training.engine import ModelEngine
+from tests.dist.role_runs import CPU
 from tests.oracle import plain_models
 from tests.ranks import run_ranks
 from tests.tiny_task import ppo_keys, write_tiny_task
 
-CPU = Device("cpu", torch.device("cpu"), "gloo")
 N = 3
 BATCH = 4
 PROMPTS = 10
@@ -53,6 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys["actor"] = {"path": str(root / "llama")}
     keys["critic"] |= {"ppo_mini_batch_size": 8}
     keys["data"] |= {"val_files": keys["data"]["train_files"]}
+
     keys["reward_model"] = {"path": str(root / "qwen2-tied-critic")}
     keys["reward"] = {"terms": [{"name": "exact_match"}, {"name": "reward_model", "weight": 0.5}]}
     keys["trainer"] = {
@@ -61,10 +61,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "val_sampled": True,
         "val_n": N,
     }
+
     (root / "ppo.yaml").write_text(yaml.safe_dump(keys))
     for ranks in LAYOUTS:
         (root / str(ranks)).mkdir()
         run_ranks(ranks, _in_ranks, str(root))
+
     return root
 
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mrlhf.config.sections import ReferenceSection
-from mrlhf.device import Device
 from mrlhf.errors import WeightError
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import role_pieces
@@ -26,6 +25,7 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.hf import FileOptions, read_weights, write_weights
 from mrlhf.weights.stored import ExpectedTensors
+from tests.dist.role_runs import CPU
 from tests.ranks import run_ranks
 from tests.shards import MIXTURES, MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
 
@@ -44,7 +44,6 @@ MIXTURE_LAYOUTS = [
     )
 ]
 SHARD_BYTES = {"whole": 10**9, "few": 25_000, "many": 4_000}
-CPU = Device("cpu", torch.device("cpu"), "gloo")
 DTYPES = {"llama": torch.bfloat16}
 
 

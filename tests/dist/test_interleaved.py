@@ -5,22 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.config.sections import ActorOptimSection, ActorSection
-from mrlhf.device import Device
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.results import PackResult
+from tests.dist.role_runs import CPU
 from tests.ranks import run_ranks
 
-CPU = Device("cpu", torch.device("cpu"), "gloo")
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 9)
 ONE = AxisSizes()
 LAYOUTS = {
@@ -48,6 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"],
     )
+
     config.save_pretrained(directory)
     return directory
 
@@ -59,7 +58,6 @@ def wanted(root: Path) -> Numbers:
 
 
 def _compute(rank: int, world_size: int, layouts: list[AxisSizes], root: str) -> dict[str, Numbers]:
-    torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
     numbers = {}
     for sizes in layouts:

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.config.sections import ActorOptimSection, ActorSection
-from mrlhf.device import Device
 from mrlhf.errors import Interrupted
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
@@ -24,10 +22,10 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.phases import Phases
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.results import PackResult
+from tests.dist.role_runs import CPU
 from tests.oracle import plain_models
 from tests.ranks import run_ranks
 
-CPU = Device("cpu", torch.device("cpu"), "gloo")
 ROWS = 24
 
 

@@ -51,7 +51,6 @@ def test_a_policy_is_its_own_reference_and_takes_the_bytes_foreseen(tmp_path: Pa
 
 
 def _check(rank: int, world_size: int, root: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=600.0)
     groups = {}
     for name, sizes in SIZES.items():

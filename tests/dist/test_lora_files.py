@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
 from mrlhf.config.sections import ActorSection, LoraSection
 from mrlhf.data.tokenizer import load_tokenizer
-from mrlhf.device import Device
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.run.export import ExportedModel, export_result
 from mrlhf.training.engine import ModelEngine
+from tests.dist.role_runs import CPU
+from tests.models.checkpoints import convert_quietly
 from tests.models.mixtures import mixture_configs
 from tests.oracle.plain_lora import ALPHA, RANK, adapt, adapter_of, save_adapter
 from tests.oracle.plain_models import EAGER, MODELS, SIZES, load, save_models
@@ -148,8 +147,8 @@ def _export(rank: int, world_size: int, root: Path) -> None:
                 tp=sizes.tp,
             )
             head = "scalar" if model.name.endswith("-critic") else "lm"
-            device = Device("cpu", torch.device("cpu"), "gloo")
-            engine = ModelEngine(section, spec_of_role(section, head), groups, device)
+
+            engine = ModelEngine(section, spec_of_role(section, head), groups, CPU)
             engine.load(model, seed=0)
             exported = ExportedModel(engine, tokenizer, 1, also_merged=True)
             export_result(exported, root / layout / name, 1, lambda: None)
@@ -211,9 +210,7 @@ def test_layers_that_peft_joins_may_have_several_scales(
     for layout in LAYOUTS:
         exported = root / layout / name
         found[layout] = PeftModel.from_pretrained(load(model), exported)
-        source = SourceOptions(merge=True, base=model)
-        target = TargetOptions("huggingface")
-        convert(exported, tmp_path / layout, source, target, verify=True, start=_in_silence)
+        convert_quietly(exported, tmp_path / layout, merge=True, base=model)
         found[f"{layout} merged"] = _load_merged(tmp_path / layout, model)
     for how, theirs in found.items():
         difference = float((_logits(theirs) - wanted).abs().max())
@@ -233,10 +230,7 @@ def _load_merged(path: Path, model: Path) -> Any:
 @pytest.mark.parametrize("name", [*PLAIN, *MADE_BY_PEFT])
 def test_all_ways_to_merge_agree(root: Path, tmp_path: Path, name: str) -> None:
     model, adapter = _adapters(root)[name]
-    source = SourceOptions(merge=True, base=model)
-    target = TargetOptions("huggingface")
-    convert(adapter, tmp_path / "merged", source, target, verify=True, start=_in_silence)
-
+    convert_quietly(adapter, tmp_path / "merged", merge=True, base=model)
     wanted = _load_merged(tmp_path / "merged", model).state_dict()
     found = [_load_merged(root / layout / f"{name}_merged", model) for layout in LAYOUTS]
     states = [each.state_dict() for each in found]
@@ -251,7 +245,3 @@ def test_transformers_loads_base_and_adapter_from_the_export(root: Path) -> None
     loaded = transformers.AutoModelForCausalLM.from_pretrained(root / "tp1" / "llama", **EAGER)
     wanted = PeftModel.from_pretrained(load(root / "llama"), adapter_of(root / "llama"))
     torch.testing.assert_close(_logits(loaded), _logits(wanted), rtol=0, atol=1e-6)
-
-
-def _in_silence(task: str, nbytes: int) -> Callable[[int], None]:
-    return lambda done: None

@@ -117,11 +117,13 @@ class Sides:
         engines = EngineLayout.closest(model.groups.layout, tp, ep)
         groups = factory.engine_groups(engines)
         merged = MergedWeights(model) if merges else None
+
         if merged is not None:
             foreseen = merged_bytes(model.spec, model.groups.layout, model.dtype.itemsize)
             most = torch.tensor(merged.nbytes)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             assert int(most) == foreseen
+
         spec = without_adapters(model.spec) if merges else model.spec
         engine = NativeEngine(spec, groups.tp, model.device, model.dtype, LIMITS, ep=ep)
         hand_over = plan_hand_over(
@@ -132,6 +134,7 @@ class Sides:
             TransferOptions(bucket_bytes=20_000, verify=True),
             merged,
         )
+
         return cls(actor, Generator(engine, groups, hand_over, seed=3), engine)
 
     def bytes_of_adapters(self) -> int:

@@ -253,10 +253,12 @@ def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
         "one rank does not share": GroupFactory(60.0),
         "one of two not shared": GroupFactory(60.0, [f"machine {r // 2}" for r in ranks]),
     }
+
     results: dict[str, Any] = {}
     warnings: list[str] = []
     logger = logging.getLogger("mrlhf.parallel.machine")
     logger.addFilter(lambda record: warnings.append(record.getMessage()) is not None)
+
     for name, factory in factories.items():
         if name == "not shared":
             os.memfd_create = _refuse  # type: ignore[assignment]
@@ -276,6 +278,7 @@ def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
         }
         os.memfd_create = _memfd_create
         os.readlink = _readlink
+
     results["freed"] = _memory_is_freed(factories["one machine"].machine)
     return results
 

@@ -15,7 +15,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrlhf.batch import Sequences
-from mrlhf.device import Device
 from mrlhf.host import kernels
 from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
 from mrlhf.models.families import load_spec
@@ -28,11 +27,11 @@ from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packing import make_packs
 from mrlhf.parallel.packs import Pack
 from mrlhf.weights.shard import Slot
+from tests.dist.role_runs import CPU
 from tests.models.features import YARN, YARN_IN_FULL, feature_configs
 from tests.models.mixtures import MIXTURES, as_in_files, mixture_configs
 from tests.ranks import run_ranks
 
-CPU = Device("cpu", torch.device("cpu"), "gloo")
 LENGTHS = (5, 19, 12, 24)
 VOCABULARY = 131  # odd: with tensor parallelism the last rank's shard is padded
 SIZES: dict[str, Any] = {
@@ -326,33 +325,41 @@ def _parity(
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     worst = {}
     for name in _names(sizes):
-        spec = load_spec(Path(root) / name, head="scalar" if name == "scalar" else "lm")
-        reference = torch.load(Path(root) / name / "reference.pt")
         for sequence_parallel in _sequence_parallel(sizes):
-            model = build_model(
-                spec,
-                groups,
-                dtype=torch.float32,
-                device=CPU,
-                sequence_parallel=sequence_parallel,
-                recompute=GRADIENTS.get(name, "none"),
-            )
+            worst |= _compared(Path(root) / name, name, groups, sequence_parallel)
+    return worst
 
-            slots = slots_of(model.chunks, spec, layout, groups.coordinates)
-            names = []
-            for number, chunk in enumerate(model.chunks):
-                prefix = chunk_prefix(layout, number)
-                names += [prefix + parameter for parameter, _ in chunk.named_parameters()]
-            assert names == parameter_names(spec, layout, groups.coordinates)
-            assert [slot.piece for slot in slots] == role_pieces(spec, layout, rank)
-            _fill(slots, reference["weights"])
 
-            label = name + (" sp" if sequence_parallel else "")
-            worst[label] = _worst_output(model, spec, groups, reference["outputs"])
-            if name in GRADIENTS:
-                worst[label + " gradient"] = _worst_gradient(
-                    model, spec, groups, reference["gradients"]
-                )
+def _compared(
+    path: Path, label: str, groups: RoleGroups, sequence_parallel: bool
+) -> dict[str, float]:
+    """The largest deviations of the outputs and, if they are compared, gradients of a model."""
+    spec = load_spec(path, head="scalar" if path.name == "scalar" else "lm")
+    reference = torch.load(path / "reference.pt")
+    recomputed = GRADIENTS | MIXTURE_RECOMPUTE
+    model = build_model(
+        spec,
+        groups,
+        dtype=torch.float32,
+        device=CPU,
+        sequence_parallel=sequence_parallel,
+        recompute=recomputed.get(path.name, "none"),
+    )
+
+    slots = slots_of(model.chunks, spec, groups.layout, groups.coordinates)
+    names = []
+    for number, chunk in enumerate(model.chunks):
+        prefix = chunk_prefix(groups.layout, number)
+        names += [prefix + parameter for parameter, _ in chunk.named_parameters()]
+    assert names == parameter_names(spec, groups.layout, groups.coordinates)
+    assert [slot.piece for slot in slots] == role_pieces(spec, groups.layout, dist.get_rank())
+    _fill(slots, reference["weights"])
+
+    label += " sp" if sequence_parallel else ""
+    worst = {label: _worst_output(model, spec, groups, reference["outputs"])}
+    if path.name in recomputed:
+        gradients = reference["gradients"]
+        worst[f"{label} gradient"] = _worst_gradient(model, spec, groups, gradients)
     return worst
 
 
@@ -388,44 +395,10 @@ def _mixture_parity(rank: int, world_size: int, root: str) -> dict[str, float]:
     for sizes in MIXTURE_LAYOUTS[world_size]:
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
         for name in MIXTURES:
-            spec = load_spec(Path(root) / name, head="lm")
-            reference = torch.load(Path(root) / name / "reference.pt")
+            label = f"{name} {sizes} vpp {sizes.vpp}"
             for sequence_parallel in (False, True) if sizes.tp > 1 else (False,):
-                label = f"{name} {sizes} vpp {sizes.vpp}"
-                worst |= _compared(label, spec, groups, sequence_parallel, reference)
+                worst |= _compared(Path(root) / name, label, groups, sequence_parallel)
     return worst
-
-
-def _compared(
-    label: str,
-    spec: ModelSpec,
-    groups: RoleGroups,
-    sequence_parallel: bool,
-    reference: dict[str, Any],
-) -> dict[str, float]:
-    """The largest deviations of outputs and gradients of one model in one layout."""
-    model = build_model(
-        spec,
-        groups,
-        dtype=torch.float32,
-        device=CPU,
-        sequence_parallel=sequence_parallel,
-        recompute=MIXTURE_RECOMPUTE[label.split()[0]],
-    )
-    slots = slots_of(model.chunks, spec, groups.layout, groups.coordinates)
-    names = []
-    for number, chunk in enumerate(model.chunks):
-        prefix = chunk_prefix(groups.layout, number)
-        names += [prefix + parameter for parameter, _ in chunk.named_parameters()]
-    assert names == parameter_names(spec, groups.layout, groups.coordinates)
-    assert [slot.piece for slot in slots] == role_pieces(spec, groups.layout, dist.get_rank())
-    _fill(slots, reference["weights"])
-
-    label += " sp" if sequence_parallel else ""
-    return {
-        label: _worst_output(model, spec, groups, reference["outputs"]),
-        f"{label} gradient": _worst_gradient(model, spec, groups, reference["gradients"]),
-    }
 
 
 @pytest.mark.parametrize("world_size", MIXTURE_LAYOUTS)

@@ -100,6 +100,7 @@ def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
         supply = _supply()
         sampler = PartialSampler(generator, supply, BATCH, PARTIAL)
         steps = []
+
         for step in range(1, STEPS + 1):
             _take(generator, step - 1)
             if step == 4:  # as after a resume
@@ -120,6 +121,7 @@ def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
                     "held later": str(saved(before)),
                 }
             )
+
         found[name] = steps
     return found
 
@@ -190,6 +192,7 @@ def _slow_loop() -> list[dict[str, Any]]:
     steps = []
     part = math.ceil(MOST_TOKENS / 16)
     limit = 0
+
     for version in range(STEPS):
         model = _model(version)
         while len(groups) < PARTIAL.over * BATCH:
@@ -216,6 +219,7 @@ def _slow_loop() -> list[dict[str, Any]]:
             limit += part
         steps.append({"taken": taken, "limit": limit, "left": len(left)})
         groups = left
+
     return steps
 
 
@@ -255,6 +259,7 @@ def test_log_probabilities_are_those_of_the_version_that_drew_them(
                     .log_softmax(dim=-1)
                     for version in set(versions)
                 }
+
             wanted = [
                 float(every[version][place, token])
                 for place, (token, version) in enumerate(zip(tokens, versions, strict=True))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mrlhf.errors import TrainingError
 from mrlhf.parallel import packed_sequences
@@ -36,7 +35,6 @@ def _refusals(rank: int, world_size: int, root: str) -> list[str]:
 
     On a pipeline the last stage alone has outputs; the others are told.
     """
-    torch.set_num_threads(1)
     right = packed_sequences.seen_places
     said = []
     for setting in settings(Path(root), world_size, [SHARING], LAYOUTS):
@@ -65,7 +63,6 @@ def test_wrong_keys_are_refused_on_every_rank(tmp_path: Path) -> None:
 
 
 def _saved(rank: int, world_size: int, root: str) -> dict[str, float]:
-    torch.set_num_threads(1)
     [setting] = settings(Path(root), world_size, [SHARING], {1: [AxisSizes()]})
     cut = cut_responses(build_critic(setting, CASE), load_experience(Path(root), CASE).rollout)
     return cut.balance.metrics("critic", setting.groups.layout)

@@ -36,11 +36,17 @@ from mrlhf.weights.shard import Piece, Slot
 from tests.ranks import run_ranks
 from tests.shards import MIXTURES, fill, full_tensors, make_slots, stored, tiny_spec
 
+# Virtual stages and uneven ones too; the models have four layers.
 CASES = [
-    (tp, pp, engine_tp)
-    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+    (sizes, engine_tp)
+    for sizes in (
+        *(AxisSizes(tp=tp, pp=pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))),
+        AxisSizes(tp=2, pp=2, vpp=2),
+        AxisSizes(pp=2, vpp=2, pp_layers=(0, 2, 1, 1)),
+        AxisSizes(pp=4, pp_layers=(1, 2, 1, 0)),
+    )
     for engine_tp in (1, 2, 4)
-    if tp * pp % engine_tp == 0
+    if sizes.ranks % engine_tp == 0
 ]
 # tp, pp, ep and etp of four ranks, then tp and ep of the engine: experts in one model-parallel
 # group or across several, whole or split, and replicas inside a group or across groups.
@@ -129,8 +135,10 @@ def _all_layouts(rank: int) -> None:
         spec = tiny_spec(model)
         dtype = torch.bfloat16 if model == "qwen3" else torch.float32
         full = full_tensors(spec, dtype)
-        for number, (tp, pp, engine_tp) in enumerate(CASES):
-            actor = ParallelLayout.for_world("actor", 4, AxisSizes(tp=tp, pp=pp))
+        for number, (sizes, engine_tp) in enumerate(CASES):
+            if sizes.pp_layers is not None and model not in ("llama", "qwen2_tied"):
+                continue
+            actor = ParallelLayout.for_world("actor", 4, sizes)
             options = replace(OPTIONS, verify=number % 3 == 0)
             resharder, slots, engine = _make(spec, actor, engine_tp, rank, dtype, options)
 
@@ -146,7 +154,7 @@ def _all_layouts(rank: int) -> None:
                 assert stats.peak_extra_bytes <= BUCKET_BYTES
 
             # Ranks that share a KV head hold parts of it in training, and the whole in an engine.
-            if (tp, pp) == (engine_tp, 1) and tp <= spec.num_kv_heads:
+            if (sizes.tp, sizes.pp) == (engine_tp, 1) and engine_tp <= spec.num_kv_heads:
                 _assert_shared(slots, engine)
                 assert stats.bytes_moved == stats.peak_extra_bytes == 0
 

@@ -91,7 +91,6 @@ def _theirs(path: Path, pad: int | None) -> Tensor:
 
 
 def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, list[float]]:
-    torch.set_num_threads(1)
     scores = {}
     factory = GroupFactory(timeout_s=600.0)
 

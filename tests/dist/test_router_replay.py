@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 
@@ -31,6 +30,7 @@ from tests.dist.role_runs import (
     Setting,
     actor_optim,
     assert_near,
+    assert_weights,
     build_actor,
     cut_responses,
     load_experience,
@@ -142,7 +142,6 @@ def _logprobs(actor: Actor, rollout: Rollout) -> tuple[Tensor, float | None, Exp
 
 
 def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
-    torch.set_num_threads(1)
     results = {}
     forms = (MANY_PACKS, SEQUENCE_PARALLEL, MLP_AGAIN)
     for setting in settings(Path(root), world_size, forms, LAYOUTS):
@@ -229,9 +228,7 @@ def test_replay_on_every_layout(
             metrics = found[f"{replay}: metrics"]
             for name, value in outcome.metrics.items():
                 assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{title}: {name}"
-            weights = load_file(root / "out" / label / replay / "model.safetensors")
-            for name, tensor in weights.items():
-                assert_near(tensor, outcome.weights[name], atol=1e-5, title=f"{title}: {name}")
+            assert_weights(root / "out" / label / replay, outcome.weights, 1e-5, title)
 
 
 def test_forced_experts_change_the_numbers(

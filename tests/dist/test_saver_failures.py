@@ -24,7 +24,7 @@ from mrlhf.errors import CheckpointError
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from tests.dist.role_runs import Form, build_actor, save_inputs, settings
 from tests.oracle.plain_ppo import Case
-from tests.ranks import run_ranks
+from tests.ranks import everyone, run_ranks
 from tests.tiny_task import write_tiny_task
 
 FORM = Form("sharded", 1000, distributed_optimizer=True)
@@ -40,12 +40,10 @@ def test_damage_and_a_full_disk_in_an_export(tmp_path: Path) -> None:
 
 
 def _in_ranks(rank: int, world_size: int, root: Path) -> list[str]:
-    world = dist.group.WORLD
-    assert world is not None
     setting = next(iter(settings(root, world_size, [FORM])))
     engine = build_actor(setting, Case("llama", "token-mean")).engine
     directory = root / "checkpoints"
-    saver = Saver(directory, RunIdentity("test", {}), world, asynchronous=False)
+    saver = Saver(directory, RunIdentity("test", {}), everyone(), asynchronous=False)
     for step in (1, 2, 3):
         saver.save(Contents(step, False, {"actor": engine}, {}))
 
@@ -53,7 +51,7 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> list[str]:
         _damage_all_but_the_first(directory)
     dist.barrier()
     damaged: list[Path] = []
-    checkpoint = newest_checkpoint(directory, world, damaged)
+    checkpoint = newest_checkpoint(directory, everyone(), damaged)
     assert checkpoint is not None and checkpoint.path.name == "step_000001"
     assert [path.name for path in damaged] == [f"step_00000{number}" for number in (5, 4, 3, 2)]
     assert all(path.is_dir() for path in damaged)
@@ -76,9 +74,7 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> list[str]:
 
 def _save_while_training_goes_on(directory: Path, contents: Contents) -> None:
     """The time that a save has taken does not count the step after which it is noticed."""
-    world = dist.group.WORLD
-    assert world is not None
-    saver = Saver(directory, RunIdentity("test", {}), world, asynchronous=True)
+    saver = Saver(directory, RunIdentity("test", {}), everyone(), asynchronous=True)
     saver.save(contents)
     for thread in threading.enumerate():
         if thread.name == "checkpoint":

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.rl.names import PolicyLossName
 from tests.dist.role_runs import (
     MANY_PACKS,
     ONE_PACK,
-    assert_near,
+    assert_weights,
     load_experience,
     save_inputs,
     settings,
@@ -142,7 +140,6 @@ def trained(request: pytest.FixtureRequest, root: Path) -> tuple[Path, list[Metr
 
 
 def _in_ranks(rank: int, world_size: int, root: str) -> Metrics:
-    torch.set_num_threads(1)
     out = Path(root) / str(world_size)
     metrics = {}
     for setting in settings(Path(root), world_size, (MANY_PACKS, ONE_PACK)):
@@ -195,9 +192,12 @@ def test_updates_equal_the_plain_loop(
         assert metrics.get("perf/bubble/actor", 1.0) > 0, label
         assert ("perf/slowest_update/actor" in metrics) == (" dp1 " not in label), label
         assert metrics.get("perf/slowest_update/actor", 1.0) > 0, label
+
         for role, outcome in expected[_case_of(label)].items():
             _assert_metrics(metrics, outcome, case, label)
-            _assert_weights(directory / label / role, outcome, label)
+            # Four steps of up to 1e-2. Gradients are rounded by up to 1e-6, so a step by up to
+            # 1e-2 * 1e-6 / EPS.
+            assert_weights(directory / label / role, outcome.weights, 1e-5, label)
 
 
 def _assert_all_metrics_are_compared(
@@ -214,12 +214,3 @@ def _assert_metrics(metrics: dict[str, float], outcome: Outcome, case: Case, lab
         # Sums are rounded like their terms, of which some are above and some below 0.
         near = pytest.approx(value, rel=1e-5, abs=1e-5 if "sum" in case.agg else 1e-6)
         assert metrics[name] == near, f"{label}: {name}"
-
-
-def _assert_weights(directory: Path, outcome: Outcome, label: str) -> None:
-    weights = load_file(directory / "model.safetensors")
-    assert weights.keys() == outcome.weights.keys()
-    for name, tensor in weights.items():
-        # Four steps of up to 1e-2. Gradients are rounded by up to 1e-6, so a step by up to
-        # 1e-2 * 1e-6 / EPS.
-        assert_near(tensor, outcome.weights[name], atol=1e-5, title=f"{label}: {name}")

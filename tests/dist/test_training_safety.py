@@ -92,7 +92,6 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def _in_ranks(
     rank: int, world_size: int, root: str, updates: Sequence[Update]
 ) -> dict[str, list[Result]]:
-    torch.set_num_threads(1)
     results: dict[str, list[Result]] = {update.name: [] for update in updates}
     for setting in settings(Path(root), world_size, FORMS):
         if setting.layout in LAYOUTS:

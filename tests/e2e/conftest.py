@@ -1,4 +1,4 @@
-"""The demo's data and start policy, made once for all tests that train from them."""
+"""The demo's data and start policy, made once for all tests that train from them; reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.programs import run_program, succeed, torchrun
+from tests.e2e.report_browser import browser, page, reports
+
+__all__ = ["browser", "page", "reports"]
 
 
 @pytest.fixture(scope="session")

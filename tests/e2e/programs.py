@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,7 @@ def run_commands(
         "PYTHONPATH": str(ROOT),
         **(variables or {}),
     }
+
     return subprocess.run(
         ["bash", "-ec", script],
         cwd=cwd,
@@ -94,7 +98,41 @@ def read_lines(file: Path) -> list[Any]:
     return lines
 
 
-def read_terminal(terminal: int, screen: list[bytes]) -> None:
+@contextmanager
+def on_terminal(
+    command: list[str], cwd: Path, variables: Mapping[str, str], with_output: bool
+) -> Iterator[tuple[subprocess.Popen[bytes], list[bytes]]]:
+    """Start a command on a terminal, which gets its errors, and its output too if asked for.
+
+    At the end, whatever the command has started is ended.
+
+    Yields:
+        The process, and what the terminal gets, which is whole afterwards.
+    """
+    screen: list[bytes] = []
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "150", **variables},
+        stdout=end if with_output else subprocess.DEVNULL,
+        stderr=end,
+        start_new_session=True,
+    )
+
+    os.close(end)
+    reader = threading.Thread(target=_read_terminal, args=(terminal, screen))
+    reader.start()
+    try:
+        yield process, screen
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reader.join()
+
+
+def _read_terminal(terminal: int, screen: list[bytes]) -> None:
     """Read what a terminal gets until nobody writes to it any more; `screen` takes it."""
     with suppress(OSError):
         while part := os.read(terminal, 4096):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,10 @@ import pytest
 import yaml
 
 from mrlhf.checkpoint.manifest import checkpoints_in, read_manifest
-from tests.e2e.programs import ROOT, read_lines, read_terminal, run_commands, run_program, succeed
+from tests.e2e.programs import ROOT, on_terminal, read_lines, run_commands, run_program, succeed
 from tests.oracle import plain_models
 from tests.pages import commands_of
-from tests.tiny_task import write_tiny_task
+from tests.tiny_task import ppo_keys, write_tiny_task
 
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 
@@ -34,25 +31,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain_models.save_models(root)
     write_tiny_task(root / "data", sft=8)
 
-    content = {
-        "actor": {"path": str(root / "llama"), "tp": 2, "ppo_mini_batch_size": 4},
-        "critic": {"path": str(root / "llama-critic")},
+    content = ppo_keys(root, {"ppo_mini_batch_size": 4})
+    content |= {
         "reward": {"terms": [{"name": "exact_match"}]},
-        "data": {
-            "train_files": str(root / "data" / "train.jsonl"),
-            "val_files": str(root / "data" / "held_out.jsonl"),
-            "tokenizer": str(root / "data" / "tokenizer"),
-            "train_batch_size": 8,
-            "max_prompt_length": 6,
-            "max_response_length": 4,
-        },
         "trainer": {
             "output_dir": str(root / "run"),
             "total_steps": 100_000,
             "val_before_train": False,
         },
     }
-
     (root / "my.yaml").write_text(yaml.safe_dump(content))
     return root / "my.yaml"
 
@@ -121,21 +108,12 @@ def _start_and_stop(command: list[str], run: Path) -> tuple[int, str]:
     """
     (stop,) = commands_of("docs/operations.md", "^kill ")
     name = stop.split()[1].removeprefix("-")
-    screen: list[bytes] = []
-    terminal, end = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "150"},
-        stdout=subprocess.DEVNULL,
-        stderr=end,
+    metrics = run / "metrics.jsonl"
+    started = on_terminal(
+        [sys.executable, *command], ROOT, {"OMP_NUM_THREADS": "1"}, with_output=False
     )
-    os.close(end)
-    reader = threading.Thread(target=read_terminal, args=(terminal, screen))
-    reader.start()
 
-    try:
-        metrics = run / "metrics.jsonl"
+    with started as (process, screen):
         while not (
             metrics.is_file()
             and metrics.read_text().count("\n")
@@ -145,9 +123,7 @@ def _start_and_stop(command: list[str], run: Path) -> tuple[int, str]:
             time.sleep(0.05)
         process.send_signal(signal.Signals[f"SIG{name}"])
         code = process.wait()
-    finally:
-        process.kill()
-    reader.join()
+
     return code, b"".join(screen).decode(errors="replace")
 
 

@@ -11,7 +11,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
@@ -24,7 +23,7 @@ from tests.models.checkpoints import assert_same_tensors
 from tests.oracle.plain_lora import adapter_of
 from tests.oracle.plain_ppo import Case
 from tests.pages import commands_of
-from tests.ranks import run_ranks
+from tests.ranks import everyone, run_ranks
 
 PAGE = (ROOT / "docs" / "conversion.md").read_text(encoding="utf-8")
 PROGRAM = "python tools/convert_checkpoint.py "
@@ -33,8 +32,6 @@ COMMANDS = commands_of("docs/conversion.md")
 
 def _save_run(rank: int, world_size: int, root: Path) -> None:
     """What a run with an actor and a critic leaves behind."""
-    world = dist.group.WORLD
-    assert world is not None
     groups = GroupFactory(timeout_s=600.0).role_groups(ParallelLayout(tp=1, pp=1, dp=1))
     setting = Setting(root, groups, Form("plain", 1000, False))
     case = Case("qwen2-tied", "token-mean")
@@ -43,7 +40,7 @@ def _save_run(rank: int, world_size: int, root: Path) -> None:
         "critic": build_critic(setting, case).engine,
     }
     identity = RunIdentity("PPOConfig", {"actor": {"path": str(root / case.model)}})
-    saver = Saver(root / "runs" / "ppo" / "checkpoints", identity, world, asynchronous=False)
+    saver = Saver(root / "runs" / "ppo" / "checkpoints", identity, everyone(), asynchronous=False)
     for step in (20, 40):
         saver.save(Contents(step, False, models, {}))
 

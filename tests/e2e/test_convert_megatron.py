@@ -1,7 +1,7 @@
 """Checkpoints go to megatron-core's own GPTModel and come from it, and the logits are the same.
 
-The other side is `tests/models/megatron.py`, which does as pretrain_gpt.py does and knows nothing
-of our weight map. Its processes are started twice: with one rank, and with two that share a model.
+The other side is `tests/models/megatron_lm.py`, which does as pretrain_gpt.py does and knows
+nothing of our weight map. Its processes start twice: one rank, and two that share a model.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from tests.models.megatron_lm import TOKENS, run_jobs
 
 VOCABULARY = 37
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"layers": 4, "tied": False},
+    "llama": {},
     "llama-tied-llama3": {
-        "layers": 4,
         "tied": True,
         "head_dim": 16,
         "max_positions": 16384,
         "rope_scaling_factor": 4.0,
     },
-    "mistral": {"layers": 4, "tied": False},
-    "qwen2": {"layers": 4, "tied": False, "qkv_bias": True},
-    "qwen2-tied": {"layers": 4, "tied": True, "qkv_bias": True},
-    "qwen3": {"layers": 4, "tied": False, "qk_norm": True, "head_dim": 6},
-    "qwen3-tied": {"layers": 4, "tied": True, "qk_norm": True, "head_dim": 6},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen2-tied": {"tied": True, "qkv_bias": True},
+    "qwen3": {"qk_norm": True, "head_dim": 6},
+    "qwen3-tied": {"tied": True, "qk_norm": True, "head_dim": 6},
     "mixtral": {
-        "layers": 4,
-        "tied": False,
         "rotary_base": 1000000,
         "mixtures": {
             "num_experts": 4,
@@ -48,8 +45,6 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "qwen2_moe": {
-        "layers": 4,
-        "tied": False,
         "qkv_bias": True,
         "mixtures": {
             "num_experts": 4,
@@ -62,7 +57,6 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_moe-tied": {
-        "layers": 4,
         "tied": True,
         "qk_norm": True,
         "head_dim": 6,
@@ -74,8 +68,6 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "glm4_moe": {
-        "layers": 4,
-        "tied": False,
         "qkv_bias": True,
         "qk_norm": True,
         "head_dim": 8,
@@ -94,7 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""What Megatron-LM is told of the models of `tests/models/checkpoints.py`."""
+"""What Megatron-LM is told of the models of `tests/models/checkpoints.py`, beside their sizes."""
 
 SAME_ARGUMENTS = [
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),

@@ -7,21 +7,15 @@ with random weights stands for the real one.
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import ROOT, read_terminal
+from tests.e2e.programs import ROOT, on_terminal
 from tests.models.chat import chat_tokenizer
 from tests.models.checkpoints import save_model
 from tests.pages import commands_of
@@ -132,24 +126,7 @@ def test_a_stage_that_fails_shows_its_output(capfd: pytest.CaptureFixture[str]) 
 
 def _on_a_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
     """Run a command on a terminal; returns its exit code, and what the terminal has got."""
-    screen: list[bytes] = []
-    terminal, end = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "PET_STANDALONE": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        stdout=end,
-        stderr=end,
-        start_new_session=True,
-    )
-    os.close(end)
-    reader = threading.Thread(target=read_terminal, args=(terminal, screen))
-    reader.start()
-    try:
+    variables = {"PET_STANDALONE": "1", "PYTHONPATH": str(ROOT)}
+    with on_terminal(command, cwd, variables, with_output=True) as (process, screen):
         code = process.wait()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    reader.join()
     return code, b"".join(screen).decode(errors="replace")

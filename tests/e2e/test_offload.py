@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from mrlhf.preflight.footprint import GENERATION, OWNERS, Footprint, footprint
 from mrlhf.preflight.model_checks import check_models
 from tests.e2e.programs import read_lines, run_commands, succeed
 from tests.oracle import plain_models
-from tests.simulation.rank import simulate_rank
+from tests.simulation.job import simulate_alone
 from tests.tiny_task import ppo_keys, write_tiny_task
 
 RANKS = 2
@@ -94,6 +92,7 @@ def test_a_run_holds_what_the_plan_says(case: Case) -> None:
         "adv": 0,
         **{phase: plan.total(name) for phase, name in _PARTS.items()},
     }
+
     for row in read_lines(case.output / "metrics.jsonl")[1:]:
         for phase, nbytes in wanted.items():
             assert math.isclose(row[f"perf/memory_in/{phase}"], nbytes / 1e9), phase
@@ -113,8 +112,7 @@ def test_simulated_ranks_hold_and_send_what_those_of_a_run_do(case: Case) -> Non
     assert {"gen", "ref", "values", "update_actor", "update_critic"} <= phases
     sent = 0
     for rank in range(RANKS):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            one = process.submit(simulate_rank, config, RANKS, rank, 8).result()
+        one = simulate_alone(config, RANKS, per_machine=8, rank=rank)
         assert not one.error
         for phase in phases & one.held.keys() - {"step"}:
             held = sum(one.held[phase].values())

@@ -1,100 +1,16 @@
-"""The report in a real browser: Debian's Chromium without a window, driven by playwright."""
+"""The report in a real browser: its first view, curves, timeline and keys."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mrlhf.report.write import write_report
-from tools.report_run import RunSize, write_run
+from tests.e2e.report_browser import BREAKS_OUT, needs_chromium, open_tab, show_scores, watched
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="there is no chromium; apt-get install chromium brings it"
-)
-
-SIZE = RunSize(steps=30, samples=8, tokens=40, ranks=4)
-BREAKS_OUT = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)>"
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of reports: of one run, of two runs that differ in a key, of a run with episodes of
-    several turns, and of a run without beside it.
-    """
-    root = tmp_path_factory.mktemp("reports")
-    slow = root / "slow"
-    fast = root / "fast"
-    write_run(slow, SIZE, first_response=BREAKS_OUT)
-    write_run(fast, SIZE, learning_rate=5e-5, seed=2)
-    write_run(root / "turns", replace(SIZE, steps=3, has_episodes=True))
-    write_report([root / "turns"], root / "turns.html", most_samples=1000)
-    write_report([slow, root / "turns"], root / "mixed.html", most_samples=1000)
-    _write_validations(slow, {0: 11, 10: 12, 30: 13, 99: 14})  # the run has 30 steps
-    write_report([slow], root / "one.html", most_samples=1000)
-    write_report([slow, fast], root / "two.html", most_samples=1000)
-    names = ("one", "two", "turns", "mixed")
-    return {name: (root / f"{name}.html").as_uri() for name in names}
-
-
-def _write_validations(run: Path, answers: dict[int, int]) -> None:
-    """Held-out answers to three chats, of the steps in `answers`."""
-    (run / "validation").mkdir()
-    for step, answer in answers.items():
-        rows = []
-        for question in ("What is\n1 < 2?", "What is 3?", BREAKS_OUT):
-            prompt = f"<|system|>\nBe short.<|end|>\n<|user|>\n{question}<|end|>\n<|assistant|>\n"
-            row = {"prompt": prompt, "response": f"{answer}", "stopped": answer > 11, "score": 0.25}
-            rows.append(json.dumps(row) + "\n")
-        (run / "validation" / f"step_{step:06d}.jsonl").write_text("".join(rows))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A page of 1,280 pixels, on which no script may fail and nothing may be loaded."""
-    opened = browser.new_page(viewport={"width": 1280, "height": 900})
-    yield from _watched(opened)
-
-
-def _watched(page: Any) -> Iterator[Any]:
-    problems: list[str] = []
-    page.set_default_timeout(600_000)
-    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
-    page.on("console", lambda line: line.type == "error" and problems.append(line.text))
-    page.on("request", lambda r: r.url.startswith("file:") or problems.append(f"loads {r.url}"))
-    yield page
-    page.close()
-    assert not problems
-
-
-def _open(page: Any, address: str, tab: str) -> None:
-    page.goto(address)
-    page.get_by_role("tab", name=tab).click()
-
-
-def _count(page: Any) -> str:
-    return str(page.locator("#count").inner_text())
-
-
-def _wait_for_texts(page: Any) -> None:
-    page.wait_for_function("() => !document.querySelector('#count').textContent.includes('unpack')")
+pytestmark = needs_chromium
 
 
 def test_the_first_view_says_whether_the_run_learned(page: Any, reports: dict[str, str]) -> None:
@@ -148,23 +64,6 @@ def test_answers_before_and_after_stand_first(page: Any, reports: dict[str, str]
     assert page.locator("h2", has_text="before and after").count() == 1
 
 
-def test_what_to_do_next_follows_the_curve(page: Any, reports: dict[str, str]) -> None:
-    page.goto(reports["one"])
-    name = "val_sampled/task/acc@1"
-    for curve, words in (
-        ("(i) => i", "still getting better"),
-        ("(i) => Math.min(i, 8)", "levelled off"),
-        ("(i) => 10 - Math.abs(10 - i)", "got worse towards the end"),
-    ):
-        told = page.evaluate(
-            f"""() => {{
-              const metrics = {{ "{name}": Array.from({{ length: 21 }}, (_, i) => ({curve})(i)) }};
-              return advice({{ alarms: [], metrics }}, {{ name: "{name}" }});
-            }}"""
-        )
-        assert words in told
-
-
 def _held_out(name: str, values: dict[int, float], **summary: Any) -> str:
     """A run of 40 steps in JavaScript: a reward that rises, and a held-out metric at its steps."""
     held_out = [values.get(step) for step in range(41)]
@@ -185,13 +84,16 @@ def _held_out(name: str, values: dict[int, float], **summary: Any) -> str:
         ("val/t/acc@1", {0: 0.04, 10: 0.86, 40: 0.14}, "got worse towards the end, after step 10"),
         ("val/t/acc@1", {0: 0.9, 40: 0.1}, "got worse towards the end, after step 0"),
         ("val/t/acc@1", {0: 0.1, 20: 0.5, 40: 0.9}, "still getting better"),
+        ("val_sampled/t/acc@1", {i: i / 40 for i in range(41)}, "still getting better"),
+        ("val_sampled/t/acc@1", {i: min(i, 16) / 40 for i in range(41)}, "levelled off"),
+        ("val_sampled/t/acc@1", {i: 0.5 - abs(i / 40 - 0.5) for i in range(41)}, "got worse"),
         ("val/t/acc@1", {0: 0.5, 20: 0.52, 40: 0.49}, "levelled off"),
         ("val/loss", {20: 1.0, 40: 1.4}, "got worse towards the end, after step 20"),
         ("val/t/acc@1", {40: 0.4}, "trainer.test_freq"),
         ("other", {40: 0.4}, "nothing held out was measured"),
     ],
 )
-def test_advice_is_that_of_the_validation_however_few_its_points(
+def test_advice_is_that_of_the_validation_however_many_its_points(
     page: Any, reports: dict[str, str], name: str, values: dict[int, float], words: str
 ) -> None:
     page.goto(reports["one"])
@@ -224,6 +126,7 @@ def test_the_best_step_is_told_with_the_place_of_its_model(
               return [bestInWords({run}, found), placeOf({run}, found.best.step), hasFallen(found)];
             }})()"""
         )
+
         assert told == words and (place in where) and fell == bool(words)
 
 
@@ -239,7 +142,7 @@ def test_the_page_says_which_run_it_is(page: Any, reports: dict[str, str]) -> No
 def test_equal_curves_share_a_chart_and_few_charts_the_width(
     page: Any, reports: dict[str, str]
 ) -> None:
-    _open(page, reports["turns"], "Curves")
+    open_tab(page, reports["turns"], "Curves")
     page.wait_for_selector("figure canvas")
     titles = page.locator("figcaption").all_inner_texts()
     assert "perf/memory/actor/grads" in titles or len(set(titles)) == len(titles)
@@ -254,23 +157,9 @@ def test_equal_curves_share_a_chart_and_few_charts_the_width(
     assert copies == [["actor/entropy", "copy"], ["actor/ppo_kl"]]
 
 
-@pytest.mark.parametrize("run", ["one", "turns"])
-def test_a_phone_shows_responses_beside_their_prompts(
-    browser: Any, reports: dict[str, str], run: str
-) -> None:
-    for page in _watched(browser.new_page(viewport={"width": 390, "height": 800})):
-        _open(page, reports[run], "Rollouts")
-        _wait_for_texts(page)
-        box = page.locator(".rows").bounding_box()
-        response = page.locator(".rows tbody tr td").last.bounding_box()
-        assert response["width"] > 60
-        assert response["x"] + response["width"] <= box["x"] + box["width"]
-        assert page.locator(".rows tbody tr td:nth-child(2)").first.bounding_box()["width"] < 160
-
-
 def test_dark_or_light_and_keys(browser: Any, reports: dict[str, str]) -> None:
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
-    for page in _watched(context.new_page()):
+    for page in watched(context.new_page()):
         page.goto(reports["one"])
         back = "getComputedStyle(document.body).backgroundColor"
         assert page.evaluate(back) == "rgb(255, 255, 255)"
@@ -293,7 +182,7 @@ def test_dark_or_light_and_keys(browser: Any, reports: dict[str, str]) -> None:
 
 
 def test_paper_has_every_chart(page: Any, reports: dict[str, str]) -> None:
-    _open(page, reports["one"], "Curves")
+    open_tab(page, reports["one"], "Curves")
     page.wait_for_selector("figure canvas")
     assert page.evaluate("[...charts].some((chart) => !chart.plot)")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
@@ -303,11 +192,9 @@ def test_paper_has_every_chart(page: Any, reports: dict[str, str]) -> None:
 def test_curves_read_zoom_and_smooth_by_mouse_and_keyboard(
     page: Any, reports: dict[str, str]
 ) -> None:
-    _open(page, reports["one"], "Curves")
-    page.get_by_label("Metrics").fill("critic/score")
-    page.wait_for_function("() => document.querySelectorAll('figure').length === 1")
+    open_tab(page, reports["one"], "Curves")
+    show_scores(page)
     chart = page.locator("figure").first
-    page.wait_for_selector("figure canvas")
 
     box = chart.locator(".u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
@@ -338,164 +225,8 @@ def test_curves_read_zoom_and_smooth_by_mouse_and_keyboard(
     assert "(smoothed 0." in chart.locator("output").inner_text()
 
 
-def test_samples_are_filtered_by_each_filter(page: Any, reports: dict[str, str]) -> None:
-    _open(page, reports["one"], "Rollouts")
-    _wait_for_texts(page)
-    assert _count(page).startswith("240 of 240 samples; the first 100 are listed")
-
-    page.locator("#step-filter").select_option("7")
-    assert _count(page).startswith("8 of 240 samples.")
-    page.get_by_label("Next step").click()
-    assert {row.inner_text() for row in page.locator(".rows button").all()} == {"8"}
-    asked = page.locator(".rows tbody tr td:nth-child(2)").first.inner_text()
-    assert asked.startswith("Question 32: what is 32 + 12?")
-    page.locator("#step-filter").select_option("")
-
-    page.locator("#minScore").fill("0.5")
-    rewards = {row.inner_text() for row in page.locator(".rows tbody tr td:nth-child(4)").all()}
-    assert rewards == {"1"}
-    page.locator("#minScore").fill("")
-    page.locator("#minLength").fill("40")
-    lengths = {row.inner_text() for row in page.locator(".rows tbody tr td:nth-child(5)").all()}
-    assert lengths == {"40"}
-    page.locator("#minLength").fill("")
-
-    page.get_by_label("Text of prompt or response").fill("ONERROR=alert")
-    page.wait_for_function("() => document.querySelector('#count').textContent.startsWith('30 of')")
-
-
-def test_tokens_show_their_numbers_by_mouse_and_keyboard(
-    page: Any, reports: dict[str, str]
-) -> None:
-    _open(page, reports["one"], "Rollouts")
-    page.locator(".rows tbody tr button").nth(1).click()
-    page.wait_for_selector(".sample .token")
-    facts = page.locator(".sample .facts")
-
-    page.locator(".sample .token").nth(3).hover()
-    shown = facts.inner_text()
-    assert "token 4 of" in shown
-    number = page.evaluate("views[0].sample.numbers['entropy'][3]")
-    told = facts.locator("[data-name='entropy']").inner_text()
-    assert float(told.removeprefix("entropy ")) == pytest.approx(number, rel=1e-3)
-    for name in ("advantage", "KL to reference", "ratio after update", "trainer - engine", "value"):
-        assert name in shown
-
-    page.locator(".sample .tokens").focus()
-    page.keyboard.press("ArrowRight")
-    assert "token 5 of" in facts.inner_text()
-    page.keyboard.press("End")
-    last = page.evaluate("views[0].sample.tokens.length")
-    assert f"token {last} of {last}" in facts.inner_text()
-
-    colors = page.evaluate("views[0].spans.map((s) => s.style.backgroundColor).join()")
-    page.get_by_label("Colour tokens by").select_option("entropy")
-    assert page.evaluate("views[0].spans.map((s) => s.style.backgroundColor).join()") != colors
-    assert "entropy" in page.locator(".sample .scale").inner_text()
-
-
-def test_turns_stand_apart_from_what_tools_wrote(page: Any, reports: dict[str, str]) -> None:
-    _open(page, reports["turns"], "Rollouts")
-    page.get_by_label("Order").select_option("step")
-    page.locator(".rows tbody tr button").first.click()
-    page.wait_for_selector(".sample .token")
-
-    length = page.evaluate("views[0].sample.tokens.length")
-    first, second = length // 3, length // 2
-    assert page.locator(".part-title").all_inner_texts() == [
-        f"Turn 1 · {first} tokens · policy version 0 · turn reward 0.25",
-        f"Tool or environment · {second - first} tokens",
-        f"Turn 2 · {length - second} tokens · policy version 1",
-    ]
-    assert page.locator(".episode").inner_text() == (
-        "2 turns · calls: search × 2, unreadable × 1 · 0 errors · "
-        "waited 0.5 s for tools and environment · turn rewards add up to 0.25"
-    )
-    assert "policy versions 0, 1" in page.locator(".sample > .faint").first.inner_text()
-
-    told = page.locator(".told .token")
-    assert told.count() == second - first
-    turn, between = (page.locator(f".part{name}").first for name in ("", ".told"))
-    back = "(node) => getComputedStyle(node).backgroundColor"
-    assert turn.evaluate(back) != between.evaluate(back)
-    styles = "(all) => all.map((node) => [node.className, node.style.backgroundColor].join())"
-    assert set(told.evaluate_all(styles)) == {"token,"}  # neither coloured nor struck through
-
-    facts = page.locator(".sample .facts")
-    told.first.hover()
-    assert "from a tool or the environment; does not train" in facts.inner_text()
-    assert "advantage" not in facts.inner_text() and "trainer - engine –" in facts.inner_text()
-    page.locator(".part").last.locator(".token").last.hover()
-    assert f"token {length} of {length}" in facts.inner_text()
-    assert "turn 2; policy version 1; " in facts.inner_text()
-    assert "advantage" in facts.inner_text()
-
-
-def test_failed_episodes_are_found_and_say_why(page: Any, reports: dict[str, str]) -> None:
-    _open(page, reports["turns"], "Rollouts")
-    page.get_by_label("Order").select_option("errors")
-    cells = page.locator(".rows tbody tr").first.locator("td").all_inner_texts()
-    assert cells[5:8] == ["1", "2", "failure"]
-    page.get_by_label("End").select_option("failure")
-    assert _count(page).startswith("3 of 24 samples")
-
-    page.locator(".rows tbody tr button").first.click()
-    page.wait_for_selector(".sample .token")
-    assert page.locator(".failure").inner_text() == (
-        "Failed, so nothing of it trains: search ended its process"
-    )
-    titles = page.locator(".part-title").all_inner_texts()
-    names = [title.split(" · ")[0] for title in titles]
-    assert names == ["Turn 1 (asks)", "Reads anew: context 2 (checks)", "Turn 2 (checks)"]
-    drawn = page.locator(".part:not(.told) .token")
-    assert drawn.count() == page.locator(".part:not(.told) .token.masked").count() > 0
-    assert page.locator(".told .token.masked").count() == 0
-
-
-def test_a_run_without_episodes_beside_one_with_them(page: Any, reports: dict[str, str]) -> None:
-    _open(page, reports["mixed"], "Rollouts")
-    titles = page.locator(".rows thead")
-    assert "turns" not in titles.inner_text()
-    page.locator(".rows tbody tr button").first.click()
-    page.wait_for_selector(".sample .token")
-    assert page.locator(".part-title").count() == page.locator(".episode").count() == 0
-
-    page.get_by_label("Run").first.select_option("1")
-    assert "turns" in titles.inner_text()
-    page.get_by_label("Order").select_option("turns")
-    page.get_by_label("Run").first.select_option("0")
-    assert page.get_by_label("Order").input_value() == "newest"
-
-
-def test_the_same_prompt_stands_side_by_side_across_steps(
-    page: Any, reports: dict[str, str]
-) -> None:
-    _open(page, reports["one"], "Rollouts")
-    page.locator(".rows tbody tr button").first.click()
-    page.get_by_role("button", name="Beside another step").click()
-    page.wait_for_function("() => document.querySelectorAll('.sample').length === 2")
-    one, two = page.evaluate(
-        "views.map((v) => [v.run.samples.uid[v.index], v.run.samples.step[v.index]])"
-    )
-    assert one[0] == two[0] and one[1] != two[1]
-    boxes = [article.bounding_box() for article in page.locator(".sample").all()]
-    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
-
-
-def test_the_models_text_never_runs(page: Any, reports: dict[str, str]) -> None:
-    _open(page, reports["one"], "Rollouts")
-    _wait_for_texts(page)
-    page.get_by_label("Order").select_option("step")
-    page.locator(".rows tbody tr button").first.click()
-    page.wait_for_selector(".sample .token")
-    assert page.locator(".sample .token").first.inner_text() == BREAKS_OUT
-    assert BREAKS_OUT in page.locator(".sample .prompt").inner_text()
-    assert page.locator("img").count() == 0
-    assert page.title() != "broken"
-
-
 def test_the_timeline_has_a_lane_for_each_rank(page: Any, reports: dict[str, str]) -> None:
-    _open(page, reports["one"], "Timeline")
+    open_tab(page, reports["one"], "Timeline")
     page.wait_for_selector(".lane .span")
     assert page.locator(".lane .track").count() == 4
     page.locator("#lane-step").fill("0")
@@ -532,9 +263,7 @@ def test_two_runs_are_told_apart_by_the_key_in_which_they_differ(
 
     page.get_by_role("tab", name="Curves").click()
     page.get_by_label("Tell runs apart by").select_option("seed")
-    page.get_by_label("Metrics").fill("critic/score")
-    page.wait_for_function("() => document.querySelectorAll('figure').length === 1")
-    page.wait_for_selector("figure canvas")
+    show_scores(page)
     page.locator("figure").focus()
     page.keyboard.press("End")
     words = page.locator("figure output").inner_text()
@@ -562,9 +291,9 @@ def test_every_view_fits_and_can_be_read(
     browser: Any, reports: dict[str, str], width: int, scheme: str
 ) -> None:
     opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    for page in _watched(opened):
+    for page in watched(opened):
         for tab in ("Overview", "Curves", "Rollouts", "Timeline"):
-            _open(page, reports["two"], tab)
+            open_tab(page, reports["two"], tab)
             page.wait_for_selector("canvas")
             if tab == "Rollouts":
                 page.locator(".rows tbody tr button").first.click()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shlex
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,7 @@ from tests.models.published import write_published
 from tests.oracle import plain_models
 from tests.pages import commands_of
 from tests.simulation.__main__ import parse
-from tests.simulation.job import simulate
-from tests.simulation.rank import simulate_rank
+from tests.simulation.job import simulate, simulate_alone
 from tests.tiny_task import ppo_keys, sft_keys
 
 ALL_AXES = {"tp": 2, "cp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}
@@ -116,8 +113,7 @@ def test_a_gpu_that_is_too_small_is_named(root: Path) -> None:
 
 def test_an_error_of_a_rank_is_told_with_its_phase(root: Path) -> None:
     config = load_config(SFTConfig, _write(root, "error", _supervised(root)), [])
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        one = process.submit(simulate_rank, config, 9, 0, 8).result()
+    one = simulate_alone(config, 9, per_machine=8, rank=0)
     assert one.failed_in == "start"
     assert "world size 9 is not divisible" in one.error
 
@@ -127,16 +123,18 @@ def test_one_of_a_thousand_ranks_of_70_billion_weights(root: Path) -> None:
     options = parse(shlex.split(command)[3:])
     (shipped,) = options.config
     keys = yaml.safe_load(Path(shipped).read_text("utf-8"))
+
     for role in ("actor", "critic"):
         keys[role]["path"] = str(root / "published" / Path(keys[role]["path"]).name)
     overrides = [*options.overrides, "distributed.device=cuda"]
     config = read_any(None, [_write(root, "large", keys)], overrides)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        one = process.submit(simulate_rank, config, options.gpus, 513, 8).result()
+
+    one = simulate_alone(config, options.gpus, per_machine=8, rank=513)
     assert not one.error
     # Of the 20 layers of its stage, an eighth in bfloat16, and a copy of the gradients in float32.
     layer = 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672)
     held = one.held["update_actor"]
+
     assert held["actor/params"] == pytest.approx(2 * 20 * layer / 8, rel=0.001)
     assert held["actor/grads"] == 2 * held["actor/params"]
     assert held["actor/optimizer"] == pytest.approx(12 * 20 * layer / 8 / 32, rel=0.001)

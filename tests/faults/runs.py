@@ -16,7 +16,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -240,6 +240,10 @@ class Sequel:
         files = sorted(self.directory.glob("actor/*.safetensors"))
         files += sorted(self.directory.glob("model/*.safetensors"))
         return {file.name: file.read_bytes() for file in files}
+
+
+Undisturbed = Callable[[Setting], Sequel]
+"""The fixture that gives the run of a setting that no fault has met."""
 
 
 def assert_same_run(run: Sequel, wanted: Sequel, free: Sequence[str] = ()) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +14,9 @@ from safetensors.torch import load_file
 
 from tests.faults import faults, settings
 from tests.faults.faults import Fault
-from tests.faults.runs import QUEUE_AGAIN, Sequel, Setting
+from tests.faults.runs import QUEUE_AGAIN, Sequel, Undisturbed
 from tests.oracle import plain_models
 from tests.ranks import run_ranks
-
-Undisturbed = Callable[[Setting], Sequel]
 
 
 def test_the_newest_and_the_best_checkpoint_stay(

@@ -11,9 +11,7 @@ import pytest
 
 from mrlhf.checkpoint.manifest import seal
 from tests.faults import settings
-from tests.faults.runs import Sequel, Setting, assert_same_run
-
-Undisturbed = Callable[[Setting], Sequel]
+from tests.faults.runs import Sequel, Undisturbed, assert_same_run
 
 WEIGHTS = "actor/rank_00001.safetensors"
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from mrlhf.commands import convert_checkpoint
 from tests.faults import faults, settings
@@ -23,10 +21,10 @@ from tests.faults.runs import (
     Ended,
     Sequel,
     Setting,
+    Undisturbed,
     assert_same_run,
 )
-
-Undisturbed = Callable[[Setting], Sequel]
+from tests.models.checkpoints import assert_same_tensors
 
 BOTH_STOPPED = [QUEUE_AGAIN, QUEUE_AGAIN]
 
@@ -140,16 +138,19 @@ def test_episodes_that_several_steps_draw(
     # In step 2: those that began in step 1 go on, with environments that are played again.
     assert_killed(run.run(Fault(faults.HAND_OVER, 3, "SIGKILL", rank=0)), rank=0)
     assert run.checkpoints == ["step_000001"]
+
     begun = run.state("step_000001")["begun"]
     assert begun["samples"]["ended"].tolist().count(0) > 2
     part = "step_000001_interrupted"
     assert interrupt(run, faults.EPISODE, 3, "ALL=SIGUSR1", -1) == part
+
     drawn = run.state(part)["drawn"]["train 2"]
     assert 0 < drawn["ended"].tolist().count(0) < len(drawn["rows"])
     assert interrupt(run, faults.ACTOR_LOSS, 2) == part
     run.finish()
     assert max(row.get("staleness/max", 0) for row in run.rows()) >= 1
     assert max(row.get("perf/scored_early", 0) for row in run.rows(free=["timing"])) > 0
+
     assert_same_run(run, undisturbed(run.setting))
 
 
@@ -204,32 +205,17 @@ def test_an_update_of_adapters_is_killed_and_interrupted(
     run.finish()
     assert_same_run(run, undisturbed(run.setting), free=FREE_WITH_ADAPTERS)
 
-    # The adapters in the last checkpoint, alone and merged, are those of the export.
+    # Merged, the adapters in the last checkpoint are those of the export; the critic has some too.
     checkpoint = run.directory / "checkpoints" / run.checkpoints[-1]
-    sources = {"checkpoint": checkpoint, "export": run.directory / "actor"}
-    for name, source in sources.items():
-        words = [str(source), "--to", "huggingface", "--out", str(tmp_path / name)]
-        assert convert_checkpoint.main([*words, "--merge"]) == 0
-    alone = ["--to", "huggingface", "--out", str(tmp_path / "adapter")]
-    assert convert_checkpoint.main([str(checkpoint), *alone]) == 0
-    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    wanted = load_file(sources["export"] / "adapter_model.safetensors")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    critic = [str(checkpoint), "--role", "critic", "--to", "huggingface"]
-    for name, merge in (("critic_adapter", []), ("critic", ["--merge"])):
-        assert (
-            convert_checkpoint.main([*critic, *merge, "--verify", "--out", str(tmp_path / name)])
-            == 0
-        )
-    to_megatron = ["--merge", "--to", "megatron", "--out", str(tmp_path / "megatron")]
-    assert convert_checkpoint.main([str(checkpoint), *to_megatron]) == 0
-    back = ["--to", "huggingface", "--out", str(tmp_path / "back")]
-    assert convert_checkpoint.main([str(tmp_path / "megatron"), *back]) == 0
-    merged = [load_file(tmp_path / name / "model.safetensors") for name in (*sources, "back")]
-    for other in merged[1:]:
-        assert other.keys() == merged[0].keys()
-        assert all(torch.equal(other[name], tensor) for name, tensor in merged[0].items())
+    for name, words in (
+        ("checkpoint", [str(checkpoint), "--merge"]),
+        ("export", [str(run.directory / "actor"), "--merge"]),
+        ("critic_adapter", [str(checkpoint), "--role", "critic", "--verify"]),
+        ("critic", [str(checkpoint), "--role", "critic", "--verify", "--merge"]),
+    ):
+        out = ["--to", "huggingface", "--out", str(tmp_path / name)]
+        assert convert_checkpoint.main([*words, *out]) == 0
+    assert_same_tensors(tmp_path / "checkpoint", tmp_path / "export")
 
 
 @pytest.mark.parametrize(

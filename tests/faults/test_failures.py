@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults import faults, settings
 from tests.faults.faults import Fault
-from tests.faults.runs import QUEUE_AGAIN, Sequel, Setting, assert_same_run
-
-Undisturbed = Callable[[Setting], Sequel]
+from tests.faults.runs import QUEUE_AGAIN, Sequel, Undisturbed, assert_same_run
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults import settings
-from tests.faults.runs import Ended, Sequel, Setting
-
-Undisturbed = Callable[[Setting], Sequel]
+from tests.faults.runs import Ended, Sequel, Undisturbed
 
 
 def contents(directory: Path) -> dict[str, bytes | None]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,12 +18,10 @@ from tests.faults.runs import (
     QUEUE_AGAIN,
     ROOT,
     Sequel,
-    Setting,
+    Undisturbed,
     assert_same_run,
 )
 from tests.leftovers import assert_nothing_is_left
-
-Undisturbed = Callable[[Setting], Sequel]
 
 
 def torchrun(run: Sequel, launcher: list[str], *sequence: Fault) -> subprocess.Popen[str]:

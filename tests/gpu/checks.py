@@ -262,10 +262,12 @@ def adapters(place: Place) -> Figures:
                 slot.store(weights[slot.piece.key].load().detach().cpu())
             holder.commit(1)
             answers.append(_answers(holder))
+
         gaps = []
         for here, on_cpu in zip(*answers, strict=True):
             assert here.token_ids == on_cpu.token_ids, model
             gaps.append(_largest_gap(here.logprobs, torch.tensor(on_cpu.logprobs)))
+
         figures[model] = max(gaps)
         assert figures[model] < 1e-3, f"{model}: log-probabilities differ by {figures[model]:.2g}"
     return figures
@@ -293,6 +295,7 @@ def _with_transformers(place: Place, case: Case) -> dict[str, Tensor]:
     rollout = experience.rollout
     policy = plain_models.load(root / case.model)
     log_p, entropy = plain_tables.evaluate(policy, rollout)
+
     assert experience.ref_logprobs is not None
     return {
         "logprobs": log_p,

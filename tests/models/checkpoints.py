@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from mrlhf.checkpoint.conversion.convert import Format, SourceOptions, TargetOptions, convert
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 37,
     "hidden_size": 32,
@@ -122,6 +124,15 @@ def save_model(
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
+
+
+def convert_quietly(
+    source: Path, target: Path, form: Format = "huggingface", **given: Any
+) -> list[str]:
+    """Convert and verify, with these options of the source; returns what was left out."""
+    options = (SourceOptions(**given), TargetOptions(form))
+    report = convert(source, target, *options, verify=True, start=lambda *_: lambda done: None)
+    return report.left_out
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """A program that does with checkpoints what pretrain_gpt.py does: megatron-core's own GPTModel, its
 own layers, its own dist_checkpointing. It knows nothing of our converter or weight map.
 
-python tests/models/megatron.py JOBS.json
+python tests/models/megatron_lm.py JOBS.json
 
 Each job is a dictionary. It saves a model with random weights, or loads a checkpoint, and writes
 the logits of a few tokens. Imports stand in functions, because megatron-core's writer starts a
@@ -55,7 +55,7 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
     model = job["model"]
     scaling = model.get("rope_scaling_factor")
     return argparse.Namespace(
-        num_layers=model["layers"],
+        num_layers=4,
         hidden_size=32,
         ffn_hidden_size=24,
         num_attention_heads=8,
@@ -77,7 +77,7 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         add_qkv_bias=model.get("qkv_bias", False),
         qk_layernorm=model.get("qk_norm", False),
         window_size=None,
-        untie_embeddings_and_output_weights=not model["tied"],
+        untie_embeddings_and_output_weights=not model.get("tied", False),
         make_vocab_size_divisible_by=8,
         padded_vocab_size=40,
         **{"num_experts": None, **model.get("mixtures", {})},

@@ -183,6 +183,7 @@ def _of_trust_region(name: str, row: Row, o: Numbers) -> RowLoss:
     p = row.logprobs.exp().detach()
     q = row.old.exp()
     ratio = p / q
+
     if name == "dppo_tv":
         valid = torch.where(a > 0, p - q <= o.trust_high, q - p <= o.trust_low)
     else:
@@ -192,6 +193,7 @@ def _of_trust_region(name: str, row: Row, o: Numbers) -> RowLoss:
         )
         kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
         valid = torch.where(a > 0, (kl <= o.trust_high) | (p <= q), (kl <= o.trust_low) | (p >= q))
+
     losses = -a * ratio.clamp(max=o.clip_c) * row.logprobs * valid
     return RowLoss(losses, ~valid, valid & (ratio > o.clip_c))
 

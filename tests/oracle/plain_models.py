@@ -94,6 +94,7 @@ def _configs(layers: int) -> dict[str, Any]:
         "qwen2-tied": transformers.Qwen2Config(**(one_kv_head | deep), tie_word_embeddings=True),
         "qwen3": transformers.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=False),
     }
+
     return dense | _mixtures(sizes)
 
 

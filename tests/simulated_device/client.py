@@ -45,15 +45,18 @@ class Devices:
                 "out": out,
                 "limit_s": LIMIT_S,
             }
+
             assert self._process.stdin is not None
             assert self._process.stdout is not None
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
+
             assert answer, "the server of simulated devices has ended"
             failures = json.loads(answer)
             assert not failures, "\n".join(failures)
             files = [Path(out) / f"{rank}.pickle" for rank in range(world_size)]
+
             return [pickle.loads(file.read_bytes()) for file in files]
 
 
@@ -69,6 +72,7 @@ def devices() -> Iterator[Devices]:
         stdout=subprocess.PIPE,
         text=True,
     )
+
     try:
         yield Devices(process)
     finally:

@@ -139,6 +139,7 @@ def _install_cuda() -> None:
         "manual_seed": _nothing,
         "manual_seed_all": _nothing,
     }
+
     replaced: dict[str, Any] = {
         **random,
         "is_available": lambda: True,
@@ -175,6 +176,7 @@ def _install_cuda() -> None:
         "graph": capture,
         "nvtx": types.SimpleNamespace(range_push=_nothing, range_pop=_nothing),
     }
+
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
     for name, value in random.items():

@@ -80,6 +80,7 @@ def _refuse_attention(values: dict[str, Any]) -> None:
         "head_dim": query.shape[-1] % 8 != 0 or query.shape[-1] > 256,
         "strides": any(x.stride(-1) != 1 for x in (query, key, value)),
     }
+
     if table is not None:
         problems |= {
             "block_table is not int32": table.dtype != torch.int32,
@@ -88,6 +89,7 @@ def _refuse_attention(values: dict[str, Any]) -> None:
             "pages are not of 256 tokens": key.shape[1] % PAGE != 0,
             "seqused_k is missing": values.get("seqused_k") is None,
         }
+
     found = [problem for problem, is_there in problems.items() if is_there]
     if found:
         raise RuntimeError(f"FlashAttention does not take this: {found} at {place()}")
@@ -99,6 +101,7 @@ def _attend(inner: dict[str, Any], query: Tensor, key: Tensor, value: Tensor) ->
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     left, right = inner.get("window_size") or (-1, -1)
     outputs = []
+
     for rows, keys, values in _sequences(inner, query, key, value):
         groups = rows.shape[0] // keys.shape[0]
         keys = keys.repeat_interleave(groups, 0)
@@ -112,6 +115,7 @@ def _attend(inner: dict[str, Any], query: Tensor, key: Tensor, value: Tensor) ->
             seen &= column >= row - left
         scores = (rows @ keys.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
         outputs.append((scores.softmax(-1) @ values).transpose(0, 1))
+
     return torch.cat(outputs) if outputs else query.float()
 
 
@@ -123,6 +127,7 @@ def _sequences(
     used = inner.get("seqused_k")
     starts = inner["cu_seq_q"].tolist()
     key_starts = inner["cu_seq_k"].tolist()
+
     for number, start in enumerate(starts[:-1]):
         if table is not None:
             length = int(used[number])

@@ -94,6 +94,7 @@ def _rank(rank: int, world_size: int, port: int, request: dict[str, Any], out: P
         DEVICE.index = rank
         module, name = request["body"].split(":")
         result = getattr(importlib.import_module(module), name)(*request["arguments"])
+
         (out / f"{rank}.pickle").write_bytes(pickle.dumps(result))
         if dist.is_initialized():
             dist.barrier()

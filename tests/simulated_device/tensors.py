@@ -303,6 +303,7 @@ def _copy_across(
     beside = ", beside other work" if DEVICE.streams.beside else ""
     kind = f"{'pinned' if pinned else 'unpinned'} {direction}{beside}"
     DEVICE.counts.copies[(kind, place())] += 1
+
     if blocking or (not pinned and not to_device):
         DEVICE.wait(f"copy {direction}")
         return False
@@ -310,6 +311,7 @@ def _copy_across(
         DEVICE.refuse_in_capture(f"copy {direction} from memory that is not pinned")
     elif to_device and host is not None:
         DEVICE.host.begin_read(host)
+
     return not to_device
 
 
@@ -319,6 +321,7 @@ def _refuse(func: Any, name: str, args: Any, kwargs: dict[str, Any], flat: list[
     generator = kwargs.get("generator")
     if generator is not None and generator.device.type == "cpu":
         raise RuntimeError(f"{name}: Expected a 'cuda' device type for generator but found 'cpu'")
+
     if name in _INDEXING and isinstance(args[0], SimulatedTensor):
         indices = [x for x in args[1] if isinstance(x, torch.Tensor)]
         hosts = [x for x in hosts if not any(x is index for index in indices)]
@@ -328,6 +331,7 @@ def _refuse(func: Any, name: str, args: Any, kwargs: dict[str, Any], flat: list[
         masks = [x for x in indices if x.dtype in (torch.bool, torch.uint8)]
         if masks and not _is_masked_fill(name, args):
             DEVICE.wait(f"boolean index in {name}")
+
     if any(x.dim() > 0 for x in hosts):
         shapes = [(str(x.device), tuple(x.shape)) for x in flat if isinstance(x, torch.Tensor)]
         raise DeviceMismatchError(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from math import prod
 
 from mrlhf.config.roots import AnyConfig, PPOConfig
@@ -39,20 +40,21 @@ def simulate(
             "rollout.engine=native to simulate the rest of the run"
         )
     ranks = distinct_ranks(config, specs, world_size)
-
-    def in_process(rank: int) -> Simulated:
-        # A process cannot leave one world for another.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            try:
-                return process.submit(simulate_rank, config, world_size, rank, per_machine).result()
-            except BrokenProcessPool as error:
-                raise TrainingError(
-                    f"the process that simulated rank {rank} was killed; has this machine too "
-                    "little memory?"
-                ) from error
-
+    alone = partial(simulate_alone, config, world_size, per_machine)
     with ThreadPoolExecutor(min(len(ranks), os.cpu_count() or 1)) as at_once:
-        yield from at_once.map(in_process, ranks)
+        yield from at_once.map(alone, ranks)
+
+
+def simulate_alone(config: AnyConfig, world_size: int, per_machine: int, rank: int) -> Simulated:
+    """Simulate one rank in a process of its own, which cannot leave one world for another."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            return process.submit(simulate_rank, config, world_size, rank, per_machine).result()
+        except BrokenProcessPool as error:
+            raise TrainingError(
+                f"the process that simulated rank {rank} was killed; has this machine too "
+                "little memory?"
+            ) from error
 
 
 def distinct_ranks(config: AnyConfig, specs: Specs, world_size: int) -> list[int]:

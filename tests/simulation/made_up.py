@@ -93,6 +93,7 @@ def collected(config: PPOConfig, prompts: Prompts, needs_greedy: bool) -> Collec
         versions=torch.where(mask, 0, NO_VERSION).int(),
         stopped=torch.ones(samples, dtype=torch.bool),
     )
+
     correct = [float(row % 2) for row in range(samples)]
     scores = Scores(torch.tensor(correct), {REPORTED_CORRECTNESS: correct})
     greedy = torch.tensor([0.0] * samples) if needs_greedy else None

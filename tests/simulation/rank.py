@@ -82,6 +82,7 @@ def simulate_rank(config: AnyConfig, world_size: int, rank: int, per_machine: in
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     memory = _Ledger()
     phases = Phases(memory=memory)
+
     with (
         without_values(lambda: phases.name) as mode,
         mock.patch.object(ModelEngine, "load", _load_nothing),
@@ -98,6 +99,7 @@ def simulate_rank(config: AnyConfig, world_size: int, rank: int, per_machine: in
             _start_and_step(_as_simulated(config, world_size), run)
         except Exception as error:  # of any kind, since it is what was looked for
             failed = {"failed_in": phases.name, "error": f"{type(error).__name__}: {error}"}
+
     return Simulated(
         rank,
         DeviceMemory.take_peaks(memory),
@@ -145,6 +147,7 @@ def _as_simulated(config: AnyConfig, world_size: int) -> AnyConfig:
         if isinstance(section, RoleSection)
     }
     samples = samples_of_a_step(config, world_size)
+
     if not isinstance(config, PPOConfig):
         return with_keys(config, keys | {"data.batch_size": samples})
     n = min(2, config.rollout.n)
@@ -161,11 +164,13 @@ def _as_simulated(config: AnyConfig, world_size: int) -> AnyConfig:
         "rollout.dump_freq": 0,
         "trainer.log_samples": 0,
     }
+
     for name in config.trained():
         keys[f"{name}.ppo_mini_batch_size"] = prompts
         keys[f"{name}.ppo_epochs"] = 1
     if config.actor.router_replay == "rollout":
         keys["actor.router_replay"] = "none"  # the made-up responses have no record
+
     return with_keys(config, keys)
 
 

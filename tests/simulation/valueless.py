@@ -97,23 +97,28 @@ class Valueless(TorchDispatchMode):
                 for result in func._schema.returns
             ]
             return results[0] if len(results) == 1 else tuple(results)
+
         if func is _aten._local_scalar_dense.default:
             return _number(first.dtype)
         if func is _aten.equal.default:
             return True
+
         if func is _aten.nonzero.default:
             return _all_true(first).nonzero()
         if func is _aten.where.default:
             return list(_all_true(first).nonzero(as_tuple=True))
+
         if func is _aten.topk.default:
             found: Any = self._fake.__torch_dispatch__(func, (), args, kwargs)
             return found[0], _spread(found[0].shape, first.shape[-1])
         if func is _aten.masked_select.default:
             func, args = _aten.index.Tensor, (first, [args[1]])
+
         if func in _INDEXED:
             args = (first, _by_number(args[1]), *args[2:])
         if func.namespace == "mkldnn" and "reorder" in func._opname:
             func, args = _aten.clone.default, (first,)
+
         return self._fake.__torch_dispatch__(func, (), args, kwargs)
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:

@@ -51,9 +51,9 @@ else:
 class Job:
     """A process that takes the lock when told to."""
 
-    def __init__(self, directory, interval_s=10.0, job="4711"):
+    def __init__(self, directory, interval_s=10.0):
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(directory), str(interval_s), job],
+            [sys.executable, "-c", HOLDER, str(directory), str(interval_s), "4711"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -78,10 +78,6 @@ class Job:
         self.popen.send_signal(signal.SIGKILL)
         self.popen.wait()
 
-    def log(self):
-        """What it logged, after its end."""
-        return self.popen.communicate()[1]
-
 
 @contextmanager
 def jobs(directory, count=1, **options):
@@ -99,19 +95,32 @@ def lock_of(directory, interval_s=10.0):
     return DirectoryLock(directory, None, lost.append, interval_s), lost
 
 
+@contextmanager
+def taken(directory, interval_s=10.0):
+    """The directory's lock in this process; it is released if it can be, and not lost."""
+    lock, lost = lock_of(directory, interval_s)
+    lock.acquire()
+    yield lock
+    lock.release()
+    assert lost == []
+
+
 def lock_files(directory):
     return sorted((directory / ".lock").glob("*.json"))
 
 
-def pretend_other_machine(directory, silent_s=None, host="node7"):
-    """Make the newest lock file that of a process elsewhere, last touched `silent_s` ago."""
+def change_owner(directory, **facts):
+    """Change what the newest lock file says of its process."""
     file = lock_files(directory)[-1]
-    owner = json.loads(file.read_text())
-    owner["host"] = host
-    file.write_text(json.dumps(owner))
-    if silent_s is not None:
-        now = file.stat().st_mtime
-        os.utime(file, (now - silent_s, now - silent_s))
+    file.write_text(json.dumps(json.loads(file.read_text()) | facts))
+    return file
+
+
+def pretend_other_machine(directory, silent_s=0):
+    """Make the newest lock file that of a process elsewhere, last touched `silent_s` ago."""
+    file = change_owner(directory, host="node7")
+    touch = file.stat().st_mtime - silent_s
+    os.utime(file, (touch, touch))
 
 
 def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path):
@@ -134,24 +143,41 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path):
         assert len(lock_files(tmp_path / "run")) == 1
 
 
-@pytest.mark.parametrize("how", ["collected", "not collected", "its number is another's"])
-def test_a_dead_process_of_this_machine_is_followed_at_once(tmp_path, how):
+def is_killed(job, directory):
+    job.kill()
+
+
+def is_killed_and_not_yet_collected(job, directory):
+    job.popen.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, job.popen.pid, os.WEXITED | os.WNOWAIT)
+
+
+def has_its_number_used_again(job, directory):
+    job.kill()
+    change_owner(directory, pid=os.getpid())  # lives, but has started at another time
+
+
+# On this machine, where six missed touches would take a minute.
+@pytest.mark.parametrize(
+    "end", [is_killed, is_killed_and_not_yet_collected, has_its_number_used_again]
+)
+def test_a_process_of_this_machine_is_followed_at_once_if_it(tmp_path, end):
     with jobs(tmp_path) as job:
         assert job.take() == "held"
-        job.popen.send_signal(signal.SIGKILL)
-        os.waitid(os.P_PID, job.popen.pid, os.WEXITED | os.WNOWAIT)
-        if how != "not collected":
-            job.popen.wait()
-        if how == "its number is another's":
-            file = lock_files(tmp_path)[0]
-            owner = json.loads(file.read_text())
-            owner["pid"] = os.getpid()  # lives, but has started at another time
-            file.write_text(json.dumps(owner))
+        end(job, tmp_path)
+        with taken(tmp_path) as lock:
+            lock.verify()
 
-        lock, _ = lock_of(tmp_path)
-        lock.acquire()  # six missed touches would take a minute
-        lock.verify()
-        lock.release()
+
+@pytest.mark.parametrize("silent_s", [0, -3600, 3600])  # the clocks of the machines may differ
+def test_a_job_of_another_machine_is_followed_when_it_has_been_silent(tmp_path, caplog, silent_s):
+    with jobs(tmp_path, interval_s=0.05) as job:
+        assert job.take() == "held"
+        job.kill()
+    pretend_other_machine(tmp_path, silent_s)
+    with taken(tmp_path):
+        assert "on host node7" in caplog.text
+        assert re.search(r"silent for \d+ s", caplog.text)
 
 
 def test_a_stopped_process_of_this_machine_still_holds_the_lock(tmp_path):
@@ -159,26 +185,10 @@ def test_a_stopped_process_of_this_machine_still_holds_the_lock(tmp_path):
         assert job.take() == "held"
         job.popen.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, job.popen.pid, os.WSTOPPED | os.WNOWAIT)
-        file = lock_files(tmp_path)[0]
-        os.utime(file, (1, 1))
+        os.utime(lock_files(tmp_path)[0], (1, 1))
         lock, _ = lock_of(tmp_path, 0.01)
         with pytest.raises(ConfigError, match="in use"):
             lock.acquire()
-
-
-@pytest.mark.parametrize("silent_s", [0, -3600, 3600])  # the clocks of machines may differ
-def test_a_job_of_another_machine_that_dies_is_followed_when_it_has_been_silent(
-    tmp_path, caplog, silent_s
-):
-    with jobs(tmp_path, interval_s=0.05) as job:
-        assert job.take() == "held"
-        job.kill()
-    pretend_other_machine(tmp_path, silent_s)
-    lock, _ = lock_of(tmp_path, 0.05)
-    lock.acquire()
-    lock.release()
-    assert "on host node7" in caplog.text
-    assert re.search(r"silent for \d+ s", caplog.text)
 
 
 def test_a_job_of_another_machine_that_lives_is_noticed_by_its_next_touch(tmp_path):
@@ -215,10 +225,8 @@ def test_a_newcomer_that_slept_while_others_came_and_went_gives_way(tmp_path):
     """It creates a lock file with a number that others have used and removed since."""
     directory = tmp_path / "run"
     for _ in range(2):
-        earlier, _lost = lock_of(directory)
-        earlier.acquire()
-        earlier.remove_earlier()
-        earlier.release()
+        with taken(directory) as earlier:
+            earlier.remove_earlier()
     with jobs(directory) as job:
         assert job.take() == "held"
         late, _lost = lock_of(directory)
@@ -250,14 +258,11 @@ def test_a_holder_whose_lock_is_gone_ends(tmp_path, how):
 
 
 def test_verify_tells_at_once(tmp_path):
-    lock, lost = lock_of(tmp_path)
-    lock.acquire()
-    lock.verify()
-    lock_files(tmp_path)[0].unlink()
-    with pytest.raises(CheckpointError, match="lost its lock file"):
+    with taken(tmp_path) as lock:
         lock.verify()
-    lock.release()
-    assert lost == []
+        lock_files(tmp_path)[0].unlink()
+        with pytest.raises(CheckpointError, match="lost its lock file"):
+            lock.verify()
     assert lock_files(tmp_path) == []
 
 
@@ -265,11 +270,9 @@ def test_a_file_that_was_not_written_in_full_counts_as_held_until_it_is_old(tmp_
     (tmp_path / ".lock").mkdir()
     file = tmp_path / ".lock" / "000001.json"
     file.write_text('{"token": "a", "ho')
-    lock, _ = lock_of(tmp_path, 0.05)
-    lock.acquire()  # after six intervals
-    lock.remove_earlier()
-    assert [path.name for path in lock_files(tmp_path)] == ["000002.json"]
-    lock.release()
+    with taken(tmp_path, 0.05) as lock:  # after six intervals
+        lock.remove_earlier()
+        assert [path.name for path in lock_files(tmp_path)] == ["000002.json"]
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -289,9 +292,8 @@ def test_a_job_that_withdraws_leaves_no_trace(tmp_path, earlier):
     assert {path: path.read_bytes() for path in lock_files(run)} == before
     assert run.exists() == earlier and (tmp_path / "below").exists() == earlier and lost == []
 
-    following, _lost = lock_of(run)
-    following.acquire()
-    following.release()
+    with taken(run) as following:
+        following.verify()
 
 
 @contextmanager
@@ -315,26 +317,21 @@ def test_a_start_on_a_full_disk_leaves_no_lock(tmp_path):
 
 
 def test_a_lock_that_is_given_back_on_a_full_disk_is_followed_at_once(tmp_path):
-    first, _ = lock_of(tmp_path)
-    first.acquire()
-    with files_of_at_most(16):
+    with taken(tmp_path) as first, files_of_at_most(16):
         first.release()
     assert [path.name for path in (tmp_path / ".lock").iterdir()] == ["000001.json"]
     pretend_other_machine(tmp_path)
     os.utime(lock_files(tmp_path)[0], (0, 0))  # which the line before has undone
-    lock, _ = lock_of(tmp_path)
-    lock.acquire()
-    lock.release()
+    with taken(tmp_path) as following:
+        following.verify()
 
 
 def test_other_users_cannot_write_the_lock(tmp_path):
     before = os.umask(0o022)
     try:
-        lock, _ = lock_of(tmp_path / "run")
-        lock.acquire()
-        modes = [path.stat().st_mode & 0o022 for path in (tmp_path / "run").rglob("*")]
-        assert modes == [0, 0]
-        lock.release()
+        with taken(tmp_path / "run"):
+            modes = [path.stat().st_mode & 0o022 for path in (tmp_path / "run").rglob("*")]
+            assert modes == [0, 0]
     finally:
         os.umask(before)
 
@@ -346,17 +343,14 @@ def test_a_run_whose_directory_was_deleted_says_what_is_lost_and_where_the_model
     lost, message, tmp_path
 ):
     directory = tmp_path / "run"
-    lock, _ = lock_of(directory)
-    lock.acquire()
-    (directory / METRICS).touch()
-    run = Run(pick_device("cpu", 0), 0, 1, None, directory, lock=lock)  # it makes no groups
-    run.require_directory(directory / "actor")
-
-    # As a reward function might.
-    (shutil.rmtree if lost == "." else os.unlink)(directory / lost)
-    with pytest.raises(
-        CheckpointError, match=f"{message}.*the trained model is in .*actor"
-    ) as said:
+    with taken(directory) as lock:
+        (directory / METRICS).touch()
+        run = Run(pick_device("cpu", 0), 0, 1, None, directory, lock=lock)  # it makes no groups
         run.require_directory(directory / "actor")
-    assert explain(said.value, 0, at_start=False).code == 1
-    lock.release()
+
+        # As a reward function might.
+        (shutil.rmtree if lost == "." else os.unlink)(directory / lost)
+        where = f"{message}.*the trained model is in .*actor"
+        with pytest.raises(CheckpointError, match=where) as said:
+            run.require_directory(directory / "actor")
+        assert explain(said.value, 0, at_start=False).code == 1

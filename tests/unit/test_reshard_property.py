@@ -83,14 +83,16 @@ class Model:
             first += tensors[name].size
         return tensors
 
-    def rules(self, interleaved: bool, shared_kv_heads: int | None) -> dict[str, Rule]:
+    def rules(
+        self, interleaved: bool, shared_kv_heads: int | None, mlp_blocks: int | None = None
+    ) -> dict[str, Rule]:
         rules = {
             "embedding": Rule(("e",), 0),
             "norm": Rule(("n",), None),
             "qkv": Rule(
                 ("q", "k", "v"), 0, self.kv_heads if interleaved else None, shared_kv_heads
             ),
-            "fc1": Rule(("gate", "up"), 0),
+            "fc1": Rule(("gate", "up"), 0, mlp_blocks),
             "proj": Rule(("o",), 1),
         }
         for expert in range(self.experts):
@@ -99,9 +101,12 @@ class Model:
             rules[f"fc2 {expert}"] = Rule((f"down {expert}",), 1, of_expert=True)
         return rules
 
-    def parameters(self, place: Place, interleaved: bool, whole_heads: bool) -> Arrays:
+    def parameters(
+        self, place: Place, interleaved: bool, whole_heads: bool, mlp_blocks: int
+    ) -> Arrays:
         """The parameters of the rank at `place`."""
         arrays = self.dense(place.tp.number, place.tp.of, interleaved, whole_heads)
+        arrays["fc1"] = self.gate_and_up(place.tp, mlp_blocks)
         held = self.experts // place.ep.of
         for expert in range(place.ep.number * held, (place.ep.number + 1) * held):
             arrays |= self.expert(expert, place.etp)
@@ -138,14 +143,20 @@ class Model:
         else:
             qkv = np.concatenate([q, *k, *v])
 
-        halves = [np.split(full[name], tp)[tp_rank] for name in ("gate", "up")]
         return {
             "embedding": padded[tp_rank * rows : (tp_rank + 1) * rows],
             "norm": full["n"],
             "qkv": qkv,
-            "fc1": np.concatenate(halves),
             "proj": np.split(full["o"], tp, axis=1)[tp_rank],
         }
+
+    def gate_and_up(self, part: Part, blocks: int) -> np.ndarray:
+        """The rank's blocks of so many, each with rows of both tensors."""
+        full = self.tensors()
+        both = zip(np.split(full["gate"], blocks), np.split(full["up"], blocks), strict=True)
+        joined = [np.concatenate(block) for block in both]
+        own = blocks // part.of
+        return np.concatenate(joined[part.number * own : (part.number + 1) * own])
 
     def expert(self, expert: int, part: Part) -> Arrays:
         """A part of one expert."""
@@ -168,6 +179,7 @@ class Case:
     first_engine_rank: int
     machine: int
     interleaved: bool
+    mlp_blocks: tuple[int, int]  # of gate and up in one tensor, in training and in an engine
     capacity: int
 
     @property
@@ -224,6 +236,11 @@ def cases(draw: st.DrawFn) -> Case:
     ep = block // etp
     engine_ep = draw(st.sampled_from(_divisors(engine_tp)))
 
+    ffn = tp * engine_tp * draw(size)
+    mlp_blocks = [
+        ranks * draw(st.sampled_from(_divisors(ffn // ranks))) for ranks in (tp, engine_tp)
+    ]
+
     return Case(
         model=Model(
             vocabulary=draw(st.integers(1, 23)),
@@ -231,7 +248,7 @@ def cases(draw: st.DrawFn) -> Case:
             kv_heads=kv_heads,
             queries=math.lcm(ranks_per_head, engine_ranks_per_head) * draw(size),
             head=ranks_per_head * draw(size),
-            ffn=tp * engine_tp * draw(size),
+            ffn=ffn,
             experts=math.lcm(ep, engine_ep) * draw(st.integers(0, 2)),
             width=math.lcm(etp, engine_tp // engine_ep) * draw(st.integers(1, 2)),
         ),
@@ -242,6 +259,7 @@ def cases(draw: st.DrawFn) -> Case:
         first_engine_rank=draw(st.integers(0, 3)),
         machine=draw(st.sampled_from([0, 1, 2, 3, 4, 100])),
         interleaved=draw(st.booleans()),
+        mlp_blocks=(mlp_blocks[0], mlp_blocks[1]),
         capacity=draw(st.sampled_from([1, 4, 16, 1000])),
     )
 
@@ -267,17 +285,18 @@ class Ranks:
         self.case = case
         self.source: dict[int, list[Piece]] = {}
         self.have: dict[int, Arrays] = {}
-        actor_rules = model.rules(True, None)
+        actor_blocks, engine_blocks = case.mlp_blocks
+        actor_rules = model.rules(True, None, actor_blocks)
         for rank in range(case.actor.world_size):
             place = case.actor_place(rank)
-            self.have[rank] = model.parameters(place, interleaved=True, whole_heads=False)
+            self.have[rank] = model.parameters(place, True, False, actor_blocks)
             self.source[rank] = self._pieces(actor_rules, place, self.have[rank])
 
-        engine_rules = model.rules(case.interleaved, model.kv_heads)
+        engine_rules = model.rules(case.interleaved, model.kv_heads, engine_blocks)
         self.target: dict[int, list[Piece]] = {}
         self.want: dict[int, Arrays] = {}
         for rank, place in engine_places.items():
-            self.want[rank] = model.parameters(place, case.interleaved, whole_heads=True)
+            self.want[rank] = model.parameters(place, case.interleaved, True, engine_blocks)
             self.target[rank] = self._pieces(engine_rules, place, self.want[rank])
 
     def _pieces(self, rules: Mapping[str, Rule], place: Place, arrays: Arrays) -> list[Piece]:
@@ -394,7 +413,7 @@ def test_replicas_get_all_experts_from_the_ranks_that_exchange(case: Case) -> No
     """The engine lies on the actor's ranks; a rank plans from its own part of the job alone."""
     actor = case.actor
     if actor.world_size % case.engine_tp:
-        case = replace(case, engine_tp=1, engine_ep=1)
+        case = replace(case, engine_tp=1, engine_ep=1, mlp_blocks=(case.mlp_blocks[0], 1))
     inside = actor.tp * actor.cp * actor.pp % case.engine_tp == 0
     layout = EngineLayout.closest if inside else EngineLayout.consecutive
     engines = layout(actor, case.engine_tp, case.engine_ep)
@@ -445,6 +464,18 @@ def _carry(ranks: Ranks, whole: WholePlan, received: Received) -> dict[int, int]
     for plan in whole.plans.values():
         for move in plan.sends:
             for part in split(move, ranks.case.capacity):
+                _check_part(part, ranks.case.capacity)
                 received.write(part, _sent(ranks.have, part))
                 elements[part.target_rank] += part.elements
     return elements
+
+
+def _check_part(part: Move, capacity: int) -> None:
+    """It has no more numbers than asked for, or one row, and both sides can view it."""
+    assert part.elements <= capacity or part.stop - part.start == 1
+    for piece in (part.source, part.target):
+        rows = _rows(piece, part.start, part.stop)
+        is_whole_blocks = not any(
+            (edge - piece.start) % piece.block for edge in (part.start, part.stop)
+        )
+        assert is_whole_blocks or rows[-1] - rows[0] == len(rows) - 1, part

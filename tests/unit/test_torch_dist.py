@@ -14,7 +14,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
 from mrlhf.checkpoint.conversion.megatron_arguments import (
     MEGATRON_FAMILIES,
     arguments_of,
@@ -28,7 +27,7 @@ from mrlhf.checkpoint.tensor_file import TensorFile
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES, spec_of
 from mrlhf.weights.boxes import Box
-from tests.models.checkpoints import save_model
+from tests.models.checkpoints import convert_quietly, save_model
 from tests.models.engines import hf_model
 from tests.models.engines import spec_of as spec_of_model
 from tests.models.features import FEATURE_MODELS
@@ -49,14 +48,7 @@ class _Touch:
 def checkpoint(tmp_path: Path) -> Path:
     """A Megatron-LM checkpoint, to be damaged."""
     save_model("llama", tmp_path / "hf")
-    convert(
-        tmp_path / "hf",
-        tmp_path / "megatron",
-        SourceOptions(),
-        TargetOptions("megatron"),
-        verify=False,
-        start=lambda task, nbytes: lambda done: None,
-    )
+    convert_quietly(tmp_path / "hf", tmp_path / "megatron", "megatron")
     return tmp_path / "megatron" / "release"
 
 

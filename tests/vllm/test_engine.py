@@ -171,6 +171,7 @@ def _goes_on(engine: VllmEngine) -> None:
     stopping = dataclasses.replace(GREEDY, stop=(f"{tokens[2]}><{tokens[3]}",))
     (whole,) = answer(engine, PROMPTS[:1], UIDS[:1], stopping)
     assert whole.stopped
+
     for sampling, wanted in ((GREEDY, free), (stopping, whole)):
         cut = len(wanted.token_ids) - 1
         prompt = [*PROMPTS[0], *wanted.token_ids[:cut]]
