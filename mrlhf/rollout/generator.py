@@ -226,17 +226,6 @@ class Generator:
         for stream, lengths in self.lengths.items():
             lengths.load_state_dict(state[stream])
 
-    def drawn_state(self) -> dict[str, Any]:
-        """The finished samples of this step; an interrupted step need not draw them again."""
-        return {name: drawn.state_dict for name, drawn in self.drawn.items()}
-
-    def load_drawn_state(self, state: Mapping[str, Any]) -> None:
-        """Take over samples that `drawn_state` returned, so that they are not drawn again."""
-        for name, drawn in state.items():
-            self.drawn[name] = self.machine.compute_on_leader(
-                partial(DrawnSamples.from_state, drawn)
-            )
-
     def end_step(self) -> None:
         """Forget the samples of this step."""
         self.drawn.clear()

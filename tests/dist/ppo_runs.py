@@ -27,6 +27,7 @@ from mrlhf.inputs import read_ppo_inputs
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import check, check_models
 from mrlhf.run.startup import Run
+from mrlhf.trainers.ppo.resume import Updating
 from mrlhf.trainers.ppo.setup import assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
 from tests.metric_rows import without_row
@@ -363,14 +364,13 @@ def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> 
         for number in (1, 2):
             actor_before = _fingerprint(parts.actor)
             critic_before = _fingerprint(parts.critic)
-            progress = trainer.begin_step(number)
-            metrics = trainer.step(progress)
-            assert progress.experience is not None
+            metrics = trainer.step(trainer.begin_step(number))
+            assert isinstance(trainer.state, Updating)
             assert without_row(metrics) == []
             steps.append(
                 Step(
                     metrics,
-                    progress.experience,
+                    trainer.state.experience,
                     actor_moved=_fingerprint(parts.actor) != actor_before,
                     critic_moved=_fingerprint(parts.critic) != critic_before,
                 )

@@ -38,6 +38,7 @@ from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.response import Response
 from mrlhf.rollout.trajectory import Trajectory
+from mrlhf.trainers.ppo.resume import drawn_state, load_drawn_state
 from tests.dist.talk import (
     ENVIRONMENT,
     FORGETS,
@@ -249,9 +250,9 @@ def _partial_steps(
             before, place = sampler.state_dict(), supply.place
             sampler.draw(step, sampling)
             wanted = saved(sampler.state_dict())
-            kept = saved(generator.drawn_state())
+            kept = saved(drawn_state(generator))
             generator.end_step()
-            generator.load_drawn_state(kept)
+            load_drawn_state(generator, kept)
             sampler.load_state_dict(
                 saved(before), lambda some: prompts.select([uids.index(uid) for uid in some])
             )

@@ -33,7 +33,7 @@ from mrlhf.rollout.reward_units import RewardUnits
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.experience import ModelOutputs, equal_score_metrics, make_experience
-from mrlhf.trainers.ppo.progress import StepProgress
+from mrlhf.trainers.ppo.resume import Updating
 from mrlhf.trainers.ppo.setup import Parts
 
 
@@ -227,45 +227,43 @@ class Work:
             metrics["actor/reward_kl_penalty_coeff"] = coefficient
         return experience, metrics
 
-    def update_critic(self, progress: StepProgress, cuts: Cuts) -> dict[str, float]:
+    def update_critic(self, updating: Updating, cuts: Cuts) -> dict[str, float]:
         """Train the critic, if there is one; returns its metrics."""
         if self.parts.critic is None:
             return {}
-        assert progress.experience is not None
         with self.phases.enter("update_critic"):
-            return self.parts.critic.update(progress.experience, cuts.of("critic"), progress.critic)
+            return self.parts.critic.update(updating.experience, cuts.of("critic"), updating.critic)
 
     def update_actor(
-        self, progress: StepProgress, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None
+        self, updating: Updating, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None
     ) -> dict[str, float]:
         """Train the actor, unless the critic warms up; returns its metrics."""
-        experience = progress.experience
-        assert experience is not None
+        experience = updating.experience
         correction = self.config.algorithm.rollout_correction
-        newest = progress.version
-        if progress.number < self.config.trainer.critic_warmup:
+        newest = updating.version
+        if updating.number < self.config.trainer.critic_warmup:
             # In bypass mode the update measures the actor; without an update, a pass has to.
             bypass = correction.bypass_mode
             return self.evaluate(experience.rollout, cuts, newest)[1] if bypass else {}
 
         measured: dict[str, float] = {}
         if experience.old_logprobs is None and not self.update_evaluates(
-            progress.number, experience.rollout, cuts
+            updating.number, experience.rollout, cuts
         ):  # the step was interrupted, and goes on with other keys
             policy, measured = self.evaluate(experience.rollout, cuts, newest)
             experience = replace(experience, old_logprobs=policy.logprobs)
 
         with self.phases.enter("update_actor"):
-            updated = self.parts.actor.update(experience, cuts.actor, ref_states, progress.actor)
+            updated = self.parts.actor.update(experience, cuts.actor, ref_states, updating.actor)
         logprobs = updated.logprobs
         entropy = updated.entropy
         evaluated = updated.evaluated
         if logprobs is None or entropy is None or evaluated is None:
             return updated.metrics | measured
         if experience.old_logprobs is None:
-            progress.experience = replace(experience, old_logprobs=logprobs)
-            if self.config.rollout.dump_is_due(progress.number):
-                progress.entropy = entropy
+            updating.experience = replace(experience, old_logprobs=logprobs)
+            if self.config.rollout.dump_is_due(updating.number):
+                updating.entropy = entropy
             return updated.metrics | self._measure(logprobs, entropy, experience.rollout, newest)
         return updated.metrics | self.machine.compute_on_leader(
             lambda: correction_metrics(logprobs, experience.rollout, evaluated, correction, newest)
