@@ -46,17 +46,21 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class FirstPass:
+    """Each token's numbers when it was first trained on; [batch, response_len]."""
+
+    logprobs: Tensor  # float32
+    entropy: Tensor  # float32
+    # bool, the tokens drawn by the policy that have numbers; an update may end before the last row
+    evaluated: Tensor
+
+
+@dataclass(frozen=True)
 class PolicyUpdate:
     """The results of one update of the policy."""
 
     metrics: dict[str, float]  # the `actor/` metrics
-    # in bypass mode, and without old log-probabilities, float32 [batch, response_len], each token's
-    # log-probability and entropy when it was first trained on; else None
-    logprobs: Tensor | None
-    entropy: Tensor | None
-    # bool [batch, response_len], the tokens drawn by the policy for which `logprobs` holds a
-    # number; an update may end before the last row. None where `logprobs` is None.
-    evaluated: Tensor | None
+    first_pass: FirstPass | None  # in bypass mode, and without old log-probabilities; else None
 
 
 class Actor:
@@ -147,7 +151,7 @@ class Actor:
         progress.complete(self.engine)
         metrics = self._end_update(progress, stopping)
         if not keeps:
-            return PolicyUpdate(metrics, None, None, None)
+            return PolicyUpdate(metrics, None)
 
         reached = progress.mini_batches + (stopping is not None)
         trained_on = torch.zeros(shape[0], dtype=torch.bool)
@@ -155,7 +159,7 @@ class Actor:
             trained_on[mini_batch.rows] = True
         logprobs, entropy = self._gather(kept, shape, progress.first_logprobs)
         evaluated = experience.rollout.loss_mask & trained_on[:, None]
-        return PolicyUpdate(metrics, logprobs, entropy, evaluated)
+        return PolicyUpdate(metrics, FirstPass(logprobs, entropy, evaluated))
 
     def _train(
         self,

@@ -322,7 +322,7 @@ def _since(sampler: PartialSampler) -> dict[int, int]:
     """The version with which each prompt began."""
     groups = sampler._groups
     assert groups is not None
-    return dict(zip(groups.prompts.uid[: groups.begun], groups.since, strict=False))
+    return {uid: group.since for uid, group in zip(groups.prompts.uid, groups.begun, strict=False)}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
     AdvantageOptions,
-    Estimator,
     estimate_advantages,
     length_adaptive_lam,
 )
@@ -230,22 +229,15 @@ def _advantages(
 ) -> AdvantagesAndReturns:
     """Advantages, not yet whitened, and returns of all drawn tokens."""
     estimator = find_method("algorithm.adv_estimator", name, ADVANTAGE_ESTIMATORS)
-    if name not in ADVANTAGE_ESTIMATORS:
-        # It runs once a machine, so the other ranks would not see what it writes to its inputs.
-        estimator = _on_copies(estimator)
-    return estimate_advantages(estimator, inputs, options)
+    if name in ADVANTAGE_ESTIMATORS:
+        return estimate_advantages(estimator, inputs, options)
 
-
-def _on_copies(estimator: Estimator) -> Estimator:
-    """A user's `estimator`, given copies of the tables, since it may write to them."""
-
-    def estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-        tables: dict[str, Any] = {
-            name: x.clone() for name, x in vars(inputs).items() if isinstance(x, Tensor)
-        }
-        return estimator(replace(inputs, **tables), options)
-
-    return estimate
+    # A user's runs once a machine, so the other ranks would not see what it writes to its inputs.
+    tables: dict[str, Any] = {
+        name: x.clone() for name, x in vars(inputs).items() if isinstance(x, Tensor)
+    }
+    copies = replace(inputs, **tables)
+    return estimate_advantages(lambda _, options: estimator(copies, options), inputs, options)
 
 
 def _advantage_options(

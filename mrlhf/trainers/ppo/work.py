@@ -239,35 +239,35 @@ class Work:
     ) -> dict[str, float]:
         """Train the actor, unless the critic warms up; returns its metrics."""
         experience = updating.experience
+        rollout = experience.rollout
         correction = self.config.algorithm.rollout_correction
         newest = updating.version
         if updating.number < self.config.trainer.critic_warmup:
             # In bypass mode the update measures the actor; without an update, a pass has to.
-            bypass = correction.bypass_mode
-            return self.evaluate(experience.rollout, cuts, newest)[1] if bypass else {}
+            return self.evaluate(rollout, cuts, newest)[1] if correction.bypass_mode else {}
 
         measured: dict[str, float] = {}
-        if experience.old_logprobs is None and not self.update_evaluates(
-            updating.number, experience.rollout, cuts
-        ):  # the step was interrupted, and goes on with other keys
-            policy, measured = self.evaluate(experience.rollout, cuts, newest)
+        evaluates = self.update_evaluates(updating.number, rollout, cuts)
+        if experience.old_logprobs is None and not evaluates:
+            # The step was interrupted, and goes on with other keys.
+            policy, measured = self.evaluate(rollout, cuts, newest)
             experience = replace(experience, old_logprobs=policy.logprobs)
 
         with self.phases.enter("update_actor"):
             updated = self.parts.actor.update(experience, cuts.actor, ref_states, updating.actor)
-        logprobs = updated.logprobs
-        entropy = updated.entropy
-        evaluated = updated.evaluated
-        if logprobs is None or entropy is None or evaluated is None:
-            return updated.metrics | measured
-        if experience.old_logprobs is None:
-            updating.experience = replace(experience, old_logprobs=logprobs)
+        first = updated.first_pass
+        if first is not None and experience.old_logprobs is None:
+            updating.experience = replace(experience, old_logprobs=first.logprobs)
             if self.config.rollout.dump_is_due(updating.number):
-                updating.entropy = entropy
-            return updated.metrics | self._measure(logprobs, entropy, experience.rollout, newest)
-        return updated.metrics | self.machine.compute_on_leader(
-            lambda: correction_metrics(logprobs, experience.rollout, evaluated, correction, newest)
-        )
+                updating.entropy = first.entropy
+            measured = self._measure(first.logprobs, first.entropy, rollout, newest)
+        elif first is not None:
+            measured = self.machine.compute_on_leader(
+                lambda: correction_metrics(
+                    first.logprobs, rollout, first.evaluated, correction, newest
+                )
+            )
+        return updated.metrics | measured
 
 
 def correction_metrics(
