@@ -69,10 +69,7 @@ class Actor:
     def __init__(
         self, engine: ModelEngine, settings: PolicyLossSettings, temperature: float
     ) -> None:
-        """Take the model.
-
-        `temperature` is that of the distribution whose log-probabilities are taken.
-        """
+        """Take the model; `temperature` is that of the log-probabilities' distribution."""
         self.engine = engine
         self._settings = settings
         self._section = settings.section
@@ -218,7 +215,7 @@ class Actor:
     def _gather(
         self, kept: list[tuple[Tensor, Tensor]], shape: tuple[int, int], earlier: Tensor | None
     ) -> Tensor:
-        """What all ranks have kept, [2, batch, response_len]; every rank calls it once.
+        """The numbers that all ranks have kept, [2, batch, response_len]; every rank calls it once.
 
         `earlier` are the log-probabilities of what was trained on before the update was
         interrupted.

@@ -33,11 +33,11 @@ from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 from mrlhf.rollout.drawing import Drawn, Pace, RequestId, Sampler, Task, mix_seed
+from mrlhf.rollout.drawn_sample import DrawnSample
 from mrlhf.rollout.episodes import check_episodes, episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 from mrlhf.rollout.hand_over import HandOver
 from mrlhf.rollout.scoring import Scores
-from mrlhf.rollout.trajectory import Trajectory
 
 SLOWEST = "perf/slowest_replica"  # metric; the names of others begin with it
 _NO_MEMORY = (
@@ -84,7 +84,7 @@ class Generator:
     sampler: Sampler = field(default_factory=Sampler)
     # is called with each sample that has ended, its prompts and the number of samples of each; the
     # ranks of a replica take turns, so that each sample is given to one of them
-    ended: Callable[[Trajectory, Prompts, int], None] | None = None
+    ended: Callable[[DrawnSample, Prompts, int], None] | None = None
 
     @property
     def version(self) -> int:
@@ -97,11 +97,7 @@ class Generator:
         return self.groups.machine
 
     def take_weights(self, version: int) -> ReshardStats:
-        """Bring the policy's weights into the engine as `version`, and wake it; returns the cost.
-
-        Raises:
-            EngineError: there is not enough memory.
-        """
+        """Bring the policy's weights into the engine as `version`, and wake it; the cost."""
         with _named_memory_error("waking the engine and handing over the weights"):
             self.engine.wake()
             stats = self.hand_over.run(meanwhile=self.engine.take_cache)
@@ -120,23 +116,21 @@ class Generator:
         """Sample responses to `prompts`, the same on every rank.
 
         Args:
-            sampling: how to sample; its seed is replaced.
-            stream: names the use ("train", "validation"). With the same name, step, weights and run
-                seed a prompt gets the same responses again; with another name it gets other random
-                numbers.
-            step: training step, if the stream has a batch in each step.
-            refill: number of the batch within the step, if a step has several.
+            sampling: its seed is replaced.
+            stream: the use ("train", "validation"), which decides on the random numbers together
+                with step, refill, and the seed of the run.
+            step: the training step, if the stream has a batch in each.
+            refill: the number of the batch within the step.
 
         Raises:
-            EngineError: the engine cannot serve the prompts or gave a log-probability that is no
-                number, or there is not enough memory.
-            Interrupted: the run stops here.
+            EngineError: the engine refuses the prompts, gave no number, or has too little memory.
         """
         name = stream if step is None else f"{stream} {step}"
         if refill:
             name += f" refill {refill}"
         sampling = replace(sampling, seed=self.seed_of(name))
         shares = self.assign(prompts, sampling, stream)
+
         begun = self.drawn.get(name)
         task = self.task(prompts, [sampling.seed] * len(prompts), sampling, shares, begun)
         drawn, metrics = self.serve(task, begun, name if step is not None else None)
@@ -164,7 +158,7 @@ class Generator:
         """
         n = sampling.n
         known: set[int] = set()
-        open_rows: dict[int, Trajectory] = {}
+        open_rows: dict[int, DrawnSample] = {}
         if begun is not None:
             known.update(begun.headers.rows.tolist())
             rows = {share.prompt * n + sample for share in shares for sample in share.samples}
@@ -209,12 +203,13 @@ class Generator:
         drawn = exchange_samples(
             self.groups,
             len(task.prompts) * task.sampling.n,
-            mine.trajectories,
+            mine.samples,
             mine.stats,
             begun,
             self.experts if task.sampling.record_experts else None,
             has_episodes=self.sampler.has_episodes,
         )
+
         if name is not None:
             self.drawn[name] = drawn
         if interrupted is not None:
@@ -281,11 +276,11 @@ class Generator:
                 dist.barrier(self.groups.replicas)
         except Interrupted as stop:
             # Others begin again, as an interruption does not come at the same token everywhere.
-            whole = [one for one in drawn.trajectories if one.ended and not one.has_failed]
-            return replace(drawn, trajectories=whole), seconds, stop
+            whole = [sample for sample in drawn.samples if sample.ended and not sample.has_failed]
+            return replace(drawn, samples=whole), seconds, stop
         return drawn, seconds, None
 
-    def _pass_on(self, prompts: Prompts, n: int, turns: Iterator[int], sample: Trajectory) -> None:
+    def _pass_on(self, prompts: Prompts, n: int, turns: Iterator[int], sample: DrawnSample) -> None:
         """Call `ended` with a sample if it is this rank's turn."""
         if next(turns) == self.groups.tp_rank and self.ended is not None:
             self.ended(sample, prompts, n)
@@ -293,8 +288,7 @@ class Generator:
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
         """`perf/slowest_replica` and `perf/slowest_replica_rank`; nothing if there is one replica.
 
-        The first is the slowest replica's seconds for a pass over the median of the others, the
-        second its first rank.
+        They are its seconds for a pass over the median of the others, and its first rank.
         """
         first_rank = self.groups.layout.rank_at(self.groups.replica, 0)
         spent = seconds / passes if passes else 0.0

@@ -24,10 +24,10 @@ from mrlhf.config.rollout import PartialSection
 from mrlhf.inference.base import SamplingParams
 from mrlhf.parallel.groups import Group
 from mrlhf.rollout.assignment import Share
+from mrlhf.rollout.drawn_sample import DrawnSample
 from mrlhf.rollout.dynamic_sampling import choose_prompt_groups, rows_of_prompt_groups
 from mrlhf.rollout.exchange import DrawnSamples
 from mrlhf.rollout.generator import DrawnBatch, Generator
-from mrlhf.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ class Rounds:
         self._rows = rows
         self._limits = limits
         self._choose = choose
+
         # The rows that have ended, each with what this step has drawn of it.
         before = torch.zeros(rows, dtype=torch.int64)
         before[earlier.headers.rows] = earlier.headers.lengths
@@ -102,6 +103,7 @@ class Rounds:
                 spent[place] = _spent(episode, int(before[row]), turn_cost)
                 states[place] += bool(episode.failure)
         self._before = ended, spent, states
+
         self.turn_cost = turn_cost
         self._now = torch.full((rows,), State.OPEN, dtype=torch.int64)
         self.limit = next(limits)
@@ -115,15 +117,15 @@ class Rounds:
         now = self._now.index_put((rows[is_near],), states[is_near])
         return now.view(-1, self._n).amin(dim=1).tolist()
 
-    def goes_on(self, ended: Sequence[Trajectory], interrupted: bool) -> bool:
+    def goes_on(self, ended: Sequence[DrawnSample], interrupted: bool) -> bool:
         """See `Pace`."""
-        told = torch.zeros(self._rows + 1, dtype=torch.int64)
-        for one in ended:
-            told[one.row] = State.FAILED if one.has_failed else State.ENDED
-        told[-1] = interrupted
-        dist.all_reduce(told, group=self._replicas)
-        self._now += told[:-1]
-        if told[-1]:
+        states = torch.zeros(self._rows + 1, dtype=torch.int64)
+        for sample in ended:
+            states[sample.row] = State.FAILED if sample.has_failed else State.ENDED
+        states[-1] = interrupted
+        dist.all_reduce(states, group=self._replicas)
+        self._now += states[:-1]
+        if states[-1]:
             return False
         self.taken = self._choose(self.states)
         if self.taken is not None:
@@ -170,10 +172,9 @@ class PartialSampler:
             gone = {*taken, *dropped}
             left = [number for number in range(len(groups.prompts)) if number not in gone]
             open_groups = [number for number in left if number < count]
-            of_taken, of_dropped, of_left = (
-                rows_of_prompt_groups(some, sampling.n) for some in (taken, dropped, open_groups)
-            )
 
+            of_taken = rows_of_prompt_groups(taken, sampling.n)
+            of_left = rows_of_prompt_groups(open_groups, sampling.n)
             chosen, rest = generator.machine.compute_on_leader(
                 lambda: (drawn.select(of_taken), drawn.select(of_left))
             )
@@ -182,7 +183,7 @@ class PartialSampler:
                 sampling.n,
                 chosen,
                 _STREAM,
-                [drawn.episodes[row] for row in of_dropped],
+                [drawn.episodes[row] for row in rows_of_prompt_groups(dropped, sampling.n)],
             )
             staleness = generator.machine.compute_on_leader(
                 lambda: staleness_metrics(rollout, version)
@@ -286,6 +287,7 @@ class PartialSampler:
         since = [group.since for group in groups.begun]
         turn_cost = self.section.turn_cost
         most = sampling.max_tokens + turn_cost * (self.max_turns - 1)
+
         return Rounds(
             self.generator.groups.replicas,
             groups.samples,
@@ -317,7 +319,7 @@ class PartialSampler:
 
 
 def _spent(episode: Episode, before: int, turn_cost: int) -> int:
-    """What was drawn of an episode that has ended behind its first `before` tokens.
+    """The tokens that were drawn behind the first `before` of an episode that has ended.
 
     Who drew the tokens of one that failed is not known any more, but its turns are.
     """
@@ -328,10 +330,9 @@ def _spent(episode: Episode, before: int, turn_cost: int) -> int:
 
 
 def round_limits(max_tokens: int, last: int) -> Iterator[int]:
-    """How many tokens of a sample a step draws at most, round after round.
+    """The most tokens of a sample that a step draws, round after round, with those of its turns.
 
-    Of `max_tokens`, those for which turns count are a part. `last` is where the step before has
-    ended, 0 if there is none. It shows how far most groups have to be drawn.
+    `last` is where the step before has ended, which shows how far most groups have to be drawn.
     """
     length = math.ceil(max_tokens / _ROUNDS)
     first = max(length, last - length)
@@ -343,14 +344,10 @@ def choose_groups(
 ) -> list[int] | None:
     """The groups that a step takes: the `batch` oldest of those that have ended.
 
-    None if these are too few, or if what is left could not be taken in time: a later step takes
-    `batch` groups, and no group may be drawn by more than `max_versions` versions. Groups that
-    failed end early, so they are taken only if no others can be.
-
-    Args:
-        states: the state of each group that has begun, the oldest first.
-        since: the version with which each of them began.
-        version: the present one.
+    `states` and `since` have the state of each group that has begun, the oldest first, and the
+    version with which it began; `version` is the present one. The result is None if these are too
+    few, or if the rest could not be taken in time: a later step takes `batch` groups, and no group
+    may be drawn by more than `max_versions` versions. Groups that failed are taken last.
     """
     has_ended = [state == State.ENDED for state in states]
     taken = choose_prompt_groups(has_ended, batch)
@@ -378,12 +375,10 @@ def warn_of_dropped(state: Mapping[str, Any]) -> None:
 
 
 def staleness_metrics(rollout: Rollout, version: int) -> dict[str, float]:
-    """How many versions older than `version` those are that drew the tokens that train.
+    """The ages of the tokens that train: by how many versions `version` is newer than the policy.
 
-    Returns:
-        `staleness/mean` and `max` over the tokens; `staleness/share/<versions>`, the share of the
-        tokens with each number; `staleness/mixed`, the share of the responses that several versions
-        drew.
+    `staleness/share/<age>` are shares of tokens; `staleness/mixed` is the share of the responses
+    that several versions drew.
     """
     mask = rollout.loss_mask
     ages = version - rollout.versions[mask]

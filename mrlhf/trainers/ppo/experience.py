@@ -100,7 +100,8 @@ def make_experience(
     options = _advantage_options(algorithm, inputs.mask, components)
     estimated = _advantages(inputs, options, algorithm.adv_estimator)
     rewards = units.fold(rewards, len(rollout))
-    advantages, returns = (units.fold(table, len(rollout)) for table in estimated)
+    advantages = units.fold(estimated[0], len(rollout))
+    returns = units.fold(estimated[1], len(rollout))
     if estimator_traits(algorithm.adv_estimator).whitened:
         advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
     if _are_finite(rewards, outputs.values):

@@ -25,7 +25,7 @@ from mrlhf.run.board import ShownSample
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.dump import Dump, save_batch, write_dump, write_validation
 from mrlhf.trainers.ppo.resume import Updating
-from mrlhf.trainers.ppo.setup import Parts
+from mrlhf.trainers.ppo.setup import PPOParts
 from mrlhf.trainers.ppo.work import Cuts
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _MOST_CHARACTERS = 600
 class StepReport:
     """Reports each step; every rank calls each method together."""
 
-    def __init__(self, config: PPOConfig, run: Run, parts: Parts, samples: SampleViewer) -> None:
+    def __init__(self, config: PPOConfig, run: Run, parts: PPOParts, samples: SampleViewer) -> None:
         self._config = config
         self._run = run
         self._parts = parts
@@ -145,10 +145,8 @@ class StepReport:
 
 
 def trained_mini_batches(role: str, metrics: Mapping[str, float]) -> float:
-    """The number of mini-batches that the update of `role` ran forward and backward.
-
-    It adds up the optimizer steps, taken or skipped, and the mini-batch at which an update stopped.
-    """
+    """The number of mini-batches that the update of `role` ran forward and backward."""
+    # Steps that were taken or skipped, and the mini-batch at which the update stopped.
     counts = (f"{role}/optimizer_steps", f"{role}/skipped_steps", f"{role}/kl_stopped")
     return sum(metrics[count] for count in counts if count in metrics)
 

@@ -33,7 +33,7 @@ from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.exchange import DrawnSamples
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.partial import warn_of_dropped
-from mrlhf.trainers.ppo.setup import Parts
+from mrlhf.trainers.ppo.setup import PPOParts
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Drawing(BegunStep):
     before: Mapping[str, Any]  # the state of the parts when the step began
 
     @staticmethod
-    def begin(number: int, parts: Parts) -> Drawing:
+    def begin(number: int, parts: PPOParts) -> Drawing:
         """Step `number`, counted from 1, in which nothing has happened yet."""
         epoch = parts.sampler.epoch
         metrics: dict[str, float] = {"training/global_step": number, "training/epoch": epoch}
@@ -142,7 +142,7 @@ class Updating(BegunStep):
         rollout = state["experience"]["rollout"]
         prompts = prompts_of(rollout["prompts"])
         if rollout["episodes"] is not None:
-            prompts = prompts.begun_as([Episode(**one) for one in rollout["episodes"]])
+            prompts = prompts.begun_as([Episode(**facts) for facts in rollout["episodes"]])
 
         def read() -> tuple[Collected, Experience]:
             whole = {**state["experience"], "rollout": {**rollout, "prompts": prompts}}
@@ -165,7 +165,7 @@ class Updating(BegunStep):
 StepState = Between | Drawing | Updating
 
 
-def saved_state(step: StepState, parts: Parts, config: PPOConfig) -> tuple[dict[str, Any], bool]:
+def saved_state(step: StepState, parts: PPOParts, config: PPOConfig) -> tuple[dict[str, Any], bool]:
     """The state of the run for a checkpoint, and whether it holds a part of a step."""
     if isinstance(step, Between):
         return parts_state(parts), False
@@ -177,7 +177,7 @@ def saved_state(step: StepState, parts: Parts, config: PPOConfig) -> tuple[dict[
 
 
 def restore(
-    state: Mapping[str, Any], checkpoint: Checkpoint, parts: Parts, config: PPOConfig
+    state: Mapping[str, Any], checkpoint: Checkpoint, parts: PPOParts, config: PPOConfig
 ) -> StepState:
     """Go on from a state that `saved_state` gave; every rank calls it.
 
@@ -207,7 +207,7 @@ def restore(
     return Drawing.begin(checkpoint.manifest.step + 1, parts)
 
 
-def parts_state(parts: Parts) -> dict[str, Any]:
+def parts_state(parts: PPOParts) -> dict[str, Any]:
     """The state of all parts but the models, between two steps; large tables are not copied."""
     return {
         "sampler": parts.sampler.state_dict(),
@@ -218,7 +218,7 @@ def parts_state(parts: Parts) -> dict[str, Any]:
     }
 
 
-def _restore_parts(parts: Parts, state: Mapping[str, Any]) -> None:
+def _restore_parts(parts: PPOParts, state: Mapping[str, Any]) -> None:
     parts.sampler.load_state_dict(state["sampler"])
     parts.kl_controller.load_state_dict(state["kl_controller"])
     parts.shaper.load_state_dict(state["shaper"])

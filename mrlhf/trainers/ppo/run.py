@@ -19,7 +19,7 @@ from mrlhf.run.reporter import Reporter, ResumePoint, ppo_achievements
 from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.trainers.ppo.resume import Between, parts_state, restore, saved_state
-from mrlhf.trainers.ppo.setup import Parts, assemble
+from mrlhf.trainers.ppo.setup import PPOParts, assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
 
 
@@ -39,7 +39,7 @@ class PPORun:
     """The loop over training steps; every rank runs it."""
 
     def __init__(
-        self, config: PPOConfig, run: Run, parts: Parts, checkpoint: Checkpoint | None
+        self, config: PPOConfig, run: Run, parts: PPOParts, checkpoint: Checkpoint | None
     ) -> None:
         """Begin at the first step, or go on from `checkpoint`.
 
@@ -97,7 +97,7 @@ class PPORun:
         )
 
     def _achievements(self) -> dict[str, Any]:
-        """What the run has reached, and on how many held-out prompts."""
+        """The results of the run, and the number of held-out prompts that show them."""
         reached: dict[str, Any] = dict(ppo_achievements(self._run.output_dir))
         held_out = self._parts.held_out.get("test") or self._parts.held_out.get("val")
         return reached if held_out is None else reached | {"held_out_prompts": len(held_out)}

@@ -40,7 +40,7 @@ from mrlhf.training.engine import ModelEngine
 
 
 @dataclass(frozen=True)
-class Parts:
+class PPOParts:
     """The parts of a PPO run on this rank."""
 
     tokenizer: Tokenizer
@@ -70,7 +70,7 @@ class Parts:
         return trained
 
 
-def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = True) -> Parts:
+def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = True) -> PPOParts:
     """Build every part; every rank calls it.
 
     The scorer of the result closes the reward functions of `inputs`. With `initial` the trained
@@ -115,7 +115,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
             config.rollout.max_turns if config.rollout.has_turns else 1,
         )
     collector = _collector(config, generator, scorer, shaper, supply, partial_sampler)
-    return Parts(
+    return PPOParts(
         tokenizer=tokenizer,
         sampling=training_sampling(config, inputs.endings, actor.engine),
         generation_config=inputs.generation_config,

@@ -18,14 +18,14 @@ from mrlhf.trainers.ppo.experience import ModelOutputs
 from mrlhf.trainers.ppo.held_out import HeldOut
 from mrlhf.trainers.ppo.report import SampleViewer, StepReport
 from mrlhf.trainers.ppo.resume import Between, Drawing, StepState, Updating
-from mrlhf.trainers.ppo.setup import Parts
+from mrlhf.trainers.ppo.setup import PPOParts
 from mrlhf.trainers.ppo.work import Cuts, Work
 
 
 class PPOTrainer:
     """Makes training steps."""
 
-    def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
+    def __init__(self, config: PPOConfig, run: Run, parts: PPOParts) -> None:
         self.parts = parts
         self.state: StepState = Between()
         samples = SampleViewer(run, parts.tokenizer, config.trainer.log_samples)

@@ -34,7 +34,7 @@ from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.experience import ModelOutputs, equal_score_metrics, make_experience
 from mrlhf.trainers.ppo.resume import Updating
-from mrlhf.trainers.ppo.setup import Parts
+from mrlhf.trainers.ppo.setup import PPOParts
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Cuts:
 class Work:
     """The phases of a step; every rank calls each method together."""
 
-    def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
+    def __init__(self, config: PPOConfig, run: Run, parts: PPOParts) -> None:
         self.config = config
         self.parts = parts
         self.phases = run.phases
