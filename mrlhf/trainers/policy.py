@@ -43,10 +43,8 @@ def policy_config(
 ) -> GenerationConfig:
     """Read a configuration whose policy is `model`: a model, an adapter, or a run that has ended.
 
-    The tokenizer is that of the configuration, or else the one beside the policy.
-
-    Raises:
-        ConfigError: a bad configuration, or no such policy; one line for each mistake.
+    The tokenizer is that of the configuration, or else the one beside the policy. ConfigError has
+    one line for each mistake.
     """
     place, adapter = _files_of(model)
     lora = {"rank": 0} if adapter is None else {"path": adapter}

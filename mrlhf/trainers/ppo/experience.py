@@ -129,16 +129,13 @@ def equal_score_metrics(scores: Tensor, prompt_groups: Tensor, estimator: str) -
     """Measure how often scores are equal to the scores that they are compared with.
 
     Args:
-        scores: [units], after shaping and with the rewards of turns, or [terms, units] where terms
-            are compared one by one.
+        scores: [units], after shaping and with the rewards of turns, or [terms, units].
         prompt_groups: int64 [units], those with the same number are compared.
-        estimator: the name of the advantage estimator.
 
     Returns:
-        `training/equal_scores`: 1 if all scores are equal, otherwise 0; it is missing for a batch
-        of one response. `training/equal_groups`: the share of the prompts whose responses have
-        equal scores; it is missing if the estimator does not compare the responses to a prompt, or
-        if a prompt has only one.
+        `training/equal_scores`: 1 if all scores are equal, otherwise 0.
+        `training/equal_groups`: the share of the prompts whose responses have equal scores.
+        Both are missing where nothing is compared.
     """
     columns = scores if scores.dim() == 2 else scores[None]
     if len(prompt_groups) < 2:

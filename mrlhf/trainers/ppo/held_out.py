@@ -108,7 +108,6 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
     Args:
         scores: the scores of all responses [prompts * n], those of one prompt next to each other.
         sources: the data source of each prompt.
-        n: responses to each prompt.
 
     Returns:
         For each data source:

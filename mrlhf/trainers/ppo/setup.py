@@ -75,9 +75,6 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
 
     The scorer of the result closes the reward functions of `inputs`. With `initial` the trained
     models get their initial weights; otherwise a checkpoint fills them afterwards.
-
-    Raises:
-        ConfigError, DataError, WeightError: a model is missing or does not fit.
     """
     check_engine(config, load_spec(config.actor.path, "lm"), run.device.torch_device)
     tokenizer = inputs.tokenizer

@@ -104,9 +104,7 @@ class PPOTrainer:
     ) -> None:
         """Train critic and actor, unless that is done.
 
-        Raises:
-            TrainingError: the gradients of a model could not be used too many times in a row; the
-                batch is saved.
+        TrainingError says that too many gradients in a row were of no use; the batch is saved.
         """
         try:
             if "critic" not in updating.updated:

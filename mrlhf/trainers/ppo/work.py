@@ -175,8 +175,7 @@ class Work:
         """Compute rewards and advantages; move the coefficient of the KL in the reward.
 
         Returns:
-            The experience, and the metrics of equal scores, of the KL in the reward and of the
-            terms that are compared one by one, if they are in use.
+            The experience, and metrics.
 
         Raises:
             RewardError: the scores are too large, one that is compared is missing, or contexts have
@@ -279,11 +278,8 @@ def correction_metrics(
 ) -> dict[str, float]:
     """Measure the distance from the engine's policy to the trainer's, and the effect of correction.
 
-    `logprobs` are the trainer's, [batch, response_len]. `mask`, bool of the same shape, selects the
-    tokens to measure: drawn by the policy, and with an entry in `logprobs`.
-
-    Returns `rollout_corr/*`, and `training/rollout_*`, which compare the probabilities of the
-    tokens that the version `newest` drew: these are equal but for rounding.
+    `mask` [batch, response_len] selects tokens that have an entry in the trainer's `logprobs`.
+    `training/rollout_*` are of those that the version `newest` drew: equal but for rounding.
     """
     log_ratio = logprobs - rollout.rollout_logprobs
     correction = make_correction(section)
