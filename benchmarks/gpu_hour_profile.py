@@ -24,7 +24,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mrlhf.commands import train
-from mrlhf.trainers.ppo.progress import StepProgress
+from mrlhf.trainers.ppo.resume import Drawing, Updating
 from mrlhf.trainers.ppo.step import PPOTrainer
 
 LARGEST = 10
@@ -43,11 +43,11 @@ def main() -> int:
     arguments, of_program = parser.parse_known_args()
     real = PPOTrainer.step
 
-    def step(self: PPOTrainer, progress: StepProgress) -> dict[str, float]:
-        if progress.number != arguments.step or os.environ["RANK"] != "0":
-            return real(self, progress)
+    def step(self: PPOTrainer, state: Drawing | Updating) -> dict[str, float]:
+        if state.number != arguments.step or os.environ["RANK"] != "0":
+            return real(self, state)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            metrics = real(self, progress)
+            metrics = real(self, state)
         phases = [name.removeprefix("timing_s/") for name in metrics if "timing_s/" in name]
         write_json(arguments.json, summary(profiler.events(), phases))
         return metrics

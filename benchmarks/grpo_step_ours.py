@@ -12,6 +12,8 @@ from train_step_case import Case, read_case
 from train_step_ours import force_lengths
 from train_step_turns import Stopwatch, Turns
 
+from mrlhf.trainers.ppo.resume import Updating
+
 RANK = 16
 LEARNING_RATE = 2e-4
 BETA = 0.02
@@ -40,14 +42,13 @@ def main() -> None:
     for number, _ in enumerate(turns, start=1):
         dist.barrier()
         watch = Stopwatch()
-        progress = trainer.begin_step(number)
-        metrics = trainer.step(progress)
-        assert progress.collected is not None
+        metrics = trainer.step(trainer.begin_step(number))
+        assert isinstance(trainer.state, Updating)
         turns.answer(
             {
                 "seconds": watch.read(),
                 "phases": phases_of(metrics),
-                "tokens": sum(progress.collected.rollout.response_lengths),
+                "tokens": sum(trainer.state.collected.rollout.response_lengths),
                 "optimizer_steps": metrics["actor/optimizer_steps"],
             }
         )

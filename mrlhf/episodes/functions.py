@@ -17,13 +17,13 @@ from typing import Any
 from mrlhf.batch import Episode
 from mrlhf.episodes.limits import TurnLimits
 from mrlhf.inference.base import Sample
-from mrlhf.rollout.trajectory import Trajectory
+from mrlhf.rollout.drawn_sample import DrawnSample
 
 _Turns = list[tuple[int, int]]  # of a trajectory: the number of each turn, and where it begins
 
 
 class FunctionError(Exception):
-    """What a rollout function asks for or returns cannot be used; the message is one line."""
+    """A rollout function asks for or returns something useless; the message is one line."""
 
 
 class NoRoomError(FunctionError):
@@ -67,7 +67,7 @@ class FunctionTurns:
         room = limits.of_turn(limits.max_length - len(ids))
         return len(self._contexts) - 1, min(room, max_tokens or room), name
 
-    def assemble(self, returned: Sequence[Mapping[str, Any]], response: Trajectory) -> None:
+    def assemble(self, returned: Sequence[Mapping[str, Any]], response: DrawnSample) -> None:
         """Append the trajectories that the function has returned to an empty response.
 
         FunctionError, and nothing is appended, if one has tokens that were not drawn for it or
@@ -135,7 +135,7 @@ class FunctionTurns:
             ) from None
 
     def _append(
-        self, ids: list[int], turns: _Turns, response: Trajectory, episode: Episode
+        self, ids: list[int], turns: _Turns, response: DrawnSample, episode: Episode
     ) -> None:
         """Append a trajectory up to the last of those `turns`, which train."""
         position = turns[0][1]

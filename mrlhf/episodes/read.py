@@ -28,7 +28,7 @@ _ALL = ""  # the name of the program of all rows that no other program is for
 
 @dataclass(frozen=True)
 class EnvironmentInputs:
-    """What leads the episodes: a program for each data source, or one for all."""
+    """The code that leads the episodes: a program for each data source, or one for all."""
 
     references: Mapping[str, EnvironmentReference]  # by the name of the program
     programs: Mapping[str, Program]
@@ -169,7 +169,7 @@ def _draw_episode(
 
 
 def _reset(environments: EnvironmentInputs, program: Program, prompt: Prompts) -> Outcome:
-    """What comes of the begin of an episode with the prompt's row."""
+    """The outcome of beginning an episode with the prompt's row."""
     references = {program.name: environments.references[program.name]}
     with closing(EnvironmentHost(references, environments.limits)) as host:
         host.begin(0, program.name, prompt.row(0), seed=0)
@@ -180,7 +180,7 @@ def _reset(environments: EnvironmentInputs, program: Program, prompt: Prompts) -
 
 
 def _answer(program: Program, content: str) -> dict[str, str]:
-    """What may follow a turn: a tool's answer, or the user's if there are no tools."""
+    """Messages that may follow a turn: a tool's answer, or the user's if there are no tools."""
     if not program.tools:
         return {"role": "user", "content": content}
     return {"role": "tool", "name": program.tools[0]["function"]["name"], "content": content}
@@ -189,7 +189,7 @@ def _answer(program: Program, content: str) -> dict[str, str]:
 def _parser(
     config: PPOConfig, programs: Collection[Program], tokenizer: Tokenizer
 ) -> Callable[[str], ParsedTurn]:
-    """What reads the calls out of a turn: none without tools; a function is told if it cannot."""
+    """The reader of a turn's calls: none without tools; a function is told if it cannot."""
     has_tools = any(program.tools for program in programs)
     if not has_tools and not any(program.is_function for program in programs):
         return lambda text: ParsedTurn(text, (), None)

@@ -1,4 +1,4 @@
-"""What the episodes of one replica have in common: environments, templates and limits.
+"""The common parts of the episodes of one replica: environments, templates and limits.
 
 The runner draws them. This file knows neither engines nor the other replicas.
 """
@@ -47,7 +47,7 @@ class OpenEpisode(OpenSample):
 
 @dataclass
 class ReplicaEpisodes:
-    """What draws the episodes of one replica, whatever task they belong to."""
+    """The common parts of one replica's episodes, whatever task they belong to."""
 
     groups: EngineGroups
     host: EnvironmentHost | None  # None on all ranks of the replica but the first
@@ -80,7 +80,7 @@ class ReplicaEpisodes:
             self.host.end(number)
 
     def text_of(self, tokens: Sequence[int], stop_token_ids: Sequence[int]) -> str:
-        """What the policy said in a turn, with special tokens but the one that ends it."""
+        """The policy's text of a turn, with special tokens but the one that ends it."""
         if tokens[-1] in stop_token_ids:
             tokens = tokens[:-1]
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
@@ -101,9 +101,8 @@ class ReplicaEpisodes:
         given = question.arguments
         renderer = self._with_tools(renderer, given.get("tools"))
         if question.what == "prompt":
-            return renderer.first(
-                [{**one, "content": self._plain(one["content"])} for one in given["messages"]]
-            )
+            messages = given["messages"]
+            return renderer.first([{**x, "content": self._plain(x["content"])} for x in messages])
         if question.what == "tell":
             return renderer.after(given["drawn"], given["stopped"], self.cut_all(given["messages"]))
         if question.what == "encode":
@@ -111,7 +110,7 @@ class ReplicaEpisodes:
         return self.tokenizer.decode(given["token_ids"], skip_special_tokens=False)
 
     def _with_tools(self, plain: TurnRenderer, tools: Any) -> TurnRenderer:
-        """What renders for a rollout function, with the tools that it names."""
+        """The renderer for a rollout function, with the tools that it names."""
         if not tools:
             return plain
         key = json.dumps(tools)

@@ -25,12 +25,12 @@ from mrlhf.episodes.tool_calls import ParsedTurn
 from mrlhf.errors import DataError
 from mrlhf.inference.base import InferenceEngine, Request, Sample
 from mrlhf.rollout.drawing import (
-    Drawing,
     OpenSample,
     Pace,
     RequestId,
     Sampler,
     Task,
+    TaskRunner,
     mix_seed,
 )
 
@@ -54,7 +54,7 @@ class EpisodeSampler(Sampler):
         return episode is not None and self.replica.limits.fits(episode, length, ended)
 
 
-class EpisodeRunner(Drawing[OpenEpisode]):
+class EpisodeRunner(TaskRunner[OpenEpisode]):
     """Draws a task whose samples are episodes."""
 
     def __init__(

@@ -33,7 +33,7 @@ class Talk:
 
     @cached_property
     def renderer(self) -> TurnRenderer | None:
-        """What writes the messages; None for a text."""
+        """The writer of the messages; None for a text."""
         has_template = self.tokenizer.has_chat_template
         return TurnRenderer(self.tokenizer, (), self.end_ids) if has_template else None
 
@@ -48,12 +48,12 @@ class Talk:
         self.last = None
 
     def answer(
-        self, text: str, sampling: SamplingParams, number: int, hear: Callable[[str], bool]
+        self, text: str, sampling: SamplingParams, number: int, on_text: Callable[[str], bool]
     ) -> None:
         """Draw the answer to a message; if that raises an error, the conversation stays as it was.
 
-        Answers with the same `number` draw with the same random numbers. `hear` is given the text
-        as it comes, and says whether the answer goes on.
+        Answers with the same `number` draw with the same random numbers. `on_text` is called
+        with the text as it comes, and returns whether the answer goes on.
         """
         prompt = self._prompt(text)
         most = min(sampling.max_tokens, self.max_length - len(prompt))
@@ -70,7 +70,7 @@ class Talk:
         drawn: list[int] = []
         stopped = False
         stats = EngineStats()
-        told = ""
+        shown = ""
         goes_on = True
         while self.engine.in_flight:
             if goes_on:
@@ -86,8 +86,9 @@ class Talk:
             # A part of a character waits for its rest.
             whole = self.tokenizer.decode(drawn)
             whole = whole.rstrip("\ufffd") if self.engine.in_flight else whole
-            goes_on = hear(whole[len(told) :]) and goes_on
-            told = max(told, whole, key=len)
+            goes_on = on_text(whole[len(shown) :]) and goes_on
+            shown = max(shown, whole, key=len)
+
         self.tokens = prompt + drawn
         self.last = drawn
         self.stopped = stopped

@@ -180,11 +180,8 @@ class TurnRenderer:
     def new_context(self, messages: Sequence[Message], turns: Sequence[Turn]) -> list[int] | None:
         """The tokens of a conversation up to its next turn, rendered at once.
 
-        None if the template only adds to the text up to the last of `turns`. How a turn ended and
-        how it is cut into tokens makes no difference.
-
-        Raises:
-            DataError: the template refuses the conversation.
+        None if the template only adds to the text up to the last of `turns`; DataError if it
+        refuses the conversation.
         """
         last = turns[-1]
         before = self._render(self._conversation(messages, turns[:-1]))
@@ -213,7 +210,7 @@ class TurnRenderer:
         return stopped and len(drawn) > 0 and drawn[-1] in self._end_ids
 
     def _tail(self, form: _Form, messages: Sequence[Message]) -> str:
-        """What the template writes behind the placeholder's text if `messages` follow it."""
+        """The template's text behind the placeholder's if `messages` follow it."""
         question, answer = self._answered
         if form != "content":
             # One call stands for all: some templates write no further ones.
@@ -326,6 +323,7 @@ def _numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
         elif message["role"] == "tool":
             message.setdefault("tool_call_id", f"call{results:05}")
             results += 1
+
         numbered.append(message)
     return numbered
 

@@ -68,6 +68,16 @@ class ReshardStats:
             self.seconds + later.seconds,
         )
 
+    def reduced(self) -> ReshardStats:
+        """The cost over all ranks: the sum of the bytes, and the most memory and seconds."""
+        moved = torch.tensor([self.bytes_moved, self.bytes_had_to_move], dtype=torch.int64)
+        most = torch.tensor([self.peak_extra_bytes, self.seconds], dtype=torch.float64)
+        dist.all_reduce(moved)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        total, needed = moved.tolist()
+        peak, seconds = most.tolist()
+        return ReshardStats(total, needed, int(peak), seconds, self.merge_error)
+
 
 class Resharder:
     """Brings the training weights into the engine on one rank, each time they have changed."""

@@ -120,7 +120,7 @@ class RewardFunction:
         return self.combine(inputs, self.evaluate(inputs), external_scores)
 
     def evaluate(self, inputs: Sequence[RewardInput]) -> list[Evaluated]:
-        """What all terms but the external ones give each response.
+        """The results of all terms but the external ones, for each response.
 
         Several threads may call it; they take turns, since a user's function has one process.
 

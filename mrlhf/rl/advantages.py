@@ -168,13 +168,9 @@ def gae(
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     """Lambda of each response, 1 - 1 / (alpha * length), so that long ones bootstrap late.
 
-    The formula is that of VAPO, https://arxiv.org/abs/2504.05118. The length is the number of
-    tokens in the mask, bool [units, response_len], since `gae` steps from one of them to the next.
-    The weights of all steps back sum to about alpha * length, with `alpha` above 0.
-
-    Returns:
-        float64 [units], clamped to [0, 1]; 0 for an empty response.
+    The formula is that of VAPO, https://arxiv.org/abs/2504.05118; float64 [units], in [0, 1].
     """
+    # `gae` steps from one token of the mask [units, response_len] to the next.
     assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"
     assert alpha > 0, f"alpha {alpha} must be above 0"
     return (1 - 1 / (alpha * mask.sum(dim=1).double())).clamp(0, 1)

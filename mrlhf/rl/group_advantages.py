@@ -51,13 +51,7 @@ def gdpo(
     Each term s_k of the reward is compared by itself, so that one with a large spread does not
     drown the others, https://arxiv.org/abs/2601.05242. The caller whitens the sum.
 
-    Args:
-        components: [terms, units], each term's score of each response.
-        weights: the weight of each term.
-        rewards: only their shape and type count.
-        mask: bool [units, response_len].
-        prompt_groups: int64 [units].
-        norm_by_std: whether to divide.
+    `components` are [terms, units], `weights` one a term. Of the rewards only shape and type count.
     """
     _check(rewards, mask)
     by_prompt = PromptGroups(prompt_groups)
@@ -97,8 +91,7 @@ def grpo_passk(
 def rloo(rewards: Tensor, mask: Tensor, prompt_groups: Tensor) -> AdvantagesAndReturns:
     """Score less the mean of the other answers to the prompt, https://arxiv.org/abs/2402.14740.
 
-    With n answers this is n / (n - 1) (s - mean). A response alone in its prompt group keeps its
-    score.
+    It is n / (n - 1) (s - mean); a response alone in its prompt group keeps its score.
     """
     by_prompt = PromptGroups(prompt_groups)
     scale = by_prompt.size / (by_prompt.size - 1).clamp(min=1).double()
@@ -109,11 +102,9 @@ def rloo(rewards: Tensor, mask: Tensor, prompt_groups: Tensor) -> AdvantagesAndR
 def opo(rewards: Tensor, mask: Tensor, prompt_groups: Tensor) -> AdvantagesAndReturns:
     """Score less the length-weighted mean of its prompt group, https://arxiv.org/abs/2505.23585.
 
-    The length of a response is the number of tokens in its mask, which are those that train: the
-    weight stands for the size of the gradient. A response alone in its prompt group keeps its
-    score.
+    A response alone in its prompt group keeps its score.
     """
-    lengths = mask.sum(dim=1)
+    lengths = mask.sum(dim=1)  # of the tokens that train: the size of the gradient
     scores = response_scores(rewards, mask)
     centred = PromptGroups(prompt_groups).centred(scores, weights=lengths)
     return at_every_token(centred, rewards, mask)
@@ -124,9 +115,8 @@ def gpg(
 ) -> AdvantagesAndReturns:
     """alpha (s - mean of the prompt group) / f_norm, https://arxiv.org/abs/2504.02546.
 
-    alpha is the batch size over the number of s other than 0, and the batch size where every s is
-    0: it makes up for prompts that give no gradient. So the rewards must be those of the whole
-    batch. A response alone in its prompt group keeps its score.
+    alpha, the batch size over the number of s other than 0, makes up for prompts that give no
+    gradient. So the batch must be whole. A response alone in its prompt group keeps its score.
     """
     scores = response_scores(rewards, mask)
     alpha = len(scores) / scores.count_nonzero().clamp(min=1).double()
@@ -153,10 +143,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Advantag
 def reinforce_plus_plus_baseline(
     rewards: Tensor, mask: Tensor, prompt_groups: Tensor
 ) -> AdvantagesAndReturns:
-    """Score less the mean of its prompt group, https://arxiv.org/abs/2501.03262.
-
-    The caller whitens it. A response alone in its prompt group keeps its score.
-    """
+    """Score less the mean of its prompt group, to be whitened, https://arxiv.org/abs/2501.03262."""
     centred = PromptGroups(prompt_groups).centred(response_scores(rewards, mask))
     return at_every_token(centred, rewards, mask)
 

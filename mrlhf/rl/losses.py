@@ -49,18 +49,11 @@ def token_weights(
 ) -> Tensor:
     """The weight of each token in the sum of a loss over whole sequences.
 
-    The caller sums each token's loss times its weight, and divides the sum over the global
-    mini-batch by its `aggregation_count`. `token-mean` is that of DAPO,
-    https://arxiv.org/abs/2503.14476; `seq-mean-token-sum-norm` that of Dr. GRPO,
-    https://arxiv.org/abs/2503.20783; `seq-mean-token-mean` that of GRPO,
-    https://arxiv.org/abs/2402.03300.
-
-    Args:
-        mask: bool [batch, response_len]; a row holds the whole response of its sequence, padded.
-        mode: how tokens and sequences are weighted.
-        loss_scale_factor: number of tokens by which `seq-mean-token-sum-norm` divides each
-            sequence's sum; other modes ignore it.
-        dtype: of the result, which is [batch, response_len] and 0 outside the mask.
+    The caller divides the sum over the global mini-batch by its `aggregation_count`. `token-mean`
+    is that of DAPO, https://arxiv.org/abs/2503.14476; `seq-mean-token-sum-norm` that of Dr. GRPO,
+    https://arxiv.org/abs/2503.20783, which divides by `loss_scale_factor` tokens;
+    `seq-mean-token-mean` that of GRPO, https://arxiv.org/abs/2402.03300. The mask and the result
+    are [batch, response_len]; a row holds a whole response, padded.
     """
     kept = mask.to(dtype)
     if mode == "seq-mean-token-mean":

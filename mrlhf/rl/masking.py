@@ -48,18 +48,12 @@ class Moments:
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """The type of results made from `x`: its own, but a floating-point one of at least 32 bits.
-
-    So whole numbers and half precision become float32, and no result is cut to whole numbers.
-    """
+    """The type of results made from `x`: its own, but a floating-point one of at least 32 bits."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `x` where the bool `mask` of the same shape is True, in the `working_dtype` of `x`.
-
-    `dim` is the axis to sum over; None sums everything to a scalar.
-    """
+    """Sum of `x` where the bool `mask` is True, in its `working_dtype`; over all axes or `dim`."""
     _check_mask(x, mask)
     kept = x.to(working_dtype(x)).masked_fill(~mask, 0)
     return kept.sum() if dim is None else kept.sum(dim)
@@ -116,8 +110,7 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 def whiten(x: Tensor, mask: Tensor, moments: Moments, shift_mean: bool = True) -> Tensor:
     """Scale `x` to unit variance and, with `shift_mean`, to zero mean; 0 outside the mask.
 
-    `moments` are those of the whole set that `x` belongs to, which may be larger than `x`. The
-    result has the shape and the `working_dtype` of `x`.
+    `moments` are those of the whole set that `x` belongs to, which may be larger than `x`.
     """
     _check_mask(x, mask)
     white = (x.double() - moments.mean).div_((moments.variance + WHITEN_EPS) ** 0.5)

@@ -172,10 +172,8 @@ def rejection_metrics(
 ) -> dict[str, float]:
     """The shares of rejected tokens and sequences, and the statistics by which they were rejected.
 
-    `rollout_rs_masked_fraction` is the share of tokens that were rejected, and
-    `rollout_rs_seq_masked_fraction` that of sequences that lost at least one. The same two stand
-    for each criterion alone under `rollout_rs_<statistic>_`, with the other numbers of
-    `criterion_metrics`. `corrected` is the result of `correct` for the other arguments.
+    Those of each criterion alone are named `rollout_rs_<statistic>_`. `corrected` is the result of
+    `correct` for the other arguments.
     """
     metrics = _rejected_shares(mask & ~corrected.kept, mask)
     for criterion in correction.criteria:

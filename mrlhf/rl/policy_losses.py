@@ -236,8 +236,7 @@ def kl_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 def dppo_tv(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """DPPO by total variation: -sg(min(r, c)) A logp inside the trust region, 0 outside.
 
-    The method is that of https://arxiv.org/abs/2602.04879. `clipped`: the token is outside the
-    trust region; `clipped_lower`: it is inside, and r was cut to c.
+    https://arxiv.org/abs/2602.04879. `clipped`: outside; `clipped_lower`: inside, and r was cut.
     """
     valid = inside_total_variation(
         inputs.logprob, inputs.old_logprob, inputs.advantages, options.clip_low, options.clip_high
@@ -268,16 +267,13 @@ def select_by_covariance(
     tokens within its bounds. Here the highest are taken, so that a run can be repeated.
 
     Args:
-        logprob: [batch, response_len], under the policy that is trained, of the whole mini-batch.
-        advantages: [batch, response_len].
-        mask: bool [batch, response_len].
+        logprob: under the policy that is trained, of the whole mini-batch.
         fraction: the part of the mask's tokens to choose, rounded down, but at least one token.
         bounds: choose only covariances strictly between these two; None: any.
-        excluded: bool [batch, response_len], tokens not to choose, or None.
+        excluded: tokens not to choose, or None.
 
     Returns:
-        bool [batch, response_len]. Of equal covariances the earliest rows, and in them the earliest
-        tokens, are chosen first.
+        As all tables [batch, response_len], bool. Of equal covariances the earliest are chosen.
     """
     logprob = logprob.detach().double()
     advantages = advantages.double()

@@ -59,10 +59,10 @@ def sigmoid_loss(pairs: PairLogprobs, options: PairLossOptions) -> Tensor:
 def ipo_loss(pairs: PairLogprobs, options: PairLossOptions) -> Tensor:
     """The loss of IPO, with log-ratios averaged over the tokens of a response; [pairs].
 
-    It is https://arxiv.org/abs/2310.12036, equation 17, where beta is called tau. The paper writes
-    log-ratios of whole responses. As TRL says, its authors have confirmed that their results are
-    of averages; a sum would make the loss grow with the square of the length.
+    It is https://arxiv.org/abs/2310.12036, equation 17, where beta is called tau.
     """
+    # The paper writes sums. As TRL says, its authors have confirmed that they used averages; a sum
+    # would make the loss grow with the square of the length.
     averages = pairs.log_ratios / pairs.tokens
     return (averages[:, 0] - averages[:, 1] - 1 / (2 * options.beta)).square()
 

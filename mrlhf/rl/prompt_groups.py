@@ -62,11 +62,7 @@ class PromptGroups:
         return torch.where(self.single, scores, above - mean)
 
     def std(self, centred: Tensor) -> Tensor:
-        """Unbiased standard deviation of each row's prompt group, 1 for a row alone; float64
-        [batch].
-
-        `centred` [batch] are scores less the mean of their prompt group.
-        """
+        """Unbiased standard deviation, 1 for a row alone, of scores less their mean; float64."""
         deviation = (self.total(centred.square()) / (self.size - 1)).sqrt()
         return torch.where(self.single, 1, deviation)
 

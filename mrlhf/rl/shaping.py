@@ -53,12 +53,8 @@ def token_rewards(
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
     """The penalty of a response that ends in the last `buffer` tokens before the limit.
 
-    This is the soft punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13: 0 up to
-    max_length - buffer tokens, and from there a straight line that reaches -factor at max_length,
-    where a response is cut. `lengths` [batch] are the tokens of each response.
-
-    Returns:
-        float64 [batch], at most 0.
+    As in DAPO, https://arxiv.org/abs/2503.14476, equation 13, a straight line from 0 to -factor at
+    `max_length`, where a response is cut; float64 [batch], at most 0.
     """
     assert 0 < buffer <= max_length, (
         f"an overlong buffer of {buffer} tokens does not fit into {max_length}"
@@ -82,10 +78,6 @@ def normalise_scores(scores: Tensor, moments: Moments) -> Tensor:
 
 
 def normalise_by_prompt(scores: Tensor, prompt_groups: Tensor) -> Tensor:
-    """(score - mean of the prompt group) / (its std + 1e-6), [batch], in their `working_dtype`.
-
-    A response alone in its prompt group has mean 0 and std 1. Rows with the same number in
-    `prompt_groups`, int64 [batch], answer one prompt.
-    """
+    """(score - mean of the prompt group) / (its std + 1e-6), [batch]; alone: mean 0 and std 1."""
     by_prompt = PromptGroups(prompt_groups)
     return standardise_by_prompt(scores, by_prompt).to(working_dtype(scores))

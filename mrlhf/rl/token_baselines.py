@@ -30,11 +30,8 @@ class TokenProbabilities:
     weights: Tensor | None = None
 
     def energy(self) -> Tensor:
-        """1 - 2 p + sum of p^2, times the squared weight: how much a token moves the gradient.
-
-        It is the squared length of the gradient of the token's log-probability with respect to the
-        logits; float64 [units, response_len].
-        """
+        """1 - 2 p + sum of p^2, times the squared weight; float64 [units, response_len]."""
+        # The squared length of the gradient of the token's log-probability, by the logits.
         energy = 1 - 2 * self.logprobs.double().exp() + self.sum_of_squares.double()
         energy = energy.clamp(min=0)  # the inputs are rounded, and near certainty it is 0
         return energy if self.weights is None else energy * self.weights.double().square()

@@ -20,11 +20,7 @@ PROBABILITY_EPS = 1e-8
 def inside_total_variation(
     logprob: Tensor, old_logprob: Tensor, advantages: Tensor, bound_low: float, bound_high: float
 ) -> Tensor:
-    """Whether each token's probability has moved by no more than its bound; bool, as `logprob`.
-
-    Where A > 0 it has risen by at most `bound_high`, elsewhere it has fallen by at most
-    `bound_low`.
-    """
+    """Whether each token's probability rose by no more than its bound (A > 0), or fell so; bool."""
     moved = logprob.detach().exp() - old_logprob.detach().exp()
     return torch.where(advantages > 0, moved <= bound_high, moved >= -bound_low)
 

@@ -46,17 +46,21 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class FirstPass:
+    """Each token's numbers when it was first trained on; [batch, response_len]."""
+
+    logprobs: Tensor  # float32
+    entropy: Tensor  # float32
+    # bool, the tokens drawn by the policy that have numbers; an update may end before the last row
+    evaluated: Tensor
+
+
+@dataclass(frozen=True)
 class PolicyUpdate:
     """The results of one update of the policy."""
 
     metrics: dict[str, float]  # the `actor/` metrics
-    # in bypass mode, and without old log-probabilities, float32 [batch, response_len], each token's
-    # log-probability and entropy when it was first trained on; else None
-    logprobs: Tensor | None
-    entropy: Tensor | None
-    # bool [batch, response_len], the tokens drawn by the policy for which `logprobs` holds a
-    # number; an update may end before the last row. None where `logprobs` is None.
-    evaluated: Tensor | None
+    first_pass: FirstPass | None  # in bypass mode, and without old log-probabilities; else None
 
 
 class Actor:
@@ -65,10 +69,7 @@ class Actor:
     def __init__(
         self, engine: ModelEngine, settings: PolicyLossSettings, temperature: float
     ) -> None:
-        """Take the model.
-
-        `temperature` is that of the distribution whose log-probabilities are taken.
-        """
+        """Take the model; `temperature` is that of the log-probabilities' distribution."""
         self.engine = engine
         self._settings = settings
         self._section = settings.section
@@ -147,7 +148,7 @@ class Actor:
         progress.complete(self.engine)
         metrics = self._end_update(progress, stopping)
         if not keeps:
-            return PolicyUpdate(metrics, None, None, None)
+            return PolicyUpdate(metrics, None)
 
         reached = progress.mini_batches + (stopping is not None)
         trained_on = torch.zeros(shape[0], dtype=torch.bool)
@@ -155,7 +156,7 @@ class Actor:
             trained_on[mini_batch.rows] = True
         logprobs, entropy = self._gather(kept, shape, progress.first_logprobs)
         evaluated = experience.rollout.loss_mask & trained_on[:, None]
-        return PolicyUpdate(metrics, logprobs, entropy, evaluated)
+        return PolicyUpdate(metrics, FirstPass(logprobs, entropy, evaluated))
 
     def _train(
         self,
@@ -214,7 +215,7 @@ class Actor:
     def _gather(
         self, kept: list[tuple[Tensor, Tensor]], shape: tuple[int, int], earlier: Tensor | None
     ) -> Tensor:
-        """What all ranks have kept, [2, batch, response_len]; every rank calls it once.
+        """The numbers that all ranks have kept, [2, batch, response_len]; every rank calls it once.
 
         `earlier` are the log-probabilities of what was trained on before the update was
         interrupted.

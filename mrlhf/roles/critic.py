@@ -40,10 +40,7 @@ class Critic:
     ) -> dict[str, float]:
         """`ppo_epochs` passes over the batch with one optimizer step for each mini-batch.
 
-        Mini-batches that `progress` counts as done are left out.
-
-        Returns:
-            The `critic/` metrics.
+        Mini-batches that `progress` counts as done are left out. Returns the `critic/` metrics.
 
         Raises:
             TrainingError: too many gradients in a row were not usable.

@@ -83,11 +83,7 @@ class PolicyLossSettings:
 
     @staticmethod
     def named(name: str, section: ActorSection, bypass: Correction | None) -> PolicyLossSettings:
-        """The loss called `name`.
-
-        Raises:
-            ConfigError: it is a user's function, and that cannot be loaded.
-        """
+        """The loss called `name`; ConfigError if it is a user's and cannot be loaded."""
         function = find_method("actor.policy_loss.loss_mode", name, POLICY_LOSSES)
         return PolicyLossSettings(
             name, function, section, bypass, needs_mini_batch_pass(name, bypass)
@@ -206,11 +202,9 @@ def configured_bypass(correction: RolloutCorrectionSection) -> Correction | None
 
 
 def needs_mini_batch_pass(name: str, bypass: Correction | None) -> bool:
-    """Whether each update needs one more forward pass over the whole mini-batch before it.
+    """Whether the loss of one token depends on the current policy at all tokens.
 
-    It does if the loss of one token depends on the current policy at every token: the covariance
-    losses choose tokens, and in bypass mode rejection and the mean of the weights are of the
-    current policy too.
+    Then each update needs one more forward pass over its mini-batch.
     """
     if bypass is not None and (bypass.criteria or bypass.normalise):
         return True

@@ -22,10 +22,7 @@ class Reference:
         temperature: float,
         as_reference: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Take the model, which is the reference within `as_reference`.
-
-        So the model that is trained can be its own reference: with its adapters off.
-        """
+        """Take the model; a policy with adapters is its own reference within `as_reference`."""
         self.engine = engine
         self._as_reference = as_reference
         self._token_logprobs = TokenLogprobs(engine, temperature)
@@ -38,9 +35,7 @@ class Reference:
     def states(self, cut: BatchCut) -> list[ReferenceStates]:
         """The hidden states for a KL over the whole vocabulary, one for each of this rank's packs.
 
-        `cut` is the actor's cut of the batch, and the layout must be the actor's too. The states
-        take host memory: response tokens x hidden x bytes of the dtype. Before the last stage there
-        are none.
+        `cut` and layout must be the actor's. The states are on the host, on the last stage alone.
         """
 
         def keep(hidden: Tensor, number: int) -> ReferenceStates:

@@ -19,8 +19,7 @@ from mrlhf.parallel.vocab_sums import NumbersToCompute
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.training.engine import ModelEngine
 
-# The table of the tokens of so many pairs is in host memory at a time.
-_PAIRS_AT_ONCE = 4096
+_PAIRS_AT_ONCE = 4096  # whose tables of tokens are in host memory together
 
 ResponseObjective = Callable[[slice, Tensor], Tensor]
 """Takes some rows of a pack and the log-probabilities of their responses, float64 [rows], which

@@ -26,10 +26,7 @@ class RewardModel:
         self.engine = engine
 
     def score(self, rollout: Rollout) -> Tensor:
-        """One score for each response, float32 [batch] on every rank's host.
-
-        Of several contexts it reads the last.
-        """
+        """The score of each response, by its last context; float32 [batch] on every rank."""
         sequences = self.engine.groups.machine.compute_on_leader(
             lambda: rollout.sequences().last_of_rows()
         )
@@ -66,9 +63,7 @@ def up_to_scored(sequences: Sequences, spec: ModelSpec) -> Sequences:
 def with_pad_token(spec: ModelSpec, pad_id: int, ids: Collection[int]) -> ModelSpec:
     """The spec of a reward model that is to be trained, with a padding token.
 
-    Its own padding token stays if the tokenizer knows it, and otherwise the tokenizer's takes its
-    place: a batch that transformers pads can be scored with no other. `ids` are all token ids of
-    the tokenizer.
+    Its own stays if the tokenizer, which has the tokens `ids`, knows it.
     """
     own = spec.hf_config.get("pad_token_id")
     if own in ids:

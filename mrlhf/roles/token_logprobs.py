@@ -57,9 +57,7 @@ class TokenLogprobs:
     ) -> Tensor:
         """Run the model over `packs`, this rank's share of a batch with tables of this shape.
 
-        Returns:
-            The log-probability of each target token, float32 [batch, width] on the host of every
-            rank, 0 where no token is selected.
+        Returns each target token's log-probability, float32 on every rank; 0 where none is wanted.
         """
 
         def evaluate(hidden: Tensor, number: int) -> Tensor:
@@ -74,11 +72,7 @@ class TokenLogprobs:
         wanted: NumbersToCompute,
         reference: ReferenceStates | None = None,
     ) -> TokenNumbers:
-        """The numbers of each selected token, float32 [selected].
-
-        `hidden` [selected, hidden] are the hidden states at the pack's selected positions;
-        `reference` is needed where the KL to it is computed.
-        """
+        """The numbers of each selected token, float32, from its state [selected, hidden]."""
         return token_numbers(self.layer, self._tokens(hidden, pack, reference), wanted)
 
     def loss_parts(
@@ -89,10 +83,7 @@ class TokenLogprobs:
         by_token: bool,
         reference: ReferenceStates | None = None,
     ) -> LossParts:
-        """The parts of a loss of the numbers of the selected tokens.
-
-        The arguments are those of `evaluate` and of `LossParts`.
-        """
+        """The parts of a loss of the numbers of the selected tokens; see `LossParts`."""
         tokens = self._tokens(hidden, pack, reference)
         return LossParts(self.layer, tokens, wanted, by_token)
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from mrlhf.batch import Episode, Prompts
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineStats, InferenceEngine, Request, Sample, SamplingParams
-from mrlhf.rollout.trajectory import Trajectory
+from mrlhf.rollout.drawn_sample import DrawnSample
 
 MayStep = Callable[[int, int], bool]
 """Is asked before each step of the engine, with its number and that of the samples still open."""
@@ -39,9 +39,9 @@ class Task:
     sampling: SamplingParams  # of the batch; a request may have another seed
     requests: Sequence[Request]  # with ids of the type `RequestId`
     # What there is of rows that have begun, by row; each of them is a request of its own.
-    begun: Mapping[int, Trajectory] = field(default_factory=dict)
+    begun: Mapping[int, DrawnSample] = field(default_factory=dict)
     # Is called with each sample that has ended.
-    ended: Callable[[Trajectory], None] = lambda trajectory: None
+    ended: Callable[[DrawnSample], None] = lambda sample: None
 
     @property
     def samples(self) -> int:
@@ -62,11 +62,11 @@ class Pace(Protocol):
         """For how many tokens a turn that has ended counts besides its own."""
         ...
 
-    def goes_on(self, ended: Sequence[Trajectory], interrupted: bool) -> bool:
+    def goes_on(self, ended: Sequence[DrawnSample], interrupted: bool) -> bool:
         """Raise the limit, or say that enough has ended; all replicas call it together.
 
-        It is called when each sample of this replica has ended or is at the limit, or when the run
-        is interrupted. `ended` are the samples that have ended since the last call.
+        That is when each sample has ended or is at the limit, or when the run is interrupted.
+        `ended` are the samples that have ended since the last call.
         """
         ...
 
@@ -75,12 +75,12 @@ class Pace(Protocol):
 class Drawn:
     """The samples of a replica, and its engine's work meanwhile."""
 
-    trajectories: list[Trajectory]
+    samples: list[DrawnSample]
     stats: EngineStats
 
 
 @dataclass
-class OpenSample(Trajectory):
+class OpenSample(DrawnSample):
     """One sample on its way."""
 
     request: Request = field(kw_only=True)  # of the task
@@ -91,7 +91,7 @@ class OpenSample(Trajectory):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What it has for itself in all steps: seed, uid and sample index."""
+        """Tells it from all other samples of the run: seed, uid and sample index."""
         return self.request.sampling.seed, self.request.uid, self.sample_index
 
     @property
@@ -108,7 +108,7 @@ class OpenSample(Trajectory):
 S = TypeVar("S", bound=OpenSample)
 
 
-class Drawing(ABC, Generic[S]):
+class TaskRunner(ABC, Generic[S]):
     """Draws a task's samples on one replica, all of whose ranks do the same.
 
     A subclass says what begins a sample, and what follows a turn.
@@ -122,7 +122,7 @@ class Drawing(ABC, Generic[S]):
         self._sampling = task.sampling
         self._pace = pace
         self._open: dict[int, S] = {}
-        self._ended: list[Trajectory] = []
+        self._ended: list[DrawnSample] = []
 
     def draw(self, may_step: MayStep) -> Drawn:
         """Draw the samples; if `may_step` says no, what is being drawn is dropped.
@@ -203,7 +203,7 @@ class Drawing(ABC, Generic[S]):
         for request in self._task.requests:
             for index in request.samples:
                 row = request.id.prompt * self._sampling.n + index
-                begun = self._task.begun.get(row, Trajectory(row))
+                begun = self._task.begun.get(row, DrawnSample(row))
                 yield OpenSample(
                     **vars(begun), request=request, sample_index=index, prompt_ids=request.prompt
                 )
@@ -277,7 +277,7 @@ class Drawing(ABC, Generic[S]):
         sample.forget_record()  # the engine records all of it again
 
 
-class SingleTurns(Drawing[OpenSample]):
+class SingleTurns(TaskRunner[OpenSample]):
     """Draws a task whose samples have a single turn each."""
 
     def _begin(self) -> None:
@@ -300,8 +300,8 @@ class Sampler:
 
     has_episodes = False
 
-    def drawing(self, engine: InferenceEngine, task: Task, pace: Pace | None) -> Drawing[Any]:
-        """What draws a task."""
+    def drawing(self, engine: InferenceEngine, task: Task, pace: Pace | None) -> TaskRunner[Any]:
+        """The drawing of a task, not begun yet."""
         return SingleTurns(engine, task, pace)
 
     def fits(self, episode: Episode | None, length: int, ended: bool, most: int) -> bool:

@@ -86,11 +86,11 @@ class EarlyScores:
                 continue
             # Rows of other splits, and a greedy baseline, may have the same key.
             response = Response.of_row(rollout, row, lengths[row])
-            for early in self._known[key]:
-                if early.response == response:
-                    found[row] = early
-                    self._known[key].remove(early)
-                    break
+            alike = [early for early in self._known[key] if early.response == response]
+            if alike:
+                found[row] = alike[0]
+                self._known[key].remove(alike[0])
+
         self._known = {key: some for key, some in self._known.items() if some}
         return found
 

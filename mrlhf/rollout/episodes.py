@@ -1,4 +1,4 @@
-"""What is told of a batch's episodes: metrics, and the reasons why some could not go on.
+"""Metrics of a batch's episodes, and the reasons why some could not go on.
 
 It does not know how they were led.
 """

@@ -22,7 +22,7 @@ from mrlhf.models.spec import Experts
 from mrlhf.parallel.collectives import all_gather_objects, all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import OpenTable
-from mrlhf.rollout.trajectory import Run, Trajectory
+from mrlhf.rollout.drawn_sample import DrawnSample, TokenRun
 
 _STATS = len(fields(EngineStats))
 _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
@@ -49,15 +49,15 @@ class SampleHeaders(NamedTuple):
         return begins
 
     @staticmethod
-    def of(trajectories: Sequence[Trajectory], replica: int = 0) -> SampleHeaders:
+    def of(samples: Sequence[DrawnSample], replica: int = 0) -> SampleHeaders:
         """The headers of one replica's samples."""
         columns = (
-            [one.row for one in trajectories],
-            [len(one.token_ids) for one in trajectories],
-            [one.ended for one in trajectories],
-            [one.stopped for one in trajectories],
-            [replica] * len(trajectories),
-            [one.recorded for one in trajectories],
+            [sample.row for sample in samples],
+            [len(sample.token_ids) for sample in samples],
+            [sample.ended for sample in samples],
+            [sample.stopped for sample in samples],
+            [replica] * len(samples),
+            [sample.recorded for sample in samples],
         )
         return SampleHeaders(*(torch.tensor(column, dtype=torch.int64) for column in columns))
 
@@ -70,9 +70,9 @@ class SampleRuns(NamedTuple):
     versions: Tensor
 
     @staticmethod
-    def of(trajectories: Sequence[Trajectory]) -> SampleRuns:
+    def of(samples: Sequence[DrawnSample]) -> SampleRuns:
         """The runs of one replica's samples."""
-        every = [(one.row, *run) for one in trajectories for run in one.runs]
+        every = [(sample.row, *run) for sample in samples for run in sample.runs]
         return SampleRuns(*torch.tensor(every, dtype=torch.int64).view(-1, 3).unbind(dim=1))
 
     def of_tokens(self) -> Tensor:
@@ -109,19 +109,18 @@ class DrawnSamples:
             {},
         )
 
-    def open_at(self, rows: Collection[int]) -> dict[int, Trajectory]:
+    def open_at(self, rows: Collection[int]) -> dict[int, DrawnSample]:
         """Copies of those of `rows` that have begun and not ended, to go on with."""
-        headers = self.headers
+        columns = (column.tolist() for column in self.headers[:3])
         lengths = {
             row: length
-            for row, length, ended in zip(
-                headers.rows.tolist(), headers.lengths.tolist(), headers.ended.tolist(), strict=True
-            )
+            for row, length, ended in zip(*columns, strict=True)
             if row in rows and not ended
         }
+
         runs = self.runs_of(lengths)
         return {
-            row: Trajectory(
+            row: DrawnSample(
                 row,
                 array("i", self.token_ids[row, :length].tolist()),
                 array("f", self.logprobs[row, :length].tolist()),
@@ -131,12 +130,12 @@ class DrawnSamples:
             for row, length in lengths.items()
         }
 
-    def runs_of(self, rows: Iterable[int]) -> dict[int, list[Run]]:
+    def runs_of(self, rows: Iterable[int]) -> dict[int, list[TokenRun]]:
         """The runs of each of `rows`."""
-        runs: dict[int, list[Run]] = {row: [] for row in rows}
+        runs: dict[int, list[TokenRun]] = {row: [] for row in rows}
         for row, *run in zip(*(column.tolist() for column in self.runs), strict=True):
             if row in runs:
-                runs[row].append(Run(*run))
+                runs[row].append(TokenRun(*run))
         return runs
 
     def without(self, rows: Tensor) -> DrawnSamples:
@@ -144,7 +143,7 @@ class DrawnSamples:
         headers = _chosen(self.headers, ~torch.isin(self.headers.rows, rows))
         runs = _chosen(self.runs, ~torch.isin(self.runs.rows, rows))
         gone = set(rows.tolist())
-        episodes = {row: one for row, one in self.episodes.items() if row not in gone}
+        episodes = {row: episode for row, episode in self.episodes.items() if row not in gone}
         return replace(self, headers=headers, runs=runs, episodes=episodes)
 
     def select(self, rows: Sequence[int]) -> DrawnSamples:
@@ -180,7 +179,7 @@ class DrawnSamples:
             "tokens": self.token_ids[headers.rows][is_there],
             "logprobs": self.logprobs[headers.rows][is_there],
             "experts": self.experts,
-            "episodes": {str(row): asdict(one) for row, one in self.episodes.items()},
+            "episodes": {str(row): asdict(episode) for row, episode in self.episodes.items()},
         }
 
     @staticmethod
@@ -201,7 +200,7 @@ class DrawnSamples:
             tables.append(table)
         stats = [EngineStats(*numbers) for numbers in state["stats"]]
         runs = SampleRuns(**state["runs"])
-        episodes = {int(row): Episode(**one) for row, one in state["episodes"].items()}
+        episodes = {int(row): Episode(**facts) for row, facts in state["episodes"].items()}
         token_ids, logprobs = tables
         return DrawnSamples(stats, headers, runs, token_ids, logprobs, state["experts"], episodes)
 
@@ -209,7 +208,7 @@ class DrawnSamples:
 def exchange_samples(
     groups: EngineGroups,
     batch: int,
-    drawn: Sequence[Trajectory],
+    drawn: Sequence[DrawnSample],
     stats: EngineStats,
     earlier: DrawnSamples | None,
     experts: Experts | None = None,
@@ -250,7 +249,7 @@ def exchange_samples(
     runs = _joined([earlier.runs, *parts_of_runs])
     episodes = earlier.episodes
     if has_episodes:
-        of_replica = {one.row: one.episode for one in drawn if one.episode is not None}
+        of_replica = {sample.row: sample.episode for sample in drawn if sample.episode is not None}
         for others in all_gather_objects(of_replica, groups.replicas):
             episodes = episodes | others
 
@@ -262,8 +261,8 @@ def exchange_samples(
             known = earlier.headers.rows
             table.entries[known, : before.shape[1]] = before[known]
     if groups.tp_rank == 0:
-        _write(token_ids, {one.row: one.token_ids for one in drawn})
-        _write(logprobs, {one.row: one.logprobs for one in drawn})
+        _write(token_ids, {sample.row: sample.token_ids for sample in drawn})
+        _write(logprobs, {sample.row: sample.logprobs for sample in drawn})
     record = _NO_RECORD
     if experts is not None:
         record = _exchange_experts(groups, drawn, headers, earlier, experts)
@@ -273,7 +272,7 @@ def exchange_samples(
 
 def _exchange_experts(
     groups: EngineGroups,
-    drawn: Sequence[Trajectory],
+    drawn: Sequence[DrawnSample],
     headers: SampleHeaders,
     earlier: DrawnSamples,
     experts: Experts,
@@ -291,11 +290,11 @@ def _exchange_experts(
     if groups.tp_rank == 0:
         begin_of = dict(zip(headers.rows.tolist(), begins.tolist(), strict=True))
         numbers = table.entries.numpy()
-        for one in drawn:
-            if one.recorded:
-                assert one.experts is not None and len(one.experts) == one.recorded
-                begin = begin_of[one.row]
-                numbers[begin : begin + one.recorded] = one.experts
+        for sample in drawn:
+            if sample.recorded:
+                assert sample.experts is not None and len(sample.experts) == sample.recorded
+                begin = begin_of[sample.row]
+                numbers[begin : begin + sample.recorded] = sample.experts
     return table.complete()
 
 

@@ -8,12 +8,13 @@ are scored, nor losses.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -31,19 +32,12 @@ from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.drawing import (
-    Drawn,
-    Pace,
-    RequestId,
-    Sampler,
-    Task,
-    mix_seed,
-)
+from mrlhf.rollout.drawing import Drawn, Pace, RequestId, Sampler, Task, mix_seed
+from mrlhf.rollout.drawn_sample import DrawnSample
 from mrlhf.rollout.episodes import check_episodes, episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 from mrlhf.rollout.hand_over import HandOver
 from mrlhf.rollout.scoring import Scores
-from mrlhf.rollout.trajectory import Trajectory
 
 SLOWEST = "perf/slowest_replica"  # metric; the names of others begin with it
 _NO_MEMORY = (
@@ -77,7 +71,9 @@ class Generator:
     seed: int
     # the lengths of the responses so far, by stream. They help to give each replica the same amount
     # of work.
-    lengths: dict[str, ResponseLengths] = field(default_factory=dict)
+    lengths: defaultdict[str, ResponseLengths] = field(
+        default_factory=lambda: defaultdict(ResponseLengths)
+    )
     # is told how many of this replica's samples are done; all ranks may stop before a step of the
     # engine
     phases: Phases = field(default_factory=Phases)
@@ -88,7 +84,7 @@ class Generator:
     sampler: Sampler = field(default_factory=Sampler)
     # is called with each sample that has ended, its prompts and the number of samples of each; the
     # ranks of a replica take turns, so that each sample is given to one of them
-    ended: Callable[[Trajectory, Prompts, int], None] | None = None
+    ended: Callable[[DrawnSample, Prompts, int], None] | None = None
 
     @property
     def version(self) -> int:
@@ -101,30 +97,13 @@ class Generator:
         return self.groups.machine
 
     def take_weights(self, version: int) -> ReshardStats:
-        """Bring the policy's weights into the engine as `version`, and wake it.
-
-        Returns the bytes summed over all ranks, and memory and seconds of the rank that has most.
-
-        Raises:
-            EngineError: there is not enough memory.
-        """
+        """Bring the policy's weights into the engine as `version`, and wake it; the cost."""
         with _named_memory_error("waking the engine and handing over the weights"):
             self.engine.wake()
             stats = self.hand_over.run(meanwhile=self.engine.take_cache)
             self.engine.commit(version)
         self._count_memory()
-
-        mine = torch.tensor(astuple(replace(stats, merge_error=0.0)), dtype=torch.float64)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mine)
-        moved, had_to_move, peak, seconds, _ = torch.stack(every).unbind(dim=1)
-        return ReshardStats(
-            int(moved.sum()),
-            int(had_to_move.sum()),
-            int(peak.max()),
-            float(seconds.max()),
-            stats.merge_error,
-        )
+        return stats.reduced()
 
     def generate(
         self,
@@ -137,28 +116,25 @@ class Generator:
         """Sample responses to `prompts`, the same on every rank.
 
         Args:
-            sampling: how to sample; its seed is replaced.
-            stream: names the use ("train", "validation"). With the same name, step, weights and run
-                seed a prompt gets the same responses again; with another name it gets other random
-                numbers.
-            step: training step, if the stream has a batch in each step.
-            refill: number of the batch within the step, if a step has several.
+            sampling: its seed is replaced.
+            stream: the use ("train", "validation"), which decides on the random numbers together
+                with step, refill, and the seed of the run.
+            step: the training step, if the stream has a batch in each.
+            refill: the number of the batch within the step.
 
         Raises:
-            EngineError: the engine cannot serve the prompts or gave a log-probability that is no
-                number, or there is not enough memory.
-            Interrupted: the run stops here.
+            EngineError: the engine refuses the prompts, gave no number, or has too little memory.
         """
         name = stream if step is None else f"{stream} {step}"
         if refill:
             name += f" refill {refill}"
         sampling = replace(sampling, seed=self.seed_of(name))
-        lengths = self.lengths.setdefault(stream, ResponseLengths())
-        shares = self.assign(prompts, sampling, lengths)[self.groups.replica]
-        seeds = [sampling.seed] * len(prompts)
-        keep = "" if step is None else name
-        drawn, metrics = self.serve(prompts, seeds, sampling, shares, None, None, keep)
-        rollout, of_episodes = self.gather(prompts, sampling.n, drawn, lengths)
+        shares = self.assign(prompts, sampling, stream)
+
+        begun = self.drawn.get(name)
+        task = self.task(prompts, [sampling.seed] * len(prompts), sampling, shares, begun)
+        drawn, metrics = self.serve(task, begun, name if step is not None else None)
+        rollout, of_episodes = self.gather(prompts, sampling.n, drawn, stream)
         tokens = int(rollout.loss_mask.sum())
         return DrawnBatch(rollout, tokens, [metrics | of_episodes])
 
@@ -166,43 +142,75 @@ class Generator:
         """The seed of the samples of one use, such as "train 3"."""
         return mix_seed(self.seed, name)
 
-    def serve(
+    def task(
         self,
         prompts: Prompts,
         seeds: Sequence[int],
         sampling: SamplingParams,
         shares: Sequence[Share],
         begun: DrawnSamples | None,
-        pace: Pace | None,
-        name: str,
-    ) -> tuple[DrawnSamples, dict[str, float]]:
-        """Draw samples with all replicas, to their end or as far as the pace lets them.
+    ) -> Task:
+        """The samples of this replica's `shares` that have not ended.
 
         Args:
             seeds: of each prompt's samples.
-            shares: what this replica draws.
             begun: the samples that have begun, some of which may have ended.
-            name: if given, an interrupted step need not draw the finished samples again.
-
-        Returns:
-            The samples on every rank, with those of `begun`; and the engine's metrics.
         """
-        begun = self.drawn.get(name, begun)
-        task = replace(
-            _task(prompts, seeds, sampling, shares, begun),
-            ended=partial(self._pass_on, prompts, sampling.n, cycle(range(self.groups.tp.size()))),
+        n = sampling.n
+        known: set[int] = set()
+        open_rows: dict[int, DrawnSample] = {}
+        if begun is not None:
+            known.update(begun.headers.rows.tolist())
+            rows = {share.prompt * n + sample for share in shares for sample in share.samples}
+            open_rows = begun.open_at(rows)
+
+        requests = []
+        for share in shares:
+            prompt = share.prompt
+            first_row = prompt * n
+            parts = _gaps(share.samples, {i for i in share.samples if first_row + i in known})
+            parts += [range(i, i + 1) for i in share.samples if first_row + i in open_rows]
+            of_prompt = replace(sampling, seed=seeds[prompt])
+            for samples in sorted(parts, key=attrgetter("start")):
+                request = Request(
+                    id=RequestId(prompt, samples.start),
+                    prompt=prompts.token_ids[prompt],
+                    uid=prompts.uid[prompt],
+                    samples=samples,
+                    sampling=of_prompt,
+                )
+                requests.append(request)
+
+        turns = cycle(range(self.groups.tp.size()))
+        return Task(
+            prompts, sampling, requests, open_rows, partial(self._pass_on, prompts, n, turns)
         )
+
+    def serve(
+        self,
+        task: Task,
+        begun: DrawnSamples | None,
+        name: str | None = None,
+        pace: Pace | None = None,
+    ) -> tuple[DrawnSamples, dict[str, float]]:
+        """Draw a task's samples with all replicas, to their end or as far as the pace lets them.
+
+        If a `name` is given, they are kept, so that an interrupted step need not draw those that
+        have ended again. Returns the samples on every rank, with those that have `begun`, and the
+        engine's metrics.
+        """
         mine, seconds, interrupted = self._draw(task, pace)
         drawn = exchange_samples(
             self.groups,
-            len(prompts) * sampling.n,
-            mine.trajectories,
+            len(task.prompts) * task.sampling.n,
+            mine.samples,
             mine.stats,
             begun,
-            self.experts if sampling.record_experts else None,
+            self.experts if task.sampling.record_experts else None,
             has_episodes=self.sampler.has_episodes,
         )
-        if name:
+
+        if name is not None:
             self.drawn[name] = drawn
         if interrupted is not None:
             raise interrupted
@@ -222,20 +230,9 @@ class Generator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
-        self.lengths = {stream: ResponseLengths() for stream in state}
-        for stream, lengths in self.lengths.items():
-            lengths.load_state_dict(state[stream])
-
-    def drawn_state(self) -> dict[str, Any]:
-        """The finished samples of this step; an interrupted step need not draw them again."""
-        return {name: drawn.state_dict for name, drawn in self.drawn.items()}
-
-    def load_drawn_state(self, state: Mapping[str, Any]) -> None:
-        """Take over samples that `drawn_state` returned, so that they are not drawn again."""
-        for name, drawn in state.items():
-            self.drawn[name] = self.machine.compute_on_leader(
-                partial(DrawnSamples.from_state, drawn)
-            )
+        self.lengths.clear()
+        for stream, lengths in state.items():
+            self.lengths[stream].load_state_dict(lengths)
 
     def end_step(self) -> None:
         """Forget the samples of this step."""
@@ -248,13 +245,13 @@ class Generator:
         memory.hold("engine/params", held.weights + self.hand_over.nbytes)
         memory.hold("engine/cache", held.cache)
 
-    def assign(
-        self, prompts: Prompts, sampling: SamplingParams, lengths: ResponseLengths
-    ) -> list[list[Share]]:
-        """The samples that each replica draws."""
+    def assign(self, prompts: Prompts, sampling: SamplingParams, stream: str) -> list[Share]:
+        """The samples that this replica draws."""
+        lengths = self.lengths[stream]
         expected = [lengths.expected(uid, sampling.max_tokens) for uid in prompts.uid]
         prompt_lengths = [len(tokens) for tokens in prompts.token_ids]
-        return assign(prompt_lengths, expected, sampling.n, self.groups.layout.num_replicas)
+        shares = assign(prompt_lengths, expected, sampling.n, self.groups.layout.num_replicas)
+        return shares[self.groups.replica]
 
     def _draw(self, task: Task, pace: Pace | None) -> tuple[Drawn, float, Interrupted | None]:
         """Draw the task of this rank's replica, and wait for the other replicas.
@@ -279,11 +276,11 @@ class Generator:
                 dist.barrier(self.groups.replicas)
         except Interrupted as stop:
             # Others begin again, as an interruption does not come at the same token everywhere.
-            whole = [one for one in drawn.trajectories if one.ended and not one.has_failed]
-            return replace(drawn, trajectories=whole), seconds, stop
+            whole = [sample for sample in drawn.samples if sample.ended and not sample.has_failed]
+            return replace(drawn, samples=whole), seconds, stop
         return drawn, seconds, None
 
-    def _pass_on(self, prompts: Prompts, n: int, turns: Iterator[int], sample: Trajectory) -> None:
+    def _pass_on(self, prompts: Prompts, n: int, turns: Iterator[int], sample: DrawnSample) -> None:
         """Call `ended` with a sample if it is this rank's turn."""
         if next(turns) == self.groups.tp_rank and self.ended is not None:
             self.ended(sample, prompts, n)
@@ -291,8 +288,7 @@ class Generator:
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
         """`perf/slowest_replica` and `perf/slowest_replica_rank`; nothing if there is one replica.
 
-        The first is the slowest replica's seconds for a pass over the median of the others, the
-        second its first rank.
+        They are its seconds for a pass over the median of the others, and its first rank.
         """
         first_rank = self.groups.layout.rank_at(self.groups.replica, 0)
         spent = seconds / passes if passes else 0.0
@@ -306,13 +302,12 @@ class Generator:
         prompts: Prompts,
         n: int,
         drawn: DrawnSamples,
-        lengths: ResponseLengths,
+        stream: str,
         others: Sequence[Episode] = (),
     ) -> tuple[Rollout, dict[str, float]]:
         """The samples as one rollout, in the order of the prompts, and metrics of the episodes.
 
-        `lengths` remembers how long the responses are. `others` are episodes that have ended and
-        are not in the rollout; they count in the metrics.
+        `others` are episodes that have ended and are not in the rollout; they count in the metrics.
 
         Raises:
             EngineError: a log-probability is not finite.
@@ -338,7 +333,7 @@ class Generator:
 
         mask, versions, loss_mask = self.machine.compute_on_leader(spread)
         repeated = prompts.repeat(n)
-        lengths.update(repeated.uid, tokens.tolist())
+        self.lengths[stream].update(repeated.uid, tokens.tolist())
         episodes = None
         metrics = {}
         if has_episodes:
@@ -368,36 +363,6 @@ def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:
     return ExpertRecord(experts, recorded.cumsum(0) - recorded, recorded)
 
 
-def _task(
-    prompts: Prompts,
-    seeds: Sequence[int],
-    sampling: SamplingParams,
-    shares: Sequence[Share],
-    begun: DrawnSamples | None,
-) -> Task:
-    """The samples of a replica's shares that have not ended; arguments as for `serve`."""
-    rows = {share.prompt * sampling.n + sample for share in shares for sample in share.samples}
-    known = set() if begun is None else set(begun.headers.rows.tolist())
-    half = {} if begun is None else begun.open_at(rows)
-    requests = []
-    for share in shares:
-        prompt = share.prompt
-        first_row = prompt * sampling.n
-        taken = {sample for sample in share.samples if first_row + sample in known}
-        single = [range(sample, sample + 1) for sample in taken if first_row + sample in half]
-        of_prompt = replace(sampling, seed=seeds[prompt])
-        for samples in sorted(_gaps(share.samples, taken) + single, key=attrgetter("start")):
-            request = Request(
-                id=RequestId(prompt, samples.start),
-                prompt=prompts.token_ids[prompt],
-                uid=prompts.uid[prompt],
-                samples=samples,
-                sampling=of_prompt,
-            )
-            requests.append(request)
-    return Task(prompts, sampling, requests, half)
-
-
 def _check_finite(logprobs: Tensor, prompts: Prompts, n: int) -> None:
     """Raise an EngineError if a log-probability [prompts * n, response_len] is not finite."""
     finite = logprobs.isfinite().all(dim=1)
@@ -413,13 +378,8 @@ def _check_finite(logprobs: Tensor, prompts: Prompts, n: int) -> None:
 
 def _gaps(numbers: range, taken: AbstractSet[int]) -> list[range]:
     """The parts of `numbers` that are left if `taken`, a subset, is removed."""
-    gaps = []
-    begin = numbers.start
-    for number in sorted(taken):
-        gaps.append(range(begin, number))
-        begin = number + 1
-    gaps.append(range(begin, numbers.stop))
-    return [gap for gap in gaps if gap]
+    bounds = [numbers.start - 1, *sorted(taken), numbers.stop]
+    return [range(low + 1, high) for low, high in pairwise(bounds) if low + 1 < high]
 
 
 def engine_metrics(stats: Sequence[EngineStats]) -> dict[str, float]:

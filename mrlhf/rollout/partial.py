@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,16 @@ from mrlhf.batch import Episode, Prompts, Rollout
 from mrlhf.config.rollout import PartialSection
 from mrlhf.inference.base import SamplingParams
 from mrlhf.parallel.groups import Group
-from mrlhf.rollout.assignment import ResponseLengths, Share
+from mrlhf.rollout.assignment import Share
+from mrlhf.rollout.drawn_sample import DrawnSample
 from mrlhf.rollout.dynamic_sampling import choose_prompt_groups, rows_of_prompt_groups
 from mrlhf.rollout.exchange import DrawnSamples
 from mrlhf.rollout.generator import DrawnBatch, Generator
-from mrlhf.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 16  # in which the longest response is drawn
+_STREAM = "train"
 
 
 class State(IntEnum):
@@ -42,30 +43,25 @@ class State(IntEnum):
     FAILED = 2  # an episode that could not go on, so nothing of it trains
 
 
+class BegunGroup(NamedTuple):
+    """A prompt group of which samples are drawn."""
+
+    since: int  # the version of the weights with which it began
+    stream: str  # the name of its random numbers
+
+
 @dataclass(frozen=True)
-class BegunGroups:
+class PromptGroupQueue:
     """Prompt groups that no step has taken, the oldest first; those that wait come last."""
 
     prompts: Prompts
-    # Of the groups that have begun:
-    since: list[int]  # the version of the weights with which each began
-    streams: list[str]  # the name of the random numbers of each
-    samples: DrawnSamples  # `n` rows for each
+    begun: list[BegunGroup]  # the first of them
+    samples: DrawnSamples  # `n` rows for each that has begun
 
-    @property
-    def begun(self) -> int:
-        """How many have begun."""
-        return len(self.since)
-
-    def select(self, numbers: Sequence[int], samples: DrawnSamples) -> BegunGroups:
+    def select(self, numbers: Sequence[int], samples: DrawnSamples) -> PromptGroupQueue:
         """Some of the groups; `samples` are theirs."""
-        begun = [number for number in numbers if number < self.begun]
-        return BegunGroups(
-            self.prompts.select(numbers),
-            [self.since[number] for number in begun],
-            [self.streams[number] for number in begun],
-            samples,
-        )
+        begun = [self.begun[number] for number in numbers if number < len(self.begun)]
+        return PromptGroupQueue(self.prompts.select(numbers), begun, samples)
 
 
 class Rounds:
@@ -93,6 +89,7 @@ class Rounds:
         self._rows = rows
         self._limits = limits
         self._choose = choose
+
         # The rows that have ended, each with what this step has drawn of it.
         before = torch.zeros(rows, dtype=torch.int64)
         before[earlier.headers.rows] = earlier.headers.lengths
@@ -106,6 +103,7 @@ class Rounds:
                 spent[place] = _spent(episode, int(before[row]), turn_cost)
                 states[place] += bool(episode.failure)
         self._before = ended, spent, states
+
         self.turn_cost = turn_cost
         self._now = torch.full((rows,), State.OPEN, dtype=torch.int64)
         self.limit = next(limits)
@@ -119,15 +117,15 @@ class Rounds:
         now = self._now.index_put((rows[is_near],), states[is_near])
         return now.view(-1, self._n).amin(dim=1).tolist()
 
-    def goes_on(self, ended: Sequence[Trajectory], interrupted: bool) -> bool:
+    def goes_on(self, ended: Sequence[DrawnSample], interrupted: bool) -> bool:
         """See `Pace`."""
-        told = torch.zeros(self._rows + 1, dtype=torch.int64)
-        for one in ended:
-            told[one.row] = State.FAILED if one.has_failed else State.ENDED
-        told[-1] = interrupted
-        dist.all_reduce(told, group=self._replicas)
-        self._now += told[:-1]
-        if told[-1]:
+        states = torch.zeros(self._rows + 1, dtype=torch.int64)
+        for sample in ended:
+            states[sample.row] = State.FAILED if sample.has_failed else State.ENDED
+        states[-1] = interrupted
+        dist.all_reduce(states, group=self._replicas)
+        self._now += states[:-1]
+        if states[-1]:
             return False
         self.taken = self._choose(self.states)
         if self.taken is not None:
@@ -145,7 +143,7 @@ class PartialSampler:
     train_batch_size: int  # prompts of a training batch
     section: PartialSection  # how many groups are begun, and how old they may get
     max_turns: int = 1  # of an episode
-    _groups: BegunGroups | None = field(default=None, init=False)
+    _groups: PromptGroupQueue | None = field(default=None, init=False)
     _last_limit: int = field(default=0, init=False)  # of the last step
 
     def draw(self, step: int, sampling: SamplingParams) -> DrawnBatch:
@@ -153,30 +151,30 @@ class PartialSampler:
         generator = self.generator
         version = generator.version
         groups, again = self._begin(version, sampling)
-        count = groups.begun
-        now = groups.prompts.select(range(count))
-        rounds = self._rounds(groups, version, sampling)
-        shares, lengths = self._shares(groups, version, sampling)
+        name = f"train {step}"
+        begun = generator.drawn.get(name, groups.samples)  # more of them after an interruption
+        rounds = self._rounds(groups, begun, sampling)
+        count = len(groups.begun)
         with generator.phases.enter("gen"):
-            drawn, metrics = generator.serve(
-                now,
-                list(map(generator.seed_of, groups.streams[:count])),
+            task = generator.task(
+                groups.prompts.select(range(count)),
+                [generator.seed_of(group.stream) for group in groups.begun],
                 sampling,
-                shares,
-                groups.samples,
-                rounds,
-                f"train {step}",
+                self._shares(groups, sampling),
+                begun,
             )
+            drawn, metrics = generator.serve(task, begun, name, rounds)
+
             taken = rounds.taken
             assert taken is not None
             failed = [n for n, state in enumerate(rounds.states) if state == State.FAILED]
             dropped = sorted(set(failed).difference(taken))
             gone = {*taken, *dropped}
             left = [number for number in range(len(groups.prompts)) if number not in gone]
-            begun = [number for number in left if number < count]
-            of_taken, of_dropped, of_left = (
-                rows_of_prompt_groups(some, sampling.n) for some in (taken, dropped, begun)
-            )
+            open_groups = [number for number in left if number < count]
+
+            of_taken = rows_of_prompt_groups(taken, sampling.n)
+            of_left = rows_of_prompt_groups(open_groups, sampling.n)
             chosen, rest = generator.machine.compute_on_leader(
                 lambda: (drawn.select(of_taken), drawn.select(of_left))
             )
@@ -184,8 +182,8 @@ class PartialSampler:
                 groups.prompts.select(taken),
                 sampling.n,
                 chosen,
-                lengths,
-                [drawn.episodes[row] for row in of_dropped],
+                _STREAM,
+                [drawn.episodes[row] for row in rows_of_prompt_groups(dropped, sampling.n)],
             )
             staleness = generator.machine.compute_on_leader(
                 lambda: staleness_metrics(rollout, version)
@@ -200,20 +198,21 @@ class PartialSampler:
             metrics={
                 **staleness,
                 "partial/limit": float(rounds.limit),
-                "partial/open_groups": float(len(begun)),
+                "partial/open_groups": float(len(open_groups)),
                 "partial/restarted_groups": float(again),
             },
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The groups that no step has taken; their samples become a tree once it is written."""
-        if self._groups is None:
+        groups = self._groups
+        if groups is None:
             return {}
         return {
-            "uids": self._groups.prompts.uid,
-            "since": self._groups.since,
-            "streams": self._groups.streams,
-            "samples": self._groups.samples.state_dict,
+            "uids": groups.prompts.uid,
+            "since": [group.since for group in groups.begun],
+            "streams": [group.stream for group in groups.begun],
+            "samples": groups.samples.state_dict,
             "last_limit": self._last_limit,
         }
 
@@ -226,29 +225,29 @@ class PartialSampler:
         samples = self.generator.machine.compute_on_leader(
             lambda: DrawnSamples.from_state(state["samples"])
         )
-        streams = list(filter(None, state["streams"]))  # mrlhf 0.8 has "" for those that wait
-        since = list(state["since"][: len(streams)])
-        self._groups = BegunGroups(prompts_of(state["uids"]), since, streams, samples)
+        columns = zip(state["since"], state["streams"], strict=True)
+        begun = [BegunGroup(*each) for each in columns if each[1]]  # mrlhf 0.8: "" if it waits
+        self._groups = PromptGroupQueue(prompts_of(state["uids"]), begun, samples)
         self._last_limit = state["last_limit"]
 
-    def _begin(self, version: int, sampling: SamplingParams) -> tuple[BegunGroups, int]:
+    def _begin(self, version: int, sampling: SamplingParams) -> tuple[PromptGroupQueue, int]:
         """The groups of this step, new ones among them, and how many of them begin again."""
         groups = self._groups
         if groups is None:
             prompts = next(self.prompts)
             samples = DrawnSamples.none(self.generator.groups.layout.num_replicas)
-            groups = BegunGroups(prompts, [], [], samples)
+            groups = PromptGroupQueue(prompts, [], samples)
 
         oldest = version + 1 - self.section.max_versions
-        kept = [number for number in range(groups.begun) if groups.since[number] >= oldest]
-        if not self._fits(groups.samples, groups.begun, sampling):
+        kept = [number for number, group in enumerate(groups.begun) if group.since >= oldest]
+        if not self._fits(groups, sampling):
             kept = []
-        again = groups.begun - len(kept)
+        again = len(groups.begun) - len(kept)
         if again:
             logger.warning("%d groups that had begun begin again (rollout.partial)", again)
             rows = rows_of_prompt_groups(kept, sampling.n)
-            begun = groups.samples
-            samples = self.generator.machine.compute_on_leader(lambda: begun.select(rows))
+            begun_samples = groups.samples
+            samples = self.generator.machine.compute_on_leader(lambda: begun_samples.select(rows))
             stays = set(kept)
             others = [number for number in range(len(groups.prompts)) if number not in stays]
             groups = groups.select([*kept, *others], samples)
@@ -257,21 +256,21 @@ class PartialSampler:
         most = max(len(kept), self.section.begun_of(self.train_batch_size))
         while len(prompts) < most:
             prompts = Prompts.join([prompts, next(self.prompts)])
-        since = groups.since[: len(kept)] + [version] * (most - len(kept))
-        streams = groups.streams[: len(kept)]
-        named = set(zip(prompts.uid, streams, strict=False))
+        begun = groups.begun[: len(kept)]
+        named = {(uid, group.stream) for uid, group in zip(prompts.uid, begun, strict=False)}
         for uid in prompts.uid[len(kept) : most]:
             stream = f"train {version + 1}"
             while (uid, stream) in named:
                 stream += " again"  # a prompt that comes twice gets other samples
             named.add((uid, stream))
-            streams.append(stream)
-        return BegunGroups(prompts, since, streams, groups.samples), again
+            begun.append(BegunGroup(version, stream))
+        return PromptGroupQueue(prompts, begun, groups.samples), again
 
-    def _fits(self, samples: DrawnSamples, groups: int, sampling: SamplingParams) -> bool:
-        """Whether the samples of so many groups can go on as the run is configured now."""
+    def _fits(self, groups: PromptGroupQueue, sampling: SamplingParams) -> bool:
+        """Whether the samples that have begun can go on as the run is configured now."""
+        samples = groups.samples
         headers = samples.headers
-        if len(headers.rows) != groups * sampling.n:
+        if len(headers.rows) != len(groups.begun) * sampling.n:
             return False
         fits = self.generator.sampler.fits
         columns = headers.rows.tolist(), headers.lengths.tolist(), headers.ended.tolist()
@@ -280,27 +279,30 @@ class PartialSampler:
             for row, length, has_ended in zip(*columns, strict=True)
         )
 
-    def _rounds(self, groups: BegunGroups, version: int, sampling: SamplingParams) -> Rounds:
-        """What keeps the samples of this step together."""
+    def _rounds(
+        self, groups: PromptGroupQueue, begun: DrawnSamples, sampling: SamplingParams
+    ) -> Rounds:
+        """The rounds of this step, of which the samples `begun` are there already."""
+        version = self.generator.version
+        since = [group.since for group in groups.begun]
         turn_cost = self.section.turn_cost
         most = sampling.max_tokens + turn_cost * (self.max_turns - 1)
+
         return Rounds(
             self.generator.groups.replicas,
             groups.samples,
-            self.generator.drawn.get(f"train {version + 1}", groups.samples),
-            groups.begun * sampling.n,
+            begun,
+            len(since) * sampling.n,
             sampling.n,
             round_limits(most, self._last_limit),
             turn_cost,
             lambda states: choose_groups(
-                states, groups.since, version, self.train_batch_size, self.section.max_versions
+                states, since, version, self.train_batch_size, self.section.max_versions
             ),
         )
 
-    def _shares(
-        self, groups: BegunGroups, version: int, sampling: SamplingParams
-    ) -> tuple[list[Share], ResponseLengths]:
-        """What this replica draws: what it has begun, and its part of what is new."""
+    def _shares(self, groups: PromptGroupQueue, sampling: SamplingParams) -> list[Share]:
+        """The samples that this replica has begun, and its part of the new ones."""
         generator = self.generator
         n = sampling.n
         replicas = generator.groups.layout.num_replicas
@@ -311,15 +313,13 @@ class PartialSampler:
                 mine.append(Share(row // n, range(row % n, row % n + 1)))
 
         known = set((headers.rows // n).tolist())
-        new = [number for number in range(groups.begun) if number not in known]
-        lengths = generator.lengths.setdefault("train", ResponseLengths())
-        shares = generator.assign(groups.prompts.select(new), sampling, lengths)
-        of_new = shares[generator.groups.replica]
-        return mine + [replace(share, prompt=new[share.prompt]) for share in of_new], lengths
+        new = [number for number in range(len(groups.begun)) if number not in known]
+        of_new = generator.assign(groups.prompts.select(new), sampling, _STREAM)
+        return mine + [replace(share, prompt=new[share.prompt]) for share in of_new]
 
 
 def _spent(episode: Episode, before: int, turn_cost: int) -> int:
-    """What was drawn of an episode that has ended behind its first `before` tokens.
+    """The tokens that were drawn behind the first `before` of an episode that has ended.
 
     Who drew the tokens of one that failed is not known any more, but its turns are.
     """
@@ -330,10 +330,9 @@ def _spent(episode: Episode, before: int, turn_cost: int) -> int:
 
 
 def round_limits(max_tokens: int, last: int) -> Iterator[int]:
-    """How many tokens of a sample a step draws at most, round after round.
+    """The most tokens of a sample that a step draws, round after round, with those of its turns.
 
-    Of `max_tokens`, those for which turns count are a part. `last` is where the step before has
-    ended, 0 if there is none. It shows how far most groups have to be drawn.
+    `last` is where the step before has ended, which shows how far most groups have to be drawn.
     """
     length = math.ceil(max_tokens / _ROUNDS)
     first = max(length, last - length)
@@ -345,14 +344,10 @@ def choose_groups(
 ) -> list[int] | None:
     """The groups that a step takes: the `batch` oldest of those that have ended.
 
-    None if these are too few, or if what is left could not be taken in time: a later step takes
-    `batch` groups, and no group may be drawn by more than `max_versions` versions. Groups that
-    failed end early, so they are taken only if no others can be.
-
-    Args:
-        states: the state of each group that has begun, the oldest first.
-        since: the version with which each of them began.
-        version: the present one.
+    `states` and `since` have the state of each group that has begun, the oldest first, and the
+    version with which it began; `version` is the present one. The result is None if these are too
+    few, or if the rest could not be taken in time: a later step takes `batch` groups, and no group
+    may be drawn by more than `max_versions` versions. Groups that failed are taken last.
     """
     has_ended = [state == State.ENDED for state in states]
     taken = choose_prompt_groups(has_ended, batch)
@@ -380,12 +375,10 @@ def warn_of_dropped(state: Mapping[str, Any]) -> None:
 
 
 def staleness_metrics(rollout: Rollout, version: int) -> dict[str, float]:
-    """How many versions older than `version` those are that drew the tokens that train.
+    """The ages of the tokens that train: by how many versions `version` is newer than the policy.
 
-    Returns:
-        `staleness/mean` and `max` over the tokens; `staleness/share/<versions>`, the share of the
-        tokens with each number; `staleness/mixed`, the share of the responses that several versions
-        drew.
+    `staleness/share/<age>` are shares of tokens; `staleness/mixed` is the share of the responses
+    that several versions drew.
     """
     mask = rollout.loss_mask
     ages = version - rollout.versions[mask]

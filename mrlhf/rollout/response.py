@@ -13,7 +13,7 @@ from typing import Any
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.rewards.interface import RewardInput
-from mrlhf.rollout.trajectory import Trajectory
+from mrlhf.rollout.drawn_sample import DrawnSample
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Response:
         return _response(rollout.prompts, row, token_ids, last_turn)
 
     @staticmethod
-    def of_trajectory(trajectory: Trajectory, prompts: Prompts, prompt: int) -> Response:
+    def of_sample(sample: DrawnSample, prompts: Prompts, prompt: int) -> Response:
         """A response that has ended, to the prompt at place `prompt`, and not as a failure."""
-        token_ids = trajectory.token_ids
-        episode = trajectory.episode
+        token_ids = sample.token_ids
+        episode = sample.episode
         if episode is None:
             return _response(prompts, prompt, token_ids, None)
 
@@ -57,6 +57,7 @@ class Response:
                 extra_info = {**extra_info, "transcript": transcript}
                 token_ids = token_ids[self.last_turn.start : self.last_turn.stop]
             text = tokenizer.decode(token_ids)
+
         return RewardInput(
             data_source=self.data_source,
             prompt_text=self.prompt_text,

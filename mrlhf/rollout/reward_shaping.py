@@ -45,10 +45,7 @@ class RewardShaper:
         return self._penalise(self._clip(scores), rollout)
 
     def shape_each(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Shape scores [batch] one by one, without statistics of others: clip them, add penalties.
-
-        A clip that follows a normalisation is left out.
-        """
+        """Add penalties to scores [batch], clipped unless a normalisation comes before that."""
         if self.algorithm.reward_norm is None:
             scores = self._clip(scores)
         return self._penalise(scores, rollout)

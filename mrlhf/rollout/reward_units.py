@@ -51,7 +51,7 @@ class RewardUnits:
         )
 
     def spread(self, table: Tensor) -> Tensor:
-        """What a table has of each response, for each of its units."""
+        """The rows of a table of responses, repeated for each unit."""
         return table if self.rows is None else table[self.rows]
 
     def fold(self, table: Tensor, responses: int) -> Tensor:

@@ -28,9 +28,9 @@ from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import Evaluated, RewardInput, RewardResult
 from mrlhf.rl.names import CORRECTNESS_TERMS
 from mrlhf.roles.reward_model import RewardModel
+from mrlhf.rollout.drawn_sample import DrawnSample
 from mrlhf.rollout.early_scores import EarlyScore, EarlyScores
 from mrlhf.rollout.response import Response
-from mrlhf.rollout.trajectory import Trajectory
 
 T = TypeVar("T")
 REPORTED_CORRECTNESS = "acc"
@@ -145,16 +145,16 @@ class Scorer:
         answers = _join_answers(answers_of_ranks, _correctness_column(terms), owners.tolist())
         return Scores(total.to(torch.float32), terms, answers, is_early)
 
-    def begin(self, trajectory: Trajectory, prompts: Prompts, n: int) -> None:
+    def begin(self, drawn: DrawnSample, prompts: Prompts, n: int) -> None:
         """Score a response that this rank's replica has drawn, while it draws others.
 
         It is one of `n` to its prompt. Without `early` nothing happens. A later `score` finds it.
         """
         # A failed episode is drawn again if the run stops before its batch is complete.
-        if self.early is None or trajectory.has_failed:
+        if self.early is None or drawn.has_failed:
             return
-        prompt, sample = divmod(trajectory.row, n)
-        response = Response.of_trajectory(trajectory, prompts, prompt)
+        prompt, sample = divmod(drawn.row, n)
+        response = Response.of_sample(drawn, prompts, prompt)
         given = response.read(self.tokenizer, self.function.reads_text)
         self.early.add((prompts.uid[prompt], sample), response, given)
 
@@ -212,6 +212,7 @@ class Scorer:
                 self.phases.advance(begin, len(rows), "responses")
                 if not may_begin(unit):
                     break
+
                 some = rows[begin : begin + _UNIT_ROWS]
                 external = {name: [column[row] for row in some] for name, column in given.items()}
                 inputs = {
@@ -225,7 +226,7 @@ class Scorer:
     def _evaluate(
         self, inputs: Mapping[int, RewardInput], begun: Mapping[int, EarlyScore]
     ) -> list[Evaluated]:
-        """What the terms give some rows."""
+        """The results of the terms for some rows."""
         fresh = [row for row in inputs if row not in begun]
         evaluated: dict[int, Evaluated] = {}
         if fresh:

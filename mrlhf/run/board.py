@@ -76,7 +76,7 @@ class Board:
 
 
 class View(Protocol):
-    """What shows a board to people."""
+    """Shows a board to people."""
 
     def draw(self, board: Board) -> None:
         """Show its present state."""
@@ -180,6 +180,7 @@ class Monitor:
         board = self._board
         progress = board.phases.progress
         left = board.seconds_left
+
         return {
             "version": _VERSION,
             "state": board.state,

@@ -57,7 +57,7 @@ class OpeningOptions:
 
 
 @dataclass(frozen=True)
-class Contents:
+class DirectoryContents:
     """The parts of a run that a directory holds."""
 
     rows: bool  # whether there are metrics
@@ -92,12 +92,7 @@ class Opening:
 
 
 def plan_opening(directory: Path, options: OpeningOptions) -> Opening:
-    """Decide what a run may do with `directory`; a run that is there is not changed.
-
-    Raises:
-        ConfigError: the directory holds a run that must not be touched, or there is no checkpoint
-            where `trainer.resume` says.
-    """
+    """Decide what a run may do with `directory`; ConfigError if it must not be touched."""
     bring_back_replaced(directory / CHECKPOINTS)
     return _plan(directory, _contents(directory), options)
 
@@ -178,17 +173,17 @@ def inputs_in(config: Root) -> list[Path]:
     return [Path(text) for text in texts if isinstance(text, str) and os.path.exists(text)]
 
 
-def _contents(directory: Path) -> Contents:
+def _contents(directory: Path) -> DirectoryContents:
     rows = directory / METRICS
     newest_first = checkpoints_in(directory / CHECKPOINTS)
-    return Contents(
+    return DirectoryContents(
         rows=rows.is_file() and rows.stat().st_size > 0,
         finished=(directory / SUMMARY).is_file(),
         newest=newest_first[0].name if newest_first else None,
     )
 
 
-def _plan(directory: Path, contents: Contents, options: OpeningOptions) -> Opening:
+def _plan(directory: Path, contents: DirectoryContents, options: OpeningOptions) -> Opening:
     own = directory / CHECKPOINTS if contents.newest else None
     record = _read_record(directory)
     asked = os.path.abspath(options.resume)
@@ -239,7 +234,7 @@ def _last_step(directory: Path) -> int:
     return -1 if last is None else int(last["step"])
 
 
-def _refusal(directory: Path, contents: Contents, options: OpeningOptions) -> ConfigError:
+def _refusal(directory: Path, contents: DirectoryContents, options: OpeningOptions) -> ConfigError:
     holds = "a run"
     if contents.newest is not None:
         kind = "a finished run" if contents.finished else "a run"
@@ -321,6 +316,7 @@ def _set_aside_after(directory: Path, named: Path) -> None:
             for path in sorted((directory / folder).glob("*step_*")):
                 found = re.match(r"(failed_)?step_(\d+)", path.name)
                 later += [path] if found and int(found[2]) > step else []
+
         for path in later:
             kept = path.rename(path.with_name(f"before_{number}.{path.name}"))
             logger.warning("going back to %s: %s is kept as %s", named.name, path.name, kept.name)

@@ -131,20 +131,15 @@ class FailFastAgent(LocalElasticAgent):
 
 
 def exit_code(codes: Sequence[int], signals: Set[int] = frozenset()) -> int:
-    """The launcher's exit code, from the exit codes of this machine's workers that are not 0.
+    """The launcher's exit code, from those of this machine's workers that are not 0.
 
-    Args:
-        codes: negative for workers that a signal has killed.
-        signals: the signals that the launcher has passed on. A worker that dies of one of them has
-            not begun its run, so it loses nothing.
-
-    Returns:
-        2 if a worker says so, since the others fail when it is gone. 75 if every other worker asks
-        for it or has died of `signals`. Else 1.
+    A code is negative if a signal has killed the worker; `signals` are those that the launcher has
+    passed on.
     """
+    # A worker that dies of a signal that was passed on has not begun its run, so it loses nothing.
     said = {QUEUE_AGAIN if -code in signals else code for code in codes}
     said = {code for code in said if code > 0}
-    if BAD_INPUT in said:
+    if BAD_INPUT in said:  # the others fail when it is gone
         return BAD_INPUT
     return QUEUE_AGAIN if said == {QUEUE_AGAIN} else FAILED
 

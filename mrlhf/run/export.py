@@ -133,6 +133,7 @@ def export_checkpoint(model: ExportedModel, directory: Path, merged: bool = Fals
     is_main = dist.get_rank() == 0
     place = Path(os.path.realpath(directory))
     partial = place.with_name(f"{place.name}.partial")
+
     try:
         shapes = base_shapes(engine) if merged else engine.trained_shapes
         needed = sum(map(math.prod, shapes.values())) * engine.dtype.itemsize
@@ -150,7 +151,7 @@ def export_checkpoint(model: ExportedModel, directory: Path, merged: bool = Fals
 
 
 def _prepare(needed: int, place: Path, partial: Path) -> str | None:
-    """Make an empty directory with room for so many bytes; an error message, or None."""
+    """Make an empty directory with room for the `needed` bytes; an error message, or None."""
     replaced = _replaced(place)
     try:
         if replaced.is_dir() and not place.exists():

@@ -51,7 +51,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Report:
+class HangReport:
     """The answers of all ranks (None if a rank gave none), and the directory with their stacks."""
 
     answers: Mapping[int, Answer | None]
@@ -90,7 +90,7 @@ class HangReports:
         """Whether some rank has asked since `moment` (a time of `time.monotonic`)."""
         return self._answered_at >= moment
 
-    def report(self, since: float) -> Report:
+    def report(self, since: float) -> HangReport:
         """The places of all ranks, now or when one last asked after `since`; may take seconds."""
         if not self.answered_since(since):
             with self._lock:
@@ -110,7 +110,7 @@ class HangReports:
         answers: dict[int, Answer | None] = {}
         for rank, key in enumerate(keys):
             answers[rank] = Answer(**json.loads(texts[key])) if key in texts else None
-        return Report(answers, self._directory / folder)
+        return HangReport(answers, self._directory / folder)
 
     def time_out(self) -> None:
         """Count this rank as one that waits for others, although its wait has just ended."""
@@ -149,7 +149,7 @@ def is_time_out(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(words in text for words in _TIMED_OUT)
 
 
-def describe(rank: int, waited_s: float, report: Report) -> str:
+def describe(rank: int, waited_s: float, report: HangReport) -> str:
     """One line with the ranks for which `rank` has waited, and the directory with the stacks.
 
     They give no answer or wait for nobody. If all wait, those in another phase are named.

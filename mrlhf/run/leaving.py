@@ -47,10 +47,7 @@ def leave(code: int, why: str = "") -> NoReturn:
 
 
 def end_on_signals() -> None:
-    """Let a stop signal end this process with one line, until other handlers replace these.
-
-    A signal that the parent process ignores or blocks stays so.
-    """
+    """Let a stop signal that is not ignored end this process with one line."""
     for number in _STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end_before_start)
@@ -75,10 +72,7 @@ def _end_before_start(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process soon after its parent has ended, even while the main thread waits.
-
-    The first process of a container has no launcher, and its parent never changes.
-    """
+    """End this process soon after its parent has ended, even while the main thread waits."""
     threading.Thread(target=_look_for_launcher, name="launcher", daemon=True).start()
 
 

@@ -179,6 +179,7 @@ class DirectoryLock:
             return
         assert self._file is not None
         temporary = self._folder / f"{self._owner.token}.tmp"
+
         try:
             self.verify()
             temporary.write_text(_text(replace(self._owner, released=True)), encoding="utf-8")

@@ -82,7 +82,7 @@ class Profiles:
         logger.info("traced step %d of rank %d: %s", number, self._rank, file)
 
     def after(self, error: BaseException) -> str:
-        """What to add to the message of `error`: where the memory's picture is, if at all."""
+        """A sentence for the message of `error`: where the memory's picture is, if at all."""
         if not isinstance(error, torch.OutOfMemoryError) or not self._remembers:
             return ""
         file = self._folder / f"out_of_memory_rank_{self._rank}.pickle"

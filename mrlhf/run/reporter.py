@@ -401,7 +401,7 @@ def _phase_lines(records: Sequence[Record]) -> list[str]:
 
 
 def _next_lines(output_dir: Path, errors: Sequence[Alarm]) -> list[str]:
-    """What to do now; a run with errors does not just go on."""
+    """Proposals for the user; a run with errors does not just go on."""
     place = shlex.quote(str(output_dir))
     told = {
         alarm.key: f"  change {alarm.key}: {alarm.name} at step {alarm.step}" for alarm in errors

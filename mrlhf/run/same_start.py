@@ -151,6 +151,7 @@ def _content(path: Path) -> str:
     files = [path]
     digest = xxhash.xxh3_64()
     nbytes = 0
+
     try:
         if path.is_dir():
             files = sorted(file for file in path.iterdir() if file.suffix in _MODEL)

@@ -186,14 +186,9 @@ class Run:
 def start(config: AnyConfig) -> Run:
     """Join the job, set the seeds, lock the output directory and plan what to do with it.
 
-    From then on a signal is a request to stop. So is the end of the job's time:
-    `trainer.save_by_minutes`, or if that is null, the end that Slurm gives. The run, as a context,
-    gives the directory back.
-
-    Raises:
-        FailureReported: the job cannot start, and one rank has reported why: another job holds the
-            directory, or it holds a run that must not be touched, or a rank has no device or does
-            not come.
+    From then on a signal is a request to stop, as is the end of the job's time
+    (`trainer.save_by_minutes`, or that of Slurm). The run, as a context, gives the directory back.
+    FailureReported says that the job cannot start, and that one rank has reported why.
     """
     context = _join(config)
     try:

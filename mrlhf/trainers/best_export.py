@@ -27,10 +27,9 @@ class BestExport:
     def __init__(
         self, best: Best, export: Callable[[Path], None], directory: Path, world: dist.ProcessGroup
     ) -> None:
-        """Export nothing yet.
+        """Export nothing yet; never, if `best` names no metric.
 
-        `export` writes the model as it is now into `directory`, and replaces a worse one there. If
-        `best` names no metric, nothing is exported.
+        `export` writes the model as it is now into `directory`, and replaces a worse one there.
         """
         self.best = best
         self._export = export

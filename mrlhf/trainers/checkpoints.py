@@ -76,12 +76,14 @@ class Checkpoints:
             if role not in models or f"{role}.lora" in frozen:
                 frozen[role] = fingerprint(section.path)
         self._frozen = frozen
+
         self._program = type(config).__name__
         identity = RunIdentity(self._program, config.model_dump(), frozen)
         directory = run.output_dir / CHECKPOINTS
         verify = None if run.lock is None else run.lock.verify
         trainer = config.trainer
         self._saver = Saver(directory, identity, _world(), trainer.async_save, verify)
+
         self._best = Best("trainer.keep_best", trainer.keep_best, trainer.keep_best_mode)
         self._saved_best = copy.copy(self._best)
         self._best_export = BestExport(
@@ -116,6 +118,7 @@ class Checkpoints:
         state = checkpoint.state
         for role, engine in self._models.items():
             engine.load_state_dict(state["models"][role])
+
         self._best.load_state_dict(state["best"])
         self._saved_best = copy.copy(self._best)
         if "best_export" in state and not self._best_export.restore(state["best_export"]):
@@ -127,6 +130,7 @@ class Checkpoints:
             if not checkpoint.manifest.unfinished_step:  # this model is the first one to beat
                 row = (checkpoint.manifest.step, checkpoint.manifest.metrics)
                 changes.append(partial(self._best_export.after_step, *row))
+
         is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
         self._began -= state.get("seconds", 0.0)
         if is_own and checkpoint.manifest.metrics:
@@ -150,15 +154,12 @@ class Checkpoints:
     ) -> dict[str, float]:
         """Save a checkpoint after step `step` if one is due; it may still be written afterwards.
 
-        If it cannot be written, the error is logged and training goes on: the one before it is
-        there.
-
-        Returns:
-            `timing_s/save_checkpoint`, the seconds for which training waited, if it did.
+        If it cannot be written, the error is logged and training goes on. Returns
+        `timing_s/save_checkpoint`, the seconds for which training waited, if it did.
 
         Raises:
-            ConfigError: `trainer.keep_best` or `trainer.export_best` is no metric of the run, which
-                is known after the first validation.
+            ConfigError: after the first validation, if `trainer.keep_best` or `export_best` is no
+                metric of the run.
         """
         began = time.monotonic()
         self._names |= metrics.keys()
@@ -167,6 +168,7 @@ class Checkpoints:
             self._best.check(self._names)
             self._best_export.best.check(self._names)
         self._best_export.after_step(step, metrics)
+
         waited = self._attempt(lambda: self._saver.finish(wait=False))
         if self._is_due(step, metrics):
             self._attempt(lambda: self._saver.finish(wait=True))
@@ -183,12 +185,9 @@ class Checkpoints:
         state: Mapping[str, Any],
         unfinished_step: bool = False,
     ) -> None:
-        """Save before the run ends early, or without its export; returns when it is complete.
+        """Save before the run ends early, unless the newest checkpoint has the same state.
 
-        Nothing is saved if the newest checkpoint has the same state.
-
-        Raises:
-            CheckpointError: it could not be written.
+        It returns when the checkpoint is complete; CheckpointError if it could not be written.
         """
         self.finish()
         if not unfinished_step and self._newest == checkpoint_name(step, False):

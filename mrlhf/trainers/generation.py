@@ -42,7 +42,7 @@ _READ = ("seed", "trainer.resume", "actor.", "reward", "rollout.", "data.", "the
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """What is asked for beside the configuration."""
+    """The options beside the configuration."""
 
     out: Path
     greedy: bool
@@ -69,6 +69,7 @@ def check_generation(options: GenerationOptions, config: PPOConfig, world_size: 
         raise ConfigError(f"{config.rollout.n} answers of temperature 0 are alike; leave out --n")
     if options.best and not config.reward.terms:
         raise ConfigError("--best compares rewards, but reward.terms is empty; name terms there")
+
     if out.suffix != ".jsonl" or out.is_dir():
         raise ConfigError(f"--out {out} is not the name of a file that ends in .jsonl")
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
@@ -80,11 +81,7 @@ def check_generation(options: GenerationOptions, config: PPOConfig, world_size: 
 
 
 def generate(options: GenerationOptions, config: PPOConfig) -> None:
-    """Answer the prompts; every rank calls it.
-
-    Raises:
-        ConfigError, DataError, RewardError: an input cannot be used.
-    """
+    """Answer the prompts; every rank calls it."""
     inputs = read_engine_inputs(config)
     _, prompts = read_prompts(config, inputs)["val"]
     reward = load_rewards(config.reward) if config.reward.terms else None
@@ -169,6 +166,7 @@ def _begun(options: GenerationOptions, facts: Mapping[str, str]) -> list[bytes]:
     except (ValueError, TypeError, AttributeError):
         stated = {}
         names = ["another file"]
+
     if not names:
         return lines
     if options.overwrite:

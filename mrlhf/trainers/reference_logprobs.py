@@ -39,14 +39,8 @@ def reference_logprobs(
 ) -> list[Tensor]:
     """The log-probabilities of all responses under the reference; every rank calls it.
 
-    They are stored when the run begins.
-
-    Returns:
-        For each set of pairs in `data` float64 [pairs, 2] on the host, the chosen responses first.
-
-    Raises:
-        WeightError: the reference's files are missing or damaged.
-        Interrupted: the run was asked to stop; nothing is stored.
+    They are stored when the run begins. Each set of pairs in `data` has a table float64 [pairs, 2]
+    on the host, the chosen responses first.
     """
     began = time.monotonic()
     sizes = [len(pairs) for pairs in data]

@@ -89,11 +89,7 @@ class SupervisedTrainer:
     ) -> None:
         """Build the model with its optimizer, and go on from a checkpoint if there is one.
 
-        Every rank calls it.
-
-        Raises:
-            CheckpointError, DataError: the checkpoint is damaged, or of a run with another model or
-                other data.
+        Every rank calls it. CheckpointError and DataError say why the checkpoint cannot be used.
         """
         self._run = run
         self._task = task

@@ -1,4 +1,4 @@
-"""What the processes of users' code do alike: their limits, their end, and how they report errors.
+"""The processes of users' code: their limits, their end, and how they report errors.
 
 It is imported without the package and uses the standard library alone. It does not know what a
 process is for.
@@ -119,10 +119,8 @@ def outlive_signals_of_the_job() -> None:
 
 
 def end_by_signals() -> None:
-    """Let each signal of the job end this process, unless the user's code has its own handler.
-
-    SIGINT raises nothing, since users' code may catch all exceptions.
-    """
+    """Let each signal of the job end this process, unless the user's code has its own handler."""
+    # SIGINT raises nothing, since users' code may catch all exceptions.
     for number in SIGNALS_OF_THE_JOB:
         if signal.getsignal(number) in (_go_on, signal.default_int_handler):
             signal.signal(number, signal.SIG_DFL)

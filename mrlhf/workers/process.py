@@ -103,7 +103,7 @@ class WorkerProcess:
         return self._output.closed
 
     def load(self, timeout_s: float, what: str) -> Any:
-        """What the user's code offers; the error names it as `what` if it cannot be used."""
+        """The description of the user's code; the error names it as `what` if it cannot be used."""
         kind, value = self.receive(timeout_s, " while its file was imported")
         if kind == "ready":
             return value

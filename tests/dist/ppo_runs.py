@@ -26,6 +26,7 @@ from mrlhf.inputs import read_ppo_inputs
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import check, check_models
 from mrlhf.run.startup import Run
+from mrlhf.trainers.ppo.resume import Updating
 from mrlhf.trainers.ppo.setup import assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
 from tests.dist.role_runs import CPU, fingerprint
@@ -355,14 +356,13 @@ def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> 
         for number in (1, 2):
             actor_before = fingerprint(parts.actor)
             critic_before = fingerprint(parts.critic)
-            progress = trainer.begin_step(number)
-            metrics = trainer.step(progress)
-            assert progress.experience is not None
+            metrics = trainer.step(trainer.begin_step(number))
+            assert isinstance(trainer.state, Updating)
             assert without_row(metrics) == []
             steps.append(
                 Step(
                     metrics,
-                    progress.experience,
+                    trainer.state.experience,
                     actor_moved=fingerprint(parts.actor) != actor_before,
                     critic_moved=fingerprint(parts.critic) != critic_before,
                 )

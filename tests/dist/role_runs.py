@@ -212,8 +212,8 @@ def train_actor(setting: Setting, case: Case) -> tuple[Actor, dict[str, float]]:
     actor = build_actor(setting, case)
     cut = cut_responses(actor, experience.rollout, plain_ppo.MINI_BATCH)
     update = actor.update(experience, cut, reference_states(setting, case, cut))
-    if update.logprobs is not None:
-        assert torch.equal(update.evaluated, experience.rollout.loss_mask)
+    if update.first_pass is not None:
+        assert torch.equal(update.first_pass.evaluated, experience.rollout.loss_mask)
     return actor, update.metrics
 
 

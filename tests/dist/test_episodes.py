@@ -34,10 +34,11 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
+from mrlhf.rollout.drawn_sample import DrawnSample
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.response import Response
-from mrlhf.rollout.trajectory import Trajectory
+from mrlhf.trainers.ppo.resume import drawn_state, load_drawn_state
 from tests.dist.talk import (
     ENVIRONMENT,
     FORGETS,
@@ -134,7 +135,7 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
             sampling = SamplingParams(
                 n=n, temperature=temperature, max_tokens=MOST_TOKENS, stop_token_ids=ENDS, seed=0
             )
-            heard: list[Trajectory] = []
+            heard: list[DrawnSample] = []
             generator.ended = lambda sample, *_, heard=heard: heard.append(sample)
             drawn = generator.generate(prompts, sampling, "train", step=2)
             generator.ended = None
@@ -146,7 +147,7 @@ def _in_ranks(rank: int, world_size: int, file: str) -> dict[str, Any]:
             for sample in heard:
                 if not sample.has_failed:
                     length = drawn.rollout.response_lengths[sample.row]
-                    response = Response.of_trajectory(sample, prompts, sample.row // n)
+                    response = Response.of_sample(sample, prompts, sample.row // n)
                     assert response == Response.of_row(drawn.rollout, sample.row, length)
         if host is not None:
             assert not host._episodes
@@ -255,9 +256,9 @@ def _partial_steps(
             before, place = sampler.state_dict(), supply.place
             sampler.draw(step, sampling)
             wanted = saved(sampler.state_dict())
-            kept = saved(generator.drawn_state())
+            kept = saved(drawn_state(generator))
             generator.end_step()
-            generator.load_drawn_state(kept)
+            load_drawn_state(generator, kept)
             sampler.load_state_dict(
                 saved(before), lambda some: prompts.select([uids.index(uid) for uid in some])
             )
@@ -329,7 +330,7 @@ def _since(sampler: PartialSampler) -> dict[int, int]:
     """The version with which each prompt began."""
     groups = sampler._groups
     assert groups is not None
-    return dict(zip(groups.prompts.uid[: groups.begun], groups.since, strict=False))
+    return {uid: group.since for uid, group in zip(groups.prompts.uid, groups.begun, strict=False)}
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.machine import Machine
+from mrlhf.rollout.drawn_sample import DrawnSample, TokenRun
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
-from mrlhf.rollout.trajectory import Run, Trajectory
 from tests.ranks import run_ranks
 
 WORLD_SIZE = 4
@@ -184,19 +184,19 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
         rows += some_rows
         samples += some_samples
 
-    def whole_of(row: int, sample: Sample) -> Trajectory:
+    def whole_of(row: int, sample: Sample) -> DrawnSample:
         tokens, logprobs = sample.arrays
-        runs = [Run(len(tokens), sample.version)]
+        runs = [TokenRun(len(tokens), sample.version)]
         recorded = len(_recorded(row))
-        return Trajectory(
+        return DrawnSample(
             row, tokens, logprobs, runs, True, sample.stopped, recorded, sample.experts
         )
 
-    def begun(one: Trajectory) -> Trajectory:
+    def begun(one: DrawnSample) -> DrawnSample:
         """Its first two tokens."""
         length = min(2, len(one.token_ids))
-        runs = [Run(length, one.runs[0].version)]
-        return Trajectory(one.row, one.token_ids[:length], one.logprobs[:length], runs)
+        runs = [TokenRun(length, one.runs[0].version)]
+        return DrawnSample(one.row, one.token_ids[:length], one.logprobs[:length], runs)
 
     every = list(map(whole_of, rows, samples))
 

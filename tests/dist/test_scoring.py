@@ -21,9 +21,9 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import Evaluated, RewardInput, RewardResult
+from mrlhf.rollout.drawn_sample import DrawnSample, TokenRun
 from mrlhf.rollout.early_scores import EarlyScores
 from mrlhf.rollout.scoring import Scorer, Scores
-from mrlhf.rollout.trajectory import Run, Trajectory
 from mrlhf.trainers.ppo.held_out import summarise
 from tests.padding import pad_responses
 from tests.ranks import run_ranks
@@ -69,11 +69,11 @@ class OwnColumns:
 DRAWN = ([0, 1, 2, 3], [0, 5])
 
 
-def trajectory(row: int) -> Trajectory:
+def trajectory(row: int) -> DrawnSample:
     """A response as the rank has it that drew it."""
     tokens = array("i", map(ord, RESPONSES[row]))
     logprobs = array("f", [0.0] * len(tokens))
-    return Trajectory(row, tokens, logprobs, [Run(len(tokens), 0)], ended=True)
+    return DrawnSample(row, tokens, logprobs, [TokenRun(len(tokens), 0)], ended=True)
 
 
 def score_early(rank: int, function: RewardFunction, plain: Scorer) -> tuple[Scores, int]:

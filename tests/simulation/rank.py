@@ -217,10 +217,9 @@ def _ppo(config: PPOConfig, run: Run) -> None:
         parts.generator.sleep()
 
     trainer = PPOTrainer(config, run, parts)
-    progress = trainer.begin_step(1)
     greedy = estimator_traits(config.algorithm.adv_estimator).needs_greedy_answer
-    progress.collected = collected(config, batch, greedy)
-    trainer.step(progress)
+    with mock.patch.object(trainer, "collect", return_value=collected(config, batch, greedy)):
+        trainer.step(trainer.begin_step(1))
 
 
 def _make_moments(engine: ModelEngine) -> None:

@@ -9,9 +9,9 @@ import torch
 from mrlhf.batch import Prompts
 from mrlhf.errors import RewardError
 from mrlhf.rewards.interface import Scored
+from mrlhf.rollout.drawn_sample import DrawnSample, TokenRun
 from mrlhf.rollout.early_scores import EarlyScores
 from mrlhf.rollout.response import Response
-from mrlhf.rollout.trajectory import Run, Trajectory
 from tests.rollouts import make_rollout
 
 N = 2
@@ -61,8 +61,10 @@ def rollout(given, lengths):
 
 def add(early, given, row, length):
     ones = array("i", [1] * length)
-    trajectory = Trajectory(row, ones, array("f", [0.0] * length), [Run(length, 0)], ended=True)
-    response = Response.of_trajectory(trajectory, given, row // N)
+    trajectory = DrawnSample(
+        row, ones, array("f", [0.0] * length), [TokenRun(length, 0)], ended=True
+    )
+    response = Response.of_sample(trajectory, given, row // N)
     early.add((row // N, row % N), response, response.read(None, reads_text=False))
 
 

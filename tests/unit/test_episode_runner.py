@@ -61,7 +61,7 @@ def test_nothing_waits_for_outcomes_once_the_run_stops() -> None:
         return unit < 1000
 
     runner = EpisodeRunner(replica, IdleEngine(), task, None, lambda: len(units) > 2)
-    assert runner.draw(may_step).trajectories == []
+    assert runner.draw(may_step).samples == []
     # Ranks whose engines draw count many more steps meanwhile than those that wait.
     assert units == list(range(1001)) and min(host.waits[:2]) >= 0.5
     assert set(host.waits[2:]) == {0.0}

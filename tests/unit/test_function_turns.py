@@ -10,7 +10,7 @@ from mrlhf.batch import Episode
 from mrlhf.episodes.functions import FunctionError, FunctionTurns, NoRoomError
 from mrlhf.episodes.limits import TurnLimits
 from mrlhf.inference.base import Sample
-from mrlhf.rollout.trajectory import Run, Trajectory
+from mrlhf.rollout.drawn_sample import DrawnSample
 
 LIMITS = (TurnLimits(4, 5, 8, 4, 8, "tell", "tell"), frozenset(range(50)))
 
@@ -29,10 +29,10 @@ def _asked(*turns: tuple[list[int], list[int]]) -> FunctionTurns:
     return asked
 
 
-def _assembled(asked: FunctionTurns, *returned: dict[str, Any]) -> tuple[Trajectory, Episode]:
+def _assembled(asked: FunctionTurns, *returned: dict[str, Any]) -> tuple[DrawnSample, Episode]:
     """The response that trajectories make."""
     episode = Episode()
-    response = Trajectory(0, episode=episode)
+    response = DrawnSample(0, episode=episode)
     asked.assemble(returned, response)
     return response, episode
 
@@ -87,7 +87,7 @@ def test_trajectories_follow_each_other_and_train_once() -> None:
     )
     assert episode.prompt_ids == [1, 2]
     assert response.token_ids.tolist() == [5, 9, 7, 6, 1, 2, 5, 9, 8, 8, 4, 4]
-    assert response.runs == [Run(2, 3), Run(1, -1), Run(1, 3), Run(6, -1), Run(2, 3)]
+    assert response.runs == [(2, 3), (1, -1), (1, 3), (6, -1), (2, 3)]
     assert response.logprobs.tolist() == pytest.approx([-0.5, -0.9, 0, -0.6, *[0] * 6, -0.4, -0.4])
     assert (episode.turn_begins, episode.turns) == ([0, 3, 10], [2, 4, 12])
     assert (episode.context_begins, episode.context_prompts) == ([4], [6])
@@ -157,7 +157,7 @@ def test_trajectories_that_were_not_drawn_are_refused(
     trajectories: list[dict[str, Any]], problem: str
 ) -> None:
     asked = _asked(([1, 2], [5, 9]), ([3], [6]), ([4], [7]))
-    response = Trajectory(0, episode=Episode())
+    response = DrawnSample(0, episode=Episode())
     with pytest.raises(FunctionError, match=problem):
         asked.assemble(trajectories, response)
-    assert response == Trajectory(0, episode=Episode())
+    assert response == DrawnSample(0, episode=Episode())

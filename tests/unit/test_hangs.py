@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.phases import Phases
-from mrlhf.run.hangs import Answer, HangReports, Report, describe, is_time_out
+from mrlhf.run.hangs import Answer, HangReport, HangReports, describe, is_time_out
 
 WAITING = Answer("update_actor", 600.4, waits=True, where="roles/actor.py:120 in update")
 BUSY = Answer("reward", 612.0, waits=False, where="my/rewards.py:7 in score")
@@ -44,7 +44,7 @@ END = "; stacks of all ranks: out/hangs/now"
     ],
 )
 def test_the_missing_ranks_are_named(others: list[Answer | None], wanted: str) -> None:
-    report = Report(dict(enumerate([WAITING, *others])), Path("out/hangs/now"))
+    report = HangReport(dict(enumerate([WAITING, *others])), Path("out/hangs/now"))
     line = describe(0, 600.0, report)
     assert line == f"rank 0 waited 600 s in update_actor for {wanted}{END}"
 

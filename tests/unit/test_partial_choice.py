@@ -11,9 +11,9 @@ import pytest
 from mrlhf.batch import Episode
 from mrlhf.config.rollout import PartialSection
 from mrlhf.episodes.limits import TurnLimits
+from mrlhf.rollout.drawn_sample import DrawnSample
 from mrlhf.rollout.exchange import DrawnSamples, SampleHeaders
 from mrlhf.rollout.partial import Rounds, State, choose_groups, warn_of_dropped
-from mrlhf.rollout.trajectory import Trajectory
 
 P = State.OPEN  # a part is drawn
 E = State.ENDED
@@ -103,15 +103,15 @@ def _episode(begins: list[int], turns: list[int], failure: str = "") -> Episode:
     return Episode(turn_begins=begins, turns=turns, failure=failure)
 
 
-def _samples(*trajectories: Trajectory) -> DrawnSamples:
+def _samples(*trajectories: DrawnSample) -> DrawnSamples:
     episodes = {one.row: one.episode for one in trajectories if one.episode is not None}
     headers = SampleHeaders.of(trajectories)
     return replace(DrawnSamples.none(1), headers=headers, episodes=episodes)
 
 
-def _drawn(row: int, length: int, ended: bool, episode: Episode | None) -> Trajectory:
+def _drawn(row: int, length: int, ended: bool, episode: Episode | None) -> DrawnSample:
     numbers = array("i", [0] * length), array("f", [0.0] * length)
-    return Trajectory(row, *numbers, ended=ended, episode=episode)
+    return DrawnSample(row, *numbers, ended=ended, episode=episode)
 
 
 def test_after_an_interruption_samples_count_from_where_they_ended() -> None:

@@ -1,4 +1,4 @@
-"""What a user's rollout function is given: an engine that draws, and trajectories.
+"""The arguments of a user's rollout function: an engine that draws, and trajectories.
 
 It runs in the process of one episode, and asks the trainer over a connection.
 """
@@ -183,33 +183,34 @@ def lead(
     finally:
         connection.setblocking(True)
     every = [returned] if isinstance(returned, Trajectory) else returned
-    fits = isinstance(every, (list, tuple)) and all(isinstance(one, Trajectory) for one in every)
+    fits = isinstance(every, (list, tuple)) and all(isinstance(each, Trajectory) for each in every)
     if not every or not fits:
         raise programs.ProgramError(
             f"the rollout function returned {repr(returned)[:100]}; return a trajectory of the "
             "engine or a list of them"
         )
-    return {"trajectories": [_as_dict(one) for one in every]}
+    return {"trajectories": [_as_dict(each) for each in every]}
 
 
-def _as_dict(one: Trajectory) -> dict[str, Any]:
-    if not one.turns:
+def _as_dict(trajectory: Trajectory) -> dict[str, Any]:
+    if not trajectory.turns:
         raise programs.ProgramError(
             "the rollout function returned a trajectory without a turn: generate one, or leave it "
             "out"
         )
 
-    if len(one.turn_rewards) not in (0, len(one.turns)):
+    rewards = trajectory.turn_rewards
+    if len(rewards) not in (0, len(trajectory.turns)):
         raise programs.ProgramError(
-            f"turn_rewards has {len(one.turn_rewards)} numbers for {len(one.turns)} turns; give "
+            f"turn_rewards has {len(rewards)} numbers for {len(trajectory.turns)} turns; give "
             "one for each, or none"
         )
     return {
-        "turn_rewards": [programs.number(paid, "turn_rewards") for paid in one.turn_rewards],
-        "token_ids": one.token_ids,
-        "turns": one.turns,
-        "role": programs.as_text(str(one.role)),
-        "reward": None if one.reward is None else programs.reward(one.reward),
+        "turn_rewards": [programs.number(reward, "turn_rewards") for reward in rewards],
+        "token_ids": trajectory.token_ids,
+        "turns": trajectory.turns,
+        "role": programs.as_text(str(trajectory.role)),
+        "reward": None if trajectory.reward is None else programs.reward(trajectory.reward),
     }
 
 

@@ -58,6 +58,7 @@ def _value(node: ast.expr) -> float:
         value = _OPERATORS[type(node.op)](left, right)
     else:
         raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
+
     if isinstance(value, complex) or not abs(value) <= _LARGEST:
         raise ValueError(f"a number is not real, or above {_LARGEST:.0e}")
     return value

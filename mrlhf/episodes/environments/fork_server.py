@@ -2,7 +2,7 @@
 
 It answers ["fork"], which comes with a socket, by ["pid", number of the child that serves on this
 socket]; and ["end", pid, wait_s] by ["status", how it ended]: it kills the child with all that it
-has started, unless it ends by itself within so many seconds. A child gets lines of requests, and
+has started, unless it ends by itself within `wait_s` seconds. A child gets lines of requests, and
 drops the rest of a line after a failure.
 """
 
@@ -165,7 +165,7 @@ class _Service:
         return {"observation": programs.said(self._ask("reset", row), "reset")}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What a tool says, or why it could not."""
+        """The result of a tool, or why there is none."""
         tool = self._offer.tools.get(name)
         if tool is None:
             known = ", ".join(self._offer.tools) or "none"
@@ -195,7 +195,7 @@ class _Service:
         return {"reward": programs.reward(self._ask("reward"))}
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """What a method of the environment returns; None if it has no such method."""
+        """The result of a method of the environment; None if it has no such method."""
         if method not in self._offer.methods:
             return None
         return getattr(self._environment, method)(*arguments)

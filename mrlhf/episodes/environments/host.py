@@ -67,6 +67,7 @@ class _ForkServer:
             [_located(tool) for tool in reference.tools],
         ]
         title = reference.environment or ", ".join(reference.tools) or "no tools"
+
         self._limits = limits.of_process
         self.process = WorkerProcess(
             "mrlhf.episodes.environments.fork_server",
@@ -142,7 +143,7 @@ class EnvironmentHost:
 
     @property
     def programs(self) -> dict[str, Program]:
-        """What each program offers."""
+        """The offer of each program."""
         return {name: server.program for name, server in self._servers.items()}
 
     def begin(
@@ -215,6 +216,7 @@ class EnvironmentHost:
             self._stop_late()
             if self._outcomes or time.monotonic() >= until:
                 break
+
         self._start_next()
         self._log_printed()
         outcomes = sorted(self._outcomes, key=lambda outcome: outcome.episode)
@@ -269,7 +271,7 @@ class EnvironmentHost:
         """Send what the child takes without delay; `poll` sends the rest when it takes more."""
         if episode.connection.fileno() < 0:
             return
-        with suppress(OSError):  # it takes nothing now, or has ended, which reading shows
+        with suppress(OSError):  # its buffer is full; or it has ended, which `_read` finds
             sent = episode.connection.send(episode.outgoing, socket.MSG_DONTWAIT)
             episode.outgoing = episode.outgoing[sent:]
         waits = selectors.EVENT_WRITE if episode.outgoing else 0
@@ -369,7 +371,7 @@ class EnvironmentHost:
         episode.deadline = time.monotonic() + held_s
 
     def _give_up(self, episode: _Child, what: str) -> None:
-        """Answer for a child that is gone; a new one does the rest if there are functions alone."""
+        """Fail the request of a child that has ended, or go on in a new child if none has state."""
         request = episode.requests[0]
         is_call = request.method == "call"
         problem = f"{request.arguments['name'] if is_call else request.method} {what}"
@@ -402,7 +404,7 @@ class EnvironmentHost:
 def describe(
     references: Mapping[str, EnvironmentReference], limits: ToolLimits
 ) -> dict[str, Program]:
-    """What the programs offer, each loaded in a process that ends; or EnvironmentFault."""
+    """The offers of the programs, each loaded in a process that ends; or EnvironmentFault."""
     host = EnvironmentHost(references, limits)
     try:
         return host.programs

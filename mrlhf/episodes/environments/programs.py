@@ -145,7 +145,7 @@ class Offer:
             self.tools[tool.name] = tool
 
     def describe(self) -> dict[str, Any]:
-        """What the trainer needs to know."""
+        """The offer, as the trainer reads it."""
         return {
             "tools": [tool.schema for tool in self.tools.values()],
             "is_stateless": self.environment is None and self.rollout is None,
@@ -160,7 +160,7 @@ def as_text(text: str) -> str:
 
 
 def said(value: Any, method: str) -> str | list[Any] | None:
-    """What an environment said; ProgramError if it is neither text nor chat messages."""
+    """An environment's observation; ProgramError if it is neither text nor chat messages."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -191,7 +191,7 @@ def number(value: Any, method: str) -> float:
 
 
 def reward(value: Any) -> float | dict[str, float]:
-    """What reward returned, in numbers; ProgramError without a finite score."""
+    """The result of `reward` in numbers; ProgramError without a finite score."""
     if not isinstance(value, Mapping):
         return number(value, "reward")
     if "score" not in value:
@@ -245,7 +245,7 @@ def _tools_of(environment: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _argument_docs(function: Callable[..., Any]) -> dict[str, str]:
-    """What the section "Args:" of a docstring says of each argument."""
+    """The sentence on each argument in the section "Args:" of a docstring."""
     _, found, section = (inspect.getdoc(function) or "").partition("Args:\n")
     docs: dict[str, str] = {}
     for line in section.splitlines() if found else ():

@@ -1,4 +1,4 @@
-"""What is asked of environments and tools, what they answer, and how a line of either is written.
+"""Requests to environments and tools, their answers, and how a line of either is written.
 
 The process of an episode gets requests, and an `Answer` to each of its own questions. It sends
 `Done` or `Failure` for a request, and `Question`s while a rollout function runs. This file knows no
@@ -24,7 +24,7 @@ Said = str | list[dict[str, Any]] | None
 
 
 def as_messages(said: str | Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
-    """What an environment or a row says, as messages; a text is the user's."""
+    """An observation, or the text of a row, as messages; a text is the user's."""
     if said is None:
         return []
     return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
@@ -32,7 +32,7 @@ def as_messages(said: str | Sequence[Mapping[str, Any]] | None) -> list[Mapping[
 
 @dataclass(frozen=True)
 class EnvironmentReference:
-    """What leads an episode: a class, or functions that are tools, or both."""
+    """The code that leads an episode: a class, or functions that are tools, or both."""
 
     environment: str | None  # path/to/file.py:Class, or :function for a rollout function
     tools: tuple[str, ...] = ()  # built-in names and path/to/file.py:function
@@ -40,7 +40,7 @@ class EnvironmentReference:
 
 @dataclass(frozen=True)
 class Program:
-    """What an environment with its tools offers."""
+    """The offer of an environment with its tools."""
 
     name: str
     # each as {"type": "function", "function": {"name", "description", "parameters"}}, as chat
@@ -53,7 +53,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of an episode; the names of the arguments are those of the method."""
+    """A request to an episode; the names of the arguments are those of the method."""
 
     method: Literal["reset", "call", "reply", "turn_reward", "reward", "rollout"]
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Question:
-    """What a rollout function asks for."""
+    """A rollout function's request for tokens."""
 
     number: int
     what: Asked
@@ -101,7 +101,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the policy is told of a call."""
+    """The result of a call, as the policy reads it."""
 
     name: str
     content: str  # the answer, or "Error: ..." on one line
@@ -115,7 +115,7 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of the requests that were sent to an episode together."""
+    """The answers to the requests that were sent to an episode together."""
 
     episode: int
     kind: Literal["reset", "turn", "reward", "ask", "rollout"]
@@ -134,7 +134,7 @@ class Outcome:
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
-        """What the policy is told by tools and environment."""
+        """The results of tools and the observation, as the policy reads them."""
         return [result.message for result in self.results] + as_messages(self.observation)
 
 
@@ -165,14 +165,14 @@ def _is(kind: type[T], value: Any) -> T:
 
 
 def _trajectories(value: Any) -> Any:
-    for one in _is(list, value):
-        _is(list, one["token_ids"])
-        dict(_is(list, one["turns"]))
-        _is(str, one["role"])
-        for reward in _is(list, one["turn_rewards"]):
+    for trajectory in _is(list, value):
+        _is(list, trajectory["token_ids"])
+        dict(_is(list, trajectory["turns"]))
+        _is(str, trajectory["role"])
+        for reward in _is(list, trajectory["turn_rewards"]):
             programs.number(reward, "it")
-        if one["reward"] is not None:
-            programs.reward(one["reward"])
+        if trajectory["reward"] is not None:
+            programs.reward(trajectory["reward"])
     return [value[0], *value[1:]]
 
 

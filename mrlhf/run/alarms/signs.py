@@ -18,7 +18,7 @@ _LATEST = 5  # steps whose mean is compared with the beginning
 
 _REFERENCE_KLS = ("actor/reward_kl_penalty", "actor/kl_loss")
 _FALSE_ALARMS = 0.0001
-_FAULT_STEPS = 50  # a step that was too large has no part in what happens so many steps later
+_FAULT_STEPS = 50  # for as long, a step that was too large may be at fault
 _SLOW_SECONDS = 120.0
 _COLLAPSED = 0.1
 _MASTERED = 0.9
@@ -46,7 +46,7 @@ def kl_explosion(history: History, fault: str) -> str | None:
 
 
 def faults(history: History) -> list[str]:
-    """What may be wrong if a model gets worse, the worst first, by metrics; see `rules`."""
+    """Possible causes of a model that gets worse, the worst first, by metrics; see `rules`."""
     step_kl = "actor/ppo_kl"
     latest = history.recent(step_kl, min(history.count(step_kl), _FAULT_STEPS))
     if latest and max(latest) > upper_bound(step_kl):

@@ -64,11 +64,11 @@ class Watch:
             self._absent[number] = 0 if message else self._absent.get(number, 0) + 1
             if self._absent[number] >= _END_AFTER:
                 self._on.pop(number, None)
-            # A result that has fallen is told once, though what is likely at fault may change.
-            is_told = rule.name == "held_out" and any(
-                alarm.name == rule.name for alarm in self._on.values()
-            )
-            if message is not None and number not in self._on and not is_told:
+
+            # A result that has fallen is reported once, though its likely cause may change.
+            names = {alarm.name for alarm in self._on.values()}
+            is_reported = number in self._on or (rule.name == "held_out" and rule.name in names)
+            if message is not None and not is_reported:
                 alarm = Alarm(
                     step, rule.name, rule.severity, message, rule.cause, rule.key, rule.link
                 )

@@ -111,6 +111,7 @@ def describe_sample(
     prompts = rollout.prompts
     length = int(rollout.response_mask[row].sum())
     numbers = {name: column[row] for name, column in terms.items()}
+
     sample = {
         "uid": prompts.uid[row],
         "sample": rollout.sample_index[row],

@@ -21,7 +21,6 @@ from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
     AdvantageOptions,
-    Estimator,
     estimate_advantages,
     length_adaptive_lam,
 )
@@ -101,7 +100,8 @@ def make_experience(
     options = _advantage_options(algorithm, inputs.mask, components)
     estimated = _advantages(inputs, options, algorithm.adv_estimator)
     rewards = units.fold(rewards, len(rollout))
-    advantages, returns = (units.fold(table, len(rollout)) for table in estimated)
+    advantages = units.fold(estimated[0], len(rollout))
+    returns = units.fold(estimated[1], len(rollout))
     if estimator_traits(algorithm.adv_estimator).whitened:
         advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
     if _are_finite(rewards, outputs.values):
@@ -129,16 +129,13 @@ def equal_score_metrics(scores: Tensor, prompt_groups: Tensor, estimator: str) -
     """Measure how often scores are equal to the scores that they are compared with.
 
     Args:
-        scores: [units], after shaping and with the rewards of turns, or [terms, units] where terms
-            are compared one by one.
+        scores: [units], after shaping and with the rewards of turns, or [terms, units].
         prompt_groups: int64 [units], those with the same number are compared.
-        estimator: the name of the advantage estimator.
 
     Returns:
-        `training/equal_scores`: 1 if all scores are equal, otherwise 0; it is missing for a batch
-        of one response. `training/equal_groups`: the share of the prompts whose responses have
-        equal scores; it is missing if the estimator does not compare the responses to a prompt, or
-        if a prompt has only one.
+        `training/equal_scores`: 1 if all scores are equal, otherwise 0.
+        `training/equal_groups`: the share of the prompts whose responses have equal scores.
+        Both are missing where nothing is compared.
     """
     columns = scores if scores.dim() == 2 else scores[None]
     if len(prompt_groups) < 2:
@@ -230,22 +227,15 @@ def _advantages(
 ) -> AdvantagesAndReturns:
     """Advantages, not yet whitened, and returns of all drawn tokens."""
     estimator = find_method("algorithm.adv_estimator", name, ADVANTAGE_ESTIMATORS)
-    if name not in ADVANTAGE_ESTIMATORS:
-        # It runs once a machine, so the other ranks would not see what it writes to its inputs.
-        estimator = _on_copies(estimator)
-    return estimate_advantages(estimator, inputs, options)
+    if name in ADVANTAGE_ESTIMATORS:
+        return estimate_advantages(estimator, inputs, options)
 
-
-def _on_copies(estimator: Estimator) -> Estimator:
-    """A user's `estimator`, given copies of the tables, since it may write to them."""
-
-    def estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-        tables: dict[str, Any] = {
-            name: x.clone() for name, x in vars(inputs).items() if isinstance(x, Tensor)
-        }
-        return estimator(replace(inputs, **tables), options)
-
-    return estimate
+    # A user's runs once a machine, so the other ranks would not see what it writes to its inputs.
+    tables: dict[str, Any] = {
+        name: x.clone() for name, x in vars(inputs).items() if isinstance(x, Tensor)
+    }
+    copies = replace(inputs, **tables)
+    return estimate_advantages(lambda _, options: estimator(copies, options), inputs, options)
 
 
 def _advantage_options(

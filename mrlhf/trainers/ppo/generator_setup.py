@@ -42,7 +42,7 @@ from mrlhf.weights.shard import Piece
 
 
 @dataclass(frozen=True)
-class _Backend:
+class _EngineKind:
     """The functions that differ between the kinds of inference engine before one is built."""
 
     engine: Callable[..., InferenceEngine]  # the constructor
@@ -56,10 +56,10 @@ class _Backend:
 
 
 _BACKENDS = {
-    "native": _Backend(
+    "native": _EngineKind(
         NativeEngine, lambda spec, tp, device: None, EngineLayout.closest, engine_pieces
     ),
-    "vllm": _Backend(VllmEngine, check_support, EngineLayout.consecutive, vllm_pieces),
+    "vllm": _EngineKind(VllmEngine, check_support, EngineLayout.consecutive, vllm_pieces),
 }
 
 
@@ -82,6 +82,7 @@ def build_generator(
     ep = engine_ep(rollout.engine, rollout.ep, rollout.tp, training.etp, actor.spec)
     engines = backend.layout(training, rollout.tp, ep)
     engine_groups = run.factory.engine_groups(engines)
+
     merges = actor.spec.lora is not None and rollout.lora == "merged"
     merged = MergedWeights(actor) if merges else None
     spec = actor.spec if merged is None else without_adapters(actor.spec)
@@ -116,10 +117,11 @@ def build_generator(
 
 
 def _sampler(config: PPOConfig, run: Run, groups: EngineGroups, inputs: EngineInputs) -> Sampler:
-    """What draws samples; the first rank of a replica has environments."""
+    """The sampler of single turns or of episodes; a replica's first rank has environments."""
     environments = inputs.environments
     if environments is None:
         return Sampler()
+
     rollout = config.rollout
     host = None
     if groups.tp_rank == 0:

@@ -18,7 +18,7 @@ from mrlhf.metrics.tally import standard_errors
 from mrlhf.parallel.phases import Phases
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.ppo.report import SampleViewer
-from mrlhf.trainers.ppo.setup import Parts
+from mrlhf.trainers.ppo.setup import PPOParts
 
 # The name of each split's stream of random numbers.
 STREAMS = {"val": "validation", "test": "test"}
@@ -29,7 +29,7 @@ class HeldOut:
     """The held-out prompts of a run; every rank calls each method together."""
 
     def __init__(
-        self, section: PPOTrainerSection, phases: Phases, parts: Parts, samples: SampleViewer
+        self, section: PPOTrainerSection, phases: Phases, parts: PPOParts, samples: SampleViewer
     ) -> None:
         """Ask nothing yet; `samples` shows some answers of the validation."""
         sampling = parts.sampling
@@ -41,11 +41,7 @@ class HeldOut:
         self._sampled = replace(sampling, n=section.val_n, record_experts=False)
 
     def due(self, number: int) -> list[str]:
-        """The splits that are due after training step `number`; 0 is before the first one.
-
-        The validation is due every `test_freq` steps and at both ends of the run, the test at both
-        ends alone.
-        """
+        """The splits that are due after training step `number`; 0 is before the first one."""
         last = self._parts.steps
         if number == 0:
             due = ["val", "test"] if self._section.val_before_train else []
@@ -112,7 +108,6 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
     Args:
         scores: the scores of all responses [prompts * n], those of one prompt next to each other.
         sources: the data source of each prompt.
-        n: responses to each prompt.
 
     Returns:
         For each data source:
@@ -193,9 +188,8 @@ def _with_turn_rewards(scores: Scores, rollout: Rollout) -> Scores:
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> bool:
     """Whether the most frequent answer to a prompt is right.
 
-    This is self-consistency, https://arxiv.org/abs/2203.11171. If several answers are equally
-    frequent, the one that was drawn first counts. A response without an answer (None) has no vote;
-    if no response has one, the prompt counts as wrong.
+    This is self-consistency, https://arxiv.org/abs/2203.11171. Of equally frequent answers the one
+    that was drawn first counts. None is no answer; a prompt without answers counts as wrong.
     """
     # A Counter keeps the order of first occurrence, also among equally frequent answers.
     votes = Counter(answer for answer in answers if answer is not None)

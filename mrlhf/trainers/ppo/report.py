@@ -24,8 +24,8 @@ from mrlhf.rollout.scoring import Scores
 from mrlhf.run.board import ShownSample
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.dump import Dump, save_batch, write_dump, write_validation
-from mrlhf.trainers.ppo.progress import StepProgress
-from mrlhf.trainers.ppo.setup import Parts
+from mrlhf.trainers.ppo.resume import Updating
+from mrlhf.trainers.ppo.setup import PPOParts
 from mrlhf.trainers.ppo.work import Cuts
 
 logger = logging.getLogger(__name__)
@@ -37,23 +37,22 @@ _MOST_CHARACTERS = 600
 class StepReport:
     """Reports each step; every rank calls each method together."""
 
-    def __init__(self, config: PPOConfig, run: Run, parts: Parts, samples: SampleViewer) -> None:
+    def __init__(self, config: PPOConfig, run: Run, parts: PPOParts, samples: SampleViewer) -> None:
         self._config = config
         self._run = run
         self._parts = parts
         self._samples = samples
 
     def of_step(
-        self, progress: StepProgress, cuts: Cuts, validated: dict[str, float]
+        self, updating: Updating, cuts: Cuts, validated: dict[str, float]
     ) -> dict[str, float]:
         """Show and write down a complete step; returns all its metrics.
 
         `validated` are the metrics of the validation after it.
         """
-        number = progress.number
-        collected = progress.collected
-        experience = progress.experience
-        assert collected is not None and experience is not None
+        number = updating.number
+        collected = updating.collected
+        experience = updating.experience
 
         shows_training = "val" not in self._parts.held_out
         if shows_training and (number == 1 or number % SAMPLES_EVERY == 0):
@@ -61,45 +60,44 @@ class StepReport:
             self._samples.show("training", title, collected.rollout, collected.scores)
         if self._config.rollout.dump_is_due(number):
             with self._run.phases.enter("dump"):
-                self._dump(progress, collected, experience, cuts)
+                self._dump(updating, cuts)
         self._run.board.distributions = {
             "critic/score": experience.scores.tolist(),
             "response_length": collected.rollout.response_lengths,
         }
 
         seconds = self._run.end_step(number)
-        metrics = progress.metrics | validated
+        metrics = updating.metrics | validated
         metrics |= self._run.factory.machine.compute_on_leader(
             lambda: self._batch_metrics(collected, experience, seconds)
         )
         for role, engine in self._parts.trained().items():
             cut = cuts.of(role)
             metrics |= cut.balance.metrics(role, engine.groups.layout)
-            metrics |= self._utilisation(role, progress, cuts.sequences, cut, seconds)
+            metrics |= self._utilisation(role, updating, cuts.sequences, cut, seconds)
         memory = memory_metrics(self._run.phases.memory.take_peaks())
         return metrics | memory | timing_metrics(seconds)
 
-    def of_failure(self, error: TrainingError, progress: StepProgress) -> TrainingError:
+    def of_failure(self, error: TrainingError, updating: Updating) -> TrainingError:
         """The error, naming the file in which the batch of the step was saved."""
-        experience = progress.experience
-        assert experience is not None
-        path = self._run.output_dir / f"failed_step_{progress.number:06d}.pt"
+        path = self._run.output_dir / f"failed_step_{updating.number:06d}.pt"
         if self._run.is_main_rank:
-            save_batch(path, experience)
+            save_batch(path, updating.experience)
         dist.barrier()  # a rank that ends earlier would end the others before the file is whole
-        return TrainingError(f"training step {progress.number}: {error}; the batch is in {path}")
+        return TrainingError(f"training step {updating.number}: {error}; the batch is in {path}")
 
-    def _dump(
-        self, progress: StepProgress, collected: Collected, experience: Experience, cuts: Cuts
-    ) -> None:
+    def _dump(self, updating: Updating, cuts: Cuts) -> None:
         """Write the responses of the step to a file."""
         section = self._config.rollout
         new_logprobs = None
         if section.dump_format == "parquet" and section.dump_ratios:
-            new_logprobs = self._parts.actor.evaluate(collected.rollout, cuts.actor).logprobs
+            rollout = updating.collected.rollout
+            new_logprobs = self._parts.actor.evaluate(rollout, cuts.actor).logprobs
         if self._run.is_main_rank:
-            scores = collected.scores
-            dump = Dump(progress.number, experience, scores, progress.entropy, new_logprobs)
+            scores = updating.collected.scores
+            dump = Dump(
+                updating.number, updating.experience, scores, updating.entropy, new_logprobs
+            )
             write_dump(self._run.output_dir, dump, section, self._parts.tokenizer)
 
     def _batch_metrics(
@@ -122,7 +120,7 @@ class StepReport:
     def _utilisation(
         self,
         role: str,
-        progress: StepProgress,
+        updating: Updating,
         sequences: Sequences,
         cut: BatchCut,
         seconds: Mapping[str, float],
@@ -140,17 +138,15 @@ class StepReport:
 
         responses = sequences.lengths - sequences.prompt_lengths
         lengths = list(zip(sequences.lengths.tolist(), responses.tolist(), strict=True))
-        passes = trained_mini_batches(role, progress.metrics) / len(cut.mini_batches)
+        passes = trained_mini_batches(role, updating.metrics) / len(cut.mini_batches)
         flops = training_flops(engine.spec, lengths) * cut.balance.work * passes
         possible = seconds[f"update_{role}"] * run.world_size * peak * 1e12
         return {f"perf/mfu/{role}": flops / possible}
 
 
 def trained_mini_batches(role: str, metrics: Mapping[str, float]) -> float:
-    """The number of mini-batches that the update of `role` ran forward and backward.
-
-    It adds up the optimizer steps, taken or skipped, and the mini-batch at which an update stopped.
-    """
+    """The number of mini-batches that the update of `role` ran forward and backward."""
+    # Steps that were taken or skipped, and the mini-batch at which the update stopped.
     counts = (f"{role}/optimizer_steps", f"{role}/skipped_steps", f"{role}/kl_stopped")
     return sum(metrics[count] for count in counts if count in metrics)
 

@@ -5,26 +5,22 @@ It does not know what a training step is; `step` does.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
-from mrlhf.errors import CheckpointError, Interrupted
+from mrlhf.errors import Interrupted
 from mrlhf.inputs import read_ppo_inputs
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.reporter import Reporter, ResumePoint, ppo_achievements
 from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
-from mrlhf.trainers.ppo.progress import StepProgress, fixed_settings
-from mrlhf.trainers.ppo.setup import Parts, assemble
+from mrlhf.trainers.ppo.resume import Between, parts_state, restore, saved_state
+from mrlhf.trainers.ppo.setup import PPOParts, assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
-
-logger = logging.getLogger(__name__)
 
 
 def train_ppo(config: PPOConfig) -> None:
@@ -43,7 +39,7 @@ class PPORun:
     """The loop over training steps; every rank runs it."""
 
     def __init__(
-        self, config: PPOConfig, run: Run, parts: Parts, checkpoint: Checkpoint | None
+        self, config: PPOConfig, run: Run, parts: PPOParts, checkpoint: Checkpoint | None
     ) -> None:
         """Begin at the first step, or go on from `checkpoint`.
 
@@ -52,6 +48,7 @@ class PPORun:
         """
         self._run = run
         self._parts = parts
+        self._parts_state = partial(parts_state, parts)
         self._config = config
         self._trainer = PPOTrainer(config, run, parts)
         self._exported = ExportedModel(
@@ -73,7 +70,6 @@ class PPORun:
 
         self._completed = 0
         self._last_metrics: Mapping[str, float] = {}
-        self._progress: StepProgress | None = None
         self._resumed: ResumePoint | None = None
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -96,12 +92,12 @@ class PPORun:
         self._checkpoints.end_run(
             self._exported,
             self._last_metrics,
-            parts.state_dict,
+            self._parts_state,
             self._achievements,
         )
 
     def _achievements(self) -> dict[str, Any]:
-        """What the run has reached, and on how many held-out prompts."""
+        """The results of the run, and the number of held-out prompts that show them."""
         reached: dict[str, Any] = dict(ppo_achievements(self._run.output_dir))
         held_out = self._parts.held_out.get("test") or self._parts.held_out.get("val")
         return reached if held_out is None else reached | {"held_out_prompts": len(held_out)}
@@ -118,65 +114,26 @@ class PPORun:
         while self._completed < self._parts.steps:
             with self._run.phases.interruptible():
                 pass  # between two steps
-            if self._progress is None:
-                self._progress = trainer.begin_step(self._completed + 1)
-            metrics = trainer.step(self._progress)
+            state = trainer.state
+            if isinstance(state, Between):
+                state = trainer.begin_step(self._completed + 1)
+            metrics = trainer.step(state)
 
-            self._completed = self._progress.number
+            self._completed = state.number
             self._last_metrics = metrics
-            self._progress = None
-            saved = self._checkpoints.after_step(self._completed, metrics, self._parts.state_dict)
+            trainer.state = Between()
+            saved = self._checkpoints.after_step(self._completed, metrics, self._parts_state)
             reporter.report(self._completed, metrics | saved)
         self._checkpoints.finish()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        parts = self._parts
         state = self._checkpoints.restore(checkpoint)
-        parts.load_state_dict(state)
-        if "drawn" in state:
-            if state["settings"] == fixed_settings(self._config):
-                parts.generator.load_drawn_state(state["drawn"])
-            elif self._run.is_main_rank:
-                logger.warning("sampling has changed, so all responses of the step are drawn again")
-        if "progress" in state:
-            self._check_settings(state["settings"], checkpoint.path)
-            self._progress = StepProgress.from_state(
-                state["progress"], parts.prompts.with_uids, self._run.factory.machine
-            )
-
+        self._trainer.state = restore(state, checkpoint, self._parts, self._config)
         self._completed = checkpoint.manifest.step
         self._last_metrics = checkpoint.manifest.metrics
         self._resumed = ResumePoint(self._completed, self._last_metrics)
 
-    def _check_settings(self, stored: Mapping[str, Any], path: Path) -> None:
-        """Raise a CheckpointError if a key that must not change within a step has changed."""
-        current = fixed_settings(self._config)
-        for key, value in stored.items():
-            if current[key] != value:
-                raise CheckpointError(
-                    f"{path} was saved in the middle of a step, in which {key} was {value} and not "
-                    f"{current[key]}; restore it, or go on from the checkpoint before"
-                )
-
     def _save_interrupted(self) -> None:
         """Save the run as it is, in the middle of a step or between two."""
-        progress = self._progress
-        parts = self._parts
-
-        if progress is None:
-            state = parts.state_dict()
-            unfinished = False
-        elif progress.experience is None:
-            # No model has changed in this step. It begins again, with the responses that it has.
-            drawn = parts.generator.drawn_state()
-            state = {**progress.before, "drawn": drawn, "settings": fixed_settings(self._config)}
-            unfinished = bool(drawn)
-        else:
-            state = {
-                **parts.state_dict(),
-                "progress": progress.state_dict(),
-                "settings": fixed_settings(self._config),
-            }
-            unfinished = True
-
+        state, unfinished = saved_state(self._trainer.state, self._parts, self._config)
         self._checkpoints.save_at_end(self._completed, self._last_metrics, state, unfinished)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from mrlhf.batch import Prompts
 from mrlhf.config.roots import PPOConfig
@@ -32,7 +31,7 @@ from mrlhf.rollout.collector import Collector, GroupSampler
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.early_scores import EarlyScores
 from mrlhf.rollout.generator import Generator
-from mrlhf.rollout.partial import PartialSampler, warn_of_dropped
+from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
 from mrlhf.run.startup import Run
@@ -41,7 +40,7 @@ from mrlhf.training.engine import ModelEngine
 
 
 @dataclass(frozen=True)
-class Parts:
+class PPOParts:
     """The parts of a PPO run on this rank."""
 
     tokenizer: Tokenizer
@@ -70,41 +69,12 @@ class Parts:
             trained["critic"] = self.critic.engine
         return trained
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of all parts but the models, between two steps, for a checkpoint."""
-        return {
-            "sampler": self.sampler.state_dict(),
-            "kl_controller": self.kl_controller.state_dict(),
-            "shaper": self.shaper.state_dict(),
-            "response_lengths": self.generator.state_dict(),
-            "begun": {} if self.partial is None else self.partial.state_dict(),
-        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` gave.
-
-        Raises:
-            DataError: it is of a run with other data.
-        """
-        self.sampler.load_state_dict(state["sampler"])
-        self.kl_controller.load_state_dict(state["kl_controller"])
-        self.shaper.load_state_dict(state["shaper"])
-        self.generator.load_state_dict(state["response_lengths"])
-        begun = state.get("begun", {})
-        if self.partial is not None:
-            self.partial.load_state_dict(begun, self.prompts.with_uids)
-        else:
-            warn_of_dropped(begun)
-
-
-def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = True) -> Parts:
+def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = True) -> PPOParts:
     """Build every part; every rank calls it.
 
     The scorer of the result closes the reward functions of `inputs`. With `initial` the trained
     models get their initial weights; otherwise a checkpoint fills them afterwards.
-
-    Raises:
-        ConfigError, DataError, WeightError: a model is missing or does not fit.
     """
     check_engine(config, load_spec(config.actor.path, "lm"), run.device.torch_device)
     tokenizer = inputs.tokenizer
@@ -142,7 +112,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
             config.rollout.max_turns if config.rollout.has_turns else 1,
         )
     collector = _collector(config, generator, scorer, shaper, supply, partial_sampler)
-    return Parts(
+    return PPOParts(
         tokenizer=tokenizer,
         sampling=training_sampling(config, inputs.endings, actor.engine),
         generation_config=inputs.generation_config,

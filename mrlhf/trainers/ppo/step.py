@@ -16,17 +16,18 @@ from mrlhf.rollout.collector import Collected
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.experience import ModelOutputs
 from mrlhf.trainers.ppo.held_out import HeldOut
-from mrlhf.trainers.ppo.progress import StepProgress
 from mrlhf.trainers.ppo.report import SampleViewer, StepReport
-from mrlhf.trainers.ppo.setup import Parts
+from mrlhf.trainers.ppo.resume import Between, Drawing, StepState, Updating
+from mrlhf.trainers.ppo.setup import PPOParts
 from mrlhf.trainers.ppo.work import Cuts, Work
 
 
 class PPOTrainer:
     """Makes training steps."""
 
-    def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
+    def __init__(self, config: PPOConfig, run: Run, parts: PPOParts) -> None:
         self.parts = parts
+        self.state: StepState = Between()
         samples = SampleViewer(run, parts.tokenizer, config.trainer.log_samples)
         self.held_out = HeldOut(config.trainer, run.phases, parts, samples)
         self._config = config
@@ -35,79 +36,80 @@ class PPOTrainer:
         self._work = Work(config, run, parts)
         self._report = StepReport(config, run, parts, samples)
 
-    def begin_step(self, number: int) -> StepProgress:
-        """The empty progress of training step `number`, counted from 1."""
-        epoch = self.parts.sampler.epoch
-        metrics: dict[str, float] = {"training/global_step": number, "training/epoch": epoch}
-        return StepProgress(number, self.parts.state_dict(), metrics)
+    def begin_step(self, number: int) -> Drawing:
+        """Begin training step `number`, counted from 1."""
+        state = Drawing.begin(number, self.parts)
+        self.state = state
+        return state
 
-    def step(self, progress: StepProgress) -> dict[str, float]:
+    def step(self, state: Drawing | Updating) -> dict[str, float]:
         """Do the rest of a training step; returns its metrics."""
-        with self._profiles.of_step(progress.number), self._phases.enter("step"):
-            collected = progress.collected or self.collect(progress)
-            cuts = self._work.cut(collected.rollout)
-            ref_states = self.learn_from(progress, collected, cuts)
-            self.update(progress, cuts, ref_states)
+        work = self._work
+        with self._profiles.of_step(state.number), self._phases.enter("step"):
+            if isinstance(state, Drawing):
+                collected = self.collect(state)
+                cuts = work.cut(collected.rollout)
+                state, ref_states = self.learn_from(state, collected, cuts)
+                self.state = state
+            else:
+                cuts = work.cut(state.collected.rollout)
+                ref_states = work.reference_states(cuts)
+            self.update(state, cuts, ref_states)
         self.parts.generator.end_step()
 
-        validated = self.held_out.after_step(progress.number)
-        return self._report.of_step(progress, cuts, validated)
+        validated = self.held_out.after_step(state.number)
+        return self._report.of_step(state, cuts, validated)
 
-    def collect(self, progress: StepProgress) -> Collected:
+    def collect(self, drawing: Drawing) -> Collected:
         """Bring the weights into the engine, and generate and score responses."""
         parts = self.parts
-        progress.metrics |= self._work.reshard(progress.version)
-        responses = parts.collector.generate(progress.number, parts.sampling)
+        drawing.metrics |= self._work.reshard(drawing.version)
+        responses = parts.collector.generate(drawing.number, parts.sampling)
         collected = parts.collector.score(*responses)
-
-        progress.metrics |= collected.metrics
-        progress.collected = collected
+        drawing.metrics |= collected.metrics
         return collected
 
     def learn_from(
-        self, progress: StepProgress, collected: Collected, cuts: Cuts
-    ) -> Sequence[ReferenceStates] | None:
-        """Make experience of the responses, unless that is done.
+        self, drawing: Drawing, collected: Collected, cuts: Cuts
+    ) -> tuple[Updating, Sequence[ReferenceStates] | None]:
+        """Make experience of the responses.
 
-        Returns:
-            The reference's states of this rank's packs, if the actor's loss needs them.
+        The second result are the reference's states of this rank's packs, if the actor's loss needs
+        them.
         """
         work = self._work
-        if progress.experience is not None:
-            return work.reference_states(cuts)
+        number = drawing.number
         rollout = collected.rollout
 
         ref_logprobs, ref_states = work.reference(rollout, cuts)
         spared = self._config.algorithm.rollout_correction.bypass_mode or work.update_evaluates(
-            progress.number, rollout, cuts
+            number, rollout, cuts
         )
         policy, measured = (
-            (None, {}) if spared else work.evaluate(rollout, cuts, progress.version, ref_states)
+            (None, {}) if spared else work.evaluate(rollout, cuts, drawing.version, ref_states)
         )
         if not self._config.full_kl_in_loss:
             ref_states = None  # they are large, so they go as soon as nobody needs them
         values = work.values(rollout, cuts)
         outputs = ModelOutputs(policy, ref_logprobs, values)
-        progress.experience, shaped = work.advantages(collected, outputs)
+        experience, shaped = work.advantages(collected, outputs)
 
-        progress.metrics |= measured | shaped
-        if policy is not None and self._config.rollout.dump_is_due(progress.number):
-            progress.entropy = policy.entropy
-        return ref_states
+        updating = Updating(number, drawing.metrics | measured | shaped, collected, experience)
+        if policy is not None and self._config.rollout.dump_is_due(number):
+            updating.entropy = policy.entropy
+        return updating, ref_states
 
     def update(
-        self, progress: StepProgress, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None
+        self, updating: Updating, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None
     ) -> None:
         """Train critic and actor, unless that is done.
 
-        Raises:
-            TrainingError: the gradients of a model could not be used too many times in a row; the
-                batch is saved.
+        TrainingError says that too many gradients in a row were of no use; the batch is saved.
         """
         try:
-            if "critic" not in progress.updated:
-                progress.end_update("critic", self._work.update_critic(progress, cuts))
-            if "actor" not in progress.updated:
-                progress.end_update("actor", self._work.update_actor(progress, cuts, ref_states))
+            if "critic" not in updating.updated:
+                updating.end_update("critic", self._work.update_critic(updating, cuts))
+            if "actor" not in updating.updated:
+                updating.end_update("actor", self._work.update_actor(updating, cuts, ref_states))
         except TrainingError as error:
-            raise self._report.of_failure(error, progress) from error
+            raise self._report.of_failure(error, updating) from error

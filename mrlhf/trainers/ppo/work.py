@@ -33,8 +33,8 @@ from mrlhf.rollout.reward_units import RewardUnits
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.experience import ModelOutputs, equal_score_metrics, make_experience
-from mrlhf.trainers.ppo.progress import StepProgress
-from mrlhf.trainers.ppo.setup import Parts
+from mrlhf.trainers.ppo.resume import Updating
+from mrlhf.trainers.ppo.setup import PPOParts
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Cuts:
 class Work:
     """The phases of a step; every rank calls each method together."""
 
-    def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
+    def __init__(self, config: PPOConfig, run: Run, parts: PPOParts) -> None:
         self.config = config
         self.parts = parts
         self.phases = run.phases
@@ -166,8 +166,7 @@ class Work:
         """Compute rewards and advantages; move the coefficient of the KL in the reward.
 
         Returns:
-            The experience, and the metrics of equal scores, of the KL in the reward and of the
-            terms that are compared one by one, if they are in use.
+            The experience, and metrics.
 
         Raises:
             RewardError: the scores are too large, one that is compared is missing, or contexts have
@@ -218,49 +217,47 @@ class Work:
             metrics["actor/reward_kl_penalty_coeff"] = coefficient
         return experience, metrics
 
-    def update_critic(self, progress: StepProgress, cuts: Cuts) -> dict[str, float]:
+    def update_critic(self, updating: Updating, cuts: Cuts) -> dict[str, float]:
         """Train the critic, if there is one; returns its metrics."""
         if self.parts.critic is None:
             return {}
-        assert progress.experience is not None
         with self.phases.enter("update_critic"):
-            return self.parts.critic.update(progress.experience, cuts.of("critic"), progress.critic)
+            return self.parts.critic.update(updating.experience, cuts.of("critic"), updating.critic)
 
     def update_actor(
-        self, progress: StepProgress, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None
+        self, updating: Updating, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None
     ) -> dict[str, float]:
         """Train the actor, unless the critic warms up; returns its metrics."""
-        experience = progress.experience
-        assert experience is not None
+        experience = updating.experience
+        rollout = experience.rollout
         correction = self.config.algorithm.rollout_correction
-        newest = progress.version
-        if progress.number < self.config.trainer.critic_warmup:
+        newest = updating.version
+        if updating.number < self.config.trainer.critic_warmup:
             # In bypass mode the update measures the actor; without an update, a pass has to.
-            bypass = correction.bypass_mode
-            return self.evaluate(experience.rollout, cuts, newest)[1] if bypass else {}
+            return self.evaluate(rollout, cuts, newest)[1] if correction.bypass_mode else {}
 
         measured: dict[str, float] = {}
-        if experience.old_logprobs is None and not self.update_evaluates(
-            progress.number, experience.rollout, cuts
-        ):  # the step was interrupted, and goes on with other keys
-            policy, measured = self.evaluate(experience.rollout, cuts, newest)
+        evaluates = self.update_evaluates(updating.number, rollout, cuts)
+        if experience.old_logprobs is None and not evaluates:
+            # The step was interrupted, and goes on with other keys.
+            policy, measured = self.evaluate(rollout, cuts, newest)
             experience = replace(experience, old_logprobs=policy.logprobs)
 
         with self.phases.enter("update_actor"):
-            updated = self.parts.actor.update(experience, cuts.actor, ref_states, progress.actor)
-        logprobs = updated.logprobs
-        entropy = updated.entropy
-        evaluated = updated.evaluated
-        if logprobs is None or entropy is None or evaluated is None:
-            return updated.metrics | measured
-        if experience.old_logprobs is None:
-            progress.experience = replace(experience, old_logprobs=logprobs)
-            if self.config.rollout.dump_is_due(progress.number):
-                progress.entropy = entropy
-            return updated.metrics | self._measure(logprobs, entropy, experience.rollout, newest)
-        return updated.metrics | self.machine.compute_on_leader(
-            lambda: correction_metrics(logprobs, experience.rollout, evaluated, correction, newest)
-        )
+            updated = self.parts.actor.update(experience, cuts.actor, ref_states, updating.actor)
+        first = updated.first_pass
+        if first is not None and experience.old_logprobs is None:
+            updating.experience = replace(experience, old_logprobs=first.logprobs)
+            if self.config.rollout.dump_is_due(updating.number):
+                updating.entropy = first.entropy
+            measured = self._measure(first.logprobs, first.entropy, rollout, newest)
+        elif first is not None:
+            measured = self.machine.compute_on_leader(
+                lambda: correction_metrics(
+                    first.logprobs, rollout, first.evaluated, correction, newest
+                )
+            )
+        return updated.metrics | measured
 
 
 def correction_metrics(
@@ -272,11 +269,8 @@ def correction_metrics(
 ) -> dict[str, float]:
     """Measure the distance from the engine's policy to the trainer's, and the effect of correction.
 
-    `logprobs` are the trainer's, [batch, response_len]. `mask`, bool of the same shape, selects the
-    tokens to measure: drawn by the policy, and with an entry in `logprobs`.
-
-    Returns `rollout_corr/*`, and `training/rollout_*`, which compare the probabilities of the
-    tokens that the version `newest` drew: these are equal but for rounding.
+    `mask` [batch, response_len] selects tokens that have an entry in the trainer's `logprobs`.
+    `training/rollout_*` are of those that the version `newest` drew: equal but for rounding.
     """
     log_ratio = logprobs - rollout.rollout_logprobs
     correction = make_correction(section)

@@ -17,7 +17,7 @@ from mrlhf.batch import NO_VERSION, Episode
 from mrlhf.inference.base import Sample
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens one after the other that have one origin."""
 
     length: int
@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
 
 @dataclass
-class Trajectory:
+class DrawnSample:
     """A response of one turn, or of several with what an environment said between them."""
 
     row: int  # its place in the batch
@@ -33,7 +33,7 @@ class Trajectory:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     # float32, of each token; 0 where nobody drew it
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    runs: list[Run] = field(default_factory=list)  # their lengths add up to the number of tokens
+    runs: list[TokenRun] = field(default_factory=list)  # their lengths add up to `length`
     ended: bool = False  # otherwise it goes on, perhaps with later weights
     stopped: bool = False  # whether it ended by itself; otherwise the length limit ended it
     # The experts of the first `recorded` tokens of prompt and response; as in `Sample`.
@@ -85,9 +85,9 @@ class Trajectory:
     def exclude(self) -> None:
         """Let nobody have drawn any token, so that none of them trains."""
         self.logprobs = array("f", [0.0] * self.length)
-        self.runs = [Run(self.length, NO_VERSION)] if self.length else []
+        self.runs = [TokenRun(self.length, NO_VERSION)] if self.length else []
 
     def _add_run(self, length: int, version: int) -> None:
         if self.runs and self.runs[-1].version == version:
             length += self.runs.pop().length
-        self.runs.append(Run(length, version))
+        self.runs.append(TokenRun(length, version))
