@@ -40,7 +40,7 @@ class RankSlices:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldParameter:
     """One parameter of this rank."""
 
     parameter: Tensor
@@ -143,7 +143,7 @@ def _fill(engine: ModelEngine, reader: SliceReader, role: str) -> None:
             reader.fill(role, kind, held.pieces, shape, target, held.optimized.start)
 
 
-def _held(engine: ModelEngine) -> Iterator[_Held]:
+def _held(engine: ModelEngine) -> Iterator[_HeldParameter]:
     """This rank's parameters that training changes, each with its pieces."""
     assert engine.optimizer is not None
     pieces: dict[int, list[Piece]] = {}
@@ -157,7 +157,7 @@ def _held(engine: ModelEngine) -> Iterator[_Held]:
 
     ranges = engine.optimizer.ranges(list(parameters.values()))
     for (number, parameter), optimized in zip(parameters.items(), ranges, strict=True):
-        yield _Held(parameter, pieces[number], optimized)
+        yield _HeldParameter(parameter, pieces[number], optimized)
 
 
 def _keys_to_write(spec: ModelSpec, layout: ParallelLayout, rank: int) -> set[Key]:
@@ -183,7 +183,7 @@ def _untrained(parameter: Tensor, optimizer: ShardedOptimizer) -> OptimizedRange
     return OptimizedRange(0, flat, {name: torch.zeros_like(flat) for name in names})
 
 
-def _share(held: _Held, replicas: int, replica: int) -> tuple[int, dict[str, Tensor]]:
+def _share(held: _HeldParameter, replicas: int, replica: int) -> tuple[int, dict[str, Tensor]]:
     """The first element and the tensors of this rank's part of a parameter of `replicas` ranks."""
     rows = held.parameter.shape[0]
     columns = held.parameter.numel() // rows
