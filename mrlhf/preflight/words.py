@@ -46,6 +46,7 @@ def describe_memory(
         spec = specs.get(name)
         if spec is None:
             continue
+
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
         itemsize = dtype_on(role.dtype, kind).itemsize
         states_of = (optim.splits_states, optim.name == "muon")
@@ -55,11 +56,8 @@ def describe_memory(
         if spec.lora is not None:
             needed = training_bytes(without_adapters(spec), layout, itemsize, *states_of)
             yield f"  if all weights were trained: {_sizes(needed)}"
-            if (
-                isinstance(config, PPOConfig)
-                and name == "actor"
-                and config.rollout.lora == "merged"
-            ):
+            is_actor = isinstance(config, PPOConfig) and name == "actor"
+            if is_actor and config.value_of("rollout.lora") == "merged":
                 merged = size_text(merged_bytes(spec, layout, itemsize))
                 yield f"  weights merged for the engine (rollout.lora): {merged} more"
 
