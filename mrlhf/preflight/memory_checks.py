@@ -24,10 +24,7 @@ _REMEDIES = 3
 def describe_phases(
     config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int, on: str
 ) -> Iterator[str]:
-    """The bytes of each phase on the rank that has most, if all models are known.
-
-    `on` names the device of a rank: "on a GPU".
-    """
+    """The bytes of each phase on the fullest rank, whose device is `on`, if all are known."""
     known = _known(specs)
     if known is None:
         return

@@ -37,10 +37,7 @@ def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> st
 def describe_memory(
     config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int, on: str
 ) -> Iterator[str]:
-    """The bytes that each trained model takes on a rank, as far as it is known.
-
-    `on` names the device of a rank: "on a GPU".
-    """
+    """The bytes of each known model that is trained on a rank, whose device is `on`: "on a GPU"."""
     kind = device_kind(config.distributed.device)
     for name, (role, optim) in trained_models(config).items():
         spec = specs.get(name)
