@@ -48,7 +48,7 @@ class RankSlices:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldParameter:
     """One parameter of this rank."""
 
     parameter: Tensor
@@ -176,13 +176,13 @@ def _fill(engine: ModelEngine, reader: SliceReader, role: str) -> None:
             reader.fill(role, kind, held.pieces, shape, target, held.optimized.start)
 
 
-def _held(engine: ModelEngine) -> Iterator[_Held]:
+def _held(engine: ModelEngine) -> Iterator[_HeldParameter]:
     """This rank's parameters that training changes, each with its pieces."""
     assert engine.optimizer is not None
     held = _parameters(engine)
     ranges = engine.optimizer.ranges([parameter for parameter, _ in held])
     for (parameter, pieces), optimized in zip(held, ranges, strict=True):
-        yield _Held(parameter, pieces, optimized)
+        yield _HeldParameter(parameter, pieces, optimized)
 
 
 def _parameters(engine: ModelEngine) -> list[tuple[Tensor, list[Piece]]]:
@@ -219,7 +219,7 @@ def _untrained(parameter: Tensor, optimizer: ShardedOptimizer) -> OptimizedRange
     return OptimizedRange(0, flat, {name: torch.zeros_like(flat) for name in names})
 
 
-def _share(held: _Held, replicas: int, replica: int) -> tuple[int, dict[str, Tensor]]:
+def _share(held: _HeldParameter, replicas: int, replica: int) -> tuple[int, dict[str, Tensor]]:
     """The first element and the tensors of this rank's part of a parameter of `replicas` ranks."""
     rows = held.parameter.shape[0]
     columns = held.parameter.numel() // rows

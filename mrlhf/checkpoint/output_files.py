@@ -1,15 +1,19 @@
 """The names of the files and folders that a run writes into its output directory: the one list.
 
-This file does not know what they hold.
+It also writes and reads `summary.json`, the few numbers that a run is judged by. It does not know
+what the others hold.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from mrlhf.checkpoint.manifest import CHECKPOINTS
-from mrlhf.checkpoint.summary import SUMMARY
+from mrlhf.errors import DataError
 
 ALARMS = "alarms.jsonl"
 CONFIG = "config.yaml"
@@ -19,6 +23,7 @@ REFERENCE_LOGPROBS = "reference_logprobs.npz"
 REPORT = "report.html"
 RUN_RECORD = "run.json"
 STATUS = "status.json"
+SUMMARY = "summary.json"
 TENSORBOARD = "tensorboard"
 TIMELINE = "timeline"
 VALIDATION = "validation"
@@ -72,3 +77,22 @@ WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(_MODELS, MODEL_FILES),
     }
 )
+
+
+def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary` into `output_dir`."""
+    (output_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def read_summary(output_dir: Path) -> dict[str, Any] | None:
+    """The summary of a run; None if it has not ended; DataError if the file is damaged."""
+    file = output_dir / SUMMARY
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is damaged: {error}; remove it") from error
+    if not isinstance(summary, dict):
+        raise DataError(f"{file} is no summary: it holds a {type(summary).__name__}; remove it")
+    return summary

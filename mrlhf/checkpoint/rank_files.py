@@ -112,10 +112,7 @@ class RankWriter:
     def begin(
         self, models: Mapping[str, RankSlices], write_rest: WriteFiles, staging: Staging
     ) -> None:
-        """Copy the models' state and write all files, in a thread.
-
-        The models must not change before `wait_until_copied` has returned.
-        """
+        """Copy and write in a thread; models must not change until `wait_until_copied` returns."""
         arguments = (models, write_rest, staging)
         self._thread = Thread(target=self._copy_and_write, args=arguments, name="checkpoint")
         self._thread.start()

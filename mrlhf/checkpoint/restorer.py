@@ -25,8 +25,7 @@ from mrlhf.checkpoint.manifest import (
     read_manifest,
 )
 from mrlhf.checkpoint.model_slices import load_slices
-from mrlhf.checkpoint.random_state import restore_random_state
-from mrlhf.checkpoint.state_tree import read_state
+from mrlhf.checkpoint.state_tree import read_state, restore_random_state
 from mrlhf.errors import CheckpointError
 from mrlhf.parallel.collectives import together
 from mrlhf.training.engine import ModelEngine

@@ -33,9 +33,8 @@ from mrlhf.checkpoint.manifest import (
     hidden_directories,
 )
 from mrlhf.checkpoint.model_slices import slices_to_save
-from mrlhf.checkpoint.random_state import random_state
 from mrlhf.checkpoint.rank_files import RankPart, RankWriter, Staging, WriteFiles, model_file
-from mrlhf.checkpoint.state_tree import StateCopy
+from mrlhf.checkpoint.state_tree import StateCopy, random_state
 from mrlhf.checkpoint.tensor_file import (
     TensorSource,
     WrittenFile,

@@ -134,15 +134,12 @@ def _read_header(path: Path) -> Iterator[tuple[str, tuple[torch.dtype, list[int]
 def write_tensors(
     root: Path, path: str, tensors: Sequence[TensorSource], sync: bool = True
 ) -> WrittenFile:
-    """Write `tensors` as the safetensors file `root/path`; `sync` waits until the disk has it.
-
-    A CheckpointError names the file if the file system refuses.
-    """
+    """Write a safetensors file; `sync` waits for the disk, and a CheckpointError names the file."""
     return _write(root, path, chain([_header(tensors)], _contents(tensors)), sync)
 
 
 def write_bytes(root: Path, path: str, content: bytes, sync: bool = True) -> WrittenFile:
-    """Write `content` as the file `root/path`; like `write_tensors`."""
+    """Write `content` as a file, as `write_tensors` does."""
     return _write(root, path, [content], sync)
 
 

@@ -22,7 +22,7 @@ from mrlhf.config.fields import (
     known_or_own,
 )
 from mrlhf.config.presets import PresetName
-from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, by_estimator, read_if
+from mrlhf.config.reads import ESTIMATOR, KeyPlace, NotRead, ReadIf, by_estimator, read_if
 from mrlhf.rl.names import (
     CORRECTNESS_TERMS,
     AdvantageEstimator,
@@ -36,7 +36,7 @@ from mrlhf.rl.names import (
 )
 
 
-def _not_the_sum(place: Place) -> NotRead | None:
+def _not_the_sum(place: KeyPlace) -> NotRead | None:
     """A key that shapes the sum of the terms, while the estimator compares them one by one."""
     name = place.value(ESTIMATOR)
     if not estimator_traits(name).compares_terms:

@@ -77,6 +77,7 @@ def _parser(root_class: type[Root]) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
+
     add_version_option(parser)
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this text and stop")
     parser.add_argument(
@@ -90,6 +91,7 @@ def _parser(root_class: type[Root]) -> argparse.ArgumentParser:
         action="store_true",
         help="show warnings, alarms and errors alone (trainer.console=quiet)",
     )
+
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print the batch arithmetic, stop"
     )
@@ -104,6 +106,7 @@ def _parser(root_class: type[Root]) -> argparse.ArgumentParser:
         action="store_true",
         help="let a dry run end with 0, not 3, if files or packages are not on this machine",
     )
+
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="set a key; the value is YAML"
     )

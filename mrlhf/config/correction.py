@@ -84,34 +84,28 @@ _MOST = 1e9
 NOT_EVEN_ONE = "does not even hold the ratio 1, at which engine and trainer agree"
 
 
-def _numbers(text: str) -> tuple[float | None, float]:
-    """The bounds in `text`: (None, number), or (lower, upper) for "lower_upper"."""
-    *before, last = text.split("_", maxsplit=1)
-    if "_" in last:  # Python would read 2_000 as a number
-        raise ValueError
-    lower = float(before[0]) if before else None
-    upper = float(last)
+def _bounds_in(value: object) -> list[tuple[float | None, float]]:
+    """The bounds in each comma-joined part of a number or a text; ValueError if one has none.
 
-    for bound in (lower, upper):
-        if bound is not None and not _LEAST <= bound <= _MOST:
-            raise ValueError
-    if lower is not None and lower >= upper:
-        raise ValueError
-    return lower, upper
-
-
-def _thresholds(value: object) -> list[tuple[float | None, float]]:
-    """The bounds in each comma-joined part of a number or a text; ValueError if one has none."""
+    A part is a number, which is an upper bound, or "lower_upper".
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError
-    return [_numbers(part) for part in str(value).split(",")]
+    every = []
+    for part in str(value).split(","):
+        bounds = [float(number) for number in part.split("_")]
+        in_range = all(_LEAST <= bound <= _MOST for bound in bounds)
+        if len(bounds) > 2 or not in_range or bounds != sorted(set(bounds)):
+            raise ValueError
+        every.append((bounds[0] if len(bounds) == 2 else None, bounds[-1]))
+    return every
 
 
 def _weight_threshold(value: object) -> object:
     """`value` if it is one threshold of weights that holds the ratio 1; a number as such."""
     allowed = "a number of at least 1, or lower_upper with 0 < lower <= 1 <= upper, such as 0.5_5.0"
     try:
-        ((lower, upper),) = _thresholds(value)
+        ((lower, upper),) = _bounds_in(value)
     except ValueError:
         raise ValueError(f"should be {allowed}") from None
     if upper < 1 or (lower is not None and lower > 1):
@@ -124,7 +118,7 @@ def _rejection_threshold(value: object) -> object:
     if value is None:
         return None
     try:
-        (lower, upper), *others = _thresholds(value)
+        (lower, upper), *others = _bounds_in(value)
     except ValueError:
         raise ValueError(
             "should be a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_2.0, "
@@ -261,11 +255,8 @@ class RolloutCorrectionSection(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float]:
-        """The bounds of the weights: (None, upper) lowers larger ones to upper.
-
-        (lower, upper) makes weights outside 0.
-        """
-        return _numbers(str(self.rollout_is_threshold))
+        """(None, upper): larger weights are lowered to it; (lower, upper): others become 0."""
+        return _bounds_in(self.rollout_is_threshold)[0]
 
     @property
     def criteria(self) -> tuple[tuple[Statistic, float | None, float], ...]:
@@ -274,20 +265,17 @@ class RolloutCorrectionSection(Section):
             return ()
 
         names = cast(list[Statistic], self.rollout_rs.split(","))
-        thresholds = _thresholds(self.rollout_rs_threshold)
+        thresholds = _bounds_in(self.rollout_rs_threshold)
         if len(thresholds) not in (1, len(names)):
             raise ValueError(
                 f"rollout_rs_threshold {self.rollout_rs_threshold} holds {len(thresholds)} "
                 f"thresholds for the {len(names)} statistics of rollout_rs; give one for all, or "
                 "one each"
             )
-        if len(thresholds) == 1:
-            thresholds = thresholds * len(names)
-
-        criteria = []
-        for name, bounds in zip(names, thresholds, strict=True):
-            criteria.append((name, *_bounds_of(name, *bounds)))
-        return tuple(criteria)
+        every = thresholds if len(thresholds) > 1 else thresholds * len(names)
+        return tuple(
+            (name, *_bounds_of(name, *bounds)) for name, bounds in zip(names, every, strict=True)
+        )
 
 
 def _bounds_of(name: str, lower: float | None, upper: float) -> tuple[float | None, float]:

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mrlhf.config.fields import Count, Day, Files, PathText, Section, Tokens
-from mrlhf.config.reads import NotRead, Place, ReadIf, read_if
+from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
 
 Overlong = Literal["error", "drop"]
 _FILTERS = "algorithm.filter_groups.enable"
 
 
-def _not_filtered(place: Place) -> NotRead | None:
+def _not_filtered(place: KeyPlace) -> NotRead | None:
     """A different number of prompts to generate, although none of them is dropped."""
     if place.value(_FILTERS):
         return None

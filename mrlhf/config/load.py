@@ -141,6 +141,7 @@ def _lay(sources: Sources, root_class: type[Root], label: str, values: Mapping[s
             preset = _values(root_class, _read_yaml(root_class, preset_file(name)))
         sources.lay_preset(label, name, {**preset, PRESET: None})
         values = {key: value for key, value in values.items() if key != PRESET}
+
     full = with_correction(values)
     expanded = full.keys() - values.keys()
     correction = values.get(CORRECTION_PRESET)
@@ -287,13 +288,13 @@ def _parse_override(override: str) -> tuple[str, Any]:
 def _in_words(root_class: type[Root], error: ValidationError) -> list[str]:
     """One line for each mistake; a value that other keys inherit is complained about once."""
     errors = error.errors(include_url=False)
-    told = {_dotted(item["loc"]): item for item in errors}
+    mistakes = {_dotted(item["loc"]): item for item in errors}
     misspelt = any(item["type"] == "extra_forbidden" for item in errors)
 
     lines = []
     for item in errors:
         name = _dotted(item["loc"])
-        if _follows(root_class, item, told):
+        if _follows(root_class, item, mistakes):
             continue
         if misspelt and item["type"] == "missing":
             continue  # the misspelt key may be the missing one
@@ -302,15 +303,15 @@ def _in_words(root_class: type[Root], error: ValidationError) -> list[str]:
 
 
 def _follows(
-    root_class: type[Root], item: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]
+    root_class: type[Root], item: Mapping[str, Any], mistakes: Mapping[str, Mapping[str, Any]]
 ) -> bool:
     """Whether the mistake `item` only repeats that of the key from which it takes its value."""
     source = root_class.inherited.get(_dotted(item["loc"]))
     if source is None:
         return False
     if item["type"] == "missing":
-        return source in told or source.split(".")[0] in told
-    return source in told and repr(told[source]["input"]) == repr(item["input"])
+        return source in mistakes or source.split(".")[0] in mistakes
+    return source in mistakes and repr(mistakes[source]["input"]) == repr(item["input"])
 
 
 def _shown(value: Any) -> str:

@@ -21,15 +21,8 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 def find_method(key: str, name: str, table: Mapping[Any, MethodT]) -> MethodT:
     """Find the function `name` in `table`, else the user's function "path/to/file.py:function".
 
-    A user's file is imported only once, in this process, whose models it may use. Its function is
-    called as f(inputs, options); an error in it becomes a MethodError.
-
-    Args:
-        key: the configuration key that holds `name`, for the message.
-
-    Raises:
-        ConfigError: the file or the function is missing, the file cannot be imported, or the
-            function takes other arguments.
+    A user's file is imported once. Its function is called as f(inputs, options); an error in it
+    becomes a MethodError. A ConfigError, which names `key`, says that it cannot be used.
     """
     if name in table:
         return table[name]
@@ -60,14 +53,14 @@ def _with_own_errors(function: Callable[..., Any], file: Path, title: str) -> Ca
 
 def _users_traceback(error: BaseException, file: Path) -> str:
     """The traceback of `error` and of its causes, without the lines of mrlhf and of torch."""
-    told = traceback.TracebackException.from_exception(error)
-    chain: list[traceback.TracebackException | None] = [told]
+    report = traceback.TracebackException.from_exception(error)
+    chain: list[traceback.TracebackException | None] = [report]
     while chain:
         link = chain.pop()
         if link is not None:
             link.stack[:] = [frame for frame in link.stack if _is_users(frame.filename, file)]
             chain += [link.__cause__, link.__context__]
-    return "".join(told.format())
+    return "".join(report.format())
 
 
 def _is_users(filename: str, file: Path) -> bool:

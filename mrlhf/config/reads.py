@@ -18,7 +18,7 @@ LOSS_TYPE = "algorithm.rollout_correction.loss_type"
 
 
 @dataclass(frozen=True)
-class Place:
+class KeyPlace:
     """The place of a key: the whole configuration, and the dotted name of the key's section."""
 
     config: Any
@@ -47,7 +47,7 @@ class NotRead:
 class ReadIf:
     """A fact about a key; `problem` returns why it has no effect at a place, or None."""
 
-    problem: Callable[[Place], NotRead | None]
+    problem: Callable[[KeyPlace], NotRead | None]
 
 
 def read_if(
@@ -56,16 +56,13 @@ def read_if(
     state: str = "is false",
     remedy: str = "turn that on",
 ) -> ReadIf:
-    """A key that is read only if another key has certain values.
+    """A key that is read only if `holds` is true of the value of another `key`.
 
-    Args:
-        key: the deciding key; without a dot it is in the same section.
-        holds: whether a value of it lets the key be read.
-        state: the state of the deciding key otherwise, in words that follow its name.
-        remedy: how to change that.
+    Otherwise `state` says what that value is, in words that follow the key's name, and `remedy` how
+    to change it. A `key` without a dot is in the same section.
     """
 
-    def problem(place: Place) -> NotRead | None:
+    def problem(place: KeyPlace) -> NotRead | None:
         decider = place.name(key)
         if holds(place.value(key)):
             return None
@@ -77,7 +74,7 @@ def read_if(
 def by_estimator(*names: str) -> ReadIf:
     """A key that these advantage estimators read, and every estimator of a user's own."""
 
-    def problem(place: Place) -> NotRead | None:
+    def problem(place: KeyPlace) -> NotRead | None:
         name = place.value(ESTIMATOR)
         if name in names or is_reference(name):
             return None
@@ -91,7 +88,7 @@ def by_estimator(*names: str) -> ReadIf:
 def by_loss(*names: str, own: bool = True) -> ReadIf:
     """A key that these policy losses read; `own` says whether a user's own loss does too."""
 
-    def problem(place: Place) -> NotRead | None:
+    def problem(place: KeyPlace) -> NotRead | None:
         name, decider = trained_loss(place.config)
         if name in names or (own and is_reference(name)):
             return None

@@ -21,7 +21,7 @@ from mrlhf.config.fields import (
     Tokens,
     known_or_own,
 )
-from mrlhf.config.reads import NotRead, Place, ReadIf, read_if
+from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
 from mrlhf.config.user_code import is_reference
 
 _IF_DUMPED = read_if(
@@ -58,7 +58,7 @@ def _environments(value: object) -> object:
 
 
 class EnvironmentSection(Section):
-    """What leads the episodes of some rows."""
+    """The environment that leads the episodes of some rows."""
 
     name: Annotated[
         FunctionReference, known_or_own((), "path/to/file.py:Class or path/to/file.py:function")
@@ -69,7 +69,7 @@ class EnvironmentSection(Section):
     """the rows of this data source alone; null: all that no other environment names"""
 
 
-def _has_turns(place: Place) -> NotRead | None:
+def _has_turns(place: KeyPlace) -> NotRead | None:
     """Why a key of episodes has no effect, if there are none."""
     if place.config.rollout.has_turns:
         return None

@@ -20,7 +20,7 @@ from mrlhf.config.data import (
     SupervisedDataSection,
 )
 from mrlhf.config.fields import Rows, Section, Seed
-from mrlhf.config.reads import NotRead, Place, ReadIf
+from mrlhf.config.reads import KeyPlace, NotRead, ReadIf
 from mrlhf.config.reward import AnyRewardSection, RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
@@ -64,7 +64,7 @@ class Root(Section):
 
     def why_unread(self, key: str) -> NotRead | None:
         """The reason why a key has no effect, by the facts beside it; None if it has one."""
-        place = Place(self, key.rpartition(".")[0])
+        place = KeyPlace(self, key.rpartition(".")[0])
         for fact in nodes(type(self))[key].field.metadata:
             if isinstance(fact, ReadIf):
                 reason = fact.problem(place)

@@ -29,7 +29,7 @@ from mrlhf.config.fields import (
     known_or_own,
     one_or_many,
 )
-from mrlhf.config.reads import LOSS_MODE, NotRead, Place, ReadIf, by_loss, read_if
+from mrlhf.config.reads import LOSS_MODE, KeyPlace, NotRead, ReadIf, by_loss, read_if
 from mrlhf.rl.names import (
     KlKind,
     LossAggMode,
@@ -55,7 +55,7 @@ _BY_CLIPPING_LOSS = by_loss(
 )
 
 
-def _beside_bounds(place: Place) -> NotRead | None:
+def _beside_bounds(place: KeyPlace) -> NotRead | None:
     """The clip distance for both sides, although each side has its own."""
     deciders = ("actor.clip_ratio_low", "actor.clip_ratio_high")
     low, high = map(place.value, deciders)
@@ -65,7 +65,7 @@ def _beside_bounds(place: Place) -> NotRead | None:
     return NotRead(why, "set one of these to null", deciders)
 
 
-def _not_normalised(place: Place) -> NotRead | None:
+def _not_normalised(place: KeyPlace) -> NotRead | None:
     """The divisor of a loss under an aggregation that does not read it."""
     mode = place.value("agg_mode")
     if mode == NORMALISED:
@@ -75,7 +75,7 @@ def _not_normalised(place: Place) -> NotRead | None:
     return NotRead(f" with {decider} {mode}", f"use {NORMALISED}", deciders)
 
 
-def _without_adapter(place: Place) -> NotRead | None:
+def _without_adapter(place: KeyPlace) -> NotRead | None:
     """A setting of adapters where there are none."""
     if place.value("path") is not None or place.value("rank"):
         return None
@@ -83,7 +83,7 @@ def _without_adapter(place: Place) -> NotRead | None:
     return NotRead(f", since {decider} is 0", "set a rank", (decider,))
 
 
-def _one_response(place: Place) -> NotRead | None:
+def _one_response(place: KeyPlace) -> NotRead | None:
     """The sharing of prompts where each has one response, of one context."""
     config = place.config
     if not hasattr(config, "rollout") or config.rollout.n > 1 or config.rollout.has_turns:
@@ -434,7 +434,7 @@ class CriticSection(AdaptedSection, RouterSection, RoleSection):
         return self.loss_agg_mode
 
 
-def _without_start(place: Place) -> NotRead | None:
+def _without_start(place: KeyPlace) -> NotRead | None:
     """The choice between adapters of the reference where the policy starts from none."""
     policy = "actor" if hasattr(place.config, "actor") else "model"
     decider = f"{policy}.lora.path"
@@ -443,8 +443,8 @@ def _without_start(place: Place) -> NotRead | None:
     return NotRead(f", since {decider} is null", "set that", (decider,))
 
 
-def _as_policy(place: Place) -> NotRead | None:
-    """What leaves the device of a reference that is the policy itself, or of DPO."""
+def _as_policy(place: KeyPlace) -> NotRead | None:
+    """Why `offload` of a reference that is the policy itself, or of DPO, has no effect."""
     if not hasattr(place.config, "actor"):
         why = ", since the reference has left before the model is built"
         return NotRead(why, "set model.offload", ())

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from mrlhf.config.fields import Count, CountOrZero, Minutes, Name, PathText, Positive, Rows, Section
-from mrlhf.config.reads import ESTIMATOR, NotRead, Place, ReadIf, listed, read_if
+from mrlhf.config.reads import ESTIMATOR, KeyPlace, NotRead, ReadIf, listed, read_if
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
@@ -23,7 +23,7 @@ _IF_TRACKED = read_if(
 )
 
 
-def _no_adapters(place: Place) -> NotRead | None:
+def _no_adapters(place: KeyPlace) -> NotRead | None:
     """The merging of adapters that do not exist."""
     role = next(iter(place.config.roles()))
     if place.value(f"{role}.lora").is_on:
@@ -36,14 +36,14 @@ def _is_named(metric: str | None) -> bool:
     return metric is not None
 
 
-def _nothing_held_out(place: Place) -> NotRead | None:
+def _nothing_held_out(place: KeyPlace) -> NotRead | None:
     """A setting of validations without data."""
     keys = ("data.val_files", "data.test_files")
     why = f", since {' and '.join(keys)} are empty"
     return None if any(map(place.value, keys)) else NotRead(why, "give files", keys)
 
 
-def _no_critic(place: Place) -> NotRead | None:
+def _no_critic(place: KeyPlace) -> NotRead | None:
     """The warm-up of a critic that does not exist."""
     if place.config.needs_critic:
         return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-from mrlhf.config.reads import Place
+from mrlhf.config.reads import KeyPlace
 from mrlhf.config.roots import Root
 from mrlhf.config.tree import in_yaml, nodes
 
@@ -67,13 +67,13 @@ def contradictions(config: Root, only: Container[str] | None = None) -> Iterator
         is_meant = only is None or name in only
         if node.section is None or not is_meant or name.split(".")[0] in config.unbuilt:
             continue
-        place = Place(config, name)
+        place = KeyPlace(config, name)
         for base in node.section.__mro__:  # a section has the rows of those that it extends
             for text, holds in vars(base).get("refused", {}).items():
                 yield from _lines(place, text, holds)
 
 
-def _lines(place: Place, text: str, holds: Callable[..., Any]) -> Iterator[str]:
+def _lines(place: KeyPlace, text: str, holds: Callable[..., Any]) -> Iterator[str]:
     """The text of a row, once for each mistake."""
     config = place.config
     own = config.value_of(place.section)

@@ -68,14 +68,10 @@ def read_reference(reference: str) -> tuple[Path, str]:
 def load_function(
     file: Path, name: str, parameters: Sequence[str], *, by_name: bool
 ) -> Callable[..., Any]:
-    """Load the function `name` of `file` (absolute), which is imported once a process.
+    """Load the function `name` of `file` (absolute), which must accept `parameters`.
 
-    Args:
-        parameters: the arguments that the function must accept.
-        by_name: whether these are passed by keyword, else by position.
-
-    Raises:
-        UserCodeError: as `load_member`, or it takes other arguments or does not return its result.
+    They are passed by keyword if `by_name`, else by position. The UserCodeError is as that of
+    `load_member`, or says that it takes other arguments or does not return its result.
     """
     function = load_member(file, name)
     try:

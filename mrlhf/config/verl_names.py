@@ -19,7 +19,7 @@ _ROLES = ("actor", "critic", "reference", "reward_model", "model")
 
 @dataclass(frozen=True)
 class Name:
-    """What a key of another system is here."""
+    """The name here of a key of another system."""
 
     ours: str | None  # None: it has no counterpart; of several, joined by |, the first that exists
     # of its value: the name of one of `CONVERSIONS`, or what each value becomes
@@ -54,7 +54,7 @@ def read_names() -> Names:
 
 
 def verl_hint(name: str, known: Collection[str]) -> str | None:
-    """What verl's key `name` is here, or that it has no counterpart; None if it is not known."""
+    """The name here of verl's key `name`, or that it has none, in words; None if not known."""
     here = _without_verls_section(name.lstrip("+~"))
     for theirs in (here, *_with_sections(here)):
         found = translate_name(theirs, known)
@@ -68,7 +68,7 @@ def verl_hint(name: str, known: Collection[str]) -> str | None:
 
 
 def translate_name(name: str, known: Collection[str]) -> Name | None:
-    """Return what verl's key `name` is among the `known` keys; None if it is not in the tables."""
+    """The name of verl's key `name` among the `known` keys; None if it is not in the tables."""
     here = _without_verls_section(name.lstrip("+~"))
     for row in _rows(here):
         for ours in (row.ours or "").split(" | "):

@@ -68,7 +68,7 @@ def message_list(row: Row, column: str, messages: list[Any]) -> list[Message]:
 
 
 def _named(row: Row, name: str, read: Callable[[Any], ReadT], value: Any) -> ReadT:
-    """What `read` makes of a value of the row; its DataErrors follow row and name."""
+    """The result of `read` for a value of the row; its DataErrors follow row and name."""
     try:
         return read(value)
     except DataError as error:

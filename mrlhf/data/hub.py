@@ -34,15 +34,13 @@ def local_directory(
 ) -> str:
     """The directory of a model, adapter or tokenizer that is `name`, or `org/name[@revision]`.
 
-    What is called `name` here is taken first; a `name` of another form is returned as it is.
+    A `name` that exists here, or has another form, is returned as it is. A ConfigError, one line
+    that begins with `name`, says that the repository cannot be had.
 
     Args:
         weights: whether they are needed too: safetensors alone, each tensor once.
         begun: the directory with which a run began; without a revision, its commit is taken again.
         from_cache: whether the cache holds all, so that the Hub need not be asked.
-
-    Raises:
-        ConfigError: the repository cannot be had; one line, which begins with `name`.
     """
     match = re.fullmatch(_NAME, name)
     if match is None or os.path.lexists(name):
@@ -110,9 +108,9 @@ def _of_split(files: Sequence[str], configs: Any, wanted: str) -> list[str]:
     for config in configs if isinstance(configs, list) else ():
         is_meant = isinstance(config, dict) and part in ("", config.get("config_name"))
         given = config.get("data_files") if is_meant else None
-        for one in given if isinstance(given, list) else ():
-            if isinstance(one, dict) and one.get("split") == split:
-                paths = one.get("path", [])
+        for entry in given if isinstance(given, list) else ():
+            if isinstance(entry, dict) and entry.get("split") == split:
+                paths = entry.get("path", [])
                 patterns += [paths] if isinstance(paths, str) else paths
     stated = [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
     folder = re.escape(f"{part}/") if part else ""
@@ -135,6 +133,7 @@ def _take(
         hooks.append(_bound)
     if not sys.stderr.isatty():
         disable_progress_bars()
+
     try:
         place = snapshot_download(
             match["repo"],

@@ -11,8 +11,6 @@ from typing import Any
 
 from mrlhf.errors import MrlhfError
 
-__all__ = ["read_object", "refuse_pointer"]
-
 _POINTER = b"version https://git-lfs"
 
 

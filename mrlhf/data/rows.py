@@ -195,6 +195,7 @@ def _as_json(value: Any, kind: pyarrow.DataType) -> Any:
         return {key: _as_json(item, kind.field(key).type) for key, item in kept.items()}
     if isinstance(value, list):
         return [_as_json(item, kind.value_type) for item in value]
+
     if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
         # 0.1 and not 0.10000000149011612
         return None if value is None else float(str(kind.to_pandas_dtype()(value)))

@@ -274,6 +274,7 @@ def load_tokenizer(
     backend = _load_backend(Path(path))
     if chat_template is not None:
         _set_chat_template(backend, chat_template)
+
     tokenizer = Tokenizer(backend, date=date)
     if len(tokenizer.chat_template) > _LONGEST_TEMPLATE:
         raise DataError(
@@ -282,6 +283,7 @@ def load_tokenizer(
         )
     if chat_template is not None:
         _try_chat_template(backend, chat_template)
+
     if not any(tokenizer.is_ordinary(token) for token in tokenizer.ids):
         _check_vocabulary(Path(path))
         raise DataError(f"the tokenizer {path} has no tokens for text; its files are damaged")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mrlhf.batch import Prompts
 from mrlhf.config.roots import AnyConfig, PPOConfig, SFTConfig
-from mrlhf.doctor.findings import Finding, judged, ok
+from mrlhf.doctor.findings import Finding, broken, judged, ok
 from mrlhf.inputs import read_ppo_inputs, read_preference_inputs, read_sft_inputs
 from mrlhf.inputs.read import PPOInputs
 from mrlhf.rewards.interface import RewardInput
@@ -32,10 +32,12 @@ def data(config: AnyConfig) -> Iterator[Finding]:
         finally:
             inputs.reward.close()
         return
+
     if isinstance(config, SFTConfig):
         lengths = [len(example.token_ids) for example in read_sft_inputs(config).examples]
         yield _lengths("rows", lengths, "data.max_length", config.data.max_length)
         return
+
     pairs = read_preference_inputs(config).pairs
     longest = [
         max(map(len, pair)) for pair in zip(pairs.chosen_ids, pairs.rejected_ids, strict=True)
@@ -99,8 +101,7 @@ def _right_answers(inputs: PPOInputs) -> Iterator[Finding]:
             "the others would score 0 however a policy answers; look at their rows",
         )
         return
-    yield Finding(
-        "broken",
+    yield broken(
         "reward",
         f"no reference answer scores above 0, in any of the forms {', '.join(_FORMS)}",
         "the reward may look for another form, or the answers stand in another column; try it on a "

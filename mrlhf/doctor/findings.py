@@ -1,4 +1,4 @@
-"""What a check has found, and how it is shown; this file makes no check."""
+"""The findings of a check, and how they are shown; this file makes no check."""
 
 from __future__ import annotations
 
@@ -28,9 +28,19 @@ def ok(subject: str, seen: str) -> Finding:
     return Finding("ok", subject, seen)
 
 
+def look(subject: str, seen: str, advice: str = "") -> Finding:
+    """A finding that may be meant."""
+    return Finding("look", subject, seen, advice)
+
+
+def broken(subject: str, seen: str, advice: str = "") -> Finding:
+    """A finding that stops a run."""
+    return Finding("broken", subject, seen, advice)
+
+
 def judged(is_good: bool, subject: str, seen: str, advice: str) -> Finding:
     """`ok`, or else `look` with the advice."""
-    return ok(subject, seen) if is_good else Finding("look", subject, seen, advice)
+    return ok(subject, seen) if is_good else look(subject, seen, advice)
 
 
 def examine(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -44,10 +54,10 @@ def examine(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Findin
         try:
             found += check()
         except MrlhfError as error:
-            found += [Finding("broken", subject, line) for line in str(error).splitlines()]
+            found += [broken(subject, line) for line in str(error).splitlines()]
         except Exception as error:
-            found.append(Finding("broken", subject, f"{type(error).__name__}: {error}"))
-    return [Finding("look", subject, warning) for warning in warnings] + found
+            found.append(broken(subject, f"{type(error).__name__}: {error}"))
+    return [look(subject, warning) for warning in warnings] + found
 
 
 def in_words(groups: Iterable[tuple[str, list[Finding]]]) -> str:
@@ -75,12 +85,12 @@ def _warnings() -> Iterator[list[str]]:
     """Collect mrlhf's warnings, which are shown nowhere else in the body of the `with`."""
     messages: list[str] = []
 
-    class Collector(logging.Handler):
+    class WarningCollector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
     logger = logging.getLogger("mrlhf")
-    collector = Collector(logging.WARNING)
+    collector = WarningCollector(logging.WARNING)
     logger.addHandler(collector)
     propagates = logger.propagate
     logger.propagate = False

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.device import Device
-from mrlhf.doctor.findings import Finding, judged, ok
+from mrlhf.doctor.findings import Finding, broken, judged, look, ok
 from mrlhf.parallel.collectives import all_gather_objects
 
 # The oldest driver for each major version of CUDA: NVIDIA, "CUDA Compatibility", minor versions.
@@ -41,7 +41,7 @@ _SLOW = 0.5  # of the median
 
 def machine(output_dir: Path) -> Iterator[Finding]:
     """Look over this machine, which would write a run into `output_dir`."""
-    yield from torch_build(torch.version.cuda, driver_version(), torch.cuda.is_available())
+    yield torch_build(torch.version.cuda, driver_version(), torch.cuda.is_available())
     if torch.cuda.is_available():
         yield from _gpus()
         yield nccl(torch.cuda.nccl.version(), platform.machine())
@@ -50,41 +50,33 @@ def machine(output_dir: Path) -> Iterator[Finding]:
     yield from disk(output_dir)
 
 
-def torch_build(cuda: str | None, driver: str | None, available: bool) -> Iterator[Finding]:
+def torch_build(cuda: str | None, driver: str | None, available: bool) -> Finding:
     """Look at torch's build (its CUDA version) beside the driver of this machine."""
     version = torch.__version__
     if cuda is None and driver is None:
-        yield ok("torch", f"{version}, a build for CPUs; no NVIDIA driver was found")
-    elif cuda is None:
-        yield Finding(
-            "broken",
-            "torch",
-            f"{version} is a build without CUDA, and driver {driver} has GPUs",
-            "install a build for CUDA; 'mrlhf docs gpu' says which",
-        )
-    elif driver is None:
+        return ok("torch", f"{version}, a build for CPUs; no NVIDIA driver was found")
+    if cuda is None:
+        seen = f"{version} is a build without CUDA, and driver {driver} has GPUs"
+        return broken("torch", seen, "install a build for CUDA; 'mrlhf docs gpu' says which")
+    if driver is None:
         seen = f"{version} for CUDA {cuda}, but there is no NVIDIA driver"
-        yield Finding("look", "torch", seen, "runs take the CPUs here; a GPU needs its driver")
-    else:
-        oldest = _OLDEST_DRIVER.get(cuda.split(".")[0], (0, 0))
-        parts = tuple(int(part) for part in driver.split(".")[:2])
-        if parts < oldest:
-            needed = ".".join(map(str, oldest))
-            yield Finding(
-                "broken",
-                "torch",
-                f"{version} for CUDA {cuda} needs driver {needed} or newer; here it is {driver}",
-                "have the driver updated, or install a build of torch for an older CUDA",
-            )
-        elif not available:
-            yield Finding(
-                "broken",
-                "torch",
-                f"{version} for CUDA {cuda}, driver {driver}, but torch finds no GPU",
-                "look at CUDA_VISIBLE_DEVICES, at nvidia-smi, and whether a container got its GPUs",
-            )
-        else:
-            yield ok("torch", f"{version} for CUDA {cuda}, driver {driver}")
+        return look("torch", seen, "runs take the CPUs here; a GPU needs its driver")
+
+    oldest = _OLDEST_DRIVER.get(cuda.split(".")[0], (0, 0))
+    if tuple(int(part) for part in driver.split(".")[:2]) < oldest:
+        return broken(
+            "torch",
+            f"{version} for CUDA {cuda} needs driver {'.'.join(map(str, oldest))} or newer; here "
+            f"it is {driver}",
+            "have the driver updated, or install a build of torch for an older CUDA",
+        )
+    if not available:
+        return broken(
+            "torch",
+            f"{version} for CUDA {cuda}, driver {driver}, but torch finds no GPU",
+            "look at CUDA_VISIBLE_DEVICES, at nvidia-smi, and whether a container got its GPUs",
+        )
+    return ok("torch", f"{version} for CUDA {cuda}, driver {driver}")
 
 
 def driver_version() -> str | None:
@@ -114,13 +106,13 @@ def nccl(version: tuple[int, ...], processor_name: str) -> Finding:
     shown = ".".join(map(str, version))
     update = "install another one: pip install -U nvidia-nccl-cu12 (or -cu13, as torch has it)"
     if version == (2, 29, 2):  # pytorch/pytorch#174338
-        return Finding("broken", "NCCL", f"{shown} hangs; 2.29.3 mends that", update)
+        return broken("NCCL", f"{shown} hangs; 2.29.3 mends that", update)
     if version < (2, 29, 3) and processor_name == "aarch64":  # release notes of NCCL 2.29.3
         seen = f"{shown} on ARM can hang without an error; 2.29.3 mends that"
-        return Finding("broken", "NCCL", seen, update)
+        return broken("NCCL", seen, update)
     if version < (2, 26, 2):  # pytorch/pytorch#149351
         seen = f"{shown} can hang when a failed job ends; 2.26.2 mends that"
-        return Finding("look", "NCCL", seen, update)
+        return look("NCCL", seen, update)
     return ok("NCCL", shown)
 
 
@@ -144,6 +136,7 @@ def limits() -> Iterator[Finding]:
         f"at most {files}",
         f"raise it before a start of many ranks: ulimit -n {most}",
     )
+
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir():
         yield judged(
@@ -152,6 +145,7 @@ def limits() -> Iterator[Finding]:
             "unlimited" if locked == resource.RLIM_INFINITY else f"at most {locked} bytes",
             "InfiniBand needs it without a limit: ulimit -l unlimited, or the scheduler's setting",
         )
+
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free / 1e9
         yield judged(
@@ -168,7 +162,7 @@ def disk(directory: Path) -> Iterator[Finding]:
     while not place.exists():
         place = place.parent
     if not place.is_dir():
-        yield Finding("broken", "output", f"{place} is no directory", "give another --out")
+        yield broken("output", f"{place} is no directory", "give another --out")
         return
     file = place / f".mrlhf_doctor_{os.getpid()}"
     begin = time.perf_counter()
@@ -181,7 +175,7 @@ def disk(directory: Path) -> Iterator[Finding]:
             os.fsync(output.fileno())
     except OSError as error:
         advice = "free some room, or give another --out"
-        yield Finding("broken", "output", f"{place}: {error.strerror}", advice)
+        yield broken("output", f"{place}: {error.strerror}", advice)
         return
     finally:
         file.unlink(missing_ok=True)
@@ -204,7 +198,7 @@ def disk(directory: Path) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank has measured."""
+    """The measurements of one rank."""
 
     rank: int
     host: str
@@ -279,12 +273,12 @@ def judge_ranks(measured: Sequence[Measured], speeds: dict[str, float]) -> Itera
         yield from _slowest(measured, "link", "GB/s", lambda each: each.link)
     for name, speed in speeds.items():
         yield ok(name, f"{speed:.2f} GB/s, {_BYTES // 2**20} MB a rank")
+
     for host in hosts:
         ahead = next(each.clock for each in measured if each.host == host)
         if abs(ahead) > _LATE_S:
             way = "ahead of" if ahead > 0 else "behind"
-            yield Finding(
-                "look",
+            yield look(
                 "clocks",
                 f"that of {host} is {abs(ahead):.1f} s {way} that of {measured[0].host}",
                 "let both follow a time server; times in logs and timelines do not fit otherwise",

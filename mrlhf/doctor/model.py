@@ -10,7 +10,7 @@ from mrlhf.checkpoint.conversion.model_files import stated_head
 from mrlhf.data.hub import base_of_adapter
 from mrlhf.data.hub_files import read_object
 from mrlhf.data.tokenizer import Message, Tokenizer, holds_tokenizer, load_tokenizer
-from mrlhf.doctor.findings import Finding, judged, ok
+from mrlhf.doctor.findings import Finding, broken, judged, look, ok
 from mrlhf.errors import ConfigError
 from mrlhf.inputs.vocabulary import check_vocabularies, warn_of_ends
 from mrlhf.models.families import load_spec
@@ -31,17 +31,18 @@ def model(directory: Path) -> Iterator[Finding]:
         adapter = AdapterSource(directory, base=None, step=None)
         weights = Path(base_of_adapter(read_object(directory / ADAPTER_CONFIG, ConfigError)))
         yield ok("adapter", f"{len(adapter.tensors)} tensors, which fit the model {weights}")
+
     head = stated_head(weights)
     spec = load_spec(weights, head)
     sizes = f"{spec.num_layers} layers, vocabulary {spec.vocab_size}"
     scores = ", with a scalar head" if head == "scalar" else ""
     yield ok("config.json", f"{spec.family}, {sizes}{scores}")
     for remark in check_weight_files(weights, spec, needs_head=head == "scalar"):
-        yield Finding("look", "weights", remark)
+        yield look("weights", remark)
     yield ok("weights", "every tensor is there, in its shape, and none is left over")
 
     if not holds_tokenizer(directory):
-        yield Finding("look", "tokenizer", "none beside the weights", "name one in data.tokenizer")
+        yield look("tokenizer", "none beside the weights", "name one in data.tokenizer")
         return
     yield from tokenizer(load_tokenizer(directory), spec.vocab_size, end_token_ids(directory))
 
@@ -58,13 +59,10 @@ def tokenizer(loaded: Tokenizer, vocab_size: int, end_tokens: dict[int, str]) ->
 def chat_template(loaded: Tokenizer) -> Iterator[Finding]:
     """Whether the text of a conversation begins with that of its first messages."""
     if not loaded.has_chat_template:
-        yield judged(
-            False,
-            "chat template",
-            "none",
-            "prompts must be plain text; for chat messages name a file in data.chat_template",
-        )
+        advice = "prompts must be plain text; for chat messages name a file in data.chat_template"
+        yield look("chat template", "none", advice)
         return
+
     roles = ("user", "assistant", "user", "assistant")
     talk: list[Message] = [
         {"role": role, "content": text} for role, text in zip(roles, _TALK, strict=True)
@@ -72,8 +70,9 @@ def chat_template(loaded: Tokenizer) -> Iterator[Finding]:
     whole = loaded.apply_chat_template(talk, add_generation_prompt=False)
     for text in (_TALK[0], _TALK[2], _TALK[3]):
         if text not in whole:
-            yield Finding("broken", "chat template", f"it drops the message {text!r}", "mend it")
+            yield broken("chat template", f"it drops the message {text!r}", "mend it")
             return
+
     first = loaded.apply_chat_template(talk[:2], add_generation_prompt=False)
     asked = loaded.apply_chat_template(talk[:1], add_generation_prompt=True)
     same_header = first.startswith(asked.rstrip())
@@ -84,6 +83,7 @@ def chat_template(loaded: Tokenizer) -> Iterator[Finding]:
         "what the policy continues differs from what fine-tuning trained on; compare the template "
         "with and without add_generation_prompt",
     )
+
     stays = whole.startswith(first.rstrip())
     yield judged(
         stays,

@@ -50,11 +50,11 @@ def input_paths(config: AnyConfig) -> list[InputPath]:
     if config.trainer.resume not in ("auto", "never") and not has_own:
         paths.append(InputPath("trainer.resume", config.trainer.resume, "directory"))
 
-    told = {path.key: path.path for path in paths}
+    named = {path.key: path.path for path in paths}
     own = []
     for path in paths:
         source = config.inherited.get(path.key)
-        if source is None or told.get(source) != path.path:
+        if source is None or named.get(source) != path.path:
             own.append(path)
     return own
 
@@ -117,7 +117,7 @@ def present(config: AnyConfig) -> AnyConfig:
         changes["reward"] = config.reward.model_copy(update={"terms": terms})
         rollout = config.rollout
         kept = {
-            "environment": [one for one in rollout.environment if is_here(one.name)],
+            "environment": [section for section in rollout.environment if is_here(section.name)],
             "tools": list(filter(is_here, rollout.tools)),
         }
         changes["rollout"] = rollout.model_copy(update=kept)

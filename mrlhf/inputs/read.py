@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What an engine needs beside a model to answer prompts."""
+    """The inputs of an engine beside its model, to answer prompts."""
 
     tokenizer: Tokenizer
     endings: Endings
@@ -216,7 +216,7 @@ def _prompts_by_split(
 
 
 def _distinct(prompts: Prompts, environments: EnvironmentInputs | None) -> list[Hashable]:
-    """What tells rows apart: their prompt, and the row itself if an environment gets it."""
+    """The facts that tell rows apart: the prompt, and the row if an environment gets it."""
 
     def others(row: int) -> str:
         if environments is None or not environments.leads(prompts.data_source[row]):
@@ -289,6 +289,7 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
     }
     if config.loads_weights:
         _check_tokens(config, tokenizer)
+
     full_kl = isinstance(config, PPOConfig) and config.needs_full_kl
     check_vocabularies(sizes, tokenizer.highest_id, ("actor", "reference") if full_kl else ())
     if "actor" in sizes:

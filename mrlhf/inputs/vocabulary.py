@@ -86,10 +86,7 @@ def check_tokens(
 
 
 def ids_without_token(vocab_size: int, token_ids: AbstractSet[int]) -> list[int]:
-    """The rows of a vocabulary for which the tokenizer has no text; they must not be drawn.
-
-    Other models may lack these rows, no text has them, and rewards would not see them.
-    """
+    """The rows of a vocabulary that must not be drawn, since the tokenizer has no text for them."""
     return [number for number in range(vocab_size) if number not in token_ids]
 
 
@@ -156,29 +153,31 @@ def warn_of_ends(end_tokens: Mapping[int, str], tokenizer: Tokenizer, draws: boo
     the exported model only at the tokens in its files. Where a run `draws` responses, it warns too
     of tokens that are ordinary text, or that the tokenizer lacks.
     """
+    warnings = []
     for number, file in end_tokens.items() if draws else ():
         if number not in tokenizer.ids:
-            logger.warning(
-                "%s names token %d as eos_token_id, which the tokenizer does not have; it ends no "
-                "response",
-                file,
-                number,
+            warnings.append(
+                f"{file} names token {number} as eos_token_id, which the tokenizer does not have; "
+                "it ends no response"
             )
         elif number != tokenizer.eos_id and tokenizer.is_ordinary(number):
-            logger.warning(
-                "responses end after token %d (%r), which %s names as eos_token_id and the "
-                "tokenizer has as ordinary text; correct the file if that is not meant",
-                number,
-                tokenizer.decode([number], skip_special_tokens=False),
-                file,
+            warnings.append(
+                f"responses end after token {number} ({_text(number, tokenizer)}), which {file} "
+                "names as eos_token_id and the tokenizer has as ordinary text; correct the file if "
+                "that is not meant"
             )
-    if end_tokens and tokenizer.eos_id not in end_tokens:
-        logger.warning(
-            "the tokenizer's end token is %d (%r), and %s of the model names %s as eos_token_id; "
-            "other programs would not stop the exported model where it has learned to end: make "
-            "the files agree",
-            tokenizer.eos_id,
-            tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False),
-            " and ".join(dict.fromkeys(end_tokens.values())),
-            " and ".join(map(str, end_tokens)),
+
+    end = tokenizer.eos_id
+    if end_tokens and end not in end_tokens:
+        files = " and ".join(dict.fromkeys(end_tokens.values()))
+        warnings.append(
+            f"the tokenizer's end token is {end} ({_text(end, tokenizer)}), and {files} of the "
+            f"model names {' and '.join(map(str, end_tokens))} as eos_token_id; other programs "
+            "would not stop the exported model where it has learned to end: make the files agree"
         )
+    for warning in warnings:
+        logger.warning(warning)
+
+
+def _text(number: int, tokenizer: Tokenizer) -> str:
+    return repr(tokenizer.decode([number], skip_special_tokens=False))

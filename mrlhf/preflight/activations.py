@@ -131,7 +131,7 @@ class Activations:
         return rows * row + 3 * self._states + of_weight
 
     def _backward(self, layers: Sequence[int]) -> float:
-        """What the backward pass takes in the top layer, beside what layers keep."""
+        """Bytes that the backward pass takes in the top layer, beside what layers keep."""
         taken = self._residual  # the gradient of its output
         if not layers:
             return taken

@@ -144,7 +144,8 @@ def _least_bytes(config: AnyConfig, world_size: int) -> int:
         try:
             spec = spec_of_role(role, config.head_of(name))
         except (ConfigError, WeightError):
-            continue  # that it is missing or wrong is told elsewhere
+            continue  # other checks report that it is missing or wrong
+
         shapes = family_of(spec).tensor_shapes(spec).values()
         is_whole = name in trained_models(config) and spec.lora is None
         replicas = world_size // AxisSizes.of(role).ranks

@@ -37,10 +37,11 @@ OWNERS = ("params", "grads", "optimizer")  # of a model that is trained
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on one GPU, by owner, such as `actor/params` or `engine/cache`."""
+    """Bytes of one rank, by owner, such as `actor/params` or `engine/cache`."""
 
-    held: dict[str, int]  # those that never leave
-    phases: dict[str, dict[str, int]]  # more of them while a phase lasts, by its name
+    sizes: dict[str, int]  # on GPU or host: of all owners but those that one phase alone has
+    held: dict[str, int]  # on the GPU: those that never leave it
+    phases: dict[str, dict[str, int]]  # on the GPU: more of them while a phase lasts, by its name
 
     def total(self, phase: str) -> int:
         """The bytes while a phase lasts."""
@@ -53,7 +54,7 @@ class RankBytes:
         return self.total(phase) - kept
 
     def owners(self, phase: str) -> dict[str, int]:
-        """What a phase consists of, the largest first."""
+        """The owners of a phase's bytes, the largest first."""
         every = self.held | self.phases[phase]
         return dict(sorted(every.items(), key=lambda item: -item[1]))
 
@@ -65,9 +66,8 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes of a run on those of its ranks that differ: of each combination of stages one."""
+    """The bytes of a run, on one rank for each combination of stages that a rank can hold."""
 
-    sizes: dict[str, int]  # by owner the most of any rank, wherever it is; not those of one phase
     ranks: list[RankBytes]
     sample_bytes: int = 0  # of a response of full length in the KV cache; 0 without an engine
 
@@ -78,6 +78,12 @@ class Footprint:
     def owned(self, phase: str) -> int:
         """The same without activations."""
         return max(rank.owned(phase) for rank in self.ranks)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each owner on the rank that has most of it, on GPU or host."""
+        owners = self.ranks[0].sizes
+        return {owner: max(rank.sizes[owner] for rank in self.ranks) for owner in owners}
 
     @property
     def peak(self) -> str:
@@ -91,12 +97,12 @@ class Footprint:
 
     @property
     def held(self) -> dict[str, int]:
-        """What never leaves the fullest rank."""
+        """The bytes that never leave the GPU of the fullest rank."""
         return self.fullest.held
 
     @property
     def phases(self) -> dict[str, dict[str, int]]:
-        """What the fullest rank has besides in each phase."""
+        """The bytes that each phase adds to them."""
         return self.fullest.phases
 
 
@@ -105,91 +111,115 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
 
     In generation the KV cache counts with one response of full length; a run gives it what is left.
     """
-    sizes: dict[str, int] = {}
-    ranks = []
     # Stages of a model are consecutive ranks, so the first rank of each part has other ones.
     parts = math.lcm(*(role.value_of("pp") for role in config.roles().values()))
-    for part in range(parts):
-        own, rank = _of_rank(config, specs, world_size, part * world_size // parts)
-        sizes |= {owner: max(size, sizes.get(owner, 0)) for owner, size in own.items()}
-        ranks.append(rank)
+    firsts = [part * world_size // parts for part in range(parts)]
     sample = cache_needs(config, specs["actor"]).bytes if isinstance(config, PPOConfig) else 0
-    return Footprint(sizes, ranks, sample)
+    return Footprint([_of_rank(config, specs, world_size, first) for first in firsts], sample)
 
 
-def _of_rank(
-    config: AnyConfig, specs: Specs, world_size: int, rank: int
-) -> tuple[dict[str, int], RankBytes]:
-    """The bytes of all owners of a rank but those of one phase, and those on its GPU."""
+@dataclass(frozen=True)
+class _Share:
+    """A rank's share of a model."""
+
+    spec: ModelSpec
+    layout: ParallelLayout
+    stage: int
+    itemsize: int  # bytes of a weight
+
+    @property
+    def parameters(self) -> dict[Any, int]:
+        """Bytes of each parameter, by the slices that it holds."""
+        return _held(self.spec, _smallest(self.layout), self.itemsize)[self.stage]
+
+
+def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> RankBytes:
+    """The bytes of a rank, model by model and then those of the engine."""
+    shares = {}
+    for name, role in config.roles().items():
+        layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
+        itemsize = dtype_on(role.dtype, device_kind(config.distributed.device)).itemsize
+        shares[name] = _Share(specs[name], layout, layout.coordinates(rank).pp, itemsize)
+
+    found = RankBytes({}, {}, {})
     trained = trained_models(config)
     # No micro-batch is larger than all that a rank has of an optimizer step.
     most_tokens = {
         work.name: work.per_rank * work.longest for work in role_work(config, world_size)
     }
-    sizes: dict[str, int] = {}
-    held: dict[str, int] = {}
-    leaving: dict[str, dict[str, int]] = {}  # what a role's passes bring, by role
-    phases: dict[str, dict[str, int]] = {}
     for name, role in config.roles().items():
-        if name not in trained and not isinstance(config, PPOConfig):
-            continue  # DPO's reference has left before the policy is built, which takes more
-        spec = specs[name]
-        layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
-        stage = layout.coordinates(rank).pp
-        itemsize = _itemsize(config, role)
         if name in trained:
-            optim = trained[name][1]
-            states_of = (optim.splits_states, optim.name == "muon")
-            bytes_of = training_bytes(spec, layout, itemsize, *states_of, stage)
-            own = dict(zip(OWNERS, vars(bytes_of).values(), strict=True))
-            phase = update_of(name)
-            device = device_kind(config.distributed.device)
-            tokens = min(role.micro_batch_tokens, most_tokens[name])
-            filled = role.model_copy(update={"micro_batch_tokens": tokens})
-            most = Activations(filled, spec, layout, stage, itemsize, device).most
-            kept = {f"{name}/activations": most}
-            if optim.stream is not None:
-                states = own.pop("optimizer")
-                sizes[f"{name}/optimizer"] = states
-                kept[f"{name}/optimizer, in parts"] = _part_bytes(spec, layout, stage, itemsize)
-                # Main weights are made on the GPU, once the gradients have left.
-                mains = states // 3 if itemsize < 4 else 0
-                phases[f"start of {name}"] = {f"{name}/main weights": mains}
-        else:
-            own = {"params": sum(_held(spec, _smallest(layout), itemsize)[stage].values())}
-            phase, kept = f"passes of {name}", {}
-        sizes |= {f"{name}/{owner}": nbytes for owner, nbytes in own.items()}
-        held |= {f"{name}/{owner}": own[owner] for owner in own if owner not in role.offload}
-        leaving[name] = {f"{name}/{owner}": own[owner] for owner in own if owner in role.offload}
-        phases[phase] = leaving[name] | kept
-        if f"start of {name}" in phases and "params" in role.offload:
-            phases[f"start of {name}"][f"{name}/params"] = own["params"]
+            _add_trained(found, config, name, shares[name], most_tokens[name])
+        elif isinstance(config, PPOConfig):
+            own = {"params": sum(shares[name].parameters.values())}
+            found.phases[f"passes of {name}"] = _add_owners(found, name, role, own)
+        # DPO's reference has left before the policy is built, which takes more.
 
-    if not isinstance(config, PPOConfig):
-        return sizes, RankBytes(held, phases)
-    if config.full_kl_in_loss:  # the reference's output layer is part of the loss
-        phases[update_of("actor")] |= leaving.get("reference", {})
-    spec = specs["actor"]
-    layout = ParallelLayout.for_world("actor", world_size, AxisSizes.of(config.actor))
-    stage = layout.coordinates(rank).pp
+    if isinstance(config, PPOConfig):
+        _add_generation(found, config, shares["actor"])
+    return found
+
+
+def _add_trained(
+    found: RankBytes, config: AnyConfig, name: str, share: _Share, most_tokens: int
+) -> None:
+    """Add a model that is trained with at most `most_tokens` in a micro-batch."""
+    role, optim = trained_models(config)[name]
+    itemsize = share.itemsize
+    states_of = (optim.splits_states, optim.name == "muon")
+    own = training_bytes(share.spec, share.layout, itemsize, *states_of, share.stage).by_owner
+
+    device = device_kind(config.distributed.device)
+    tokens = min(role.micro_batch_tokens, most_tokens)
+    filled = role.model_copy(update={"micro_batch_tokens": tokens})
+    activations = Activations(filled, share.spec, share.layout, share.stage, itemsize, device)
+    added = {f"{name}/activations": activations.most}
+
+    if optim.stream is not None:
+        states = own.pop("optimizer")
+        found.sizes[f"{name}/optimizer"] = states
+        # The most of a weight's main weights and moments that pass through the GPU together.
+        largest = max(share.parameters.values()) // itemsize
+        added[f"{name}/optimizer, in parts"] = max(STREAMED_BYTES, 3 * 4 * largest)
+        # Main weights are made on the GPU, once the gradients have left.
+        start = {f"{name}/main weights": states // 3 if itemsize < 4 else 0}
+        if "params" in role.offload:
+            start[f"{name}/params"] = own["params"]
+        found.phases[f"start of {name}"] = start
+    found.phases[update_of(name)] = _add_owners(found, name, role, own) | added
+
+
+def _add_owners(
+    found: RankBytes, name: str, role: RoleSection, own: Mapping[str, int]
+) -> dict[str, int]:
+    """Add a model's bytes by owner, and return those that are on the GPU in its phase alone."""
+    leaving: dict[str, int] = {}
+    for owner, nbytes in own.items():
+        found.sizes[f"{name}/{owner}"] = nbytes
+        (leaving if owner in role.offload else found.held)[f"{name}/{owner}"] = nbytes
+    return leaving
+
+
+def _add_generation(found: RankBytes, config: PPOConfig, actor: _Share) -> None:
+    """Add the engine, and what the reference adds to the actor's update."""
     rollout = config.rollout
-    itemsize = _itemsize(config, config.actor)
-    is_native = rollout.engine == "native"
-    engine = _engine_bytes(
-        without_adapters(spec), layout, stage, itemsize, is_native, rollout.tp, rollout.ep or 1
-    )
-    generating = {
-        owner: size for owner, size in leaving["actor"].items() if owner.endswith("/params")
-    }
+    spec = actor.spec
+    update = found.phases[update_of("actor")]
+    generating = {owner: size for owner, size in update.items() if owner.endswith("/params")}
+    if config.full_kl_in_loss:  # the reference's output layer is part of the loss
+        update |= found.phases.get("passes of reference", {})
+
+    whole = replace(actor, spec=without_adapters(spec))
+    engine = _engine_bytes(whole, rollout.engine == "native", rollout.tp, rollout.ep or 1)
+    found.sizes[ENGINE] = engine
     if spec.lora is not None and rollout.lora == "merged":
-        held[MERGED] = merged_bytes(spec, layout, itemsize, stage)
+        found.held[MERGED] = merged_bytes(spec, actor.layout, actor.itemsize, actor.stage)
     if spec.lora is not None and rollout.lora != "merged":
-        held[ENGINE] = engine  # the base comes once
+        found.held[ENGINE] = engine  # the base comes once
     else:
         generating[ENGINE] = engine
     sample = cache_needs(config, spec).bytes
-    phases[GENERATION] = generating | {"engine/cache, at least": sample}
-    return sizes | {ENGINE: engine}, RankBytes(held, phases)
+    found.phases[GENERATION] = generating | {"engine/cache, at least": sample}
 
 
 def update_of(name: str) -> str:
@@ -197,37 +227,17 @@ def update_of(name: str) -> str:
     return f"update of {name}"
 
 
-def _itemsize(config: AnyConfig, role: RoleSection) -> int:
-    """Bytes of a weight of a role."""
-    return dtype_on(role.dtype, device_kind(config.distributed.device)).itemsize
-
-
-def _part_bytes(spec: ModelSpec, layout: ParallelLayout, stage: int, itemsize: int) -> int:
-    """The most of a weight's main weights and moments that pass through a GPU together."""
-    weights = max(_held(spec, _smallest(layout), itemsize)[stage].values()) // itemsize
-    return max(STREAMED_BYTES, 3 * 4 * weights)
-
-
 @lru_cache(maxsize=4096)
-def _engine_bytes(
-    spec: ModelSpec,
-    layout: ParallelLayout,
-    stage: int,
-    itemsize: int,
-    native: bool,
-    tp: int,
-    ep: int,
-) -> int:
+def _engine_bytes(actor: _Share, native: bool, tp: int, ep: int) -> int:
     """The engine's weights that are not the actor's own tensors, on a rank of a stage.
 
     A tensor with exactly the slices of one of the actor's shares its memory.
     """
     choose = EngineLayout.closest if native else EngineLayout.consecutive
-    engine = choose(layout, tp, ep)
-    held = _held(spec, _smallest(layout), itemsize)[stage]
-    place = engine.place_in_replica(layout.rank_at(pp=stage))
-    needed = _needed(spec, place.tp, place.ep, place.tp_rank, itemsize)
-    shared = needed.keys() & held.keys() if native else ()
+    engine = choose(actor.layout, tp, ep)
+    place = engine.place_in_replica(actor.layout.rank_at(pp=actor.stage))
+    needed = _needed(actor.spec, place.tp, place.ep, place.tp_rank, actor.itemsize)
+    shared = needed.keys() & actor.parameters.keys() if native else ()
     return sum(needed.values()) - sum(needed[keys] for keys in shared)
 
 

@@ -24,10 +24,7 @@ _REMEDIES = 3
 def describe_phases(
     config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int, on: str
 ) -> Iterator[str]:
-    """What each phase takes on the rank that has most, if all models are known.
-
-    `on` names the device of a rank: "on a GPU".
-    """
+    """The bytes of each phase on the fullest rank, whose device is `on`, if all are known."""
     known = _known(specs)
     if known is None:
         return
@@ -57,15 +54,18 @@ def check_memory(
     if bound is None or known is None:
         return
     room = int(bound * 2**20)
-    title = f"a GPU of {size_text(room)}" if own is None else f"{BOUND_KEY} {bound:g}"
     sizes = footprint(config, known, world_size)
     phase = max(sizes.phases, key=sizes.owned)
     if sizes.owned(phase) <= room:
         return
+
+    title = f"a GPU of {size_text(room)}" if own is None else f"{BOUND_KEY} {bound:g}"
     fullest = max(sizes.ranks, key=lambda rank: rank.owned(phase))
-    every = fullest.owners(phase).items()
-    largest = [item for item in every if not item[0].endswith("/activations")]
-    owners = ", ".join(f"{owner} {size_text(nbytes)}" for owner, nbytes in largest)
+    owners = ", ".join(
+        f"{owner} {size_text(nbytes)}"
+        for owner, nbytes in fullest.owners(phase).items()
+        if not owner.endswith("/activations")
+    )
     remedies = list(_remedies(config, known, world_size, room))
     choices = "; or ".join(remedies[:_REMEDIES]) or "more ranks or adapters, since no offload does"
     raise ConfigError(
@@ -82,18 +82,21 @@ def _known(specs: Mapping[str, ModelSpec | None]) -> Specs | None:
 
 def _remedies(config: AnyConfig, specs: Specs, world_size: int, room: int) -> Iterator[str]:
     """Keys that let all phases fit, the cheapest first."""
-    for keys in offloads(config):
+    for keys in offloads(config)[1:]:
         sizes = footprint(with_keys(config, keys), specs, world_size)
-        if keys and all(sizes.owned(phase) <= room for phase in sizes.phases):
-            yield " ".join(f"{key}={_on_one_line(value)}" for key, value in keys.items())
-
-
-def _on_one_line(value: Any) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+        if all(sizes.owned(phase) <= room for phase in sizes.phases):
+            yield " ".join(
+                f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
+                for key, value in keys.items()
+            )
 
 
 def offloads(config: AnyConfig) -> list[dict[str, Any]]:
-    """What leaves the GPUs: as configured, gradients, states too, all, and all with a stream."""
+    """Keys by which more and more leaves the GPUs.
+
+    As configured, then gradients, then optimizer states too, then all, then all with states that
+    pass through the GPUs in parts.
+    """
     trained = trained_models(config)
     frozen = config.roles().keys() - trained if isinstance(config, PPOConfig) else ()
     choices: list[dict[str, Any]] = [{}]
@@ -102,6 +105,7 @@ def offloads(config: AnyConfig) -> list[dict[str, Any]]:
         if "params" in owners:
             choice |= {f"{name}.offload": ["params"] for name in frozen}
         choices.append(choice)
+
     optim = "optim" if isinstance(config, SupervisedConfig) else "{}.optim"
     streamed = [name for name, (_, section) in trained.items() if section.name != "muon"]
     streams = {f"{optim.format(name)}.stream": "host" for name in streamed}

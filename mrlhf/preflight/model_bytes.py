@@ -30,6 +30,11 @@ class ModelBytes:
         """All of them."""
         return self.weights + self.gradients + self.optimizer
 
+    @property
+    def by_owner(self) -> dict[str, int]:
+        """The same under the names of the owners in `footprint`."""
+        return {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
+
 
 @lru_cache(maxsize=4096)
 def training_bytes(
@@ -40,12 +45,9 @@ def training_bytes(
     is_muon: bool = False,
     stage: int | None = None,
 ) -> ModelBytes:
-    """The bytes of a model that is trained, on a rank of a stage, or on the rank that has most.
+    """The bytes of a model that is trained, on a rank of `stage`, or on the rank that has most.
 
-    Args:
-        itemsize: bytes of a weight.
-        splits_optimizer: whether replicas share the optimizer's states.
-        is_muon: whether matrices of hidden layers have one moment, and not AdamW's two.
+    `itemsize` is that of a weight; replicas may split the optimizer's states.
     """
     stages = range(layout.pp) if stage is None else [stage]
     ranks = [layout.rank_at(pp=number) for number in stages]

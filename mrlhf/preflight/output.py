@@ -126,6 +126,7 @@ def _in_the_way(directory: Path, models: Sequence[str]) -> str | None:
             return f"holds a file '{name}' where the run makes a directory"
         if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
             return f"holds a directory '{name}' that may not be written"
+
     for name in FILES:
         path = directory / name
         if path.is_dir():

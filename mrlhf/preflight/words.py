@@ -37,15 +37,13 @@ def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> st
 def describe_memory(
     config: AnyConfig, specs: Mapping[str, ModelSpec | None], world_size: int, on: str
 ) -> Iterator[str]:
-    """The bytes that each trained model takes on a rank, as far as it is known.
-
-    `on` names the device of a rank: "on a GPU".
-    """
+    """The bytes of each known model that is trained on a rank, whose device is `on`: "on a GPU"."""
     kind = device_kind(config.distributed.device)
     for name, (role, optim) in trained_models(config).items():
         spec = specs.get(name)
         if spec is None:
             continue
+
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
         itemsize = dtype_on(role.dtype, kind).itemsize
         states_of = (optim.splits_states, optim.name == "muon")
@@ -55,11 +53,8 @@ def describe_memory(
         if spec.lora is not None:
             needed = training_bytes(without_adapters(spec), layout, itemsize, *states_of)
             yield f"  if all weights were trained: {_sizes(needed)}"
-            if (
-                isinstance(config, PPOConfig)
-                and name == "actor"
-                and config.rollout.lora == "merged"
-            ):
+            is_actor = isinstance(config, PPOConfig) and name == "actor"
+            if is_actor and config.value_of("rollout.lora") == "merged":
                 merged = size_text(merged_bytes(spec, layout, itemsize))
                 yield f"  weights merged for the engine (rollout.lora): {merged} more"
 

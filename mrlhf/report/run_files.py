@@ -15,7 +15,6 @@ from typing import Any
 
 from mrlhf.checkpoint import output_files as files
 from mrlhf.checkpoint.manifest import CHECKPOINTS, with_manifest
-from mrlhf.checkpoint.summary import read_summary
 from mrlhf.config.load import read_leaves
 from mrlhf.errors import DataError
 from mrlhf.log import read_metrics
@@ -74,7 +73,7 @@ def read_run(directory: Path) -> RunFiles:
         directory=directory,
         records=records,
         config=read_leaves(_text(directory / files.CONFIG)),
-        summary=read_summary(directory) or {},
+        summary=files.read_summary(directory) or {},
         origin={**_object(directory / files.STATUS), **_object(directory / files.RUN_RECORD)},
         checkpoints=[path.name for path in with_manifest(directory / CHECKPOINTS)],
         alarms=_records(directory / files.ALARMS),

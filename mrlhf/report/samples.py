@@ -114,10 +114,12 @@ def _quantities(tokens: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, Float
         yield "KL to reference", old - tokens["ref_logprob"]
     if "new_logprob" in tokens:
         yield "ratio after update", np.exp(tokens["new_logprob"] - old)
+
     difference = old - tokens["rollout_logprob"]
     if "version" in tokens:  # the engine has no log-probability of what the policy did not draw
         difference = np.where(tokens["version"] == NO_VERSION, np.float32(np.nan), difference)
     yield "trainer - engine", difference
+
     if "value" in tokens:
         yield "value", tokens["value"]
     if "entropy" in tokens:
@@ -171,7 +173,7 @@ def _block(content: bytes) -> str:
 def _plain(value: Any) -> Any:
     """The value in a form that JSON can hold, numbers with six digits."""
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None

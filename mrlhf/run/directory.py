@@ -33,8 +33,15 @@ from mrlhf.checkpoint.manifest import (
     read_manifest,
     with_manifest,
 )
-from mrlhf.checkpoint.output_files import ALARMS, CONFIG, METRICS, RUN_RECORD, TENSORBOARD, WRITTEN
-from mrlhf.checkpoint.summary import SUMMARY
+from mrlhf.checkpoint.output_files import (
+    ALARMS,
+    CONFIG,
+    METRICS,
+    RUN_RECORD,
+    SUMMARY,
+    TENSORBOARD,
+    WRITTEN,
+)
 from mrlhf.config.load import changed_keys, dump_yaml
 from mrlhf.config.roots import Root
 from mrlhf.config.tree import flatten, leaves

@@ -19,8 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoint_name, with_manifest
-from mrlhf.checkpoint.output_files import ALARMS, METRICS
-from mrlhf.checkpoint.summary import write_summary
+from mrlhf.checkpoint.output_files import ALARMS, METRICS, write_summary
 from mrlhf.config.roots import AnyConfig
 from mrlhf.errors import CheckpointError, ConfigError, MrlhfError
 from mrlhf.log import (

@@ -150,6 +150,7 @@ def test_more_than_was_planned_ends_the_run(case: Case) -> None:
     keys = (case.bound, "trainer.overwrite=true", "rollout.max_num_seqs=64")
     ended = run_commands(_command(case, *keys))
     assert ended.returncode != 0
-    said = [line for line in ended.stderr.splitlines() if "is too little" in line]
-    assert "is too little for phase start, which needs engine/cache" in said[0]
+    said = [line for line in ended.stderr.splitlines() if "is too little for phase" in line]
+    assert "device_memory_mb" in said[0]
+    assert "phase start, which needs engine/cache" in said[0]
     assert "rollout.kv_cache_mb" in said[0]

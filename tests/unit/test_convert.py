@@ -20,7 +20,7 @@ from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, co
 from mrlhf.checkpoint.conversion.identify import examine, identify
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.checkpoint.manifest import checkpoint_name
-from mrlhf.checkpoint.summary import write_summary
+from mrlhf.checkpoint.output_files import write_summary
 from mrlhf.commands import convert_checkpoint
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import CheckpointError, DataError, MrlhfError, WeightError

@@ -57,7 +57,7 @@ def worst(findings: Iterable[Finding]) -> Finding:
 def test_torch_and_driver(
     cuda: str | None, driver: str | None, available: bool, level: str, words: str
 ) -> None:
-    [finding] = machine.torch_build(cuda, driver, available)
+    finding = machine.torch_build(cuda, driver, available)
     assert finding.level == level and words in finding.seen
     assert bool(finding.advice) == (level != "ok")
 

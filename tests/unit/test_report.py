@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mrlhf.checkpoint.summary import write_summary
+from mrlhf.checkpoint.output_files import write_summary
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.run.reporter import closing_report, plot_curves, ppo_achievements
 from tests.e2e.programs import run_program, succeed

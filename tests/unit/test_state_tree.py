@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
-from mrlhf.checkpoint.random_state import random_state, restore_random_state
-from mrlhf.checkpoint.state_tree import StateCopy, object_from, read_state, state_of
+from mrlhf.checkpoint.state_tree import (
+    StateCopy,
+    object_from,
+    random_state,
+    read_state,
+    restore_random_state,
+    state_of,
+)
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
 from mrlhf.errors import CheckpointError
 

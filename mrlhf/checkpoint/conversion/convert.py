@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from mrlhf.checkpoint.conversion.adapter_source import AdapterSource, MergedSource
-from mrlhf.checkpoint.conversion.identify import Found, identify
+from mrlhf.checkpoint.conversion.identify import Identified, identify
 from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_folder
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions, write_megatron
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
@@ -64,7 +64,7 @@ class TargetOptions:
 
 
 @dataclass(frozen=True)
-class Report:
+class Conversion:
     """The outcome of a conversion."""
 
     path: Path  # the converted checkpoint; a run's output directory holds several models
@@ -81,7 +81,7 @@ def open_source(path: Path, options: SourceOptions) -> ModelSource:
     return _open(identify(path, options.step, options.role), options)
 
 
-def _open(found: Found, options: SourceOptions) -> ModelSource:
+def _open(found: Identified, options: SourceOptions) -> ModelSource:
     _refuse(_NOT_READ[found.format], options, found.kind)
     if found.format == "huggingface":
         return HuggingFaceSource(found.path, found.step)
@@ -127,7 +127,7 @@ def convert(
     *,
     verify: bool,
     start: Start,
-) -> Report:
+) -> Conversion:
     """Write the checkpoint at `source_path` in another format to `target_path`.
 
     Args:
@@ -161,7 +161,7 @@ def convert(
     origin = [f"passed over: {reason}" for reason in found.passed_over]
     if found.step is not None:
         origin.append(f"{found.path} is the policy with which the run in {source_path} ended")
-    return Report(
+    return Conversion(
         path=found.path,
         kind=source.description.kind,
         step=source.description.step,
@@ -215,7 +215,7 @@ def compare(expected: ModelSource, directory: Path, progress: Progress) -> None:
         progress(form.nbytes)
 
 
-def _check_target(source: Path, found: Found, target: Path, overwrite: bool) -> None:
+def _check_target(source: Path, found: Identified, target: Path, overwrite: bool) -> None:
     for path in (source.resolve(), found.path.resolve()):
         if target.resolve() == path or target.resolve() in path.parents:
             raise CheckpointError(f"{target} holds the source; give another directory")

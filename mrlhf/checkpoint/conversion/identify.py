@@ -5,7 +5,7 @@ It reads names, headers, indices and manifests, and no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from mrlhf.checkpoint.conversion.megatron_arguments import SHAPE_ARGUMENTS
 from mrlhf.checkpoint.conversion.megatron_names import split_names
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, find_folder, read_common
 from mrlhf.checkpoint.conversion.model_files import CONFIG_FILE, HuggingFaceSource
+from mrlhf.checkpoint.conversion.model_source import ModelSource
 from mrlhf.checkpoint.conversion.run_output import ADAPTER, choose, models_in
 from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
 from mrlhf.checkpoint.conversion.training_checkpoints import model_spec
@@ -31,6 +32,7 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.printable import size_text
 from mrlhf.weights.boxes import whole
 
+Facts = Iterator[tuple[str, str]]
 # The folder of a checkpoint that holds its policy as a Hugging Face model, if it has one.
 EXPORT = "hf"
 
@@ -48,7 +50,7 @@ _LAYOUT = {
 
 
 @dataclass(frozen=True)
-class Found:
+class Identified:
     """The format of a directory, and the checkpoint in it."""
 
     format: Literal["huggingface", "adapter", "megatron", "training"]
@@ -60,18 +62,14 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Examination:
     """The result of an examination."""
 
-    facts: list[tuple[str, str]] = field(default_factory=list)  # labels and texts, in order
-    problems: list[str] = field(default_factory=list)
-
-    def say(self, label: str, text: str) -> None:
-        """Add a fact."""
-        self.facts.append((label, text))
+    facts: list[tuple[str, str]]  # labels and texts, in order
+    problems: list[str]
 
 
-def identify(path: Path, step: int | None = None, role: str | None = None) -> Found:
+def identify(path: Path, step: int | None = None, role: str | None = None) -> Identified:
     """Identify the directory by the files in it; CheckpointError if it is of no known format.
 
     `step` and `role` choose in the output directory of a run, as in `choose`.
@@ -80,17 +78,17 @@ def identify(path: Path, step: int | None = None, role: str | None = None) -> Fo
         raise CheckpointError(f"{path} is not a directory")
 
     if (path / MANIFEST).is_file():
-        return Found("training", "training checkpoint", path, _export_in(path))
+        return Identified("training", "training checkpoint", path, _export_in(path))
     choice = choose(path, step, role)
     if choice is not None and choice.step is not None:
         kind = "output directory of a finished run"
         is_adapter = (choice.path / ADAPTER).is_file()
         form: Literal["adapter", "huggingface"] = "adapter" if is_adapter else "huggingface"
-        return Found(form, kind, choice.path, choice.path, choice.step)
+        return Identified(form, kind, choice.path, choice.path, choice.step)
     if choice is not None:
         assets = _export_in(choice.path)
         kind = "output directory of a run"
-        return Found("training", kind, choice.path, assets, passed_over=choice.passed_over)
+        return Identified("training", kind, choice.path, assets, passed_over=choice.passed_over)
 
     if path.name.lstrip(".").startswith("step_"):
         raise CheckpointError(f"{path} is no whole checkpoint: it has no {MANIFEST}")
@@ -99,16 +97,16 @@ def identify(path: Path, step: int | None = None, role: str | None = None) -> Fo
     if folder is not None:
         beside = folder.parent / ASSETS
         kind = "Megatron-LM checkpoint"
-        return Found("megatron", kind, path, beside if beside.is_dir() else None)
+        return Identified("megatron", kind, path, beside if beside.is_dir() else None)
     if any((path / name).is_dir() for name in _LEGACY):
         raise CheckpointError(
             f"{path} is a Megatron-LM checkpoint of the old format torch; save it anew with "
             f"--ckpt-convert-format torch_dist"
         )
     if (path / ADAPTER).is_file():
-        return Found("adapter", "LoRA adapter", path, path)
+        return Identified("adapter", "LoRA adapter", path, path)
     if (path / CONFIG_FILE).is_file() or any(path.glob("model*.safetensors")):
-        return Found("huggingface", "Hugging Face model", path, path)
+        return Identified("huggingface", "Hugging Face model", path, path)
     models = models_in(path)
     hint = f"; the models in it are {', '.join(models)}: give one of these" if models else ""
     raise CheckpointError(
@@ -117,112 +115,110 @@ def identify(path: Path, step: int | None = None, role: str | None = None) -> Fo
     )
 
 
-def examine(path: Path, every_byte: bool = False) -> Finding:
+def examine(path: Path, every_byte: bool = False) -> Examination:
     """Find the directory's format, model, layout and step, and whether it is whole.
 
     With `every_byte`, read every tensor, or compare every file with its hash, and not sizes alone.
     A CheckpointError says that it is of no known format.
     """
     found = identify(path)
-    finding = Finding(problems=list(found.passed_over))
-    finding.say("what", found.kind)
+    facts = [("what", found.kind)]
+    problems = list(found.passed_over)
     if found.step is not None:
-        finding.say("policy", f"{found.path}, of its last step {found.step}")
+        facts.append(("policy", f"{found.path}, of its last step {found.step}"))
         names = [checkpoint.name for checkpoint in checkpoints_in(path / CHECKPOINTS)]
         if names:
-            finding.say("not examined", f"its checkpoints: {', '.join(names)}")
+            facts.append(("not examined", f"its checkpoints: {', '.join(names)}"))
 
-    describe: dict[str, Callable[[Found, Finding, bool], None]] = {
-        "huggingface": _examine_hugging_face,
-        "adapter": _examine_adapter,
-        "megatron": _examine_megatron,
-        "training": _examine_training,
-    }
+    facts_of = {"training": _facts_of_training, "megatron": _facts_of_megatron}
     try:
-        describe[found.format](found, finding, every_byte)
+        for label, text in facts_of.get(found.format, _facts_of_model)(found, every_byte, problems):
+            if label == "what":  # a text that says more
+                facts.pop()
+            facts.append((label, text))
     except MrlhfError as error:
-        finding.problems.append(str(error))
-    return finding
+        problems.append(str(error))
+    return Examination(facts, problems)
 
 
-def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> None:
-    source = HuggingFaceSource(found.path)
-    if found.step is None:
-        finding.facts[0] = ("what", source.description.kind)
-    finding.say("model", _model(source.spec))
+def _facts_of_model(found: Identified, every_byte: bool, problems: list[str]) -> Facts:
+    """Facts about a Hugging Face model, or an adapter and its base."""
+    source: ModelSource
+    if found.format == "adapter":
+        source = MergedSource(AdapterSource(found.path, None, found.step))
+        yield "adapter", source.description.kind
+    else:
+        source = HuggingFaceSource(found.path)
+        if found.step is None:
+            yield "what", source.description.kind
+    yield "model", _model(source.spec)
 
-    forms = source.tensors.values()
-    dtypes = sorted({str(form.dtype).removeprefix("torch.") for form in forms})
-    size = size_text(sum(form.nbytes for form in forms))
-    finding.say("tensors", f"{len(forms)}, {size}, {', '.join(dtypes)}")
-    for text in source.description.left_out:
-        finding.say("not a weight", text)
+    if found.format == "huggingface":
+        forms = source.tensors.values()
+        dtypes = sorted({str(form.dtype).removeprefix("torch.") for form in forms})
+        size = size_text(sum(form.nbytes for form in forms))
+        yield "tensors", f"{len(forms)}, {size}, {', '.join(dtypes)}"
+        for text in source.description.left_out:
+            yield "not a weight", text
+        has_tokenizer = any(found.path.glob("tokenizer*"))
+        yield "tokenizer", "beside it" if has_tokenizer else "none"
 
-    has_tokenizer = any(found.path.glob("tokenizer*"))
-    finding.say("tokenizer", "beside it" if has_tokenizer else "none")
-    finding.say("not verified", _WITHOUT_HASHES[every_byte])
+    yield "not verified", _WITHOUT_HASHES[every_byte]
     for name in source.tensors if every_byte else ():
         source.read(name)
 
 
-def _examine_adapter(found: Found, finding: Finding, every_byte: bool) -> None:
-    source = MergedSource(AdapterSource(found.path, None, found.step))
-    finding.say("adapter", source.description.kind)
-    finding.say("model", _model(source.spec))
-    finding.say("not verified", _WITHOUT_HASHES[every_byte])
-    for name in source.tensors if every_byte else ():
-        source.read(name)
-
-
-def _examine_training(found: Found, finding: Finding, every_byte: bool) -> None:
+def _facts_of_training(found: Identified, every_byte: bool, problems: list[str]) -> Facts:
     manifest = read_manifest(found.path)
-    finding.say("checkpoint", str(found.path))
+    yield "checkpoint", str(found.path)
     others = len(checkpoints_in(found.path.parent)) - 1
     if others > 0:
-        finding.say("beside it", f"{others} older or newer checkpoints")
+        yield "beside it", f"{others} older or newer checkpoints"
     part = ", and a part of the next one" if manifest.unfinished_step else ""
-    finding.say("step", f"{manifest.step}{part}")
-    finding.say("saved by", f"{manifest.program} on {manifest.world_size} ranks")
+    yield "step", f"{manifest.step}{part}"
+    yield "saved by", f"{manifest.program} on {manifest.world_size} ranks"
 
     for role, model in manifest.models.items():
         layout = ", ".join(f"{axis} {size}" for axis, size in model.layout.items())
         kinds = ", ".join(model.kinds)
-        finding.say(role, f"{_model(model_spec(model))}; {model.dtype}; {layout}; stored: {kinds}")
+        yield role, f"{_model(model_spec(model))}; {model.dtype}; {layout}; stored: {kinds}"
     for role in manifest.frozen:
         name = f"base of {role}" if role in manifest.models else role
         what = "the rows that it trains on" if role.startswith("data.") else "frozen"
-        finding.say(name, f"{what}; its files are elsewhere")
+        yield name, f"{what}; its files are elsewhere"
+
     nbytes = sum(file.nbytes for file in manifest.files)
-    finding.say("files", f"{len(manifest.files)}, {size_text(nbytes)}")
+    yield "files", f"{len(manifest.files)}, {size_text(nbytes)}"
     if not every_byte:
-        finding.say("not verified", "hashes; --verify compares those of all files")
+        yield "not verified", "hashes; --verify compares those of all files"
     check_sizes(found.path, manifest.files)
     for listed in manifest.files if every_byte else ():
         if describe_file(found.path, listed.path) != listed:
-            finding.problems.append(f"{listed.path} is not what was written")
+            problems.append(f"{listed.path} is not what was written")
 
 
-def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
+def _facts_of_megatron(found: Identified, every_byte: bool, problems: list[str]) -> Facts:
     folder = find_folder(found.path)
     assert folder is not None, found
-    finding.say("checkpoint", str(folder))
+    yield "checkpoint", str(folder)
     reader = TorchDistReader(folder)
     common = read_common(folder)
     if common.iteration is not None:
-        finding.say("step", str(common.iteration))
+        yield "step", str(common.iteration)
     arguments = common.arguments or {}
     stated = _stated(arguments, {name: name for name in SHAPE_ARGUMENTS})
-    finding.say("model", stated or "not stated in common.pt")
-    finding.say("saved by", _stated(arguments, _LAYOUT) or "unknown layout")
+    yield "model", stated or "not stated in common.pt"
+    yield "saved by", _stated(arguments, _LAYOUT) or "unknown layout"
 
     weights, others = split_names([*reader.tensors, *reader.objects])
     nbytes = sum(reader.tensors[name].nbytes for name in weights if name in reader.tensors)
-    finding.say("weights", f"{len(weights)} tensors, {size_text(nbytes)}")
+    yield "weights", f"{len(weights)} tensors, {size_text(nbytes)}"
     for kind, count in sorted(others.items()):
-        finding.say("not a weight", f"{count} {kind}")
-    finding.problems.extend(reader.problems())
-    finding.say("not verified", _WITHOUT_HASHES[every_byte])
-    for name in reader.tensors if every_byte and not finding.problems else ():
+        yield "not a weight", f"{count} {kind}"
+
+    problems += reader.problems()
+    yield "not verified", _WITHOUT_HASHES[every_byte]
+    for name in reader.tensors if every_byte and not problems else ():
         reader.read(whole(name, reader.tensors[name].shape))
 
 

@@ -14,6 +14,7 @@ from mrlhf.checkpoint.conversion.megatron_experts import (
     ROUTER_NEEDS,
     beyond_router,
     contradictions,
+    difference,
     expert_arguments,
     expert_config,
     expert_options,
@@ -242,20 +243,19 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
     expected = arguments_of(spec, vocab_divisible_by=1)
     found = []
     for name in _COMPARED:
-        stated = arguments.get(name)
         is_used = name != "ffn_hidden_size" or spec.has_dense_layers
-        if is_used and stated is not None and stated != expected[name]:
-            found.append(f"{name} is {stated!r} in the checkpoint and {expected[name]!r} there")
+        if is_used and arguments.get(name) not in (None, expected[name]):
+            found.append(difference(name, arguments[name], expected[name]))
+
     if "window_size" in arguments:
         window = arguments["window_size"] and tuple(arguments["window_size"])
         if window != expected["window_size"]:
-            found.append(
-                f"window_size is {window} in the checkpoint and {expected['window_size']} there"
-            )
+            found.append(difference("window_size", window, expected["window_size"]))
+
     found += contradictions(spec, arguments)
     for name, (_, needed) in _NEEDED.items():
         if arguments.get(name, needed) != needed:
-            found.append(f"{name} is {arguments[name]!r} in the checkpoint and {needed!r} there")
+            found.append(difference(name, arguments[name], needed))
     return found
 
 

@@ -44,6 +44,7 @@ def expert_arguments(spec: ModelSpec) -> dict[str, Any]:
     experts = spec.experts
     if experts is None:
         return {"num_experts": None}
+
     has_groups = experts.groups > 1
     return {
         "num_experts": experts.count,
@@ -93,13 +94,16 @@ def contradictions(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
     expected = expert_arguments(spec)
     for name in stated | expected:
         if name in arguments and stated.get(name) != expected.get(name):
-            found.append(
-                f"{name} is {stated.get(name)!r} in the checkpoint and {expected.get(name)!r} there"
-            )
+            found.append(difference(name, stated.get(name), expected.get(name)))
     balancing = arguments.get("moe_router_load_balancing_type") or ""
     if stated["num_experts"] is not None and "sinkhorn" in balancing:
         found.append("moe_router_load_balancing_type is sinkhorn in the checkpoint, and not there")
     return found
+
+
+def difference(name: str, stated: object, expected: object) -> str:
+    """A contradiction in one argument, in words."""
+    return f"{name} is {stated!r} in the checkpoint and {expected!r} there"
 
 
 def layers_with_experts(frequency: Any, num_layers: int) -> list[int]:

@@ -188,9 +188,9 @@ class MegatronSource(ModelSource):
             )
 
         rows = embedding.shape[0]
-        said = arguments.get("vocab_size")
-        if vocab_size is None and isinstance(said, int) and 0 < said <= rows:
-            vocab_size = said
+        stated = arguments.get("vocab_size")
+        if vocab_size is None and isinstance(stated, int) and 0 < stated <= rows:
+            vocab_size = stated
         elif vocab_size is None:
             vocab_size = rows
             notes.append(

@@ -17,7 +17,7 @@ from mrlhf.checkpoint.manifest import (
     checkpoints_in,
     read_manifest,
 )
-from mrlhf.checkpoint.summary import SUMMARY, read_summary
+from mrlhf.checkpoint.output_files import SUMMARY, read_summary
 from mrlhf.errors import CheckpointError, DataError
 
 _CONFIG = "config.json"
@@ -25,7 +25,7 @@ ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenModel:
     """The chosen model."""
 
     path: Path  # a checkpoint, or the exported policy
@@ -33,7 +33,7 @@ class Choice:
     passed_over: list[str]  # why newer checkpoints were not taken
 
 
-def choose(directory: Path, step: int | None, role: str | None) -> Choice | None:
+def choose(directory: Path, step: int | None, role: str | None) -> ChosenModel | None:
     """Choose a model in the output directory of a run; None if it is no such directory.
 
     Without `step`, it is the newest state of the run; without `role`, its policy. A CheckpointError
@@ -52,7 +52,7 @@ def choose(directory: Path, step: int | None, role: str | None) -> Choice | None
     if final is None:
         if newest is None and passed_over:
             raise CheckpointError(passed_over[0])
-        return None if newest is None else Choice(newest, None, passed_over)
+        return None if newest is None else ChosenModel(newest, None, passed_over)
 
     policy, last_step = final
     end = (last_step, False)
@@ -60,9 +60,9 @@ def choose(directory: Path, step: int | None, role: str | None) -> Choice | None
     has_policy = any((policy / name).is_file() for name in (_CONFIG, ADAPTER))
     takes_policy = has_policy and role in (None, policy.name)
     if newest is not None and (reached > end or (reached == end and not takes_policy)):
-        return Choice(newest, None, passed_over)
+        return ChosenModel(newest, None, passed_over)
     if takes_policy:
-        return Choice(policy, last_step, [])
+        return ChosenModel(policy, last_step, [])
 
     ended = f"{directory} holds a run that has ended with step {last_step}"
     where = f"; the policy of its end is {policy}" if has_policy else ""
@@ -90,6 +90,7 @@ def _final_policy(directory: Path) -> tuple[Path, int] | None:
         ) from error
     if summary is None:
         return None
+
     try:
         stated = Path(summary["checkpoint"])
         step = int(summary["steps"])

@@ -58,7 +58,7 @@ _ALLOWED: dict[Name, Any] = {
 }
 
 
-class _Place(NamedTuple):
+class _FileRange(NamedTuple):
     """A place in a file, bytes."""
 
     file: Path
@@ -87,7 +87,7 @@ class TorchDistReader:
             else:
                 self.objects.append(name)
 
-        self._places: dict[tuple[str, Shape | None], _Place] = {}
+        self._places: dict[tuple[str, Shape | None], _FileRange] = {}
         for key, info in index.storage_data.items():
             offsets = None if key.offset is None else tuple(key.offset)
             self._places[key.fqn, offsets] = self._place(info)
@@ -113,7 +113,7 @@ class TorchDistReader:
             if numel != whole(name, stored.shape).numel:
                 yield f"{name} is not whole: {numel} of its numbers are stored"
 
-    def _place(self, info: Any) -> _Place:
+    def _place(self, info: Any) -> _FileRange:
         name = info.relative_path
         # A file name must stay in the directory.
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
@@ -121,7 +121,7 @@ class TorchDistReader:
                 f"{self._directory / INDEX_FILE}: names the file {name!r}, which is not beside it; "
                 f"do not use this checkpoint"
             )
-        return _Place(self._directory / name, int(info.offset), int(info.length))
+        return _FileRange(self._directory / name, int(info.offset), int(info.length))
 
     def _read(self, box: Box, common: Box) -> Tensor:
         """The part `common` of a stored box."""
