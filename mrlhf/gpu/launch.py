@@ -126,17 +126,10 @@ def rotate_store(
 ) -> Tensor:
     """Write rotated k and plain v into the cache, and return rotated q [tokens, heads, dim].
 
-    Args:
-        qkv: [tokens, kv_heads, heads per KV head + 2, dim].
-        q_norm: weight of the norm of each head of q, [dim], if there is one.
-        k_norm: as `q_norm`, of k.
-        eps: of these norms.
-        cosines: float32 [positions, rotary_dim / 2].
-        sines: as `cosines`.
-        positions: int64 [tokens].
-        places: place of each token in the cache, int64 [tokens].
-        keys: [blocks, block_size, kv_heads, dim].
-        values: as `keys`.
+    qkv is [tokens, kv_heads, heads per KV head + 2, dim]; q_norm and k_norm, [dim], weigh the norm
+    of each head, if there is one; cosines and sines are float32 [positions, rotary_dim / 2];
+    positions, and places in the cache, int64 [tokens]; keys and values [blocks, block_size,
+    kv_heads, dim].
     """
     tokens, kv_heads, members, dim = qkv.shape
     group = members - 2
@@ -263,16 +256,7 @@ def vocab_sums(
 ) -> None:
     """Write all rows of `mrlhf.parallel.vocab_sums.LocalSums`, also those not asked for.
 
-    Args:
-        table: float32 [8, tokens], dense in its rows.
-        logits: [tokens, columns].
-        targets: int64 [tokens].
-        ref_logits: [tokens, columns].
-        first: the token of the first column.
-        valid: columns that are not padding.
-        scale: factor of all logits.
-        entropy: whether the sum for it is asked for.
-        squares: whether the sum of squares is.
+    `table` is float32 [8, tokens], dense in its rows; logits are [tokens, columns].
     """
     if len(logits):
         kernels.vocab_sums[(len(logits),)](

@@ -22,14 +22,14 @@ class _Finder(MetaPathFinder):
             return None
         import torch
 
-        from mrlhf.host.stand_ins import Loader
+        from mrlhf.host.stand_ins import StandInLoader
 
         if torch.cuda.is_available():
             sys.meta_path.remove(self)
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = Loader(spec.loader.name, spec.loader.path)
+            spec.loader = StandInLoader(spec.loader.name, spec.loader.path)
         return spec
 
 

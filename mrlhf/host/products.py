@@ -21,12 +21,10 @@ _MOST_WIDENED = 1 << 22  # numbers of a matrix that are widened at once
 
 @cache
 def float32_is_faster() -> bool:
-    """Whether this machine multiplies float32 faster than bfloat16.
-
-    Its instructions decide and not a clock, so that ranks and starts of a run agree. Those of AMX
-    are fast; those of AVX-512 (`vdpbf16ps`) have twice float32's rate on AMD's processors, and on
-    Intel's half of it.
-    """
+    """Whether this machine multiplies float32 faster than bfloat16."""
+    # Its instructions decide and not a clock, so that ranks and starts of a run agree. Those of AMX
+    # are fast; those of AVX-512 (`vdpbf16ps`) have twice float32's rate on AMD's processors, and on
+    # Intel's half of it.
     if torch.cpu._is_amx_tile_supported():
         return False
     return not (torch.cpu._is_avx512_bf16_supported() and _vendor() == "AuthenticAMD")
@@ -87,10 +85,10 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [rows, in] @ weight.T of a weight [out, in], with gradients in both."""
-    return _Linear.apply(x, weight) if is_widened(x) else x @ weight.t()
+    return _WidenedProduct.apply(x, weight) if is_widened(x) else x @ weight.t()
 
 
-class _Linear(torch.autograd.Function):
+class _WidenedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)

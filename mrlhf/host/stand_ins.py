@@ -156,7 +156,7 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
 }
 
 
-class Loader(importlib.machinery.SourceFileLoader):
+class StandInLoader(importlib.machinery.SourceFileLoader):
     """Loads one rewritten module, whose bytecode is kept in the user's cache folder.
 
     It must not lie beside the source, where Python expects bytecode of the unchanged source.

@@ -272,10 +272,7 @@ class InferenceEngine(Protocol):
         ...
 
     def keeps(self, tensor: str) -> bool:
-        """Whether the engine keeps a named tensor for all versions once it has come, asleep too.
-
-        It is one that training never changes.
-        """
+        """Whether the engine keeps a named tensor, one never trained, for all versions."""
         ...
 
     def commit(self, version: int) -> None:
@@ -300,10 +297,7 @@ class InferenceEngine(Protocol):
         ...
 
     def step(self) -> None:
-        """Run one pass through the model; without a sample to compute, do nothing.
-
-        After an error everything in flight is dropped, and the engine can be used again.
-        """
+        """Run one pass, if a sample is left to compute; an error drops all that is in flight."""
         ...
 
     def collect(self) -> Finished:
@@ -331,14 +325,11 @@ class InferenceEngine(Protocol):
 
     @property
     def held_bytes(self) -> HeldBytes:
-        """What this rank's part of the engine holds on the device now."""
+        """The bytes that this rank's part of the engine holds on the device now."""
         ...
 
     def take_cache(self) -> None:
-        """Take the memory of the KV cache, if that can be done before `commit` and `submit`.
-
-        It waits for no other rank.
-        """
+        """Take the KV cache's memory, if `commit` need not come first; it waits for no rank."""
         ...
 
 

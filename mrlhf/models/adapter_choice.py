@@ -35,6 +35,7 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
         return with_stored_lora(spec, section.path)
     if not section.rank:
         return spec
+
     targets = section.target_modules
     lora = Lora(
         rank=section.rank,
@@ -46,6 +47,7 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
     layers = family_of(spec).linear_layers(spec)
     _check_names("target_modules", lora.targets or frozenset(), layers)
     _check_names("exclude_modules", lora.excluded, layers)
+
     adapted = replace(spec, lora=lora)
     _check_rank(adapted)
     _check_experts(f"lora.{'exclude' if lora.excluded else 'target'}_modules", adapted)
@@ -82,6 +84,7 @@ def _check_rank(spec: ModelSpec) -> None:
     factors = [name for name in family.tensor_shapes(spec) if name.endswith(A)]
     if not factors:
         raise ConfigError("lora.exclude_modules leaves no layer with an adapter; name fewer")
+
     assert spec.lora is not None
     for name in factors:
         layer = name.removesuffix(A)
@@ -103,9 +106,9 @@ def _check_experts(source: str, spec: ModelSpec) -> None:
         mixture, _, own = layer.partition(EXPERTS)
         if own:
             kind = (lora.rank_of(layer), lora.scale_of(layer)) if lora.adapts(layer) else None
-            one, wanted = first.setdefault(f"{mixture} {own.partition('.')[2]}", (layer, kind))
+            other, wanted = first.setdefault(f"{mixture} {own.partition('.')[2]}", (layer, kind))
             if kind != wanted:
                 raise ConfigError(
-                    f"{source}: the adapters of {one} and {layer} differ in rank or scale, or only "
-                    "one has an adapter; those of all experts of a layer must be alike"
+                    f"{source}: the adapters of {other} and {layer} differ in rank or scale, or "
+                    "only one has an adapter; those of all experts of a layer must be alike"
                 )

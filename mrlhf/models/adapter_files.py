@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 def read_adapter(path: str | Path, spec: ModelSpec, slots: Sequence[Slot]) -> bool:
     """Fill the slots of adapters, and of a scalar head, from a directory of peft.
 
-    Returns:
-        Whether the directory had a head; if not, its slots stay as they are.
-
-    Raises:
-        WeightError: the files are missing, damaged or of another model.
+    Returns whether it had a head; if not, the head's slots stay as they are. WeightError if files
+    are missing, damaged or of another model.
     """
     directory = Path(path)
     shapes = _named_shapes(spec)
@@ -100,11 +97,7 @@ def write_adapter(
 
 
 def adapter_tensors(path: str | Path, spec: ModelSpec) -> dict[str, FileTensor]:
-    """Return where a directory stores each factor, by its name without peft's prefix.
-
-    Raises:
-        WeightError: as `read_adapter`.
-    """
+    """Where a directory stores each factor, by name without peft's prefix; as `read_adapter`."""
     head = PREFIX + family_of(spec).scalar_head
     expected = ExpectedTensors(_named_shapes(spec), may_lack=(head,))
     tensors = match(_stored(Path(path)), expected)
@@ -112,11 +105,7 @@ def adapter_tensors(path: str | Path, spec: ModelSpec) -> dict[str, FileTensor]:
 
 
 def check_adapter(path: str | Path, spec: ModelSpec) -> None:
-    """Check by the header of the file that a directory holds the model's adapters.
-
-    Raises:
-        WeightError: as `read_adapter`.
-    """
+    """Check by the file's header that it holds the model's adapters; raises as `read_adapter`."""
     read_adapter(path, spec, [])
 
 
@@ -133,6 +122,7 @@ def adapter_config(spec: ModelSpec, base: str) -> dict[str, Any]:
     modules = _adapted(spec).difference(*parameters.values())
     ranks, alphas = _patterns(lora, parameters)
     is_scalar = spec.head == "scalar"
+
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_scalar else "CAUSAL_LM",
@@ -271,7 +261,7 @@ def stored_lora(directory: Path, spec: ModelSpec) -> Lora:
             f"the head {head} of a scalar model can be trained"
         )
 
-    layers = _layers_in(directory)
+    layers = _layers_in(directory, stored)
     unknown = sorted(layers - set(family_of(spec).linear_layers(spec)))
     if unknown or not layers:
         raise ConfigError(
@@ -294,10 +284,10 @@ def stored_lora(directory: Path, spec: ModelSpec) -> Lora:
     )
 
 
-def _layers_in(directory: Path) -> set[str]:
-    """The linear layers of which a directory has factors."""
+def _layers_in(directory: Path, stored: Iterable[str]) -> set[str]:
+    """The linear layers of which a directory has factors; `stored` are the names of its tensors."""
     layers = set()
-    for name in _stored(directory).tensors:
+    for name in stored:
         plain = name.removeprefix(PREFIX)
         if _FUSED.search(plain):
             raise ConfigError(

@@ -52,11 +52,9 @@ class Adapter(torch.nn.Module):
         self.lora_B = torch.nn.Parameter(torch.zeros(b_shape, dtype=dtype))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the factors A and B.
-
-        Only a call tells megatron-core that they are about to be read: with the optimizer split, it
-        may still be gathering them.
-        """
+        """Return the factors A and B."""
+        # Only a call tells megatron-core that they are about to be read: with the optimizer split,
+        # it may still be gathering them.
         return self.lora_A, self.lora_B
 
 
@@ -203,11 +201,9 @@ class ColumnAdapters(Adapters):
 
 
 def _product(x: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply x [..., in] by a matrix [out, in].
-
-    Torch's own product of more than two dimensions takes other ways with a gradient than without,
-    which round differently: the first ratio of an update would not be 1.
-    """
+    """Multiply x [..., in] by a matrix [out, in]."""
+    # Torch's own product of more than two dimensions takes other ways with a gradient than without,
+    # which round differently: the first ratio of an update would not be 1.
     flat = linear(x.reshape(-1, x.shape[-1]).contiguous(), matrix)
     return flat.view(*x.shape[:-1], len(matrix))
 

@@ -63,7 +63,7 @@ def attend(
         [tokens, heads * head_dim].
     """
     backend = next(
-        some for some in _BACKENDS if isinstance(mask, some.mask) and some.serves(query, key)
+        some for some in _IMPLEMENTATIONS if isinstance(mask, some.mask) and some.serves(query, key)
     )
     if backend.does_all:
         return backend.attend(query, key, value, mask, scale, window, rotation)
@@ -101,6 +101,7 @@ def attend_varlen(
     groups: dict[str, Any] = {}
     if "enable_gqa" in _varlen_options():
         groups["enable_gqa"] = query.shape[2] > 1
+
     output = varlen.varlen_attn(
         query.flatten(1, 2),
         key,
@@ -279,7 +280,7 @@ def _serves_all(query: Tensor, key: Tensor) -> bool:
     return True
 
 
-class _Backend(NamedTuple):
+class _Implementation(NamedTuple):
     """A way to attend, with the arguments and the result of `attend`; all take a window."""
 
     attend: Callable[..., Tensor]
@@ -289,11 +290,11 @@ class _Backend(NamedTuple):
 
 
 # The first that serves is taken.
-_BACKENDS = (
-    _Backend(host_attention.attend_packed, Packed, host_attention.serves, does_all=True),
-    _Backend(host_attention.attend_paged, Paged, host_attention.serves),
-    _Backend(attend_varlen, Packed, _has_varlen),
-    _Backend(attend_pages, Paged, serves),
-    _Backend(attend_one_by_one, Packed, _serves_all),
-    _Backend(attend_gathered, Paged, _serves_all),
+_IMPLEMENTATIONS = (
+    _Implementation(host_attention.attend_packed, Packed, host_attention.serves, does_all=True),
+    _Implementation(host_attention.attend_paged, Paged, host_attention.serves),
+    _Implementation(attend_varlen, Packed, _has_varlen),
+    _Implementation(attend_pages, Paged, serves),
+    _Implementation(attend_one_by_one, Packed, _serves_all),
+    _Implementation(attend_gathered, Paged, _serves_all),
 )

@@ -188,11 +188,7 @@ def _adapter_ranks(expert: Expert) -> list[int]:
 
 
 def _regrouped(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Reorder parts from the order of the rows of a table to the order of its columns.
-
-    `rows` are [sum of sizes, hidden]; `sizes` is the table, with the number of rows of each part,
-    on the host.
-    """
+    """Reorder parts of `rows`, whose numbers are the host's table `sizes`, column by column."""
     parts = rows.split(sizes.flatten().tolist())
     numbers = torch.arange(len(parts)).view(sizes.shape).t().flatten().tolist()
     return torch.cat([parts[number] for number in numbers])

@@ -1,7 +1,7 @@
-"""Products of groups of rows with a matrix each, all in one kernel.
+"""Matrices of one shape as one tensor, and products of groups of rows with a matrix each.
 
-This keeps a GPU busy with experts that have few rows each. The file knows rows and matrices, and no
-experts.
+One kernel for all products keeps a GPU busy with experts that have few rows each. The file knows
+rows and matrices, and no experts.
 """
 
 from __future__ import annotations
@@ -36,6 +36,21 @@ def grouped_products(rows: Tensor, ends: Tensor, matrices: Sequence[Tensor]) -> 
     the `matrices` is [out, in].
     """
     return _GroupedProducts.apply(rows, ends, *matrices)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as [tensors, ...]: a view if they lie one after another, else a copy."""
+    first = tensors[0]
+    places = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
+    in_a_row = all(
+        tensor.is_contiguous()
+        and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and place == number * first.nbytes
+        for number, (tensor, place) in enumerate(zip(tensors, places, strict=True))
+    )
+    if not in_a_row:
+        return torch.stack(list(tensors))
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
 
 class _GroupedProducts(torch.autograd.Function):

@@ -38,13 +38,8 @@ class HiddenHead(torch.nn.Module):
         self._sequence_parallel = config.sequence_parallel
         self._tp_group = tp_group
 
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-    ) -> tuple[Tensor, None]:
-        """Return the hidden states; the signature is that of the output layer."""
+    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """Return the hidden states; megatron-core gives the output layer more arguments."""
         if self._sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=self._tp_group), None
         return copy_to_tensor_model_parallel_region(hidden, group=self._tp_group), None
@@ -87,13 +82,8 @@ class ScalarHead(torch.nn.Module):
         self._sequence_parallel = config.sequence_parallel
         self._tp_group = tp_group
 
-    def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-    ) -> tuple[Tensor, None]:
-        """Return the scalars; the signature is that of the output layer."""
+    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """Return the scalars; megatron-core gives the output layer more arguments."""
         scalars = torch.nn.functional.linear(hidden, self.weight)
         if self._sequence_parallel:
             # Every rank computes the same loss, so the gradient is split and not summed.

@@ -45,7 +45,7 @@ def attend_paged(
 
 
 class _Settings(NamedTuple):
-    """What the functions for packed sequences take besides tensors that have gradients."""
+    """The arguments of the functions for packed sequences that have no gradients."""
 
     host: Kernels
     mask: Packed
@@ -75,11 +75,11 @@ def attend_packed(
     nothing = query.new_empty((0, 0), dtype=torch.float32)
     tables = (nothing, nothing) if rotation is None else (rotation.cosines, rotation.sines)
     settings = _Settings(host, mask, scale, window, *tables)
-    output: Tensor = _Attention.apply(settings, query, key, value)
+    output: Tensor = _PackedAttention.apply(settings, query, key, value)
     return output
 
 
-class _Attention(torch.autograd.Function):
+class _PackedAttention(torch.autograd.Function):
     """Keeps q, k, v, its output and a number for each query; no weights of attention.
 
     It keeps only this rank's own keys and values, and gathers those of others once more.

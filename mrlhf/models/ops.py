@@ -22,8 +22,7 @@ from mrlhf.host.kernels import Kernels, threads_for
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `weight` [hidden] times x [..., hidden] over its root mean square, plus `eps`.
 
-    The statistics are computed in float32. As in Hugging Face's Llama, the quotient is rounded to
-    the dtype of `x` before it is multiplied.
+    As in Hugging Face's Llama, the float32 quotient is rounded to `x`'s dtype, then multiplied.
     """
     host = kernels.find_for(x, weight)
     if host is not None:
@@ -51,10 +50,9 @@ def torch_gated(gate_up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the first dimensions of heads x [tokens, heads..., head_dim]; the others stay.
+    """Rotate the first dimensions of x [tokens, heads..., head_dim], in float32; the others stay.
 
-    `cosines` and `sines` are float32 [tokens, rotary_dim / 2]. The products are float32, and the
-    result has the dtype of `x`.
+    `cosines` and `sines` are float32 [tokens, rotary_dim / 2].
     """
     if serves(x):
         return _GpuRotation.apply(x, cosines, sines)

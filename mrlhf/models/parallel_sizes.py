@@ -24,19 +24,14 @@ def tp_problem(
     vocabulary: Misfit | None = None,
     ranks: int | None = None,
 ) -> str | None:
-    """Say in one line why a tensor-parallel size does not fit a model, and which sizes do.
+    """Say in one line why `key` of `tp` does not fit a model, and which sizes do; None if it fits.
 
     Args:
-        key: names the size in the message.
-        tp: tensor-parallel size, ranks.
-        whole_kv_heads: whether ranks that share a key and value head each hold all of it, as in an
-            engine. In training each holds a part.
+        whole_kv_heads: whether ranks that share a KV head each hold all of it, as in an engine. In
+            training each holds a part.
         vocabulary: names in words what does not fit a size in the model's vocabulary; None if every
             size fits, as in training, which pads the vocabulary.
         ranks: only divisors of it are named; None: any size.
-
-    Returns:
-        None if the size fits.
     """
     misfits = _misfits(tp, spec, whole_kv_heads, vocabulary)
     if not misfits:

@@ -54,8 +54,7 @@ def is_hidden_matrix(parameter: str) -> bool:
 def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:
     """Return the pieces in the form in which they travel, in numbers of `itemsize` bytes.
 
-    A tensor that stays float32 travels as several numbers for each of its own: in one more
-    dimension.
+    A float32 tensor travels among numbers of 2 bytes with a last dimension of 2 more: its bytes.
     """
     words = 4 // itemsize
     carried: list[Piece] = []

@@ -139,15 +139,9 @@ class Router(torch.nn.Module):
         return of_tokens.chunk(self._tp_group.size())[self._tp_group.rank()]
 
     def _count(self, chosen: Tensor, owners: Tensor, parts: int) -> Tensor:
-        """Count the tokens of each part of the pack that each expert got.
+        """Count this rank's tokens that each expert got: int64 [parts + 1, experts], 0 for padding.
 
-        Args:
-            chosen: [tokens, per_token].
-            owners: [tokens], the part of each; `parts` for padding.
-            parts: their number in the pack.
-
-        Returns:
-            int64 [parts + 1, experts], of this rank's tokens; 0 for padding.
+        `chosen` is [tokens, per_token]; `owners`, [tokens], their part, or `parts` for padding.
         """
         experts = self._experts.count
         places = owners.unsqueeze(-1) * experts + chosen

@@ -78,11 +78,8 @@ class AgreedStop:
     def may_begin(self, unit: int) -> bool:
         """Whether to begin `unit`, counted from 0; called before each unit, in order.
 
-        Once it has returned False it does so for every later unit of the stretch, and the results
-        of the stretch are of no use. A unit that has begun may begin again, as a micro-batch does
-        in each chunk of an interleaved pipeline.
-
-        If no stop is asked for, this writes one number and compares two.
+        After the first False all answers are, and the stretch's results are of no use. A unit may
+        begin again, as a micro-batch does in each chunk of an interleaved pipeline.
         """
         # This rank writes its place before it reads the limit, and the watcher writes the limit
         # before it reads the place. So either this rank is held or the watcher knows the new place.

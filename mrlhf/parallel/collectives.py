@@ -78,11 +78,8 @@ def all_max(value: int, group: dist.ProcessGroup | None, device: torch.device) -
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Wait for every rank of the group, and make NCCL create the communicator for `exchange`.
-
-    NCCL creates it at the first call of a group on device tensors. All ranks must take part in that
-    call, but an exchange may leave some out.
-    """
+    """Wait for every rank of the group, and make NCCL create the communicator for `exchange`."""
+    # NCCL creates it at a group's first call on device tensors, in which all ranks must take part.
     dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -15,7 +15,7 @@ BOUND_KEY = "distributed.device_memory_mb"
 
 
 class DeviceMemory:
-    """What is held on the device of one rank.
+    """The bytes that are held on the device of one rank, by owner.
 
     Activations, and buffers that live as long as one call, have no owner.
     """
@@ -33,7 +33,7 @@ class DeviceMemory:
         return self._held
 
     def hold(self, owner: str, nbytes: int) -> None:
-        """Note that `owner` holds so many bytes; MemoryBoundError if all would exceed the bound."""
+        """Note that `owner` holds `nbytes` now; MemoryBoundError if all would exceed the bound."""
         held = {name: size for name, size in self._held.items() if name != owner}
         if nbytes:
             held[owner] = nbytes
@@ -72,6 +72,6 @@ def memory_metrics(peaks: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
 
 
 def in_words(held: Mapping[str, int]) -> str:
-    """What each owner holds, the most first."""
+    """The bytes of each owner, the most first."""
     ordered = sorted(held.items(), key=lambda item: -item[1])
     return ", ".join(f"{owner} {size_text(nbytes)}" for owner, nbytes in ordered)

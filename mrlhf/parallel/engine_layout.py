@@ -103,11 +103,7 @@ class EngineLayout:
 
     @property
     def copies_together(self) -> int:
-        """The number of neighbouring model-parallel groups of the actor that hold all experts
-        together.
-
-        It is one if each of them holds all; each of them has the dense weights.
-        """
+        """How many neighbouring model-parallel groups of the actor hold all experts together."""
         dense = self.actor.group_size("tp", "cp")
         return math.lcm(dense, self.actor.group_size("etp", "ep")) // dense
 

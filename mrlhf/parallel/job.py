@@ -85,6 +85,7 @@ def read_place() -> Launch:
             f"environment variables {', '.join(missing)} are not set; "
             f"start with torchrun --nproc-per-node=N {program} (N = 1 for a single process)"
         )
+
     world_size = _number("WORLD_SIZE", least=1)
     _number("MASTER_PORT", least=1, most=65535)
     return Launch(
@@ -245,10 +246,8 @@ def connect(timeout_s: float) -> dist.Store:
 
 
 def connect_before_start(timeout_s: float) -> dist.Store:
-    """A connection for keys that the processes share before they join the job; see `connect`.
-
-    torchrun's count of restarts keeps the keys of two attempts apart.
-    """
+    """A connection for keys that the processes share before they join the job; see `connect`."""
+    # The count of restarts keeps the keys of two attempts apart.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"mrlhf before start {attempt}", connect(timeout_s))
 
@@ -297,10 +296,8 @@ def meet(
 
 
 def polling_s(world_size: int, least_s: float) -> float:
-    """Seconds between two looks of a rank into the job's store: `least_s`, and more in large jobs.
-
-    One thread serves all ranks. `Store.wait` would log two warnings each time that it runs out.
-    """
+    """Seconds between two looks of a rank into the job's store: `least_s`; more in large jobs."""
+    # One thread serves all ranks. `Store.wait` would log two warnings each time that it runs out.
     return max(least_s, world_size / _MOST_LOOKS)
 
 

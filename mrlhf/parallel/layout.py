@@ -74,7 +74,7 @@ class AxisSizes:
         return self.pp * math.lcm(self.tp * self.cp, self.expert_tp * self.ep)
 
     def dp(self, world_size: int) -> int:
-        """The data-parallel size on so many ranks."""
+        """The data-parallel size on `world_size` ranks."""
         return world_size // self.ranks
 
     @property
@@ -88,7 +88,7 @@ class AxisSizes:
         return mine == (other.tp, other.cp, other.pp, other.ep, other.expert_tp)
 
     def problem(self, role: str, world_size: int) -> str | None:
-        """The reason why the sizes do not fit so many ranks, in one line; None if they do."""
+        """Say in one line why the sizes do not fit `world_size` ranks; None if they do."""
         if world_size % self.ranks == 0:
             return self._expert_problem(role, world_size)
         keys = [f"{role}.{axis}" for axis in self._named]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mrlhf.errors import MrlhfError, UserTraceback
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.pickled import places_of, put_together, take_apart
+from mrlhf.parallel.pickled import extents_of, put_together, take_apart
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Machine:
         if self.is_leader:
             try:
                 pickled, tensors = take_apart(compute(), shared)
-                outcome[0] = pickled, places_of(tensors)
+                outcome[0] = pickled, extents_of(tensors)
             except Exception as error:  # the other ranks wait for it
                 failure = error
                 outcome[1] = _for_other_ranks(error)
@@ -109,15 +109,15 @@ class Machine:
         if failure is not None:
             raise failure
         if outcome[1] is not None:
-            told, cause = outcome[1]
-            raise told from cause
+            error_of_leader, cause = outcome[1]
+            raise error_of_leader from cause
 
-        pickled, places = outcome[0]
-        table = self.table((places[-1].end if places else 0,), torch.uint8)
-        for place, tensor in zip(places, tensors, strict=False):  # of the leader alone
-            place.within(table.entries).copy_(tensor.detach())
+        pickled, extents = outcome[0]
+        table = self.table((extents[-1].end if extents else 0,), torch.uint8)
+        for extent, tensor in zip(extents, tensors, strict=False):  # of the leader alone
+            extent.within(table.entries).copy_(tensor.detach())
         self._complete_here(table.entries, table.is_shared)
-        tensors = [place.within(table.entries) for place in places]
+        tensors = [extent.within(table.entries) for extent in extents]
         value: T = put_together(pickled, shared, tensors)
         return value
 
@@ -183,10 +183,7 @@ class OpenTable:
     is_shared: bool  # whether the ranks of the machine have one table together
 
     def complete(self) -> Tensor:
-        """The table with the entries of all ranks of all machines; every rank calls it once.
-
-        No two ranks may have written to the same entry. After this nobody may write to it.
-        """
+        """The table with all ranks' entries, each written by one rank; every rank calls it once."""
         self.machine.complete(self.entries, self.is_shared)
         return self.entries
 
@@ -199,8 +196,8 @@ def _for_other_ranks(error: Exception) -> tuple[Exception, UserTraceback | None]
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == ours)
         cause = error.__cause__ if isinstance(error.__cause__, UserTraceback) else None
         return kind(str(error)), cause
-    told = RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
-    return told, UserTraceback(traceback.format_exc())
+    received = RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    return received, UserTraceback(traceback.format_exc())
 
 
 @dataclass(frozen=True)
@@ -235,6 +232,7 @@ class _AnonymousFile:
         """The file's memory, uint8 [nbytes], kept while the tensor lives; or why there is none."""
         if self.descriptor is None:
             return None, self.problem
+
         path = f"/proc/{self.process}/fd/{self.descriptor}"
         try:
             # On another machine of the same name, such as a copy of a virtual one, the maker's

@@ -154,10 +154,8 @@ class PackedSequences(PackedSeqParams):
         return of_parts[self.owners]
 
     def rows_of(self, of_parts: Tensor) -> Tensor:
-        """Sums over the parts of each row, [rows, ...], of numbers of parts, [parts + 1, ...].
-
-        The last number is that of padding, and must be 0 where rows have no shared prompt.
-        """
+        """Sums over the parts of each row, [rows, ...], of numbers of parts, [parts + 1, ...]."""
+        # The last number is that of padding, and is 0 where rows have no shared prompt.
         if self.trees is None:
             return of_parts[:-1]
         return of_parts[self.trees.ends.long()] + of_parts[self.trees.prompts.long()]

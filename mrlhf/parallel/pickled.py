@@ -17,7 +17,7 @@ from torch import Tensor
 _ALIGNMENT = 64  # bytes; a tensor begins at a line of the processor's cache
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """The place of a tensor in a flat memory, in bytes."""
 
     begin: int
@@ -34,16 +34,16 @@ class Place(NamedTuple):
         return flat.view(self.shape)
 
 
-def places_of(tensors: Sequence[Tensor]) -> list[Place]:
-    """The places of tensors on the host that lie one after the other."""
-    places: list[Place] = []
+def extents_of(tensors: Sequence[Tensor]) -> list[Extent]:
+    """The extents of tensors on the host that lie one after the other."""
+    extents: list[Extent] = []
     end = 0
     for tensor in tensors:
         assert tensor.device.type == "cpu", f"a tensor on {tensor.device}"
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = begin + tensor.nbytes
-        places.append(Place(begin, end, tuple(tensor.shape), tensor.dtype))
-    return places
+        extents.append(Extent(begin, end, tuple(tensor.shape), tensor.dtype))
+    return extents
 
 
 def take_apart(value: object, known: Sequence[object]) -> tuple[bytes, list[Tensor]]:

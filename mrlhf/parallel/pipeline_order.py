@@ -27,23 +27,18 @@ def rounds(micro_batches: int, stages: int, chunks: int) -> int:
 
 
 def group_size(rounds: int, stages: int) -> int:
-    """The number of micro-batches that go through a chunk before a rank turns to its next chunk.
-
-    It is the smallest with which no stage waits: the last group, which has the rest, also holds at
-    least as many micro-batches as there are ranks.
-    """
+    """The number of micro-batches that go through a chunk before a rank turns to its next chunk."""
     assert rounds >= stages, (rounds, stages)
+    # The smallest with which no stage waits: the last group, which has the rest, also holds at
+    # least as many micro-batches as there are ranks.
     sizes = range(stages, rounds + 1)
     return next(size for size in sizes if rounds % size == 0 or rounds % size >= stages)
 
 
 def bubble(micro_batches: float, stages: int, chunks: int = 1) -> float:
-    """Time for which a rank stands idle, as a share of the time in which it computes.
-
-    If all micro-batches and all virtual stages cost the same, the schedule costs (p - 1) / (m v),
-    with p ranks of v virtual stages and m micro-batches. With fewer micro-batches than ranks, each
-    of them also waits at every turn of the pipeline.
-    """
+    """Time for which a rank stands idle, as a share of the time in which it computes."""
+    # (p - 1) / (m v), with p ranks of v virtual stages and m micro-batches that cost the same.
+    # Micro-batches that are fewer than ranks also wait at every turn of the pipeline.
     missing = max(0.0, stages - micro_batches)
     return (stages - 1 + (chunks - 1) * missing) / (micro_batches * chunks)
 

@@ -87,20 +87,14 @@ class Pipeline:
         evaluate: Callable[[Tensor, int], Result],
         routing: PassRouting | None = None,
     ) -> list[Result | None]:
-        """Run the packs forward only; every rank of the run calls it.
+        """Run the packs forward only; every rank of the run calls it; Interrupted if it stops here.
 
-        Args:
-            packs: micro-batches; none where this data-parallel rank has no rows.
-            evaluate: takes the model's output at a pack's selected positions, [selected, hidden] or
-                [selected, 1], and the number of the pack.
-            routing: replays and records the experts of tokens; None: neither.
+        `evaluate` takes the model's output at a pack's selected positions, [selected, hidden] or
+        [selected, 1], and the number of the pack. `routing` replays and records the experts.
 
         Returns:
             On the last stage the results of `evaluate`, one for each pack, and None for a pack
             without rows; on other stages nothing.
-
-        Raises:
-            Interrupted: the run stops here.
         """
 
         def finish(pack: Pack, number: int, output: Tensor, non_loss_data: bool) -> Result:
@@ -251,11 +245,11 @@ class Communicator(P2PCommunicator):
         """Do the same as megatron-core's, with the requests that are under way on the clock."""
         *tensors, requests = super()._communicate(**options)
         if requests:
-            requests = {name: _Request(each, self._clock) for name, each in requests.items()}
+            requests = {name: _TimedWork(each, self._clock) for name, each in requests.items()}
         return *tensors, requests
 
 
-class _Request(NamedTuple):
+class _TimedWork(NamedTuple):
     """A tensor that is under way."""
 
     request: torch.distributed.Work

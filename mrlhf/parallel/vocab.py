@@ -37,7 +37,7 @@ _LEAST_CHUNK_TOKENS = 128
 
 
 def chunk_rows(row_bytes: int, device: str) -> int:
-    """The most tokens of a chunk whose logits take so many bytes each, on this type of device."""
+    """The most tokens of a chunk on this type of device, `row_bytes` the logits of one."""
     return max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES[device] // row_bytes)
 
 
@@ -76,10 +76,7 @@ class Tokens:
 
 @torch.no_grad()
 def token_numbers(layer: OutputLayer, tokens: Tokens, wanted: NumbersToCompute) -> TokenNumbers:
-    """The numbers of each token, equal on all ranks of the layer's group.
-
-    They are equal, bit for bit, to those of `LossParts` from the same tokens.
-    """
+    """Each token's numbers, on all ranks of the layer's group; bit for bit those of `LossParts`."""
     projection = _Projection(layer, tokens, wanted)
     return projection.measure(projection.chunks)[0]
 
@@ -167,8 +164,7 @@ class LossParts:
     def total(self) -> Tensor:
         """The loss of all tokens, a scalar with gradients in the hidden states and the weight.
 
-        A frozen weight gets none. The gradient in the hidden states is that through this rank's
-        columns; the caller sums over the ranks of the group.
+        Those in the hidden states come through this rank's columns; the caller sums over ranks.
         """
         assert self._added == len(self._spans), "a part has no loss"
         gradients = (self._grad_hidden, self._grad_weight)

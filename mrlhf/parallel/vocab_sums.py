@@ -228,27 +228,23 @@ def _write_gradient_by_torch(
     if not valid:
         return
     local, is_local = columns.place(targets)
-    of_logprobs, of_entropy, of_kl = (
-        None if gradient is None else (gradient * scale)[:, None]
-        for gradient in (grad_logprobs, grad_entropy, grad_kl)
-    )
-    assert of_logprobs is not None
+    grad_logprobs = (grad_logprobs * scale)[:, None]
 
     for rows in blocks(logits):
         log_p = columns.scaled(logits[rows]).sub_(log_total[rows, None])
         p = log_p.exp()
-        grad_x = p * -of_logprobs[rows]
-        if of_entropy is not None:
+        grad_x = p * -grad_logprobs[rows]
+        if grad_entropy is not None:
             assert entropy is not None
             plus_entropy = log_p + entropy[rows, None]
-            grad_x.sub_(plus_entropy.mul_(p).mul_(of_entropy[rows]))
-        if of_kl is not None:
+            grad_x.sub_(plus_entropy.mul_(p).mul_((grad_entropy[rows] * scale)[:, None]))
+        if grad_kl is not None:
             assert ref_logits is not None and kl is not None
             log_q = columns.scaled(ref_logits[rows]).sub_(ref_log_total[rows, None])
             difference = log_p.sub_(log_q).sub_(kl[rows, None])
-            grad_x.add_(difference.mul_(p).mul_(of_kl[rows]))
+            grad_x.add_(difference.mul_(p).mul_((grad_kl[rows] * scale)[:, None]))
 
-        at_target = of_logprobs[rows] * is_local[rows, None]
+        at_target = grad_logprobs[rows] * is_local[rows, None]
         grad_x.scatter_add_(1, local[rows, None], at_target)
         logits[rows, :valid] = grad_x
 

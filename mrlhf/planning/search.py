@@ -10,7 +10,7 @@ from typing import Any
 
 from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.errors import ConfigError
-from mrlhf.inference.engine_sizes import engine_tp_problem
+from mrlhf.inference.sizes import engine_tp_problem
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes

@@ -16,7 +16,7 @@ from mrlhf.config.methods import find_method
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.device import cores, device_kind, gpu_memory_mb, host_memory_bytes
 from mrlhf.errors import ConfigError, WeightError
-from mrlhf.inference.installed import require_engine
+from mrlhf.inference.checks import require_engine
 from mrlhf.inputs.paths import (
     absent_paths,
     awaits_tokenizer,

@@ -20,9 +20,14 @@ from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
-from mrlhf.inference.cache_size import CacheShape, block_tokens
-from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
-from mrlhf.inference.installed import cache_dtype, missing_feature
+from mrlhf.inference.checks import missing_feature
+from mrlhf.inference.sizes import (
+    CacheShape,
+    block_tokens,
+    cache_dtype,
+    engine_ep_problem,
+    engine_tp_problem,
+)
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.adapter_files import check_adapter
 from mrlhf.models.families import load_spec

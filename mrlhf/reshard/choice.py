@@ -47,14 +47,13 @@ class _Vicinity:
         return self.senders[(dealt + int(turn * count)) % count]
 
 
-class Choice:
+class SenderChoice:
     """The rule for a source and a target side, and for one definition of near ranks."""
 
     def __init__(self, source: Side, target: Side, near: NearRanks) -> None:
-        """Keep the sides.
+        """Keep the sides; `near` gives the ranks near a rank, the same for each of them.
 
-        `near` gives the ranks near a rank, ascending, itself among them; the same list for each of
-        them. It may be empty for a rank that is near no other.
+        They are ascending, the rank itself among them; or none for a rank that is near no other.
         """
         self._source = source
         self._target = target

@@ -23,7 +23,7 @@ from mrlhf.parallel.collectives import all_max, exchange
 from mrlhf.reshard.links import LinkBuckets
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner
-from mrlhf.reshard.views import Places, Views
+from mrlhf.reshard.views import KnownViews, Views
 from mrlhf.weights.shard import Piece, Slot
 
 
@@ -116,8 +116,8 @@ class Resharder:
             assert own == [piece.key for piece in alias.pieces], "the plan is of another engine"
 
         self._plan = plan
-        self._source_places: Places = {}
-        self._target_places: Places = {}
+        self._source_views: KnownViews = {}
+        self._target_views: KnownViews = {}
         self.links = self._make_links()
 
     @property
@@ -148,8 +148,8 @@ class Resharder:
             self._engine.bind(alias.parameter, self._parameters[alias.pieces[0].key].detach())
         slots = self._engine.weight_slots()
         assert _fit(slots, self._dtype), "the engine has another dtype"
-        source = Views(self._source_slots, self._source_places, self._dtype)
-        target = Views(slots, self._target_places, self._dtype)
+        source = Views(self._source_slots, self._source_views, self._dtype)
+        target = Views(slots, self._target_views, self._dtype)
 
         def work_alone() -> None:
             if meanwhile is not None:

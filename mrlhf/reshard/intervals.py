@@ -22,8 +22,8 @@ class Interval(NamedTuple):
 
     start: int
     stop: int
-    # Of all numbers that exactly these shards hold, the fraction that comes before this interval,
-    # from 0 to below 1; 0 if one rank alone holds it.
+    # Decides which of several holders sends it: the share of the numbers held by exactly these
+    # shards that lie before it, from 0 to below 1; 0 if one rank alone holds it.
     turn: float
     held: dict[int, Piece]  # the piece of each shard that holds it, by shard, ascending
 

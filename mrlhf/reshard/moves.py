@@ -1,4 +1,4 @@
-"""What travels: an interval of a named tensor, from a piece on one rank to a piece on another.
+"""Moves of an interval of a named tensor, from a piece on one rank to a piece on another.
 
 Pure arithmetic on pieces. This file does not know who holds what, nor how anything travels.
 """

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mrlhf.reshard.choice import Choice, Demand, NearRanks
+from mrlhf.reshard.choice import Demand, NearRanks, SenderChoice
 from mrlhf.reshard.intervals import HeldIntervals, Interval, shards_by_slice
 from mrlhf.reshard.moves import Move, numbers_in_row
 from mrlhf.reshard.sides import Side, Sides
@@ -39,7 +39,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What one rank does."""
+    """The part of one rank in a reshard."""
 
     rank: int
     receives: tuple[Move, ...]  # slices that come from other ranks
@@ -61,7 +61,7 @@ class ReshardPlan:
 
     @property
     def sends_by_peer(self) -> dict[int, list[Move]]:
-        """What this rank sends, by the rank that receives it."""
+        """The moves from this rank, by the rank that receives them."""
         links: dict[int, list[Move]] = {}
         for move in self.sends:
             links.setdefault(move.target_rank, []).append(move)
@@ -69,7 +69,7 @@ class ReshardPlan:
 
     @property
     def receives_by_peer(self) -> dict[int, list[Move]]:
-        """What this rank receives, by the rank that sends it."""
+        """The moves to this rank, by the rank that sends them."""
         links: dict[int, list[Move]] = {}
         for move in self.receives:
             links.setdefault(move.source_rank, []).append(move)
@@ -82,18 +82,16 @@ class Planner:
     def __init__(
         self, sides: Sequence[Sides], itemsize: int, near: NearRanks = lambda rank: ()
     ) -> None:
-        """Find out which shard holds which slice.
+        """Find out which shard of `sides`, one pair for each kind of weights, holds which slice.
 
-        `sides` say for each kind of weights who holds what, and who needs what. No rank holds a
-        slice twice, and a slice is of one kind. `itemsize` are the bytes of a number on all sides.
-        A slice comes from the ranks `near` its receiver if they hold it, as in `Choice`.
+        `itemsize` are the bytes of a number. `near` is as in `SenderChoice`.
         """
         self._itemsize = itemsize
         with _without_collector():
             self._kinds = [_KindPlanner(source, target, near) for source, target in sides]
 
     def plan(self, rank: int) -> ReshardPlan:
-        """What global rank `rank` does; WeightError if nobody holds a slice of the target."""
+        """Plan for global rank `rank`; WeightError if nobody holds a slice of the target."""
         receives: list[Move] = []
         copies: list[Move] = []
         aliases: list[Alias] = []
@@ -128,7 +126,7 @@ class _KindPlanner:
         self._target = target
         self._held = HeldIntervals(source)
         self._receivers = shards_by_slice(target, self._held.shared)
-        self._choice = Choice(source, target, near)
+        self._choice = SenderChoice(source, target, near)
 
     def steps(self, rank: int) -> Iterator[Alias | Move]:
         """How the parameters of a rank get their weights, parameter by parameter."""
@@ -161,7 +159,7 @@ class _KindPlanner:
         return lacking
 
     def sends(self, rank: int) -> Iterator[Move]:
-        """What a rank sends; to each receiver in the order in which that plans to receive it."""
+        """The moves from a rank; to each receiver in the order in which that plans them."""
         own_shard = self._source.shard_of(rank)
         if own_shard is None:
             return
@@ -219,5 +217,5 @@ def _by_parameter(pieces: Sequence[Piece]) -> dict[str, tuple[Piece, ...]]:
 
 
 def _arrangement(pieces: Sequence[Piece]) -> tuple[tuple[Key, int, int, int], ...]:
-    """What decides where each number is stored; parameters with equal arrangements are equal."""
+    """The facts that decide where each number is stored; equal ones make parameters equal."""
     return tuple((piece.key, piece.offset, piece.block, piece.period) for piece in pieces)

@@ -19,7 +19,7 @@ Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StridedView:
     """The position of a slice in a parameter with these strides: the arguments of `as_strided`."""
 
     parameter_strides: Strides
@@ -28,30 +28,30 @@ class _Place:
     offset: int
 
 
-Places = dict[tuple[Key, int, int], _Place]
+KnownViews = dict[tuple[Key, int, int], _StridedView]
 
 
 class Views:
     """The slots of one rank and one side, for one run, as numbers of one dtype."""
 
-    def __init__(self, slots: Sequence[Slot], places: Places, dtype: torch.dtype) -> None:
-        """Look up the slots' parameters; `places` are what earlier runs have computed."""
+    def __init__(self, slots: Sequence[Slot], known: KnownViews, dtype: torch.dtype) -> None:
+        """Look up the slots' parameters; `known` is what earlier runs have computed."""
         self._parameters = {slot.piece.key: _as(dtype, slot.parameter.detach()) for slot in slots}
-        self._places = places
+        self._known = known
 
     def __call__(self, piece: Piece, start: int, stop: int) -> Tensor:
         """The same view as `Slot.view` of the slot of `piece`."""
         key = piece.key
         parameter = self._parameters[key]
-        place = self._places.get((key, start, stop))
-        if place is None or place.parameter_strides != parameter.stride():
+        found = self._known.get((key, start, stop))
+        if found is None or found.parameter_strides != parameter.stride():
             view = Slot(piece, parameter).view(start, stop)
             offset = int(view.storage_offset() - parameter.storage_offset())
-            place = _Place(parameter.stride(), tuple(view.shape), view.stride(), offset)
-            self._places[key, start, stop] = place
+            found = _StridedView(parameter.stride(), tuple(view.shape), view.stride(), offset)
+            self._known[key, start, stop] = found
 
         return parameter.as_strided(
-            place.shape, place.strides, parameter.storage_offset() + place.offset
+            found.shape, found.strides, parameter.storage_offset() + found.offset
         )
 
 

@@ -81,12 +81,10 @@ def splits_optimizer(optim: OptimSection, groups: RoleGroups) -> bool:
 
 
 def overlaps(setting: bool | None, groups: RoleGroups, device: torch.device) -> bool:
-    """Whether an exchange between replicas, if there are any, goes on while they compute.
-
-    A `setting` of None means on GPUs alone: on a CPU an exchange takes the cores that compute.
-    """
+    """Whether an exchange between replicas, if there are any, goes on while they compute."""
     if not _has_replicas(groups):
         return False
+    # Without a setting on GPUs alone: on a CPU an exchange takes the cores that compute.
     return device.type == "cuda" if setting is None else setting
 
 
@@ -163,6 +161,7 @@ def _gather(group: _ParamAndGradBucketGroup) -> list[dist.Work]:
     ranks = group.intra_distributed_optimizer_instance_group
     in_place = dist.get_backend(ranks) == "gloo"  # its all-gather copies what it sends and receives
     works = []
+
     for bucket in group.buckets:
         parts = bucket.param_data.chunk(ranks.size())
         if in_place:
@@ -179,12 +178,9 @@ def _gather(group: _ParamAndGradBucketGroup) -> list[dist.Work]:
 
 
 def _sum_where_gradients_are(wrapped: DistributedDataParallel) -> None:
-    """Let gloo add gradients up in the memory where they are.
-
-    It has no reduce-scatter of its own: it copies all gradients, adds the copies up, and returns a
-    part of the sum. The sums are the same to the last bit; the parts of other ranks, which nobody
-    reads, hold sums too.
-    """
+    """Let gloo add gradients up in the memory where they are."""
+    # It has no reduce-scatter: it would copy all gradients, add the copies up, and return a part.
+    # The sums are the same to the last bit; other ranks' parts, which nobody reads, hold sums too.
     for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
         replicas = group.intra_distributed_optimizer_instance_group
         if dist.get_backend(replicas) == "gloo":

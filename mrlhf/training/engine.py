@@ -130,10 +130,7 @@ class ModelEngine:
 
     @property
     def output_weight(self) -> Tensor:
-        """This rank's shard of a language model's output layer, [vocab_shard, hidden].
-
-        It is on the last stage only. After an optimizer step it is whole once a pass has begun.
-        """
+        """The last stage's shard of the output layer, [vocab_shard, hidden]; whole in a pass."""
         model = unwrap_model(self.chunks[-1])
         assert isinstance(model, GPTHiddenModel), "a scalar model has no output layer"
         return model.output_weight
@@ -358,13 +355,9 @@ class ModelEngine:
         return self.residency.needing("params", "grads", "optimizer")
 
     def metrics_of(self, results: Sequence[MiniBatchResult], total: Tally | None = None) -> Tally:
-        """Return the metrics of mini-batches over all ranks, in one exchange; every rank calls it.
+        """Merge the results of a role's mini-batches, in order, over all ranks: `merge_results`.
 
-        The mini-batches are of one role and in order; `total` has the metrics of those before them.
-
-        Returns:
-            The same on every rank: the tallies of the losses, and the gradient norms, steps and
-            loads of experts. The metrics of a skipped step that are not finite are left out.
+        Every rank calls it. `total` has the metrics of the mini-batches before them.
         """
         return merge_results(results, total or Tally(), self.groups.results)
 

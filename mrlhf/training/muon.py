@@ -118,6 +118,7 @@ class Muon(torch.optim.AdamW):
             if id(main) in settings
         ]
         self._matrix_mains = {id(matrix.main) for matrix in found}
+
         # Ranks that work at the same time get matrices of about the same size.
         found.sort(key=lambda matrix: -matrix.numel)
         self._rounds = [

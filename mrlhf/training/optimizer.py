@@ -214,6 +214,7 @@ class ShardedOptimizer:
             successful = self._optimizer.step_with_ready_grads()
             assert successful, "the optimizer refused finite gradients"
             return
+
         for inner in self._inner_optimizers():
             # Apex and TransformerEngine count the steps of a group, which is one for all parts.
             counts = [group.get("step") for group in inner.param_groups]

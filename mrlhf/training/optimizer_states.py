@@ -33,7 +33,7 @@ def states_of(inner: torch.optim.Optimizer, of: Sequence[Tensor]) -> list[Tensor
 
 
 def make_moments(inner: torch.optim.Optimizer, of: Sequence[Tensor], steps_taken: int) -> None:
-    """Make moments of zeros for some main weights, as after so many steps."""
+    """Make moments of zeros for some main weights, as after `steps_taken` steps."""
     for main in of:
         is_matrix = isinstance(inner, Muon) and inner.is_matrix(main)
         names = (MOMENTUM,) if is_matrix else ADAM_MOMENTS

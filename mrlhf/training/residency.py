@@ -1,4 +1,4 @@
-"""What of one model is on the device, and what waits on the host until it is needed.
+"""Moves the memory of one model between the device and the host, where it waits until needed.
 
 A model's memory has three owners: `params`, `grads`, and `optimizer` (moments and float32 main
 weights). Whoever needs some of them says so for as long as that lasts. The others leave the device
@@ -30,7 +30,7 @@ STREAMED_BYTES = 256 << 20  # of main weights and moments that pass through the 
 _STREAMED: Owner = "optimizer"
 
 
-class _Held(NamedTuple):
+class _OnDevice(NamedTuple):
     """A storage on the device, by one of the tensors that are views of it."""
 
     tensor: Tensor
@@ -141,7 +141,7 @@ class Residency:
             own.pop(key, None)
         self._memory.hold(title, sum(_size(tensor) for tensor in own.values()))
         for key, tensor in own.items():
-            self._send(_STREAMED, key, _Held(tensor, is_constant=False))
+            self._send(_STREAMED, key, _OnDevice(tensor, is_constant=False))
         self._memory.hold(title, 0)
 
     def values(self, tensor: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class Residency:
             self._send(owner, key, held)
         self._memory.hold(self._title(owner), 0)
 
-    def _send(self, owner: Owner, key: int, held: _Held) -> None:
+    def _send(self, owner: Owner, key: int, held: _OnDevice) -> None:
         copy = None if owner == "grads" else self._copied(owner, key, held)
         away = _Away(held.tensor, _size(held.tensor), copy)
         held.tensor.untyped_storage().resize_(0)
@@ -194,12 +194,12 @@ class Residency:
         if owner not in self._away:
             return
         away = self._away_of(owner)
-        self._memory.hold(self._title(owner), sum(one.nbytes for one in away))
+        self._memory.hold(self._title(owner), sum(storage.nbytes for storage in away))
         del self._away[owner]
-        for one in away:
-            _fetch(one)
+        for storage in away:
+            _fetch(storage)
 
-    def _copied(self, owner: Owner, key: int, held: _Held) -> Tensor:
+    def _copied(self, owner: Owner, key: int, held: _OnDevice) -> Tensor:
         """A storage's values on the host; on a GPU they arrive when its queue comes to that."""
         whole = _whole(held.tensor)
         copy = self._copies[owner].get(key)
@@ -225,17 +225,17 @@ class Residency:
     def _away_of(self, owner: Owner) -> list[_Away]:
         return list(self._away.get(owner, {}).values())
 
-    def _storages(self, owner: Owner) -> dict[int, _Held]:
+    def _storages(self, owner: Owner) -> dict[int, _OnDevice]:
         """The storages of an owner, and of no owner before it."""
         earlier: set[int] = set()
         is_frozen = "grads" not in self._tensors
         for name, tensors in self._tensors.items():
-            found: dict[int, _Held] = {}
+            found: dict[int, _OnDevice] = {}
             for tensor in tensors():
                 key = _key(tensor)
                 constant = owner == "params" and (is_frozen or not tensor.requires_grad)
                 constant = constant and (key not in found or found[key].is_constant)
-                found[key] = _Held(tensor, constant)
+                found[key] = _OnDevice(tensor, constant)
             if name == owner:
                 return {key: held for key, held in found.items() if key not in earlier}
             earlier |= found.keys()

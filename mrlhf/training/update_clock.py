@@ -52,11 +52,7 @@ class UpdateClock:
         self._passes.append((self._began, Moment(self._device)))
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Return `perf/{bubble,slowest_update,slowest_update_rank}/<prefix>` since the last call.
-
-        A metric is absent if it cannot be measured in this layout, or because an earlier process
-        trained all mini-batches.
-        """
+        """The `perf/...` metrics of `prefix` since the last call, without those not measured."""
         return self._bubble(prefix) | self._slowest(prefix)
 
     def _bubble(self, prefix: str) -> dict[str, float]:

@@ -45,19 +45,16 @@ class FileOptions:
 
 
 def read_weights(path: str | Path, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
-    """Fill `slots` from the safetensors in directory `path`, in each parameter's dtype and device.
-
-    Returns the tensors that the directory may lack, and lacks; their slots stay as they are.
-
-    Raises:
-        WeightError: there are no safetensors, or they are damaged, not those of the model or not
-            finite.
-    """
+    """Fill `slots` from the safetensors in directory `path`; see `read_tensors`."""
     return read_tensors(survey(Path(path)), slots, expected)
 
 
 def read_tensors(stored: ModelFiles, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
-    """Fill `slots` from files whose headers have been read; as `read_weights` otherwise."""
+    """Fill `slots` from files whose headers have been read, in each parameter's dtype and device.
+
+    Returns the tensors that the files may lack, and lack; their slots stay as they are.
+    WeightError if the files are damaged, not those of the model, or not finite.
+    """
     tensors = match(stored, expected)
     with open_files(tensors.values()) as lazily:
         for slot in slots:

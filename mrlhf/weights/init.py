@@ -29,12 +29,8 @@ def initialise(
     """Fill `slots` with norms of 1, biases of 0 and matrices drawn from N(0, std), as transformers
     does, and adapters as peft does.
 
-    Args:
-        slots: they may be a part of the model.
-        shapes: full shape of every tensor of the whole model.
-        std: standard deviation of the matrices; `initializer_range` of a `config.json`.
-        scalar_head: the tensor that has a standard deviation of its own, if there is one.
-        head_std: standard deviation of `scalar_head`.
+    `shapes` has the full shape of every tensor of the model, of which `slots` may be a part. `std`
+    is `initializer_range` of a `config.json`; the tensor `scalar_head` has a `head_std` of its own.
     """
     slots_by_name: dict[str, list[Slot]] = {}
     for slot in slots:

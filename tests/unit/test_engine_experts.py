@@ -22,8 +22,8 @@ from mrlhf.inference.native.experts import (
     one_by_one,
 )
 from mrlhf.inference.native.linear import Factors, linear
-from mrlhf.inference.native.mlp import Router
-from mrlhf.inference.stacks import stacked
+from mrlhf.inference.native.mlp import ExpertChoice
+from mrlhf.models.grouped_products import stacked
 from mrlhf.models.spec import Experts, Scoring
 from tests.models.engines import hf_model, spec_of
 from tests.models.mixtures import MIXTURES, as_in_files
@@ -182,7 +182,7 @@ def test_routers_choose_as_transformers(name: str) -> None:
     weight, correction = _router_tensors(model, number)
     x = 3 * torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(4))
 
-    chosen, shares = Router(experts, linear(weight), correction)(x)
+    chosen, shares = ExpertChoice(experts, linear(weight), correction)(x)
     _, wanted_shares, wanted = gate(x)
     for own, other in ((chosen, wanted), (shares, wanted_shares)):
         assert own.shape == other.shape == (64, experts.per_token)
@@ -214,7 +214,7 @@ def test_what_a_token_is_given_does_not_depend_on_the_others(
     generator = torch.Generator().manual_seed(count)
     logits = 4 * torch.randn(300, count, generator=generator)
     correction = torch.randn(count, generator=generator) if corrected else None
-    choice = Router(experts, linear(torch.eye(count)), correction)
+    choice = ExpertChoice(experts, linear(torch.eye(count)), correction)
     together = choice(logits)
     for tokens in (1, 2, 7):
         apart = [choice(part) for part in logits.split(tokens)]

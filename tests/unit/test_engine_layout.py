@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from mrlhf.errors import ConfigError
-from mrlhf.inference.engine_sizes import engine_ep, engine_ep_problem, engine_tp_problem
+from mrlhf.inference.sizes import engine_ep, engine_ep_problem, engine_tp_problem
 from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
 from mrlhf.parallel.layout import ParallelLayout
 from tests.shards import tiny_spec

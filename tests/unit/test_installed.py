@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mrlhf.errors import ConfigError
-from mrlhf.inference.installed import require_engine
+from mrlhf.inference.checks import require_engine
 from tests.pages import ROOT
 
 

@@ -11,10 +11,10 @@ import torch
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineLimits
-from mrlhf.inference.cache_size import CacheShape, gpu_room
 from mrlhf.inference.native import kv_cache
 from mrlhf.inference.native.graphs import bucket_sizes
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
+from mrlhf.inference.sizes import CacheShape, gpu_room
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -27,7 +27,7 @@ LIMITS = EngineLimits(
 # full, and after its end. The process has taken and freed as much before, as a trainer does.
 MEMORY = """
 import ctypes, torch
-from mrlhf.inference.cache_size import CacheShape, gpu_room
+from mrlhf.inference.sizes import CacheShape, gpu_room
 from mrlhf.inference.native.kv_cache import KVCache
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

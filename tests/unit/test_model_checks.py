@@ -15,7 +15,7 @@ import torch
 from mrlhf.config import RewardModelConfig, SFTConfig
 from mrlhf.device import cores
 from mrlhf.errors import ConfigError
-from mrlhf.inference.native import linear as engine_linear
+from mrlhf.inference import sizes
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.spec import Lora
 from mrlhf.parallel.layout import ParallelLayout
@@ -303,7 +303,7 @@ def test_the_cache_is_what_the_engine_takes_on_this_machine(
     tmp_path, monkeypatch, has_gpu, float32_is_faster
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(engine_linear, "float32_is_faster", lambda: float32_is_faster)
+    monkeypatch.setattr(sizes, "float32_is_faster", lambda: float32_is_faster)
 
     spec = load_spec(model_dir(tmp_path), "lm")
     widened = float32_is_faster and not has_gpu

@@ -9,7 +9,7 @@ import torch
 
 from mrlhf.inference.base import Request, SamplingParams, generate, requests_for
 from mrlhf.inference.native.sampler import sample_keys, uniforms
-from mrlhf.inference.native.sequences import Sequences
+from mrlhf.inference.native.sequences import DrawnSequences
 from tests.compilers import without_compiler
 from tests.models.engines import (
     GREEDY,
@@ -333,7 +333,7 @@ def test_a_stop_string_around_tokens_without_text_is_found():
         return "".join({0: "EN", 1: "D"}.get(token, "") for token in token_ids)
 
     sampling = SamplingParams(temperature=1.0, max_tokens=40, seed=0, stop=("END",))
-    sequences = Sequences(sampling, decode, version=1)
+    sequences = DrawnSequences(sampling, decode, version=1)
     assert sequences.add(requests_for([[5]], [0], sampling)) == [[0]]
     zero = np.zeros(1, dtype=np.float32)
     drawn = [0, *[9] * 30, 1]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from mrlhf.errors import WeightError
-from mrlhf.inference.engine_sizes import engine_tp_problem
+from mrlhf.inference.sizes import engine_tp_problem
 from mrlhf.inference.vllm.pieces import parameter_pieces
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.parameters import engine_pieces, role_pieces

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native.sampler import (
-    Sampler,
+    TokenSampler,
     invert,
     sample_keys,
     splitmix64,
@@ -47,7 +47,7 @@ def sample(logits, uniform, sampling):
     results = []
     for way in both_ways():
         with way:
-            results.append(Sampler(alone).draw(logits, 0, uniform, sampling))
+            results.append(TokenSampler(alone).draw(logits, 0, uniform, sampling))
     assert logits.is_contiguous()
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
@@ -242,9 +242,9 @@ def test_tokens_that_are_never_drawn_stay_in_the_log_probabilities(changes, dtyp
     alone = TensorParallel(None)
     for way in both_ways(dtype):
         with way:
-            draw = Sampler(alone, never).draw
+            draw = TokenSampler(alone, never).draw
             tokens, logprobs = draw(logits.clone(), 0, uniform, sampling)
-            others = Sampler(alone).draw(logits[:, allowed].contiguous(), 0, uniform, sampling)
+            others = TokenSampler(alone).draw(logits[:, allowed].contiguous(), 0, uniform, sampling)
         assert allowed[tokens].all()
         wanted = scaled.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         assert logprobs.tolist() == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-4)
@@ -259,6 +259,6 @@ def test_a_never_drawn_logit_that_is_no_number_is_seen():
     uniform = torch.full((2,), 0.5, dtype=torch.float64)
     for way in both_ways():
         with way:
-            sampler = Sampler(TensorParallel(None), [4])
+            sampler = TokenSampler(TensorParallel(None), [4])
             _, logprobs = sampler.draw(logits.clone(), 0, uniform, params())
         assert logprobs.isfinite().tolist() == [True, False]

@@ -16,7 +16,7 @@ from mrlhf.inference.base import EngineLimits, Request, Sample, SamplingParams
 from mrlhf.inference.native.inputs import PassArrays
 from mrlhf.inference.native.runner import Runner
 from mrlhf.inference.native.scheduler import Counts, Scheduler, Step
-from mrlhf.inference.native.sequences import Sequences
+from mrlhf.inference.native.sequences import DrawnSequences
 from mrlhf.inference.stopping import Decode
 
 
@@ -40,7 +40,7 @@ class Batch:
         self._scheduler = Scheduler(
             runner.manager, self._block_size, limits.max_num_seqs, limits.max_prefill_tokens
         )
-        self._sequences = Sequences(sampling, decode, version)
+        self._sequences = DrawnSequences(sampling, decode, version)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue the samples of `requests`."""

@@ -14,19 +14,17 @@ from torch import Tensor
 
 from mrlhf.errors import EngineError, WeightError
 from mrlhf.inference.base import EngineLimits, EngineStats, Finished, HeldBytes, Request
-from mrlhf.inference.cache_size import CacheShape, block_tokens
 from mrlhf.inference.checks import check_complete, committed
-from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.native.batch import Batch
 from mrlhf.inference.native.graphs import DecodeGraphs
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
-from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.native.model import Decoder, tables_of_layers
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.runner import Runner
-from mrlhf.inference.native.sampler import Sampler
+from mrlhf.inference.native.sampler import TokenSampler
 from mrlhf.inference.native.tensor_parallel import TensorParallel
+from mrlhf.inference.sizes import CacheShape, block_tokens, compute_dtype, engine_tp_problem
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.lora import is_adapter
 from mrlhf.models.spec import ModelSpec
@@ -82,7 +80,7 @@ class NativeEngine:
         place = ReplicaPlace(self._parallel.rank, self._parallel.size, ep)
         self._parameters = Parameters(spec, place, device, dtype)
         self._tables = tables_of_layers(spec, self._dtype, device, limits.max_length)
-        self._sampler = Sampler(self._parallel, never)
+        self._sampler = TokenSampler(self._parallel, never)
         captures = device.type == "cuda" and not limits.enforce_eager
         block_size = self._cache_shape.block_size
         self._graphs = DecodeGraphs(limits, block_size, device) if captures else None
@@ -122,11 +120,7 @@ class NativeEngine:
         return self._parameters.slots()
 
     def bind(self, parameter: str, tensor: Tensor) -> None:
-        """Make `tensor` itself the engine's parameter.
-
-        Raises:
-            EngineError: there is no such parameter, or shape, dtype or device differ.
-        """
+        """Make `tensor` itself the parameter; EngineError if there is none that it fits."""
         self._parameters.bind(parameter, tensor)
 
     def keeps(self, tensor: str) -> bool:
@@ -232,13 +226,9 @@ class NativeEngine:
         return self.collect()
 
     def sleep(self, free_weights: bool = False) -> None:
-        """Free the KV cache and the copies of weights laid out for this machine.
+        """Free the KV cache and the copies of weights laid out here; see `InferenceEngine`.
 
-        Copies of the base of adapters stay, as the base does. With `free_weights`, also free the
-        weights that are neither bound nor kept.
-
-        Raises:
-            EngineError: samples are in flight.
+        Copies of the base of adapters stay, as the base does.
         """
         self._in_flight.require_none("sleep")
         self._decoder = None
@@ -262,16 +252,12 @@ class NativeEngine:
         stacks_experts = self._device.type == "cuda" and self._spec.experts is not None
         if self._cache is not None or (stacks_experts and self._decoder is None):
             return
+
         spare = int(self._device.type == "cuda")
         shape = self._cache_shape
-        blocks = blocks_for(
-            self._limits,
-            shape.block_size,
-            shape.block_bytes,
-            self._device,
-            spare,
-            self._parameters.nbytes,
-        )
+        sizes = (shape.block_size, shape.block_bytes)
+        nbytes = self._parameters.nbytes
+        blocks = blocks_for(self._limits, *sizes, self._device, spare, nbytes)
         if self._graphs is not None and self._blocks <= blocks < 1.1 * self._blocks:
             blocks = self._blocks  # graphs may be kept for a cache of the same size
         self._blocks = blocks

@@ -15,8 +15,8 @@ from mrlhf.device import send
 from mrlhf.errors import EngineError
 from mrlhf.host.pages import zero_pages
 from mrlhf.inference.base import EngineLimits
-from mrlhf.inference.cache_size import CacheShape, gpu_room
 from mrlhf.inference.native.operators import Layer
+from mrlhf.inference.sizes import CacheShape, gpu_room
 from mrlhf.parallel.job import processes_on_this_machine
 from mrlhf.printable import size_text
 

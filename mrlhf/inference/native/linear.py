@@ -1,4 +1,4 @@
-"""Matrix products with weights laid out for the machine, and the dtype that suits them.
+"""Matrix products with weights laid out for the machine.
 
 On a host in float32 a row's product does not depend on the other rows, to the last bit, so a
 response is the same whatever else is generated. The products are compiled (`products.h`); without a
@@ -18,7 +18,6 @@ from torch import Tensor
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
-from mrlhf.host.products import float32_is_faster
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -26,13 +25,6 @@ Linear = Callable[[Tensor], Tensor]
 _PACKED_ROWS = range(2, 129)
 _LEAST_PACKED_ELEMENTS = 2**16
 _TYPICAL_ROWS = 32
-
-
-def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype in which weights of `dtype` are kept and multiplied."""
-    # Many hosts multiply bfloat16 slower than float32. Widening the weights loses nothing.
-    is_host_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16
-    return torch.float32 if is_host_bfloat16 and float32_is_faster() else dtype
 
 
 class Factors(NamedTuple):
@@ -115,10 +107,7 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def panels(weight: Tensor, columns: int) -> Tensor:
-    """Rearrange a weight [out, in] for the compiled products: [panels, in, columns].
-
-    The last panel is filled up with zeros; see `mrlhf/host/products.h`.
-    """
+    """Rearrange a weight [out, in] as [panels, in, columns], as `mrlhf/host/products.h` wants."""
     missing = -len(weight) % columns
     filled = F.pad(weight, (0, 0, 0, missing)) if missing else weight  # it copies in any case
     return filled.unflatten(0, (-1, columns)).transpose(1, 2)

@@ -45,7 +45,7 @@ class DenseMlp:
         return self.fc2(gated(self.fc1(add_norm(hidden, delta, self.norm, self.eps))))
 
 
-class Router:
+class ExpertChoice:
     """The router of one layer; `logits` are its scores before softmax or sigmoid, in float32.
 
     What a token gets does not depend on the other tokens.
@@ -80,12 +80,12 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureMlp:
     """A router with this rank's experts, and optionally an expert that all tokens go to."""
 
     norm: Tensor | None  # weight of the norm before the MLP
     eps: float
-    router: Router
+    router: ExpertChoice
     experts: Experts
     shared: Mlp | None  # this rank's columns of the expert that all tokens go to
     # x -> [tokens, 1]; its sigmoid is multiplied with the output of `shared`
@@ -141,7 +141,7 @@ def mlp_of_layer(
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
     # Rounded scores would choose other experts.
     logits = linear_of(parameters, torch.float32, prefix + "router.weight")
-    router = Router(experts, logits, correction)
+    router = ExpertChoice(experts, logits, correction)
 
     shared = None
     shared_gate = None
@@ -150,4 +150,4 @@ def mlp_of_layer(
     if experts.shared_gate:
         shared_gate = linear(parameters[prefix + "shared_gate.weight"].to(dtype))
     here = make_experts(local, dtype)
-    return Mixture(norm, spec.norm_eps, router, here, shared, shared_gate)
+    return MixtureMlp(norm, spec.norm_eps, router, here, shared, shared_gate)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrlhf.inference.cache_size import kv_heads_on_rank
 from mrlhf.inference.native.adapters import linear_of
 from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.linear import Linear, linear
@@ -22,6 +21,7 @@ from mrlhf.inference.native.mlp import Mlp, mlp_of_layer
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.tensor_parallel import TensorParallel
+from mrlhf.inference.sizes import kv_heads_on_rank
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 

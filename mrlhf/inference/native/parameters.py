@@ -78,7 +78,7 @@ class Parameters:
         self._of_base.pop(name, None)
 
     def made_of(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes of a parameter that no version changes beside its adapters.
+        """The form that `make` gives a parameter that no version changes beside its adapters.
 
         With adapters it is made once, and again after the parameter is bound or stored anew. Laying
         out a base for each version took a seventh of a short step on a CPU.
@@ -90,10 +90,7 @@ class Parameters:
         return self._of_base[name]
 
     def free(self, keeps: Callable[[str], bool]) -> None:
-        """Give back the memory of the parameters that are stored here; they are missing then.
-
-        Those stay whose named tensors are all among those that it `keeps`.
-        """
+        """Free the parameters stored here, except those of which it `keeps` all tensors."""
         for name in self._tensors.keys() - self._bound:
             if not all(keeps(piece.name) for piece in self.pieces[name]):
                 del self._tensors[name]

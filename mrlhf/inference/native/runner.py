@@ -19,7 +19,7 @@ from mrlhf.inference.native.graphs import DecodeGraphs, Drawn
 from mrlhf.inference.native.inputs import Pass, PassArrays, on_device
 from mrlhf.inference.native.kv_cache import KVCache
 from mrlhf.inference.native.model import Decoder
-from mrlhf.inference.native.sampler import Sampler
+from mrlhf.inference.native.sampler import TokenSampler
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 
 
@@ -31,7 +31,7 @@ class Runner:
         decoder: Decoder,
         cache: KVCache,
         parallel: TensorParallel,
-        sampler: Sampler,
+        sampler: TokenSampler,
         graphs: DecodeGraphs | None,
         weights: Sequence[Tensor],
     ) -> None:

@@ -56,7 +56,7 @@ def uniforms(keys: Words, positions: NDArray[np.int64]) -> NDArray[np.float64]:
     return bits.astype(np.float64) * 2.0**-53
 
 
-class Sampler:
+class TokenSampler:
     """Draws tokens from logits whose columns are spread over the ranks of a replica.
 
     All ranks draw the same tokens. Token ids in `never` are never drawn.
@@ -282,7 +282,7 @@ def pick(
 def sample_truncated(
     logits: Tensor, uniform: Tensor, sampling: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """Draw as `Sampler.draw`, with top-k and top-p, from logits [batch, vocab] of all ranks."""
+    """Draw as `TokenSampler.draw`, with top-k and top-p, from all logits [batch, vocab]."""
     scaled = logits.float() / sampling.temperature
     shifted = scaled - scaled.amax(dim=-1, keepdim=True)
     weights = shifted.exp()

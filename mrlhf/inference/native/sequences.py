@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Sequences:
+class DrawnSequences:
     """Prompts with the tokens drawn so far.
 
     `max_tokens` and the seed are each request's own, not those of `sampling`. `decode` is needed

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, Finished, HeldBytes, Request
-from mrlhf.inference.cache_size import CacheShape, block_tokens, gpu_room
-from mrlhf.inference.checks import committed
+from mrlhf.inference.checks import VLLM, committed, require_engine
 from mrlhf.inference.in_flight import InFlight
-from mrlhf.inference.installed import VLLM, require_engine
+from mrlhf.inference.sizes import CacheShape, block_tokens, gpu_room
 from mrlhf.inference.stopping import Decode
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.parameters import VllmParameters
@@ -269,12 +268,12 @@ class VllmEngine:
         limits = self._limits
         shape = self._cache_shape
         # One sequence of full length, and the block that vLLM leaves unused.
-        one = (-(-limits.max_length // shape.block_size) + 1) * shape.block_bytes
+        least = (-(-limits.max_length // shape.block_size) + 1) * shape.block_bytes
         if limits.cache_bytes is not None:
-            if limits.cache_bytes < one:
+            if limits.cache_bytes < least:
                 raise ConfigError(
                     f"a KV cache of {size_text(limits.cache_bytes)} is less than the "
-                    f"{size_text(one)} that one sequence of {limits.max_length} tokens needs in "
+                    f"{size_text(least)} that one sequence of {limits.max_length} tokens needs in "
                     f"vLLM; raise rollout.kv_cache_mb"
                 )
             return limits.cache_bytes
@@ -284,7 +283,7 @@ class VllmEngine:
         # What all sequences need, up to half of this rank's part of the free memory.
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         share = free // (2 * dist.get_world_size())
-        return max(one, min(limits.max_num_seqs * one, share))
+        return max(least, min(limits.max_num_seqs * least, share))
 
 
 def _replica(tp_group: dist.ProcessGroup) -> tuple[int, int]:
@@ -303,12 +302,7 @@ def _replica(tp_group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def check_support(spec: ModelSpec, tp: int, device: torch.device) -> None:
-    """Refuse in one line what vLLM would refuse in many, or not at all.
-
-    Raises:
-        ConfigError: vLLM cannot run this model on this device.
-        WeightError: the model's heads, MLP or vocabulary do not divide over `tp` ranks.
-    """
+    """Raise a ConfigError if vLLM cannot run this model here; WeightError if `tp` does not fit."""
     parameter_pieces(spec, 0, tp)
     with guards.HostState().kept():  # importing vLLM alters the process, too
         _check_platform(spec, device)

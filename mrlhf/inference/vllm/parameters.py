@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.checks import check_complete, check_tensor
-from mrlhf.inference.stacks import stacked
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.pieces import stack_of
+from mrlhf.models.grouped_products import stacked
 from mrlhf.models.parameters import keeps_float32
 from mrlhf.weights.shard import Piece, Shape, Slot
 
@@ -68,14 +68,9 @@ class VllmParameters:
                 )
 
     def bind(self, name: str, tensor: Tensor) -> None:
-        """Take the weights of `name` from `tensor` at the next `install`.
-
-        On a CPU `tensor` itself becomes the parameter, or is packed where vLLM packs it. On a GPU
-        it is copied: captured graphs and sleep mode rely on the parameter's place.
-
-        Raises:
-            EngineError: there is no such parameter, or the tensor does not fit it.
-        """
+        """Take the weights of `name` from `tensor` at the next `install`; EngineError if unfit."""
+        # On a CPU `tensor` itself becomes the parameter, or is packed where vLLM packs it. On a GPU
+        # it is copied: captured graphs and sleep mode rely on the parameter's place.
         check_tensor(name, tensor, self._shapes, self._dtype_of(name), self._device)
         self._new[name] = tensor.detach()
         self._borrowed.add(name)

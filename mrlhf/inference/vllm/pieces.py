@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Set
 
 from mrlhf.errors import WeightError
-from mrlhf.inference.engine_sizes import engine_tp_problem, vllm_vocabulary
+from mrlhf.inference.sizes import engine_tp_problem, vllm_vocabulary
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.rope import rope_type_of
 from mrlhf.models.spec import ModelSpec
@@ -39,10 +39,8 @@ Interval = tuple[int, int]
 def vllm_pieces(
     spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
 ) -> list[Piece]:
-    """Return the pieces of global rank `rank` in vLLM replicas of this layout, by parameter.
-
-    `tensors` is ignored: leaving the others out would not be faster here.
-    """
+    """Return the pieces of global rank `rank` in vLLM replicas of this layout, by parameter."""
+    # All of them: leaving out those without some of `tensors` would not be faster here.
     _, tp_rank = layout.place(rank)
     by_parameter = parameter_pieces(spec, tp_rank, layout.tp)
     return [piece for pieces in by_parameter.values() for piece in pieces]

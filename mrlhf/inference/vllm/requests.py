@@ -197,17 +197,17 @@ class Requests:
 
 
 @dataclass
-class _Counts:
+class _SchedulerWork:
     """The work of vLLM's scheduler since the last reset."""
 
     preemptions: int = 0  # number of times that a request lost its blocks
     peak_blocks: int = 0  # the largest number of blocks in use
 
 
-def _count(scheduler: Any) -> _Counts:
+def _count(scheduler: Any) -> _SchedulerWork:
     """Count the work of `scheduler` from this call on."""
     # The wrappers must not refer to our engine, or Python would never free it.
-    counts = _Counts()
+    counts = _SchedulerWork()
     preempt: Callable[..., None] = scheduler._preempt_request
     schedule: Callable[..., Any] = scheduler.schedule
     pool = scheduler.kv_cache_manager.block_pool

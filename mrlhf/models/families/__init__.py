@@ -68,17 +68,14 @@ def family_of(spec: ModelSpec) -> Family:
 
 
 def load_spec(path: str | Path, head: Head) -> ModelSpec:
-    """The spec of the model in directory `path`.
-
-    It follows `config.json`, except that a language model whose files hold an output layer that
-    differs from the embedding has one of its own, as in transformers. Code that stands beside the
-    files is never run.
+    """The spec of the model in directory `path`; code that stands beside the files is never run.
 
     Raises:
         ConfigError: there is no `config.json`, it does not describe a model, or its family or a
             feature of it is not supported.
     """
     spec = stated_spec(path, head)
+    # An output layer that differs from the embedding is the model's own, as in transformers.
     if spec.output_is_embedding and stores_own_output(path, spec):
         return spec_of({**spec.hf_config, "tie_word_embeddings": False}, head)
     return spec

@@ -72,12 +72,18 @@ def with_experts(spec: ModelSpec, experts: Experts) -> ModelSpec:
     return replace(spec, experts=experts)
 
 
-def sparse_layers(config: dict[str, Any]) -> tuple[bool, ...]:
-    """For each layer whether it has a mixture, by `decoder_sparse_step` and `mlp_only_layers`."""
+def stated_experts(config: dict[str, Any]) -> Experts:
+    """The mixtures of a `config.json` with the keys of Qwen's; none has a shared expert."""
     step = count(config, "decoder_sparse_step")
     dense = config["mlp_only_layers"] or ()
     layers = range(config["num_hidden_layers"])
-    return tuple((layer + 1) % step == 0 and layer not in dense for layer in layers)
+    return Experts(
+        count=count(config, "num_experts", "num_local_experts", least=2),
+        per_token=count(config, "num_experts_per_tok"),
+        ffn_size=count(config, "moe_intermediate_size"),
+        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in layers),
+        normalised=bool(config["norm_topk_prob"]),
+    )
 
 
 def count(config: dict[str, Any], *names: str, least: int = 1) -> int:

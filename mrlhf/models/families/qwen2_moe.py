@@ -10,19 +10,15 @@ from typing import Any
 
 from mrlhf.models.families.dense import dense_spec, with_layer_types
 from mrlhf.models.families.expert_weights import ExpertNames
-from mrlhf.models.families.mixture import count, mixture_family, sparse_layers, with_experts
-from mrlhf.models.spec import Experts, Head, ModelSpec
+from mrlhf.models.families.mixture import count, mixture_family, stated_experts, with_experts
+from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a Qwen2-MoE `config.json`."""
     spec = replace(with_layer_types(dense_spec(config, head)), qkv_bias=bool(config["qkv_bias"]))
-    experts = Experts(
-        count=count(config, "num_experts", "num_local_experts", least=2),
-        per_token=count(config, "num_experts_per_tok"),
-        ffn_size=count(config, "moe_intermediate_size"),
-        layers=sparse_layers(config),
-        normalised=bool(config["norm_topk_prob"]),
+    experts = replace(
+        stated_experts(config),
         shared_ffn_size=count(config, "shared_expert_intermediate_size"),
         shared_gate=True,
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 from mrlhf.models.families.dense import dense_spec, with_window
 from mrlhf.models.families.expert_weights import ExpertNames
-from mrlhf.models.families.mixture import count, mixture_family, sparse_layers, with_experts
-from mrlhf.models.spec import Experts, Head, ModelSpec
+from mrlhf.models.families.mixture import mixture_family, stated_experts, with_experts
+from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
@@ -21,14 +21,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     spec = replace(
         with_window(dense_spec(config, head)), qk_norm="head", qkv_bias=bias, o_bias=bias
     )
-    experts = Experts(
-        count=count(config, "num_experts", "num_local_experts", least=2),
-        per_token=count(config, "num_experts_per_tok"),
-        ffn_size=count(config, "moe_intermediate_size"),
-        layers=sparse_layers(config),
-        normalised=bool(config["norm_topk_prob"]),
-    )
-    return with_experts(spec, experts)
+    return with_experts(spec, stated_experts(config))
 
 
 QWEN3_MOE = mixture_family(

@@ -17,8 +17,8 @@ from mrlhf.episodes.limits import TurnLimits
 from mrlhf.episodes.replica import ReplicaEpisodes
 from mrlhf.episodes.runner import EpisodeSampler
 from mrlhf.inference.base import EngineLimits, InferenceEngine
-from mrlhf.inference.engine_sizes import engine_ep
 from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.sizes import engine_ep
 from mrlhf.inference.vllm.engine import VllmEngine, check_support
 from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.inputs import EngineInputs
