@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
@@ -207,6 +208,12 @@ def test_a_character_is_shown_when_it_is_whole() -> None:
     assert "".join(pieces) == "N\u00e9 \ufffd" and pieces[:-1].count("\ufffd") == 0
 
 
+def _hear_interrupts() -> None:
+    """Make ^C on this process's terminal a signal, also if the tests run in the background."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A program on a terminal of its own."""
 
@@ -219,8 +226,7 @@ class Terminal:
             stderr=theirs,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
             start_new_session=True,
-            # So that ^C becomes a signal.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_hear_interrupts,
         )
         os.close(theirs)
         self._written = b""
