@@ -263,8 +263,10 @@ def test_a_signal_to_all_processes_of_a_job_is_no_answer(
     helper = _pids(tmp_path)[1]
     child = _pids(tmp_path)[0]
     server = host._servers[""].process._popen.pid
+    os.kill(child, signal.SIGSTOP)  # else it may see its helper's end, and answer, before its own
     for pid in (helper, child, host._episodes[1].pid, server):
         os.kill(pid, signal.SIGTERM)
+    os.kill(child, signal.SIGCONT)
     while not all(host._episodes[number].ended for number in range(2)):
         assert host.poll(0.1) == []
     host.turn(1, "Go on.", [])
