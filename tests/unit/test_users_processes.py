@@ -222,6 +222,14 @@ def _pids(folder: Path) -> list[int]:
     return [int(pid) for pid in names[0].split()]
 
 
+def _signal_at_once(number: signal.Signals, child: int, *others: int) -> None:
+    """Signal processes so that the child cannot see the end of one before its own signal."""
+    os.kill(child, signal.SIGSTOP)
+    for pid in (*others, child):
+        os.kill(pid, number)
+    os.kill(child, signal.SIGCONT)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_all_processes_of_a_job_changes_no_score(
     file: Path, number: signal.Signals, tmp_path: Path
@@ -231,8 +239,8 @@ def test_a_signal_to_all_processes_of_a_job_changes_no_score(
     folder.mkdir()
 
     def send() -> None:
-        for pid in _pids(folder)[::-1]:
-            os.kill(pid, number)
+        child, helper = _pids(folder)
+        _signal_at_once(number, child, helper)
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -263,10 +271,7 @@ def test_a_signal_to_all_processes_of_a_job_is_no_answer(
     helper = _pids(tmp_path)[1]
     child = _pids(tmp_path)[0]
     server = host._servers[""].process._popen.pid
-    os.kill(child, signal.SIGSTOP)  # else it may see its helper's end, and answer, before its own
-    for pid in (helper, child, host._episodes[1].pid, server):
-        os.kill(pid, signal.SIGTERM)
-    os.kill(child, signal.SIGCONT)
+    _signal_at_once(signal.SIGTERM, child, helper, host._episodes[1].pid, server)
     while not all(host._episodes[number].ended for number in range(2)):
         assert host.poll(0.1) == []
     host.turn(1, "Go on.", [])
