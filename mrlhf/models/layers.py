@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from mrlhf.models.linear import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
+from mrlhf.models.megatron_versions import dense_mlp, submodules_of
 from mrlhf.models.mixture_layer import MixtureLayer
 from mrlhf.models.norms import NormedRowLinear, ProjectionNormAttention, RMSNorm
 from mrlhf.models.ops import gated
@@ -89,7 +90,7 @@ def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
 def transformer_engine_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     """Return a layer of TransformerEngine's modules; `rope` as for `plain_layer`."""
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
-    layer.submodules.mlp.submodules.activation_func = GatedActivation
+    submodules_of(layer.submodules.mlp).activation_func = GatedActivation
     attention = layer.submodules.self_attention
     attention.module = TensorParallelSelfAttention
     attention.params["rope"] = _rope(spec, rope)
@@ -115,7 +116,7 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
             self_attention=_attention(spec, rope),
             self_attn_bda=add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp=dense_mlp(mlp),
             mlp_bda=add,
             # Checkpoints carry TransformerEngine's names, so that either build reads the other's.
             sharded_state_dict_keys_map={

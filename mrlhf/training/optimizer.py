@@ -30,6 +30,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mrlhf.config.sections import OptimizerName, OptimSection, ScalarOptimSection
 from mrlhf.errors import TrainingError
+from mrlhf.models.megatron_versions import grads_for_norm
 from mrlhf.models.parameters import is_hidden_matrix
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
@@ -322,7 +323,7 @@ class ShardedOptimizer:
         grads: dict[dist.ProcessGroup, list[Tensor]] = {}
         for optimizer in self._megatron_optimizers():
             group = optimizer.get_grad_stats_parallel_group()
-            grads.setdefault(group, []).extend(optimizer.get_main_grads_for_grad_norm())
+            grads.setdefault(group, []).extend(grads_for_norm(optimizer))
 
         squares = []
         for group, of_group in grads.items():

@@ -45,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the wheel is installed in; what it needs comes from this environment."""
     folder = tmp_path_factory.mktemp("installed")
-    (command,) = commands_of("docs/install.md", r"^pip install .* \.$")
+    (command,) = commands_of("docs/install.md", r"^pip install .*constraints.* \.$")
     words = command.removesuffix(".").split()
     options = ["-q", "--no-deps", "--target", str(folder), str(wheel)]
     _python("-m", *words, *options, cwd=ROOT)

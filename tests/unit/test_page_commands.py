@@ -46,6 +46,7 @@ NOT_RUN = [
     ("docs/first_gpu_run.md", "hf download", "a hub that tests do not ask"),
     ("docs/first_gpu_run.md", "torchrun", "a model of 1.5B parameters on 8 GPUs"),
     ("docs/install.md", ".[gpu]'", "TransformerEngine needs a GPU"),
+    ("docs/install.md", "image.txt", "an index that tests do not ask"),
     ("docs/gpu.md", "pip install --no-build-isolation", "TransformerEngine needs a GPU"),
     ("docs/gpu.md", "--nnodes=2", "two nodes with 8 GPUs each"),
     ("README.md", "mrlhf train-ppo -n 8", "a model of 7B parameters on 8 GPUs"),

@@ -13,7 +13,8 @@ here prevents one kind:
     drop_prefix_cache       prompts are answered with keys and values of older weights
 
 Besides, `HostState` puts back what vLLM changes in the process. Each guard has a test that shows
-the damage without it. The guards are written for vLLM 0.32. They do not know what is generated.
+the damage without it. The guards are written for vLLM 0.32; what they touch is the same in 0.33.
+They do not know what is generated.
 """
 
 from __future__ import annotations
