@@ -35,7 +35,7 @@ class Tested(NamedTuple):
 
 TESTED = {
     "Python": Tested(">=3.10", "3.11"),
-    "torch": Tested(">=2.6", "2.13.0", in_part=("2.15.0",)),
+    "torch": Tested(">=2.6", "2.13.0", in_part=("2.11.0", "2.15.0")),
     "megatron-core": Tested(">=0.16,<0.20", "0.16.1", ("0.19.2",), ("0.17.1", "0.18.2")),
     "transformers": Tested(">=5.17,<6", "5.19.0", in_part=("5.23.0",)),
     "vllm": Tested(">=0.32,<0.34", "0.32.0", read=("0.33.0",)),
