@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,6 +34,7 @@ from tests.models.engines import SIZES, make_engine, random_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, seed=1)
 BLOCK = 16
+SELECTS = {"x86_64": {23, 270}, "aarch64": {72}}[os.uname().machine]  # numbers of system calls
 SAID = "N\u00e9 \U0001f642\u6f22!"
 MOST = 400
 
@@ -235,6 +237,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
+    def interrupt_prompt(self) -> None:
+        """Type ^C once the program waits for a key: Python misses a signal just before that."""
+        call = Path(f"/proc/{self.process.pid}/syscall")
+        while (number := call.read_text().split()[0]) == "running" or int(number) not in SELECTS:
+            time.sleep(0.01)
+        self.type("\x03")
+
     def wait_for(self, text: str) -> str:
         """Read until the program has written `text`; returns all that it has written before."""
         while text not in self._shown()[self._read :]:
@@ -302,13 +311,13 @@ def test_a_text_on_a_terminal_and_leaving(policies: Path) -> None:
         screen.wait_for(f"\n{SAID}\n> ")
         screen.type("/system Be brief.\n")
         screen.wait_for("leaves out a system message\n> ")
-        screen.type("\x03")
+        screen.interrupt_prompt()
         screen.wait_for("\n^C again or ^D leaves\n> ")
         screen.type("1 + 2 =\n")
         screen.wait_for(f"\n{SAID}\n> ")
-        screen.type("\x03")
+        screen.interrupt_prompt()
         screen.wait_for("\n^C again or ^D leaves\n> ")
-        screen.type("\x03")
+        screen.interrupt_prompt()
         assert screen.end()[1] == 0
 
 
