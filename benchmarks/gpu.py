@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +104,9 @@ def _rows_or_reason(
     """
     about = {"what": measure.__name__, "size": size}
     try:
-        yield from measure(size, device)
+        with compilations() as seconds:
+            yield from measure(size, device)
+        yield {**about, "compilations": len(seconds), "compile_seconds": sum(seconds)}
     except torch.OutOfMemoryError:
         yield {**about, "outcome": "out of memory"}
     except Exception as error:
@@ -271,13 +275,39 @@ def _answer_seconds(
 def _seconds(call: Callable[[], Any], device: Device) -> float:
     """The median of some calls; the first one, which compiles and captures, has been made."""
     seconds = []
-    for _ in range(REPEATS):
-        device.synchronize()
-        began = time.perf_counter()
-        call()
-        device.synchronize()
-        seconds.append(time.perf_counter() - began)
+    with compilations() as late:
+        for _ in range(REPEATS):
+            device.synchronize()
+            began = time.perf_counter()
+            call()
+            device.synchronize()
+            seconds.append(time.perf_counter() - began)
+    if late:
+        print(f"{len(late)} kernels were compiled while it was timed, which then runs more slowly")
     return statistics.median(seconds)
+
+
+@contextmanager
+def compilations() -> Iterator[list[float]]:
+    """Seconds of each compilation of a kernel from here on, also of one that a cache spares."""
+    seconds: list[float] = []
+    if importlib.util.find_spec("triton") is None:
+        yield seconds
+        return
+    from triton import knobs
+
+    before = knobs.compilation.listener
+
+    def hear(*, times: Any, **about: Any) -> None:
+        seconds.append(times.total / 1e6)
+        if before is not None:
+            before(times=times, **about)
+
+    knobs.compilation.listener = hear
+    try:
+        yield seconds
+    finally:
+        knobs.compilation.listener = before
 
 
 def _allocated(device: Device) -> int:

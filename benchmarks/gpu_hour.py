@@ -1,11 +1,14 @@
 """The first hour on a GPU: checks, whole runs and measurements, in steps of at most ten minutes.
 
-    make gpu-hour      or: python benchmarks/gpu_hour.py [--out DIR] [--again [STEP ...]]
+    make gpu-hour
+    python benchmarks/gpu_hour.py [--out DIR] [--minutes M] [--again [STEP ...]]
 
 Each step is a process of its own with a limit of time. What it found is kept in DIR/results.json
 and DIR/report.md as soon as it ends, and it is not run again unless `--again` names it, or names
 nothing, which means all. So the hour may be stopped at any time and goes on. A step that fails
-leaves the reason, and the next one runs. Nothing is downloaded. DIR needs 40 GB of disk.
+leaves the reason, and the next one runs. The steps that tell most come first; with `--minutes` the
+program ends in time, and a step that was cut runs again with the next call. Nothing is downloaded.
+DIR needs 40 GB of disk.
 
 `--size tiny` tries the program on a CPU, without vLLM. This file knows how steps run;
 `gpu_hour_steps.py` has the steps, and `gpu_hour_table.py` what their figures should be.
@@ -19,6 +22,7 @@ import ctypes
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -39,6 +43,8 @@ NEEDED = ("megatron", "transformers", "pydantic", "yaml", "pyarrow", "sentencepi
 LIMIT_S = 570.0  # of a step
 STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE_S = 15.0
+_CUT = "cut off"
+_LEAST_S = 20.0  # in which a step may leave a row
 _LONGEST_REASON = 300  # characters
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _ERROR = re.compile(r"\w*(Error|Exception)\b|\berror: ")
@@ -46,12 +52,14 @@ _SLOW = "more slowly"  # in each warning of mrlhf that it takes a slower way tha
 
 
 def main() -> int:
-    """Run the steps that are not recorded; returns 1 if a step has failed, else 0."""
+    """Run the steps that are not recorded; returns 1 if a step has failed or is left, else 0."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_hour"))
     parser.add_argument("--again", nargs="*", metavar="STEP", help="run these again; none: all")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end within so many")
     parser.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: a trial")
     arguments = parser.parse_args()
     missing = what_is_missing(arguments.size)
@@ -81,13 +89,17 @@ def main() -> int:
     for number in STOPS:
         signal.signal(number, signal.default_int_handler)
     try:
-        run_steps(steps, out, results)
+        run_steps(steps, out, results, began + 60 * arguments.minutes)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on with the step that was stopped")
         return 130
     lock.close()
     print("", *targets(results["steps"]), "", f"more in {out / 'report.md'}", sep="\n")
-    return int(any(found["outcome"] != "done" for found in results["steps"].values()))
+    outcomes = [results["steps"].get(name, {"outcome": _CUT})["outcome"] for name in names]
+    left = sum(outcome.startswith(_CUT) for outcome in outcomes)
+    if left:
+        print(f"{left} steps are left; the same command goes on with them")
+    return int(any(outcome != "done" for outcome in outcomes))
 
 
 def what_is_missing(size: str) -> str:
@@ -104,16 +116,28 @@ def what_is_missing(size: str) -> str:
     return f"torch {torch.__version__} sees no NVIDIA GPU; nvidia-smi tells whether there is one"
 
 
-def run_steps(steps: Sequence[Step], out: Path, results: dict[str, Any]) -> None:
-    """Run the steps that `results` lacks, and write results and report after each."""
+def run_steps(
+    steps: Sequence[Step], out: Path, results: dict[str, Any], end: float = math.inf
+) -> None:
+    """Run the steps that `results` lacks, and write results and report after each.
+
+    No step runs beyond `end`, in seconds of `time.monotonic`.
+    """
     for number, step in enumerate(steps, start=1):
         place = f"{number}/{len(steps)} {step.name}"
-        if step.name in results["steps"]:
-            print(f"{place}: recorded: {results['steps'][step.name]['outcome']}", flush=True)
+        recorded = results["steps"].get(step.name, {"outcome": _CUT})["outcome"]
+        if not recorded.startswith(_CUT):
+            print(f"{place}: recorded: {recorded}", flush=True)
             continue
+        left_s = end - time.monotonic()
+        if left_s < _LEAST_S + _GRACE_S:
+            return
 
         print(f"{place} ...", flush=True)
-        found = run(step, out / "steps" / f"{step.name}.log")
+        limit_s = min(LIMIT_S, left_s - _GRACE_S)
+        found = run(step, out / "steps" / f"{step.name}.log", limit_s)
+        if limit_s < LIMIT_S:
+            found["outcome"] = found["outcome"].replace("failed: it was stopped", _CUT)
         print(f"{place}: {found['outcome']} ({found['seconds']} s)", flush=True)
         results["steps"][step.name] = found
         write_json(out / "results.json", results)

@@ -54,27 +54,31 @@ TINY = Sizes("tiny", "tiny", "tiny", (6, 2))
 
 
 def steps_of(sizes: Sizes, out: Path, gpus: int) -> list[Step]:
-    """The steps in their order; `out` is an absolute path."""
+    """The steps, those that tell most first; `out` is an absolute path."""
     many, few = sizes.steps
     saves = f"trainer.save_freq={few}"
     models = sorted({sizes.small, sizes.large})
     inputs = ["benchmarks/gpu_hour_inputs.py", *models, "--out", str(out / "inputs")]
+    speed, another = (
+        _written(f"speed-{size}", out, "benchmarks/gpu.py", "--size", size)
+        for size in (sizes.large, sizes.largest)
+    )
     steps = [
         _written("facts", out, "benchmarks/gpu_hour_facts.py"),
         _written("checks", out, "-m", "tests.gpu", *([] if gpus else ["--device", "cpu"])),
         _written("inputs", out, *inputs),
-        _ppo("ppo-small", sizes.small, out, f"trainer.total_steps={many}"),
         _ppo("ppo-large", sizes.large, out, f"trainer.total_steps={few}", saves),
-        _resumed(sizes.large, out, few),
         _decode(["native", "transformers"], sizes.large, out),
     ]
     if gpus:  # a trial does without vLLM, whose start on a CPU takes a minute
         steps.append(_decode(["vllm"], sizes.large, out))
-    for size in sorted({sizes.large, sizes.largest}):
-        steps.append(_written(f"speed-{size}", out, "benchmarks/gpu.py", "--size", size))
+    paged = ("benchmarks/gpu_paged.py", "--size", sizes.large)
+    steps += [speed, _written("paged", out, *paged), _profile(sizes.large, out)]
+    steps.append(_ppo("ppo-small", sizes.small, out, f"trainer.total_steps={many}"))
+    steps.append(_resumed(sizes.large, out, few))
     if gpus > 1:
         steps.append(_written("hand-over", out, "benchmarks/reshard.py", "--sizes", "110M"))
-    return [*steps, _profile(sizes.large, out)]
+    return [*steps, another] if another != speed else steps
 
 
 def _written(name: str, out: Path, *command: str) -> Step:

@@ -19,7 +19,10 @@ Steps = Mapping[str, Mapping[str, Any]]
 RUNS = ("ppo-small", "ppo-large", "ppo-resumed")
 WARM = 10  # steps of a run until memory is no longer expected to grow
 # Of the rows of gpu.py.
-SPEEDS = ("size", "what", "sequences", "tokens_per_s", "mfu", "share_of_memory_limit", "peak_bytes")
+SPEEDS = (
+    *("size", "what", "sequences", "tokens_per_s", "mfu", "share_of_memory_limit", "peak_bytes"),
+    *("compilations", "compile_seconds"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ def report(results: Mapping[str, Any]) -> str:
         "Whole steps of PPO, medians": _table(_medians(steps)),
         "Update, log-probabilities, decoding": _table(_speeds(steps)),
         "Decoding beside others": _table(_contest(steps)),
+        "The kernel of paged attention: as it is, and the best of the sweep": _table(_best(steps)),
         "One step, profiled, by phase": _table(phases),
         "Its largest costs": _table(profiled["costs"]),
     }
@@ -154,6 +158,16 @@ def _contest(steps: Steps) -> Iterator[dict[str, Any]]:
                 yield {"workload": workload["name"], "engine": engine, "tokens_per_s": speed}
         for engine, reason in found["failed"].items():
             yield {"workload": f"left out: {reason}", "engine": engine, "tokens_per_s": None}
+
+
+def _best(steps: Steps) -> Iterator[dict[str, Any]]:
+    cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in _found(steps, "paged") or []:
+        if "us" in row:
+            cases.setdefault((row["sequences"], row["context"]), []).append(row)
+    for rows in cases.values():
+        yield from rows[:1]  # as it is
+        yield min(rows, key=lambda row: row["us"])
 
 
 def _found(steps: Steps, name: str) -> Any:

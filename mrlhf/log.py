@@ -64,6 +64,7 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
     # Deprecation warnings of these packages are about our code, not about the user's.
     for third_party in (r"torch\.distributed", r"megatron\.core"):
         warnings.filterwarnings("ignore", module=third_party)
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # where 0.19 says that it is old
 
     speaks = rank == 0 and console != "quiet"
     logging.getLogger("mrlhf").setLevel(logging.INFO if speaks else logging.WARNING)

@@ -34,7 +34,7 @@ class Tested(NamedTuple):
 
 
 TESTED = {
-    "Python": Tested(">=3.10", "3.11"),
+    "Python": Tested(">=3.10", "3.11", in_part=("3.12",)),
     "torch": Tested(">=2.6", "2.13.0", in_part=("2.11.0", "2.15.0")),
     "megatron-core": Tested(">=0.16,<0.20", "0.16.1", ("0.19.2",), ("0.17.1", "0.18.2")),
     "transformers": Tested(">=5.17,<6", "5.19.0", in_part=("5.23.0",)),

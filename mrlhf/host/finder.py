@@ -5,6 +5,7 @@ The package imports this file first of all, so it does not import torch, which t
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -27,6 +28,8 @@ class _Finder(MetaPathFinder):
         if torch.cuda.is_available():
             sys.meta_path.remove(self)
             return None
+        # megatron-core imports it, and a machine with nvcc and no GPU gets a line in each rank.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = StandInLoader(spec.loader.name, spec.loader.path)

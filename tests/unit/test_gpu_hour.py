@@ -65,10 +65,14 @@ def test_the_trial_is_killed_in_the_middle_and_goes_on(tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / "results.json").read_text())["steps"]) == {"facts"}
 
     second = _start(command, tmp_path)
-    _wait_for(tmp_path / "steps" / "ppo-small.log")
+    _wait_for(tmp_path / "steps" / "ppo-large.log")
     second.send_signal(signal.SIGTERM)
     assert "the same command goes on" in second.communicate()[0]
     assert second.returncode == 130
+
+    # No time is left for a step.
+    output, _ = _start(f"{command} --minutes 0.5", tmp_path).communicate()
+    assert "steps are left; the same command goes on" in output
 
     third = _start(command, tmp_path)
     output, _ = third.communicate()
@@ -84,9 +88,30 @@ def test_the_trial_is_killed_in_the_middle_and_goes_on(tmp_path: Path) -> None:
     assert [row["step"] for row in found["ppo-resumed"]] == [3, 4]
     assert all("timing_s/save_checkpoint" in row for row in found["ppo-resumed"])
     assert found["decode-native"]["failed"] == {}
+    assert [row.get("KEYS") for row in found["paged"]] == [None, 32, 64]
+    assert all(row["bytes_per_s"] > 0 for row in found["paged"])
     assert len(found["profile"]["costs"]) == 10
     assert {"gen", "update_actor", "step"} <= found["profile"]["phases"].keys()
     assert "| failed checks of tests/gpu | 0 | none | met |" in (tmp_path / "report.md").read_text()
+
+
+def test_a_step_that_is_cut_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_hour
+    from gpu_hour_steps import Step
+
+    monkeypatch.setattr(gpu_hour, "_GRACE_S", 0.0)
+    monkeypatch.setattr(gpu_hour, "_LEAST_S", 0.5)
+    may_end = tmp_path / "may_end"
+    program = f"import os, time; time.sleep(0 if os.path.exists({str(may_end)!r}) else 600)"
+    steps = [Step(name, ["-c", program], tmp_path / "found.json") for name in ("a", "b")]
+    results = {"machine": {"gpus": [], "torch": torch.__version__}, "steps": {}}
+    gpu_hour.run_steps(steps, tmp_path, results, time.monotonic() + 1.0)
+    assert results["steps"].keys() == {"a"}
+    assert results["steps"]["a"]["outcome"].startswith("cut off after 1 s")
+
+    may_end.touch()
+    gpu_hour.run_steps(steps, tmp_path, results)
+    assert [step["outcome"] for step in results["steps"].values()] == ["done", "done"]
 
 
 def test_a_step_that_fails_or_hangs_leaves_the_reason(tmp_path: Path) -> None:

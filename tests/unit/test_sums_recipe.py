@@ -122,7 +122,7 @@ def test_a_package_is_missing(tmp_path, capsys, monkeypatch, missing):
     ("fault", "words"),
     [
         ("half", "no whole GGUF file"),
-        ("gone", "is missing"),
+        ("gone", "no GGUF file"),
         ("unlisted", "no GGUF file"),
         ("another", "general.file_type is 2, not 3"),
         ("damaged", "is damaged"),

@@ -86,13 +86,10 @@ def package_file() -> Path:
         listed = [file for file in distribution(PACKAGE).files or () if file.suffix == ".gguf"]
     except PackageNotFoundError:
         raise DataError(f"the package {PACKAGE} is missing: {GET_IT}") from None
-    if not listed:
+    files = [path for path in (Path(str(file.locate())) for file in listed) if path.is_file()]
+    if not files:
         raise DataError(f"the package {PACKAGE} has no GGUF file: {GET_IT_ANEW}")
-
-    file = Path(str(listed[0].locate()))
-    if not file.is_file():
-        raise DataError(f"{file} is missing: {GET_IT_ANEW}")
-    return file
+    return files[0]
 
 
 def check_file(gguf_file: Path) -> None:

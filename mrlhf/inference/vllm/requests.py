@@ -259,8 +259,9 @@ def _sample_without(draw: Callable[..., Any], never: Tensor) -> Callable[..., An
     """Wrap vLLM's function `draw` from logits to tokens, so that it never draws `never`."""
 
     def draw_others(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        logits = logits.index_fill(-1, never.to(logits.device), -torch.inf)
-        return draw(logits, *args, **kwargs)
+        nonlocal never
+        never = never.to(logits.device)  # a copy each step would make the host wait
+        return draw(logits.index_fill_(-1, never, -torch.inf), *args, **kwargs)
 
     return draw_others
 
