@@ -22,13 +22,6 @@ shift 4
 # rank. Slurm hands down the limit of the shell that submitted the job, which is often 1024.
 ulimit -n "$(ulimit -Hn)" || true
 
-# megatron-core overlaps messages with products only if a GPU starts kernels in their order. CUDA
-# reads this when it starts.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-
-# gloo then connects two ranks when they first meet, and not all ranks of a group with each other.
-export TORCH_GLOO_LAZY_INIT=${TORCH_GLOO_LAZY_INIT:-1}
-
 # The first node holds the rendezvous. torchrun would guess this from host names and addresses.
 conf=is_host=0
 [[ $SLURM_NODEID != 0 ]] || conf=is_host=1

@@ -4,6 +4,7 @@ failure.
 - It exits with the code by which its workers ask to be queued again, or say that the input is bad.
 - It passes each signal on, even one that a scheduler repeats every second, but not before the
   workers have imported.
+- It sets what libraries read of the workers' environment (`library_variables.py`).
 - When a worker dies, it kills the others at once, and its last line is the one message that says
   why.
 
@@ -37,6 +38,7 @@ from torch.distributed.run import get_args_parser, run
 from mrlhf.printable import printable
 from mrlhf.run.failures import BAD_INPUT, FAILED, QUEUE_AGAIN, STOP_SIGNALS
 from mrlhf.run.leaving import end_on_signals
+from mrlhf.run.library_variables import set_for_ranks
 from mrlhf.run.watcher import HELD_SIGNALS
 from mrlhf.version import add_version_option
 
@@ -157,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_version_option(parser)
     parser.set_defaults(shutdown_timeout=_STOP_S)  # torchrun's is 30
     options = parser.parse_args(argv)
+    set_for_ranks()
 
     # torchrun's launch names its agent's class here, and takes no other from its caller.
     signals: set[int] = set()

@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 import torch.distributed as dist
 
 from mrlhf.checkpoint.output_files import METRICS
-from mrlhf.config.roots import AnyConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.config.trainer import TrainerSection
 from mrlhf.device import Device, pick_device, seed_everything
@@ -51,6 +51,7 @@ from mrlhf.run.directory import (
 from mrlhf.run.failures import FAILED, FailureReported, Failures, explain, log_failure
 from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
+from mrlhf.run.library_variables import set_allocator
 from mrlhf.run.lock import DirectoryLock
 from mrlhf.run.profiles import Profiles
 from mrlhf.run.terminal import LinesAboveView, TerminalView, console_of_log, is_drawn
@@ -220,6 +221,7 @@ def _join(config: AnyConfig) -> JobContext:
     before = Failures(
         connect_before_start(max(STORE_S, distributed.timeout_s)), launch.rank, launch.world_size
     )
+    set_allocator(config.rollout.engine if isinstance(config, PPOConfig) else "native")
     try:
         device = pick_device(distributed.device, launch.local_rank)
         job = init_distributed(device, distributed.timeout_s, before.raise_if_reported)

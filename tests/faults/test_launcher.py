@@ -81,6 +81,22 @@ def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
     raise AssertionError("".join(read))
 
 
+def test_workers_get_what_libraries_read_and_the_user_wins() -> None:
+    names = ("TORCH_GLOO_LAZY_INIT", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    environment = {name: text for name, text in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "launch/torchrun.py", "--standalone", "--no-python", "env"],
+        cwd=ROOT,
+        env={**environment, "CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    variables = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert [variables[name] for name in names] == ["1", "2000", "1"]
+    assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_workers_save_on_a_signal_and_the_job_asks_to_be_queued_again(
     tmp_path: Path, number: signal.Signals

