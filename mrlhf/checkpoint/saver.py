@@ -43,6 +43,7 @@ from mrlhf.checkpoint.tensor_file import (
     write_tensors,
 )
 from mrlhf.errors import CheckpointError
+from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.printable import size_text
 from mrlhf.training.engine import ModelEngine
 from mrlhf.version import __version__
@@ -187,12 +188,14 @@ class Saver:
                 (hidden / "rng").mkdir(parents=True)
             except OSError as failure:
                 error = f"cannot make {hidden}: {failure.strerror or failure}"
+        wait_for_all(self._world)
         verdict = [error]
         dist.broadcast_object_list(verdict, src=0, group=self._world)
         return verdict[0]
 
     def _publish(self, pending: _Pending, part: RankPart) -> Path:
         """Make the hidden directory a checkpoint, or delete it if a rank has failed."""
+        wait_for_all(self._world)
         rank = dist.get_rank()
         parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
         dist.gather_object(part, parts, dst=0, group=self._world)
@@ -203,6 +206,7 @@ class Saver:
         if rank == 0:
             assert parts is not None
             verdict[0] = self._publish_on_main_rank(pending, parts, path)
+        wait_for_all(self._world)
         dist.broadcast_object_list(verdict, src=0, group=self._world)
         if verdict[0] is not None:
             raise CheckpointError(f"the checkpoint {path} was not saved: {verdict[0]}")

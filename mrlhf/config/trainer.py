@@ -218,7 +218,8 @@ class DistributedSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute; auto: cuda if there is a GPU"""
     timeout_s: Annotated[float, Field(ge=1, le=604800)] = 600.0
-    """longest wait in one collective, seconds"""
+    """longest wait in one collective, seconds; a slow replica, scorer, reader or writer of files is
+    waited for without end, and reported"""
     device_memory_mb: Positive | None = None
     """most MiB on the device of a rank for models and engine, without activations and buffers;
     a phase that needs more ends the run and says what it holds; null: no bound"""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,20 @@ from torch import Tensor
 
 T = TypeVar("T")
 Message = tuple[int, Tensor]
+_PATIENCE = timedelta(days=30)
+
+
+def wait_for_all(group: dist.ProcessGroup | None) -> None:
+    """Wait for every rank of the group, all ranks of the job if it is None, however long it takes.
+
+    Call it where data or storage decide when a rank comes: a wait within any other collective ends
+    the job after `distributed.timeout_s`. A rank that dies meanwhile still ends it at once.
+    """
+    options = dist.AllreduceOptions()
+    options.timeout = _PATIENCE  # before torch 2.9 gloo takes the group's own
+    group = group or dist.group.WORLD
+    assert group is not None
+    group.allreduce([torch.zeros(1, dtype=torch.float32, device="cpu")], options).wait()
 
 
 def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -53,7 +68,11 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
 def raise_together(
     error: str | None, kind: type[Exception], group: dist.ProcessGroup | None
 ) -> None:
-    """Raise the error of the first rank that has one, as a `kind`, on every rank of the group."""
+    """Raise the error of the first rank that has one, as a `kind`, on every rank of the group.
+
+    The others wait, however long it takes, for a rank that still reads or writes files.
+    """
+    wait_for_all(group)
     for other in all_gather_objects(error, group):
         if other is not None:
             raise kind(other)

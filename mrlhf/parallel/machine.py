@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import MrlhfError, UserTraceback
-from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.collectives import all_gather_objects, wait_for_all
 from mrlhf.parallel.pickled import extents_of, put_together, take_apart
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class Machine:
             except Exception as error:  # the other ranks wait for it
                 failure = error
                 outcome[1] = _for_other_ranks(error)
+        wait_for_all(self._ranks)
         dist.broadcast_object_list(outcome, src=self._leader, group=self._ranks)
 
         if failure is not None:

@@ -19,13 +19,13 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.batch import NO_VERSION, Episode, ExpertRecord, Prompts, Rollout
 from mrlhf.errors import EngineError, Interrupted
 from mrlhf.inference.base import EngineStats, InferenceEngine, Request, SamplingParams
 from mrlhf.models.spec import Experts
+from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import Machine
 from mrlhf.parallel.phases import Phases
@@ -273,7 +273,7 @@ class Generator:
                 self._count_memory()
                 seconds = time.perf_counter() - began
                 # If the run stops, those that still draw or wait for a tool need not end that.
-                dist.barrier(self.groups.replicas)
+                wait_for_all(self.groups.replicas)
         except Interrupted as stop:
             # Others begin again, as an interruption does not come at the same token everywhere.
             whole = [sample for sample in drawn.samples if sample.ended and not sample.has_failed]

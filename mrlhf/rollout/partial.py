@@ -22,6 +22,7 @@ import torch.distributed as dist
 from mrlhf.batch import Episode, Prompts, Rollout
 from mrlhf.config.rollout import PartialSection
 from mrlhf.inference.base import SamplingParams
+from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.groups import Group
 from mrlhf.rollout.assignment import Share
 from mrlhf.rollout.drawn_sample import DrawnSample
@@ -123,6 +124,7 @@ class Rounds:
         for sample in ended:
             states[sample.row] = State.FAILED if sample.has_failed else State.ENDED
         states[-1] = interrupted
+        wait_for_all(self._replicas)
         dist.all_reduce(states, group=self._replicas)
         self._now += states[:-1]
         if states[-1]:

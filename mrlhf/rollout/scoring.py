@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mrlhf.batch import Episode, Prompts, Rollout
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.collectives import all_gather_objects, wait_for_all
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.phases import Phases
 from mrlhf.rewards.combine import RewardFunction
@@ -130,7 +130,7 @@ class Scorer:
             my_rows = (owners == world.rank()).nonzero()[:, 0]
             result = self._score_rows(rollout, my_rows.tolist(), given, begun)
 
-        # After an error above the job ends, so no rank waits here for long.
+        wait_for_all(world)  # an error above ends the job
         names = self._column_names(result.metrics)
         absent = [math.nan] * len(my_rows)
         mine = [result.scores, *(result.metrics.get(name, absent) for name in names)]

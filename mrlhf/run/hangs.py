@@ -35,7 +35,12 @@ _NAMED_RANKS = 3
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
 _TIMED_OUT = ("timed out waiting", "operation timeout", "wait timeout", "connect timeout")
 # The innermost functions of a main thread that waits for other ranks, or for a GPU, which waits.
-_WAITING_IN = ("torch/distributed/", "torch/cuda/", "megatron/core/pipeline_parallel/p2p_comm")
+_WAITING_IN = (
+    "torch/distributed/",
+    "torch/cuda/",
+    "megatron/core/pipeline_parallel/p2p_comm",
+    "mrlhf/parallel/collectives",
+)
 # Methods written in C, whose callers are the innermost functions that Python knows.
 _WAITS_FOR_GPU = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 
@@ -56,6 +61,11 @@ class HangReport:
 
     answers: Mapping[int, Answer | None]
     directory: Path
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """The ranks that gave no answer."""
+        return frozenset(rank for rank, answer in self.answers.items() if answer is None)
 
 
 class HangReports:
@@ -158,10 +168,9 @@ def describe(rank: int, waited_s: float, report: HangReport) -> str:
     phase = own.phase if own is not None else "an unknown phase"
     others = {number: answer for number, answer in report.answers.items() if number != rank}
 
-    silent = {number for number, answer in others.items() if answer is None}
     busy = {number for number, answer in others.items() if answer and not answer.waits}
     elsewhere = {number for number, answer in others.items() if answer and answer.phase != phase}
-    missing = sorted(silent | busy or elsewhere)
+    missing = sorted(report.silent | busy or elsewhere)
 
     named = [_name(number, others[number]) for number in missing[:_NAMED_RANKS]]
     if len(missing) > _NAMED_RANKS:

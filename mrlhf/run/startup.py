@@ -25,6 +25,7 @@ from mrlhf.device import Device, pick_device, seed_everything
 from mrlhf.errors import CheckpointError, ConfigError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging
 from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.device_memory import DeviceMemory
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.job import (
@@ -107,14 +108,14 @@ class Run:
         Raises:
             ConfigError: the directory cannot be written.
         """
-        dist.barrier()  # another rank may still find a reason to refuse the start
+        wait_for_all(None)  # another rank may still find a reason to refuse the start
         try:
             while self.changes:
                 self.changes.pop(0)()
         except OSError as error:
             raise _unusable(self.output_dir, error) from error
 
-        dist.barrier()  # an earlier run that has to go is gone, and no file of this one with it
+        wait_for_all(None)  # an earlier run that has to go is gone, and no file of this one with it
         if self.timeline is not None:
             self.timeline.begin()
 

@@ -12,7 +12,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from types import FrameType
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mrlhf.errors import HangError
 from mrlhf.parallel.job import connect, is_store_of_launcher, polling_s
 from mrlhf.parallel.phases import Phases
-from mrlhf.run.failures import STOP_SIGNALS, Failures
+from mrlhf.run.failures import FAILED, STOP_SIGNALS, Failures
 from mrlhf.run.hangs import HangReports, describe
 from mrlhf.run.leaving import ENDED_BY_SIGTERM, leave
 
@@ -40,6 +40,7 @@ _END_S = 15.0  # the launcher ends a rank sooner, once another one has failed
 _RECONNECT_S = 3.0
 _SAY_S = 5.0  # a rank that fails has said why by then
 _STALL = 0.95  # of the time-out of a collective; then all ranks still answer
+_AGAIN_S = 3600.0  # between two reports of one wait
 
 
 def time_to_save(longest_s: float) -> float:
@@ -111,6 +112,7 @@ class Watcher:
         self._at_start = self._place()
         self._progress = (0, 0)
         self._progress_at = time.monotonic()
+        self._silent: Set[int] = frozenset()  # the ranks that did not answer the last question
 
         self._interrupts = 0
         self._asked_at: float | None = None
@@ -255,13 +257,20 @@ class Watcher:
         if progress != self._progress:
             self._progress = progress
             self._progress_at = now
+            self._silent = frozenset()
 
         stalled_s = now - self._progress_at
         # NCCL ends the process when a collective times out, so this cannot wait until then.
         is_long = stalled_s > _STALL * self._timeout_s
-        if is_long and not self._hangs.answered_since(self._progress_at):
-            report = self._hangs.report(since=self._progress_at)
-            logger.warning("no progress: %s", describe(self._rank, stalled_s, report))
+        # A wait for data or storage may last; then a machine that is lost ends no collective.
+        since = max(self._progress_at, now - (self._timeout_s if self._silent else _AGAIN_S))
+        if is_long and not self._hangs.answered_since(since):
+            report = self._hangs.report(since)
+            text = describe(self._rank, stalled_s, report)
+            if report.silent & self._silent:
+                leave(FAILED, f"HangError: {text}")
+            self._silent = report.silent
+            logger.warning("no progress: %s", text)
 
 
 def _noticed_by_the_watcher(number: int, frame: FrameType | None) -> None:

@@ -13,8 +13,6 @@ from contextlib import closing
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import torch.distributed as dist
-
 from mrlhf.batch import Sequences
 from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PreferenceConfig, SFTConfig
@@ -22,6 +20,7 @@ from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.inputs import PreferenceInputs, SFTInputs
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.device_memory import memory_metrics
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
@@ -208,7 +207,7 @@ class SupervisedTrainer:
         path = self._run.output_dir / f"failed_step_{step:06d}.json"
         if self._run.is_main_rank:
             path.write_text(json.dumps({"step": step, "rows": list(rows)}) + "\n", encoding="utf-8")
-        dist.barrier()  # a rank that ends earlier would end the others before the file is whole
+        wait_for_all(None)  # a rank that ends earlier would end the others before the file is whole
         return TrainingError(
             f"training step {step}: {error}; the numbers of the batch's rows are in {path}"
         )

@@ -20,7 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mrlhf.errors import WeightError
-from mrlhf.parallel.collectives import all_gather_objects, connect, exchange, raise_together
+from mrlhf.parallel.collectives import (
+    all_gather_objects,
+    connect,
+    exchange,
+    raise_together,
+    wait_for_all,
+)
 from mrlhf.weights.files import (
     file_names,
     flush,
@@ -116,6 +122,7 @@ def write_weights(
     ranks = dist.get_process_group_ranks(group)
     metadata = {"format": "pt", **options.metadata}
     for first in range(0, len(files), len(ranks)):
+        wait_for_all(group)  # for those that have written a file
         # In the last turn some ranks may have no file to write.
         own = dict(zip(ranks, list(files.items())[first:], strict=False))
         writers = {rank: names for rank, (_, names) in own.items()}

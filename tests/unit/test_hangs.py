@@ -15,7 +15,9 @@ from torch.distributed import HashStore
 
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.phases import Phases
+from mrlhf.run import watcher as watcher_module
 from mrlhf.run.hangs import Answer, HangReport, HangReports, describe, is_time_out
+from mrlhf.run.watcher import Watcher
 
 WAITING = Answer("update_actor", 600.4, waits=True, where="roles/actor.py:120 in update")
 BUSY = Answer("reward", 612.0, waits=False, where="my/rewards.py:7 in score")
@@ -117,3 +119,61 @@ def test_stacks_that_cannot_be_written_are_no_error(tmp_path: Path) -> None:
     reports = HangReports(HashStore(), 0, 1, file / "hangs", Phases())
     answer = reports.report(since=0.0).answers[0]
     assert answer is not None and answer.phase == "start"
+
+
+class _Clock:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
+
+
+def test_a_wait_that_goes_on_is_reported_each_hour(
+    tmp_path: Path, clock: _Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher = Watcher(HashStore(), 0, 1, tmp_path, 600.0, Phases())
+    reports = []
+    for minute in range(1, 190):
+        clock.sleep(60.0)
+        watcher._look_for_a_stall()
+        if caplog.messages:
+            reports.append(minute)
+            assert "other ranks" in caplog.messages[0]
+            caplog.clear()
+    assert reports == [11, 72, 133]  # the first look counts as progress
+
+
+def test_a_rank_that_never_answers_ends_the_job(
+    tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(watcher_module, "leave", lambda code, why: left.append(why))
+    phases = Phases()
+    watcher = Watcher(HashStore(), 0, 2, tmp_path, 600.0, phases)
+
+    def wait(minutes: int) -> None:
+        for _ in range(minutes):
+            clock.sleep(60.0)
+            watcher._look_for_a_stall()
+
+    wait(15)  # it is asked once
+    phases.advance(1, 2, "responses")
+    with phases.enter("step"):
+        wait(15)  # and once more after this rank has gone on
+        assert left == []
+        wait(10)
+    assert len(left) == 1 and "for rank 1, which gives no answer" in left[0]

@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-import torch.distributed as dist
-
 from mrlhf.batch import Experience, Rollout, Sequences
 from mrlhf.config.roots import PPOConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import TrainingError
 from mrlhf.metrics import data_metrics, throughput_metrics
 from mrlhf.models.flops import training_flops
+from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.device_memory import memory_metrics
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import timing_metrics
@@ -83,7 +82,7 @@ class StepReport:
         path = self._run.output_dir / f"failed_step_{updating.number:06d}.pt"
         if self._run.is_main_rank:
             save_batch(path, updating.experience)
-        dist.barrier()  # a rank that ends earlier would end the others before the file is whole
+        wait_for_all(None)  # a rank that ends earlier would end the others before the file is whole
         return TrainingError(f"training step {updating.number}: {error}; the batch is in {path}")
 
     def _dump(self, updating: Updating, cuts: Cuts) -> None:
