@@ -1,4 +1,7 @@
-"""Matrix products of bfloat16 on a CPU, in the format that the machine multiplies faster.
+"""Matrix products of bfloat16: with results in float32, and on a CPU in the faster format.
+
+A product of bfloat16 is summed in float32. It is rounded unless a GPU, by an operator of torch 2.8,
+leaves it in float32, or a CPU multiplies the numbers as float32.
 
 Many CPUs multiply float32 faster than bfloat16, also some that have instructions for bfloat16. On
 these the numbers are widened, which loses nothing, multiplied, and the sums are rounded once, as a
@@ -7,6 +10,7 @@ product of bfloat16 rounds them. This file knows matrices, and no model.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from functools import cache
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 _MOST_WIDENED = 1 << 22  # numbers of a matrix that are widened at once
+_log = logging.getLogger(__name__)
 
 
 @cache
@@ -39,6 +44,20 @@ def _vendor() -> str:
     return named.group(1) if named else ""
 
 
+@cache
+def gpu_gives_float32() -> bool:
+    """Whether a GPU gives products of bfloat16 in float32 with this torch; tried once."""
+    ones = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    total = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+    try:
+        torch.mm(ones, ones, out_dtype=total.dtype, out=total)
+        torch.addmm(total, ones, ones, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError) as error:  # of an older torch
+        _log.warning("logits and gradients of weights are rounded to bfloat16: %s", error)
+        return False
+    return bool((total == 32).all())
+
+
 def is_widened(matrix: Tensor) -> bool:
     """Whether products of this matrix are computed in float32 although it is bfloat16."""
     on_host = matrix.device.type == "cpu" and matrix.dtype == torch.bfloat16
@@ -55,12 +74,16 @@ def matmul(a: Tensor, b: Tensor, **options: Any) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """`torch.mm` of a [rows, inner] and b [inner, columns] into `out` of the same dtype."""
-    if not is_widened(a):
+    """`torch.mm` of a [rows, inner] and b [inner, columns] to `out`, of their dtype or float32."""
+    if a.dtype == out.dtype and not is_widened(a):
         return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        if gpu_gives_float32():
+            return torch.mm(a, b, out_dtype=out.dtype, out=out)
+        return out.copy_(a @ b)
     inner, columns = b.shape
     if inner > _MOST_WIDENED // max(1, columns) and inner > columns:
-        total = torch.zeros(out.shape, dtype=torch.float32)
+        total = torch.zeros_like(out, dtype=torch.float32)
         for part in _parts(inner, max(columns, len(a))):
             total.addmm_(_wide(a[:, part]), _wide(b[part]))
         return out.copy_(total)
@@ -75,6 +98,8 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the product of a [rows, inner] and b [inner, columns] to a float32 sum."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda and gpu_gives_float32():
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif is_widened(a):
         wide = _wide(b)
         for rows in _parts(len(a), max(a.shape[1], b.shape[1])):

@@ -137,11 +137,8 @@ def _patch_random(module: Any) -> None:
 
 
 def add_product(inputs: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
-    """Add a weight's gradient to a float32 sum, on a GPU in one call, as Apex's kernel does."""
-    if inputs.dtype != total.dtype and total.is_cuda:
-        torch.addmm(total, grad_output.t(), inputs, out_dtype=total.dtype, out=total)
-    else:
-        add_mm(total, grad_output.t(), inputs)
+    """Add a weight's gradient to a float32 sum, as Apex's kernel does."""
+    add_mm(total, grad_output.t(), inputs)
 
 
 def replace_apex_kernel(module: Any) -> None:

@@ -123,6 +123,10 @@ class LossParts:
         self._added = 0  # parts that have a loss
 
         weight = layer.weight
+        # The float32 sum of the weight's gradients, if it is not kept in the weight's own dtype.
+        self._main_grad: Tensor | None = None
+        if weight.dtype != torch.float32:
+            self._main_grad = getattr(weight, "main_grad", None)
         self._loss = torch.zeros((), dtype=torch.float32, device=weight.device)
         self._grad_hidden = torch.empty_like(tokens.hidden)
         self._grad_weight: Tensor | None = None
@@ -156,9 +160,7 @@ class LossParts:
         with torch.no_grad():
             self._loss += loss
             for rows, grad_logits in self._projection.grad_logits(part, TokenNumbers(**gradients)):
-                mm(grad_logits, self._layer.weight, self._grad_hidden[rows])
-                if self._grad_weight is not None:
-                    add_mm(self._grad_weight, grad_logits.t(), self._hidden[rows])
+                self._add_products(rows, grad_logits.to(self._layer.weight.dtype))
         self._added += 1
 
     def total(self) -> Tensor:
@@ -167,8 +169,14 @@ class LossParts:
         Those in the hidden states come through this rank's columns; the caller sums over ranks.
         """
         assert self._added == len(self._spans), "a part has no loss"
-        gradients = (self._grad_hidden, self._grad_weight)
+        gradients = (self._grad_hidden, self._grad_weight, self._main_grad)
         return _KnownGradients.apply(self._loss, self._hidden, self._layer.weight, *gradients)
+
+    def _add_products(self, rows: slice, grad_logits: Tensor) -> None:
+        """Take the gradients that go through these logits, in the weight's dtype."""
+        mm(grad_logits, self._layer.weight, self._grad_hidden[rows])
+        if self._grad_weight is not None:
+            add_mm(self._grad_weight, grad_logits.t(), self._hidden[rows])
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,10 @@ class _Span:
 
 
 class _Projection:
-    """Computes the logits of some tokens, chunk by chunk, in one buffer for each model."""
+    """Computes the logits of some tokens, chunk by chunk, in one buffer for each model.
+
+    They are float32 in a model of bfloat16 too, whose step between two logits of 16 to 32 is 0.125.
+    """
 
     def __init__(self, layer: OutputLayer, tokens: Tokens, wanted: NumbersToCompute) -> None:
         assert wanted.kl == (tokens.ref_layer is not None) == (tokens.ref_hidden is not None)
@@ -196,12 +207,10 @@ class _Projection:
         self.spans = _spans(tokens.lengths, tokens.most_lengths or tokens.lengths, most_rows)
 
         rows = max(chunk.stop - chunk.start for chunk in self.chunks)
-        shape = (rows, shard)
-        self._logits = layer.weight.new_empty(shape)
+        self._logits = layer.weight.new_empty((rows, shard), dtype=torch.float32)
         self._ref_logits: Tensor | None = None
         if tokens.ref_layer is not None:
-            # The reference may have another dtype.
-            self._ref_logits = tokens.ref_layer.weight.new_empty(shape)
+            self._ref_logits = torch.empty_like(self._logits)
         self._held: slice | None = None
 
     @property
@@ -299,8 +308,10 @@ class _KnownGradients(torch.autograd.Function):
         weight: Tensor,
         grad_hidden: Tensor,
         grad_weight: Tensor | None,
+        main_grad: Tensor | None,
     ) -> Tensor:
         ctx.gradients = (grad_hidden, grad_weight)
+        ctx.main_grad = main_grad
         ctx.dtype = weight.dtype
         return loss.clone()
 
@@ -311,5 +322,10 @@ class _KnownGradients(torch.autograd.Function):
         # A schedule may hold the loss while it computes the next one, so memory is freed here.
         ctx.gradients = None
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad_loss).to(ctx.dtype)
-        return None, grad_hidden.mul_(grad_loss), grad_weight, None, None
+            grad_weight.mul_(grad_loss)
+            if ctx.main_grad is not None:
+                ctx.main_grad.add_(grad_weight)
+                # Replicas exchange a gradient once autograd has given it: it gives zeros.
+                grad_weight = torch.zeros((), device=grad_weight.device).expand_as(grad_weight)
+            grad_weight = grad_weight.to(ctx.dtype)
+        return None, grad_hidden.mul_(grad_loss), grad_weight, None, None, None

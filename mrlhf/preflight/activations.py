@@ -123,12 +123,14 @@ class Activations:
 
     @property
     def _loss(self) -> float:
-        """Logits; hidden states, those selected, and their gradient; that of the weight."""
+        """Logits in float32, and their gradient; three times hidden states; a gradient's sum."""
         row = self.itemsize * self.spec.vocab_size / self.layout.tp
         rows = min(self._tokens, chunk_rows(int(row), self.device))
-        # It is added up in float32, in bfloat16 from a product beside it.
-        of_weight = self._table * (4 / self.itemsize + (self.itemsize < 4))
-        return rows * row + 3 * self._states + of_weight
+        times = 4 / self.itemsize
+        # In float32 the gradient of the logits is written over them.
+        logits = rows * row * (times + (self.itemsize < 4))
+        # Hidden states, those selected, and their gradient.
+        return logits + 3 * self._states + self._table * times
 
     def _backward(self, layers: Sequence[int]) -> float:
         """Bytes that the backward pass takes in the top layer, beside what layers keep."""

@@ -7,9 +7,8 @@ gradients are used for.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrlhf.config.sections import OptimSection
-from mrlhf.host.stand_ins import add_product, replace_apex_kernel
+from mrlhf.host.products import gpu_gives_float32
+from mrlhf.host.stand_ins import replace_apex_kernel
 from mrlhf.models.experts import ExpertMatrix
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import REPLICA_AXES
@@ -30,7 +30,6 @@ from mrlhf.parallel.layout import REPLICA_AXES
 # better; with fewer of them there is less to overlap.
 _BUCKET_PARAMETERS = 40_000_000
 _LEAST_BUCKETS = 4
-_log = logging.getLogger(__name__)
 
 
 def data_parallel(
@@ -68,7 +67,9 @@ def data_parallel(
         for chunk in chunks:
             _sum_where_gradients_are(chunk)
     # A CPU has the kernel, and so has a GPU with Apex.
-    if layers._grad_accum_fusion_available or _adds_products_to_sums():
+    if not layers._grad_accum_fusion_available and gpu_gives_float32():
+        replace_apex_kernel(layers)
+    if layers._grad_accum_fusion_available:
         for chunk in chunks:
             _add_weight_gradients_in_place(chunk)
     return chunks
@@ -202,17 +203,3 @@ def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:
     for layer in wrapped.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertMatrix)):
             layer.gradient_accumulation_fusion = True
-
-
-@cache
-def _adds_products_to_sums() -> bool:
-    """Whether torch takes the place of Apex's kernel on this GPU; tried once."""
-    ones = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
-    total = torch.ones(16, 16, dtype=torch.float32, device="cuda")
-    try:
-        add_product(ones, ones, total)
-    except (RuntimeError, TypeError) as error:  # of an older torch
-        _log.warning("gradients of weights are stored before they are added: %s", error)
-        return False
-    replace_apex_kernel(layers)
-    return bool((total == 17).all())

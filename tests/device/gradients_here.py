@@ -11,10 +11,11 @@ from megatron.core.tensor_parallel import layers
 
 from mrlhf.config.sections import ActorOptimSection
 from mrlhf.device import pick_device
+from mrlhf.host.products import gpu_gives_float32
 from mrlhf.models.build import build_model
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
-from mrlhf.training.data_parallel import _adds_products_to_sums, data_parallel
+from mrlhf.training.data_parallel import data_parallel
 from tests.device.measures import model_spec
 from tests.simulated_device.operators import EMULATED
 
@@ -29,7 +30,7 @@ def with_and_without() -> list[dict[str, Any]]:
     operator = torch.ops.aten.addmm.dtype_out
     with mock.patch.dict(EMULATED, {operator: refuse}):
         without = _layers()
-    _adds_products_to_sums.cache_clear()  # what was tried once is kept
+    gpu_gives_float32.cache_clear()  # what was tried once is kept
     return [without, _layers()]
 
 

@@ -9,13 +9,20 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from mrlhf.batch import Prompts
+from mrlhf.host import products
+from mrlhf.inference import sizes
+from mrlhf.inference.base import SamplingParams
+from mrlhf.inference.native.sampler import TokenSampler
 from mrlhf.parallel.layout import AxisSizes
 from tests.dist.role_runs import (
+    ONE_PACK,
     SEQUENCE_PARALLEL,
     STAGED,
     Setting,
@@ -26,9 +33,12 @@ from tests.dist.role_runs import (
     settings,
     update_actor,
 )
+from tests.models.engines import answer, make_engine
 from tests.oracle import plain_models, plain_tables
 from tests.oracle.plain_ppo import Case
+from tests.padding import pad_responses
 from tests.ranks import run_ranks
+from tests.rollouts import make_rollout
 
 LAYOUTS = {"llama": AxisSizes(tp=2, pp=2), "qwen2-tied": STAGED}
 # The `abs` KL to the old log-probs is a sum of sizes, so it is 0 only if no token's log-prob
@@ -47,11 +57,51 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _in_bfloat16(rank: int, world_size: int, root: str) -> dict[str, Any]:
     results = {}
-    for model, sizes in LAYOUTS.items():
-        [setting] = settings(Path(root), world_size, [SEQUENCE_PARALLEL], {4: [sizes]})
+    for model, of_model in LAYOUTS.items():
+        [setting] = settings(Path(root), world_size, [SEQUENCE_PARALLEL], {4: [of_model]})
         metrics, logprobs = _first_update(setting, UPDATED[model])
         results[model] = metrics, logprobs.tolist()
     return results
+
+
+def _by_engine_and_trainer(rank: int, world_size: int, root: str) -> list[list[float]]:
+    """Log-probs of tokens that the engine drew: by the engine and the actor, and exact ones."""
+    # Otherwise the engine's weights are widened on some machines.
+    products.float32_is_faster = sizes.float32_is_faster = lambda: False
+    [setting] = settings(Path(root), world_size, [ONE_PACK], {1: [AxisSizes()]})
+    model = plain_models.load(setting.root / "llama")
+    prompts = [[7, 3 * number, 60 - number] for number in range(20)]
+    uids = [*range(len(prompts))]
+    sampling = SamplingParams(temperature=plain_tables.TEMPERATURE, max_tokens=50, seed=5)
+    with mock.patch.object(
+        TokenSampler, "draw", autospec=True, side_effect=TokenSampler.draw
+    ) as drawn:
+        samples = answer(make_engine(model, dtype=torch.bfloat16), prompts, uids, sampling)
+    logits = drawn.call_args.args[1]
+    assert (logits != logits.bfloat16()).float().mean() > 0.9
+
+    ids, mask = pad_responses([sample.token_ids for sample in samples], torch.int32)
+    nothing = [""] * len(prompts)
+    rollout = make_rollout(
+        Prompts(prompts, uids, nothing, nothing, nothing, [{}] * len(prompts)),
+        [0] * len(prompts),
+        ids,
+        mask,
+        pad_responses([sample.logprobs for sample in samples], torch.float32)[0],
+        torch.ones(len(prompts), dtype=torch.bool),
+    )
+    actor = build_actor(setting, UPDATED["llama"], dtype="bfloat16")
+    of_actor = logprobs_of(actor, rollout, len(rollout))
+    exact = plain_tables.evaluate(model, rollout)[0]
+    return [table[mask].tolist() for table in (rollout.rollout_logprobs, of_actor, exact)]
+
+
+def test_engine_and_trainer_differ_by_less_than_bfloat16_errs(root: Path) -> None:
+    """Rotation by numbers of bfloat16 in one of them alone would be most of what both err."""
+    [tables] = run_ranks(1, _by_engine_and_trainer, str(root))
+    engine, trainer, exact = map(torch.tensor, tables)
+    apart, err = ((found - trainer).square().mean().sqrt() for found in (engine, exact))
+    assert 0 < apart < 0.3 * err
 
 
 def _first_update(setting: Setting, case: Case) -> tuple[dict[str, float], Tensor]:

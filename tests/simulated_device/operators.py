@@ -226,18 +226,27 @@ def _elsewhere(call: Callable[[], Any]) -> Any:
     return _thread().submit(call).result()
 
 
-def _add_product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A product in bfloat16 or float16 that is added to a float32 matrix."""
+def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A product in bfloat16 or float16 that is written, or added, to a float32 matrix."""
+    name = func.overloadpacket.__name__
     values = _values(func, args, kwargs)
-    ours = [values[name] for name in ("self", "mat1", "mat2", "out")]
+    ours = [value for value in values.values() if isinstance(value, Tensor)]
     if not all(isinstance(value, SimulatedTensor) for value in ours):
-        raise DeviceMismatchError(f"addmm: a tensor is on the host at {place()}")
-    total, first, second, out = (value.inner for value in ours)
+        raise DeviceMismatchError(f"{name}: a tensor is on the host at {place()}")
+    *inputs, out = (value.inner for value in ours)
+    first, second = inputs[-2:]
     narrow = (torch.bfloat16, torch.float16)
     if first.dtype != second.dtype or first.dtype not in narrow or out.dtype != torch.float32:
-        raise RuntimeError(f"addmm: {first.dtype} and {second.dtype} to {out.dtype} at {place()}")
-    DEVICE.launch("addmm")
-    out.copy_(total + first.float() @ second.float())
+        raise RuntimeError(f"{name}: {first.dtype} and {second.dtype} to {out.dtype} at {place()}")
+    DEVICE.launch(name)
+
+    def compute(*inputs: Tensor) -> Tensor:
+        *added, first, second = inputs
+        return sum(added, first.float() @ second.float())
+
+    out.copy_(compute(*inputs))
+    if DEVICE.capturing is not None:
+        DEVICE.capturing.add(DEVICE.capturing.later(compute, (inputs, {})), [out], [])
     return values["out"]
 
 
@@ -281,6 +290,7 @@ def install() -> None:
     """Put the operators in place of torch's."""
     EMULATED[torch.ops.torch_attn._varlen_attn.default] = _attention
     EMULATED[torch.ops.torch_attn._varlen_attn_backward.default] = _attention_backward
-    EMULATED[torch.ops.aten.addmm.dtype_out] = _add_product
+    EMULATED[torch.ops.aten.mm.dtype_out] = _product
+    EMULATED[torch.ops.aten.addmm.dtype_out] = _product
     torch.nn.functional.rms_norm = rms_norm
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention

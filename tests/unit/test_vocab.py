@@ -220,14 +220,24 @@ def test_bfloat16_weights_give_float32_numbers(monkeypatch: pytest.MonkeyPatch) 
     numbers = token_numbers(layer, tokens, NumbersToCompute())
     token_loss(layer, tokens, NumbersToCompute(), lambda part, n: n.logprobs.sum(), True).backward()
 
-    # The logits are rounded to bfloat16, and nothing after them.
-    logits = (hidden @ layer.weight.T).detach().double().requires_grad_()
+    # Logits of bfloat16 would err by 0.01.
+    logits = (hidden.double() @ layer.weight.double().T).detach().requires_grad_()
     expected = torch.log_softmax(logits, dim=-1).gather(1, TARGETS[:, None])[:, 0]
     expected.sum().backward()
     torch.testing.assert_close(numbers.logprobs.double(), expected, atol=1e-5, rtol=0)
     assert hidden.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
     of_weight = logits.grad.T @ hidden.detach().double()
     torch.testing.assert_close(layer.weight.grad.double(), of_weight, atol=0.05, rtol=0.02)
+
+    # With a sum in float32 the gradient is added to that, as it was before it was rounded.
+    rounded = layer.weight.grad
+    layer.weight.grad = None
+    layer.weight.main_grad = torch.full(layer.weight.shape, 0.5)
+    token_loss(layer, tokens, NumbersToCompute(), lambda part, n: n.logprobs.sum(), True).backward()
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+    added = layer.weight.main_grad - 0.5
+    assert not torch.equal(added, added.bfloat16().float())
+    torch.testing.assert_close(added, rounded.float(), atol=1e-6, rtol=2**-8)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +257,9 @@ def test_policy_and_reference_of_different_dtypes(
     numbers = token_numbers(layer, tokens, wanted)
     token_loss(layer, tokens, wanted, lambda part, n: n.full_kl.sum(), by_token=True).backward()
 
-    # Each model's logits are rounded to its own dtype, and nothing after them.
-    logits = (hidden @ layer.weight.T).detach().double().requires_grad_()
-    ref_logits = (_random(TOKENS, 4, ref_dtype) @ reference.weight.T).detach().double()
+    # No model's logits are rounded to its own dtype.
+    logits = (hidden.double() @ layer.weight.double().T).detach().requires_grad_()
+    ref_logits = (_random(TOKENS, 4, ref_dtype).double() @ reference.weight.double().T).detach()
     log_p = torch.log_softmax(logits, dim=-1)
     kl = (log_p.exp() * (log_p - torch.log_softmax(ref_logits, dim=-1))).sum(dim=1)
     kl.sum().backward()

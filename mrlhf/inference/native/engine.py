@@ -79,7 +79,7 @@ class NativeEngine:
         )
         place = ReplicaPlace(self._parallel.rank, self._parallel.size, ep)
         self._parameters = Parameters(spec, place, device, dtype)
-        self._tables = tables_of_layers(spec, self._dtype, device, limits.max_length)
+        self._tables = tables_of_layers(spec, device, limits.max_length)
         self._sampler = TokenSampler(self._parallel, never)
         captures = device.type == "cuda" and not limits.enforce_eager
         block_size = self._cache_shape.block_size

@@ -18,6 +18,7 @@ from torch import Tensor
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
+from mrlhf.host.products import mm
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -83,6 +84,16 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     if not packs or not (large or weight.dtype == torch.float32):
         return lambda x: F.linear(x, weight, bias)
     return _packed(weight, bias)
+
+
+def linear_in_float32(weight: Tensor) -> Linear:
+    """Return the function `linear` of a weight of any dtype whose results are float32."""
+    if weight.device.type == "cpu" or weight.dtype == torch.float32:
+        widened = linear(weight.float())
+        return lambda x: widened(x.float())
+    transposed = weight.t()
+    columns = len(weight)
+    return lambda x: mm(x, transposed, x.new_empty((len(x), columns), dtype=torch.float32))
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Linear:

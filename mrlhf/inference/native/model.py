@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrlhf.inference.native.adapters import linear_of
 from mrlhf.inference.native.attention import Attention
-from mrlhf.inference.native.linear import Linear, linear
+from mrlhf.inference.native.linear import Linear, linear_in_float32
 from mrlhf.inference.native.mlp import Mlp, mlp_of_layer
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
 from mrlhf.inference.native.parameters import Parameters
@@ -76,7 +76,9 @@ class Decoder:
         output = _EMBEDDING if spec.output_is_embedding else "output_layer.weight"
         self._output = parameters.made_of(
             output,
-            lambda: linear(self._embedding if spec.output_is_embedding else tensor(output)),
+            lambda: linear_in_float32(
+                self._embedding if spec.output_is_embedding else tensor(output)
+            ),
         )
 
         # This rank's rows of the vocabulary; rows past its end are padding.
@@ -95,7 +97,7 @@ class Decoder:
                 adds its own. None: they are not recorded.
 
         Returns:
-            [rows, vocab_shard]: this rank's columns, without padding.
+            float32 [rows, vocab_shard]: this rank's columns, without padding.
         """
         hidden = self._embed(inputs.tokens)
         delta: Tensor | None = None
@@ -200,12 +202,9 @@ def _layer(
     )
 
 
-def tables_of_layers(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_length: int
-) -> list[Tables]:
-    """Return the cosines and sines that rotate each layer; layers that rotate alike share them."""
-    # They are rounded to `dtype`, as in transformers. A layer that does not rotate has cosines of 1
-    # and sines of 0, which leave every number as it is.
+def tables_of_layers(spec: ModelSpec, device: torch.device, max_length: int) -> list[Tables]:
+    """Return the cosines and sines, float32, of each layer; layers that rotate alike share them."""
+    # A layer that does not rotate has cosines of 1 and sines of 0, which change no number.
     by_kind: dict[str | None, Tables] = {}
     for kind in set(spec.ropes):
         frequencies = torch.zeros(spec.rotary_dim // 2)
@@ -214,7 +213,5 @@ def tables_of_layers(
             frequencies, scale = rope_of(spec, kind)
         positions = torch.arange(max_length, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies.to(device=device, dtype=torch.float32))
-        cosines = (angles.cos() * scale).to(dtype).float()
-        sines = (angles.sin() * scale).to(dtype).float()
-        by_kind[kind] = (cosines, sines)
+        by_kind[kind] = (angles.cos() * scale, angles.sin() * scale)
     return [by_kind[kind] for kind in spec.ropes]
