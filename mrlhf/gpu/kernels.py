@@ -272,9 +272,13 @@ def paged_attention(
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     context = tl.zeros([ROWS, DIM], tl.float32)
+    table = tables + sequence.to(tl.int64) * table_stride
     for base in range(start, stop, KEYS):
         seen = base + tl.arange(0, KEYS)
-        page = tl.load(tables + sequence.to(tl.int64) * table_stride + seen // PAGE, seen < stop, 0)
+        if PAGE % KEYS == 0:
+            page = tl.load(table + base // PAGE)
+        else:
+            page = tl.load(table + seen // PAGE, seen < stop, 0)
         cached = ((page.to(tl.int64) * PAGE + seen % PAGE) * kv_heads + kv_head) * dim
         stored = (seen < stop)[:, None] & (lanes < dim)[None, :]
         key = tl.load(keys + cached[:, None] + lanes[None, :], stored, 0.0)

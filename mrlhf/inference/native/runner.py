@@ -43,6 +43,7 @@ class Runner:
         are kept if `weights` and cache lie where they lay then.
         """
         self.cache = cache
+        self.captures = graphs is not None
         self._decoder = decoder
         self._sampler = sampler
         self._device = cache.layers[0][0].device
