@@ -2,6 +2,9 @@
 
 Each is a torch form of `operators` in one pass over memory. Arithmetic is float32, and a result is
 rounded where the torch form rounds it. This file knows pointers and sizes.
+
+Triton compiles a kernel anew where a number becomes 1 or divisible by 16, or a tensor begins at
+another multiple of 16 bytes; for what `_VARYING` names it does not look, so one form serves a run.
 """
 
 from __future__ import annotations
@@ -9,8 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_VARYING = (
+    # differ between calls, or layers
+    "rows", "sequences", "splits", "table_stride", "group", "window", "first",
+    # are parts of a larger tensor; single numbers are read of most
+    "tables", "query_starts", "lengths", "positions", "places", "uniform", "likeliest", "targets",
+    "sums", "tops", "table", "log_total", "ref_log_total", "entropy", "kl",
+    "grad_logprobs", "grad_entropy", "grad_kl",
+)  # fmt: skip
+_kernel = triton.jit(do_not_specialize=_VARYING)
 
-@triton.jit
+
+@_kernel
 def add_rms_norm(
     hidden, delta, weight, out, scales, size, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -33,7 +46,7 @@ def add_rms_norm(
     tl.store(out + row + columns, (normal * gain).to(dtype), inside)
 
 
-@triton.jit
+@_kernel
 def rms_norm_backward(
     grad,
     x,
@@ -67,7 +80,7 @@ def rms_norm_backward(
     tl.store(grad_weights + program.to(tl.int64) * size + columns, of_weight, inside)
 
 
-@triton.jit
+@_kernel
 def gated(gate_up, out, size, BLOCK: tl.constexpr):
     """out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size]; a program a part of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -81,7 +94,7 @@ def gated(gate_up, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + columns, (active * up).to(dtype), inside)
 
 
-@triton.jit
+@_kernel
 def gated_backward(grad, gate_up, grad_gate_up, size, BLOCK: tl.constexpr):
     """The gradient of `gated`, laid out as `gate_up`."""
     row = tl.program_id(0).to(tl.int64)
@@ -106,7 +119,7 @@ def _rotated(x, other, cosine, sine, half, lanes):
     return tl.where(lanes < 2 * half, turned, x)
 
 
-@triton.jit
+@_kernel
 def rotate(
     x, cosines, sines, out, group, dim, half, token_stride, outer_stride, inner_stride, sign,
     BLOCK: tl.constexpr,
@@ -129,7 +142,7 @@ def rotate(
     tl.store(out + place + lanes, turned.to(out.dtype.element_ty), inside)
 
 
-@triton.jit
+@_kernel
 def rotate_store(
     qkv, q_norm, k_norm, cosines, sines, positions, places, q, keys, values,
     kv_heads, dim, half, eps,
@@ -214,20 +227,22 @@ def _add_keys(scores, value, top, total, context):
     return higher, total, context
 
 
-@triton.jit
+@_kernel
 def paged_attention(
-    q, keys, values, tables, query_starts, lengths, out, sums, tops,
+    q, keys, values, tables, query_starts, lengths, out, parts, sums, tops,
     sequences, kv_heads, dim, table_stride, scale, window,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of QUERIES tokens x GROUP query heads to one KV head's keys in pages.
 
-    The heads of a group share one reading of the keys. With several SPLITS a program sees one part
-    of the keys, and `out` [SPLITS, tokens, heads, dim] is float32 and not yet divided by `sums`.
+    The heads of a group share one reading of the keys. With several splits, the grid's last size,
+    a program sees one part of the keys, and instead of `out` it writes float32 `parts` [splits,
+    tokens, heads, dim], not yet divided by `sums`.
     """
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    splits = tl.num_programs(2)
     sequence, first = _query_block(tl.program_id(0), query_starts, sequences, QUERIES)
     end = tl.load(query_starts + sequence + 1)
     if first >= end:
@@ -250,16 +265,20 @@ def paged_attention(
     start = 0
     if window > 0:
         start = tl.maximum(0, length - end + first - window + 1) // KEYS * KEYS
-    part = tl.cdiv(tl.cdiv(stop - start, KEYS), SPLITS) * KEYS
+    part = tl.cdiv(tl.cdiv(stop - start, KEYS), splits) * KEYS
     start += split * part
     stop = tl.minimum(stop, start + part)
 
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     context = tl.zeros([ROWS, DIM], tl.float32)
+    table = tables + sequence.to(tl.int64) * table_stride
     for base in range(start, stop, KEYS):
         seen = base + tl.arange(0, KEYS)
-        page = tl.load(tables + sequence.to(tl.int64) * table_stride + seen // PAGE, seen < stop, 0)
+        if PAGE % KEYS == 0:
+            page = tl.load(table + base // PAGE)
+        else:
+            page = tl.load(table + seen // PAGE, seen < stop, 0)
         cached = ((page.to(tl.int64) * PAGE + seen % PAGE) * kv_heads + kv_head) * dim
         stored = (seen < stop)[:, None] & (lanes < dim)[None, :]
         key = tl.load(keys + cached[:, None] + lanes[None, :], stored, 0.0)
@@ -272,7 +291,7 @@ def paged_attention(
         scores = tl.where(visible, scores, -float("inf"))
         top, total, context = _add_keys(scores, value, top, total, context)
 
-    if SPLITS == 1:
+    if splits == 1:
         # A row that sees nothing is padding, and gets zeros.
         context = context / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + places, context.to(out.dtype.element_ty), wanted)
@@ -281,22 +300,22 @@ def paged_attention(
         row = split * size + tokens.to(tl.int64) * kv_heads * GROUP + heads
         tl.store(sums + row, total, real)
         tl.store(tops + row, top, real)
-        tl.store(out + split * size * dim + places, context, wanted)
+        tl.store(parts + split * size * dim + places, context, wanted)
 
 
-@triton.jit
-def join_splits(parts, sums, tops, out, rows, dim, SPLITS: tl.constexpr, DIM: tl.constexpr):
+@_kernel
+def join_splits(parts, sums, tops, out, rows, splits, dim, DIM: tl.constexpr):
     """out [rows, dim] from the splits of `paged_attention`; one program a row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, DIM)
     inside = lanes < dim
 
     top = tl.load(tops + row)
-    for split in range(1, SPLITS):
+    for split in range(1, splits):
         top = tl.maximum(top, tl.load(tops + split * rows + row))
     total = 0.0
     context = tl.zeros([DIM], tl.float32)
-    for split in range(SPLITS):
+    for split in range(splits):
         place = split * rows + row
         weight = tl.exp(tl.load(tops + place) - top)
         total += weight * tl.load(sums + place)
@@ -304,7 +323,7 @@ def join_splits(parts, sums, tops, out, rows, dim, SPLITS: tl.constexpr, DIM: tl
     tl.store(out + row * dim + lanes, (context / total).to(out.dtype.element_ty), inside)
 
 
-@triton.jit
+@_kernel
 def logit_blocks(
     logits, tops, sums, likeliest, columns, blocks, stride, factor, COLUMNS: tl.constexpr
 ):
@@ -322,7 +341,7 @@ def logit_blocks(
     tl.store(likeliest + row * blocks + block, block * COLUMNS + tl.argmax(scaled, 0))
 
 
-@triton.jit
+@_kernel
 def draw(
     logits, tops, sums, likeliest, uniform, tokens, logprobs, columns, blocks, stride, factor,
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -363,7 +382,7 @@ def draw(
     tl.store(logprobs + row, (chosen - top) - tl.log(total).to(tl.float32))
 
 
-@triton.jit
+@_kernel
 def vocab_sums(
     table, logits, targets, ref_logits, first, valid, stride, table_stride, scale,
     COLUMNS: tl.constexpr,
@@ -417,7 +436,7 @@ def vocab_sums(
         tl.store(table + 7 * table_stride + row, difference)
 
 
-@triton.jit
+@_kernel
 def vocab_gradient(
     logits, targets, ref_logits, log_total, ref_log_total, entropy, kl,
     grad_logprobs, grad_entropy, grad_kl, first, valid, columns, scale,

@@ -5,6 +5,8 @@ Importing this file needs Triton, which torch's builds for CUDA bring. It knows 
 
 from __future__ import annotations
 
+import os
+import tempfile
 from functools import cache
 
 import torch
@@ -17,6 +19,9 @@ _KEYS = 64  # keys that a program of attention reads at a time
 _LEAST_PART = 256  # keys of a sequence below which splitting them costs more than it brings
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
 ROWS_EACH = 32  # rows of one program in the backward pass of a norm
+
+# What is compiled is kept on this machine: a home is often slow, and shared by all machines.
+os.environ.setdefault("TRITON_CACHE_DIR", f"{tempfile.gettempdir()}/triton_{os.getuid()}")
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -185,23 +190,20 @@ def paged_attention(
         splits = 1
 
     out = torch.empty_like(q)
-    parts = out
-    sums = tops = None
-    if splits > 1:
-        parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
-        sums, tops = torch.empty(2, splits, tokens, heads, dtype=torch.float32, device=q.device)
+    several = splits if splits > 1 else 0
+    parts = torch.empty(several, *q.shape, dtype=torch.float32, device=q.device)
+    sums, tops = torch.empty(2, several, tokens, heads, dtype=torch.float32, device=q.device)
     rows = triton.next_power_of_2(max(_LEAST_ROWS, queries * group))
     lanes = triton.next_power_of_2(max(_LEAST_ROWS, dim))
 
     kernels.paged_attention[(blocks, kv_heads, splits)](
-        q, keys, values, tables, query_starts, lengths, parts, sums, tops,
+        q, keys, values, tables, query_starts, lengths, out, parts, sums, tops,
         sequences, kv_heads, dim, tables.stride(0), scale, window,
-        GROUP=group, PAGE=page, SPLITS=splits, QUERIES=queries, ROWS=rows, KEYS=_KEYS, DIM=lanes,
-        num_warps=4,
+        GROUP=group, PAGE=page, QUERIES=queries, ROWS=rows, KEYS=_KEYS, DIM=lanes, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         kernels.join_splits[(tokens * heads,)](
-            parts, sums, tops, out, tokens * heads, dim, SPLITS=splits, DIM=lanes, num_warps=1
+            parts, sums, tops, out, tokens * heads, splits, dim, DIM=lanes, num_warps=1
         )
     return out
 

@@ -20,7 +20,7 @@ VLLM_VOCABULARY_UNIT = 64
 _BLOCKS = {
     # Two vectors of 8 numbers: small enough to share prefixes, large enough for the kernel.
     ("native", "cpu"): 16,
-    ("native", "cuda"): 256,  # the page of FlashAttention 2
+    ("native", "cuda"): 64,  # keys that a program of attention reads at a time
     ("vllm", "cpu"): 32,
     ("vllm", "cuda"): 16,
 }

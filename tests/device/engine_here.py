@@ -125,7 +125,7 @@ def sizes() -> list[int]:
     block = engine._cache_shape.block_bytes
     found = []
 
-    for blocks in (12.5, 13.5, 5.5):
+    for blocks in (12.5, 13.5, 7.5):
         filler = DEVICE.memory.free - kept - int(blocks * block)
         other = torch.empty(filler, dtype=torch.uint8, device=DEVICE.device)
         engine.take_cache()

@@ -91,7 +91,7 @@ def lines() -> dict[str, Counts]:
     """What each line costs in passes over two packs with one layer, and in a decode step."""
     join()
     passes = _passes(1, FEW_PACKS)
-    engines = _engine(1), _engine(1, never=(3, 5))
+    engines = engine_of(1), engine_of(1, never=(3, 5))
     steps = {}
     for name, sampling in SAMPLINGS.items():
         drawing = SamplingParams(max_tokens=6, seed=1, **sampling)
@@ -139,10 +139,10 @@ def decoding() -> Figures:
     in_graph: dict[str, list[int]] = {name: [] for name in SAMPLINGS}
     with_adapters = []
     for layers in (1, 2):
-        adapted = _engine(layers, lora=Lora(rank=4, alpha=32.0))
+        adapted = engine_of(layers, lora=Lora(rank=4, alpha=32.0))
         greedy = SamplingParams(max_tokens=6, seed=1, **SAMPLINGS["greedy"])
         with_adapters.append(_decode_step(adapted, greedy).replayed)
-        engines = _engine(layers), _engine(layers, never=(3, 5))
+        engines = engine_of(layers), engine_of(layers, never=(3, 5))
         for name, sampling in SAMPLINGS.items():
             engine = engines[name == LEFT_OUT]
             step = _decode_step(engine, SamplingParams(max_tokens=6, seed=1, **sampling))
@@ -277,10 +277,16 @@ def example(
     )
 
 
-def _engine(layers: int, never: tuple[int, ...] = (), lora: Lora | None = None) -> NativeEngine:
+def engine_of(
+    layers: int, never: tuple[int, ...] = (), lora: Lora | None = None, eager: bool = False
+) -> NativeEngine:
     spec = replace(model_spec(layers), lora=lora)
     limits = EngineLimits(
-        max_num_seqs=8, max_length=600, max_prefill_tokens=64, cache_bytes=1 << 24
+        max_num_seqs=8,
+        max_length=600,
+        max_prefill_tokens=64,
+        cache_bytes=1 << 24,
+        enforce_eager=eager,
     )
     engine = NativeEngine(spec, None, DEVICE.device, torch.bfloat16, limits, never=never)
     family = FAMILIES[spec.family]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.device import speed_table
 from tests.simulated_device.client import Devices
 
@@ -21,3 +23,14 @@ def test_no_count_is_above_its_bound(device: Devices) -> None:
 def test_the_page_bounds_something() -> None:
     assert len(speed_table.bounds()) > 10
     assert all(number >= 0 for number in speed_table.bounds().values())
+
+
+def test_no_form_of_a_kernel_is_new_after_the_first_step(device: Devices) -> None:
+    """Triton compiles a form when it first occurs: in the engine's warm-up, or in update 1."""
+    pytest.importorskip("triton")
+    for body in ("rollout", "updates"):
+        (found,) = device.run(f"tests.device.forms_here:{body}")
+        for name, forms in found.items():
+            assert len({form.split()[0] for form in forms["first"]}) == 7, (name, forms)
+            assert len(forms["first"]) == 9, (name, forms)
+            assert not forms["added"], (name, forms)

@@ -44,7 +44,7 @@ def test_sleep_gives_back_cache_and_own_weights(device: Devices) -> None:
 
 
 def test_the_cache_keeps_its_size_if_it_could_grow_by_little(device: Devices) -> None:
-    assert device.run(f"{BODIES}:sizes") == [[12, 12, 5]]
+    assert device.run(f"{BODIES}:sizes") == [[12, 12, 7]]
 
 
 def test_graphs_are_kept_while_what_they_read_stays(device: Devices) -> None:

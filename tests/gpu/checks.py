@@ -52,7 +52,7 @@ BFLOAT16 = replace(MANY_PACKS, dtype="bfloat16")
 SMALL = EngineLimits(max_num_seqs=8, max_length=48, max_prefill_tokens=64, cache_bytes=64 << 20)
 PRODUCTION = replace(SMALL, max_length=600, max_prefill_tokens=200)
 SHORT_PROMPTS = (1, 8, 15, 3, 20, 6, 11, 2, 9, 17, 5)
-LONG_PROMPTS = (300, 5, 530, 250)  # tokens; pages of a GPU have 256
+LONG_PROMPTS = (300, 5, 530, 250)  # tokens; pages of a GPU have 64
 NEVER = (3, 5, 8)
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},

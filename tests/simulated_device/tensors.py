@@ -23,6 +23,8 @@ EMULATED: dict[Any, Function] = {}
 """Operators that the host does not have, or not as a single kernel; `operators.py` fills it."""
 COLLECTIVES: list[Function] = []
 """What c10d's operators are handed to; `collectives.py` fills it."""
+OURS: list[Function] = []
+"""What is told of each call of an operator of mrlhf's, with its arguments on the host."""
 
 # A device address must not be read by the host: with this it lies where no process has memory.
 ADDRESS = 1 << 60
@@ -213,6 +215,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     non_blocking = _count(func, args, kwargs, flat, target)
     inner_args, inner_kwargs = tree_unflatten([inner_of(x) for x in flat], spec)
     inner_kwargs.pop("pin_memory", None)
+    if func.namespace == "mrlhf":
+        for listener in OURS:
+            listener(func, inner_args)
     out = func(*inner_args, **inner_kwargs)
     return _wrapped(
         func, out, flat, ours, target == "cpu", (inner_args, inner_kwargs), non_blocking

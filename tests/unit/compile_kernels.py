@@ -16,7 +16,7 @@ from mrlhf.gpu import kernels
 ARCHITECTURES = (80, 90)  # A100; H100 and H200
 SIZES = (
     "rows", "size", "group", "dim", "half", "kv_heads", "sequences", "columns", "blocks", "window",
-    "first", "valid",
+    "first", "valid", "splits",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
@@ -31,8 +31,8 @@ TYPES = {
     "uniform": "*fp64",
     "logprobs": "*fp32",
 }
-DECODE = {"GROUP": 4, "PAGE": 256, "SPLITS": 4, "QUERIES": 1, "ROWS": 16, "KEYS": 64, "DIM": 128}
-PREFILL = DECODE | {"SPLITS": 1, "QUERIES": 16, "ROWS": 64}
+DECODE = {"GROUP": 4, "PAGE": 64, "QUERIES": 1, "ROWS": 16, "KEYS": 64, "DIM": 128}
+PREFILL = DECODE | {"QUERIES": 16, "ROWS": 64}
 FORMS: dict[str, list[dict[str, Any]]] = {
     "add_rms_norm": [{"ADDS": True, "BLOCK": 4096}, {"ADDS": False, "BLOCK": 128}],
     "rms_norm_backward": [{"EACH": 32, "BLOCK": 4096}],
@@ -41,7 +41,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "rotate": [{"BLOCK": 128}],
     "rotate_store": [{"GROUP": 4, "NORMS": norms, "BLOCK": 128} for norms in (True, False)],
     "paged_attention": [DECODE, PREFILL],
-    "join_splits": [{"SPLITS": 4, "DIM": 128}],
+    "join_splits": [{"DIM": 128}],
     "logit_blocks": [{"COLUMNS": 1024}],
     "draw": [{"COLUMNS": 1024, "BLOCKS": 256}],
     "vocab_sums": [{"COLUMNS": 1024}],
@@ -54,10 +54,7 @@ def compile_kernel(name: str, constants: dict[str, Any], architecture: int) -> N
     function = getattr(kernels, name)
     signature = {}
     for argument in function.arg_names:
-        kind = "constexpr" if argument in constants else TYPES.get(argument, "*bf16")
-        if argument == "out" and constants.get("SPLITS", 1) > 1 and "PAGE" in constants:
-            kind = "*fp32"  # parts of a sum
-        signature[argument] = kind
+        signature[argument] = "constexpr" if argument in constants else TYPES.get(argument, "*bf16")
     places = {(function.arg_names.index(key),): value for key, value in constants.items()}
     compiled = triton.compile(
         ASTSource(function, signature, places), target=GPUTarget("cuda", architecture, 32)

@@ -168,7 +168,9 @@ class Case(NamedTuple):
 CASES = {
     "decode": Case(2, 3, 12, 4, [1, 1, 1], [5, 17, 150], None),
     "decode in a window": Case(2, 2, 16, 8, [1, 1, 1], [5, 17, 150], 7),
+    "decode from large pages": Case(2, 3, 12, 128, [1, 1, 1], [5, 17, 150], 40),
     "prompts in chunks": Case(1, 3, 12, 4, [5, 1, 40], [9, 5, 70], None),
+    "prompts in large pages": Case(1, 3, 12, 64, [5, 1, 40], [9, 5, 70], None),
     "prompts in a window": Case(1, 4, 16, 8, [5, 1, 18], [20, 5, 30], 6),
 }
 

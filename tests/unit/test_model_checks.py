@@ -280,7 +280,7 @@ def test_dry_run_checks_first(tmp_path):
 
     on_gpu = dry_run(ppo(**paths, distributed__device="cuda"), 8).text
     assert "the KV cache of a rank on a GPU\n" in on_gpu
-    assert "2 KV heads x 8 x 2 bytes x 256 tokens = 98.3 kB\n" in on_gpu
+    assert "2 KV heads x 8 x 2 bytes x 128 tokens = 49.15 kB\n" in on_gpu
 
     with pytest.raises(ConfigError):
         dry_run(ppo(), 6)

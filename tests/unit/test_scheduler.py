@@ -11,10 +11,18 @@ from mrlhf.inference.native.scheduler import Scheduler, Step
 
 
 def make(
-    prompts, samples, max_tokens=4, blocks=64, block_size=2, max_num_seqs=8, max_prefill_tokens=64
+    prompts,
+    samples,
+    max_tokens=4,
+    blocks=64,
+    block_size=2,
+    max_num_seqs=8,
+    max_prefill_tokens=64,
+    starts_together=1,
 ):
     manager = BlockManager(blocks, block_size)
-    scheduler = Scheduler(manager, block_size, max_num_seqs, max_prefill_tokens)
+    sizes = (block_size, max_num_seqs, max_prefill_tokens, starts_together)
+    scheduler = Scheduler(manager, *sizes)
     scheduler.add(prompts, rows_of(samples), [max_tokens] * len(prompts))
     return scheduler, manager
 
@@ -71,20 +79,59 @@ def test_a_common_beginning_is_computed_once_even_in_the_same_pass():
 
 
 def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
-    scheduler, manager = make([[1, 1], [2, 2]], [1, 1], blocks=3, max_tokens=3)
+    scheduler, manager = make([[1, 1], [2, 2]], [1, 1], blocks=4, max_tokens=5)
     step = scheduler.schedule()
     assert counts(step) == {0: (0, 2), 1: (0, 2)}
-    scheduler.record(step.draws, [])  # both need a second block, there is one
+    for drawn in range(2):  # both take a second block
+        scheduler.record(step.draws, [])
+        step = scheduler.schedule()
+        assert counts(step) == {0: (2 + drawn, 1), 1: (2 + drawn, 1)}
+    scheduler.record(step.draws, [])  # both need a third block, there is none
     step = scheduler.schedule()
-    assert counts(step) == {0: (2, 1)} and scheduler.counts.preemptions == 1
+    assert counts(step) == {0: (4, 1)} and scheduler.counts.preemptions == 1
     scheduler.record(step.draws, [])
-    step = scheduler.schedule()  # row 1 waits: its two tokens and the one drawn need two blocks
-    assert counts(step) == {0: (3, 1)}
+    step = scheduler.schedule()  # row 1 waits: its prompt and what it drew need three blocks
+    assert counts(step) == {0: (5, 1)}
     scheduler.record(step.draws, [0])
     step = scheduler.schedule()
-    assert counts(step) == {1: (2, 1)}  # the block of its prompt was still there
+    assert counts(step) == {1: (2, 3)}  # the block of its prompt was still there
     scheduler.record(step.draws, [1])
     assert scheduler.done and manager.held == 0
+
+
+def test_a_row_starts_where_the_others_find_their_next_block_too():
+    for blocks, rows in ((3, {0}), (4, {0, 1})):  # 4: a second one for both
+        scheduler, _ = make([[1, 1], [2, 2]], [1, 1], blocks=blocks, max_tokens=3)
+        assert counts(scheduler.schedule()).keys() == rows
+    scheduler, _ = make([[1, 1, 1]], [4], blocks=9)  # each of the first is copied, and one more
+    assert scheduler.schedule().draws.tolist() == [0, 1, 2, 3]
+    scheduler, _ = make([[1, 1, 1]], [4], blocks=8)
+    assert scheduler.schedule().draws.tolist() == [0, 1, 2]
+
+
+def test_rows_start_together():
+    """128 prompts of 8 samples through 256 places, with responses of up to 1,024 tokens."""
+    generator = random.Random(3)
+    lengths = np.array([min(1024, 1 + int(generator.expovariate(1 / 300))) for _ in range(1024)])
+    found = {}
+    for together in (1, 16):
+        scheduler, _ = make(
+            [[number] * 200 for number in range(128)], [8] * 128, 1024, 256 * 20, 64, 256, 8192,
+            together,
+        )  # fmt: skip
+        drawn = np.zeros(1024, dtype=np.int64)
+        passes = mixed = 0
+        while not scheduler.done:
+            step = scheduler.schedule()
+            passes += 1
+            mixed += len(step.rows) != len(step.draws) or (step.counts > 1).any()
+            drawn[step.draws] += 1
+            ended = step.draws[drawn[step.draws] == lengths[step.draws]]
+            scheduler.record(step.draws, ended.tolist())
+        assert scheduler.counts.preemptions == 0
+        found[together] = (passes, mixed / passes)
+    assert found[1][1] > 0.2 and found[16][1] < 0.05
+    assert found[16][0] < 1.03 * found[1][0]
 
 
 class Workload:
@@ -113,7 +160,7 @@ class Workload:
         first = (1 + len(prompts)) // 2 if late else len(prompts)
         self.scheduler, self.manager = make(
             prompts[:first], samples[:first], self.max_tokens, blocks, self.block_size,
-            self.most_rows, self.budget,
+            self.most_rows, self.budget, draw(1, 4),
         )  # fmt: skip
         self.coming = list(zip(prompts, rows_of(samples), strict=True))[first:]
         self.lengths = [draw(1, self.max_tokens + 1) for _ in range(sum(samples))]

@@ -37,9 +37,10 @@ class Batch:
         self._runner = runner
         self._sampling = sampling
         self._block_size = runner.cache.block_size
-        self._scheduler = Scheduler(
-            runner.manager, self._block_size, limits.max_num_seqs, limits.max_prefill_tokens
-        )
+        # A pass that starts rows is no captured graph.
+        together = max(1, limits.max_num_seqs // 16) if runner.captures else 1
+        sizes = (self._block_size, limits.max_num_seqs, limits.max_prefill_tokens, together)
+        self._scheduler = Scheduler(runner.manager, *sizes)
         self._sequences = DrawnSequences(sampling, decode, version)
 
     def add(self, requests: Sequence[Request]) -> None:

@@ -84,6 +84,7 @@ class NativeEngine:
         captures = device.type == "cuda" and not limits.enforce_eager
         block_size = self._cache_shape.block_size
         self._graphs = DecodeGraphs(limits, block_size, device) if captures else None
+        self._is_warm = device.type == "cpu"  # a GPU's kernels are compiled when they first run
 
         # These are None while the engine does not have them: the weights laid out for this machine,
         # the cache, the runner that uses both, and the samples that are being decoded.
@@ -272,4 +273,7 @@ class NativeEngine:
             self._runner = Runner(
                 decoder, self._cache, self._parallel, self._sampler, self._graphs, weights
             )
+            if not self._is_warm:
+                self._runner.warm_up()
+                self._is_warm = True
         return self._runner

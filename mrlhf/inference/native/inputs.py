@@ -45,21 +45,25 @@ def on_device(arrays: PassArrays, device: torch.device) -> Pass:
 
 
 def packed(arrays: Sequence[NDArray[Any]]) -> Tensor:
-    """Lay the arrays end to end in pinned memory, with a word for each number, int64 [words]."""
-    words = torch.empty(sum(array.size for array in arrays), dtype=torch.int64, pin_memory=True)
+    """Lay the arrays end to end in pinned memory, each from the start of a word, int64 [words]."""
+    words = torch.empty(sum(map(_words, arrays)), dtype=torch.int64, pin_memory=True)
     for array, view in zip(arrays, unpacked(words, arrays), strict=True):
         view.numpy()[...] = array
     return words
 
 
 def unpacked(words: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """Return the views of `words` that stand for the arrays; numbers of 4 bytes lie close."""
+    """Return the views of `words` that stand for the arrays."""
     views = []
-    parts = words.split([array.size for array in arrays])
+    parts = words.split([_words(array) for array in arrays])
     for array, part in zip(arrays, parts, strict=True):
         numbers = part.view(getattr(torch, array.dtype.name))
         views.append(numbers[: array.size].view(array.shape))
     return views
+
+
+def _words(array: NDArray[Any]) -> int:
+    return -(-array.nbytes // 8)
 
 
 def as_pass(parts: Sequence[Tensor], most_queries: int, most_keys: int) -> Pass:

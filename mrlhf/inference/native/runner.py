@@ -22,6 +22,8 @@ from mrlhf.inference.native.model import Decoder
 from mrlhf.inference.native.sampler import TokenSampler
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 
+_WARM_UP_LENGTH = 1024  # so many keys are read in parts
+
 
 class Runner:
     """Runs passes until the weights change or the cache is freed."""
@@ -41,6 +43,7 @@ class Runner:
         are kept if `weights` and cache lie where they lay then.
         """
         self.cache = cache
+        self.captures = graphs is not None
         self._decoder = decoder
         self._sampler = sampler
         self._device = cache.layers[0][0].device
@@ -67,6 +70,25 @@ class Runner:
             return self._draw(step, sampling)
         self._decoder.forward(step[0], self.cache.layers, self.cache.experts)
         return None
+
+    def warm_up(self) -> None:
+        """Let kernels be compiled, by a prompt and a step that decodes; no row may have a block."""
+        size = self.cache.block_size
+        blocks = min(self.cache.blocks, -(-_WARM_UP_LENGTH // size))
+        for count in (2, 1):
+            arrays = PassArrays(
+                tokens=np.zeros(count, dtype=np.int64),
+                positions=np.arange(count),
+                cache_places=np.arange(count),
+                last=np.array([count - 1]),
+                sources=np.array([0]),
+                uniform=np.zeros(1),
+                query_edges=np.array([0, count], dtype=np.int32),
+                lengths=np.array([blocks * size], dtype=np.int32),
+                block_tables=np.zeros((1, blocks), dtype=np.int32),
+            )
+            sampling = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
+            self._draw(on_device(arrays, self._device), sampling)
 
     def send(self, values: NDArray[np.generic]) -> Tensor:
         """Copy a host array to the device; nothing waits."""

@@ -2,8 +2,9 @@
 
 A row is a sample. Every pass computes one token of each row that has only its newest token left to
 compute. Of the other rows it computes as many prompt tokens as the budget allows: long prompts are
-computed in chunks, and further rows start while there are blocks. Where blocks run out, the row
-that started last gives its own back and is computed again later.
+computed in chunks, and further rows start while there are blocks, for the tokens that are soon
+drawn too. Where blocks run out, the row that started last gives its own back and is computed again
+later.
 
 This is pure arithmetic on lengths and token ids, without tensors, so every rank of a replica
 computes the same schedule by itself.
@@ -22,6 +23,9 @@ from mrlhf.inference.native.blocks import BlockManager
 from mrlhf.inference.native.rows import enlarged
 
 Ints = NDArray[np.int64]
+
+_SOON = 16  # tokens for which rows that run must find blocks before another starts
+_MOST_PASSES = 16  # that free places for rows stay empty until there are enough of them
 
 
 @dataclass(frozen=True)
@@ -62,15 +66,23 @@ class Scheduler:
     """The rows that wait and the rows that run; `manager` has room for the longest row alone.
 
     `max_num_seqs` rows run at once, and a pass computes at most `max_prefill_tokens` prompt tokens.
+    Rows start where so many as `starts_together` can, for some passes: fewer passes start any.
     """
 
     def __init__(
-        self, manager: BlockManager, block_size: int, max_num_seqs: int, max_prefill_tokens: int
+        self,
+        manager: BlockManager,
+        block_size: int,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        starts_together: int = 1,
     ) -> None:
         self._manager = manager
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_prefill_tokens = max_prefill_tokens
+        self._starts_together = starts_together
+        self._passes = 0  # since places became free for rows that wait
 
         self._prompts: dict[int, Sequence[int]] = {}
         self.block_tables = np.zeros((0, 0), dtype=np.int32)
@@ -144,7 +156,8 @@ class Scheduler:
 
         # What is left of the budget goes to rows that start now.
         started: list[tuple[int, int, int]] = []
-        while budget > 0 and not preempted and (row := self._start_next()) is not None:
+        may_start = not preempted and self._may_start(bool((counts > 1).any()))
+        while may_start and budget > 0 and (row := self._start_next()) is not None:
             start = int(self._computed[row])
             count = min(int(self.lengths[row]) - start, budget)
             budget -= count
@@ -273,9 +286,28 @@ class Scheduler:
         self._waiting.appendleft([row, *self._followers.pop(row, [])])
         self.counts.preemptions += 1
 
+    def _places(self) -> int:
+        """How many more rows may run."""
+        return self._max_num_seqs - len(self._running) - sum(map(len, self._followers.values()))
+
+    def _may_start(self, is_mixed: bool) -> bool:
+        """Whether rows start in this pass; `is_mixed` if it computes prompts in any case."""
+        places = self._places()
+        self._passes = self._passes + 1 if self._waiting and places else 0
+        late = self._passes > _MOST_PASSES
+        if not self._passes or not (is_mixed or late or places >= self._starts_together):
+            return False
+        self._passes = 0
+        return True
+
+    def _wanted_soon(self, rows: Sequence[int]) -> int:
+        """How many of `rows` need a further block for one of their next tokens."""
+        held = self._held[list(rows)] * self._block_size
+        return int((held - self.lengths[list(rows)] < _SOON).sum())
+
     def _start_next(self) -> int | None:
         """Start the next row, with blocks for all its tokens; None if no row waits or fits."""
-        room = self._max_num_seqs - len(self._running) - sum(map(len, self._followers.values()))
+        room = self._places()
         if not self._waiting or room < 1:
             return None
         rows = self._waiting[0]
@@ -287,7 +319,11 @@ class Scheduler:
         # computes at least one token, for the logits.
         known = self._manager.known_prefix(prompt if length == len(prompt) else [*prompt, -1])
         self._manager.share(known)
-        own = self._manager.take(-(-length // self._block_size) - len(known))
+        blocks = -(-length // self._block_size)
+        is_short = blocks * self._block_size - length < _SOON
+        wanted = blocks - len(known)
+        kept = self._wanted_soon(self._running) + is_short if self._running else 0
+        own = self._manager.take(wanted) if self._manager.available >= wanted + kept else None
         if own is None:
             self._manager.release(known)
             assert self._running, "the cache has no room for one row alone"
@@ -297,7 +333,9 @@ class Scheduler:
         self._running.append(row)
 
         # As many other rows of its prompt follow it as there is room for.
-        followers = rows[1 : min(room, 1 + self._manager.available)]
+        spare = self._manager.available - self._wanted_soon(self._running)
+        of_each = max(1, (length % self._block_size > 0) + is_short)
+        followers = rows[1 : min(room, 1 + max(0, spare) // of_each)]
         if followers:
             self._followers[row] = followers
         self._waiting.popleft()
