@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from mrlhf.checkpoint.conversion.megatron_arguments import (
     MEGATRON_FAMILIES,
@@ -88,6 +88,34 @@ def test_code_in_the_arguments_is_not_run_but_named(checkpoint: Path, tmp_path: 
     assert "in common.pt: num_floating_point_operations_so_far, rerun_state_machine, tensor" in said
     (unread,) = (text for text in said if text.startswith("unread classes"))
     assert "posix.system" in unread
+
+
+def test_arguments_that_lie_among_the_weights_are_read(checkpoint: Path, tmp_path: Path) -> None:
+    """As megatron-core 0.19 writes them: an object of a list, and no file for them."""
+    before = read_common(checkpoint)
+    common = torch.load(checkpoint / "common.pt", weights_only=False)
+    common["optimizer"] = _Touch(tmp_path / "touched")
+    file = checkpoint / "__1_0.distcp"
+    file.write_bytes(b"other")
+    with file.open("ab") as stream:
+        torch.save([common], stream)
+    (checkpoint / "common.pt").unlink()
+
+    def move(index: Metadata) -> None:
+        name = "common_state/shard_0_1"
+        index.state_dict_metadata[name] = BytesStorageMetadata()
+        place = _StorageInfo(file.name, 5, file.stat().st_size - 5)
+        index.storage_data[MetadataIndex(name)] = place
+
+    _change_index(checkpoint, move)
+    found = read_common(checkpoint)
+    assert found.arguments == before.arguments and found.iteration == before.iteration
+    assert found.refused == ["posix.system"] and not (tmp_path / "touched").exists()
+    assert _open(checkpoint).tensors
+
+    file.write_bytes(b"other")
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: not readable"):
+        read_common(checkpoint)
 
 
 def test_code_among_the_weights_is_not_run(checkpoint: Path, tmp_path: Path) -> None:

@@ -20,7 +20,13 @@ from mrlhf.checkpoint.conversion.megatron_arguments import config_of, difference
 from mrlhf.checkpoint.conversion.megatron_names import Home, find_homes, split_names
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.checkpoint.conversion.restricted_pickle import Name, read_pickle
-from mrlhf.checkpoint.conversion.torch_dist import COMMON_FILE, DTYPES, FORMAT_FILE, TorchDistReader
+from mrlhf.checkpoint.conversion.torch_dist import (
+    COMMON_FILE,
+    DTYPES,
+    FORMAT_FILE,
+    INDEX_FILE,
+    TorchDistReader,
+)
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.models.families import family_of, spec_of
 from mrlhf.models.spec import ModelSpec
@@ -56,12 +62,12 @@ def find_folder(path: Path) -> Path | None:
                 f"{tracker}: says {stated!r}, which is no iteration; write the number of one there"
             )
         return path / f"iter_{int(stated):07d}"
-    is_folder = (path / FORMAT_FILE).is_file() and (path / COMMON_FILE).is_file()
-    return path if is_folder else None
+    has_rest = (path / COMMON_FILE).is_file() or (path / INDEX_FILE).is_file()
+    return path if (path / FORMAT_FILE).is_file() and has_rest else None
 
 
 class Common(NamedTuple):
-    """The content of `common.pt`; None for what is missing."""
+    """What a checkpoint holds beside tensors; None for what is missing."""
 
     arguments: Mapping[str, Any] | None  # from the run that wrote it
     iteration: int | None
@@ -70,10 +76,13 @@ class Common(NamedTuple):
 
 
 def read_common(folder: Path) -> Common:
-    """Read `common.pt` with plain classes alone; CheckpointError if it is missing or damaged."""
-    content, refused = read_pickle(folder / COMMON_FILE, _ALLOWED_IN_COMMON)
+    """Read it with plain classes alone; CheckpointError if it is missing or damaged."""
+    if (folder / COMMON_FILE).is_file():
+        content, refused = read_pickle(folder / COMMON_FILE, _ALLOWED_IN_COMMON)
+    else:
+        content, refused = TorchDistReader(folder).read_common(_ALLOWED_IN_COMMON)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{folder / COMMON_FILE}: not a dictionary")
+        raise CheckpointError(f"{folder}: {COMMON_FILE} or its object is not a dictionary")
 
     stated = content.get("args")
     arguments = vars(stated) if isinstance(stated, argparse.Namespace) else None

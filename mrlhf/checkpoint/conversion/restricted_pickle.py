@@ -57,13 +57,18 @@ class _RestrictedUnpickler(pickle.Unpickler):
         return Placeholder()
 
 
-def read_pickle(file: Path, allowed: Mapping[Name, Any]) -> tuple[Any, set[str]]:
+def read_pickle(
+    file: Path, allowed: Mapping[Name, Any], offset: int = 0, length: int = -1
+) -> tuple[Any, set[str]]:
     """The object in a pickle file or a file of `torch.save`, without tensors; and refused names.
 
-    A CheckpointError says that the file is missing, damaged, or of a torch older than 1.6.
+    It takes `length` bytes of the file from `offset`, by default all. A CheckpointError says that
+    the file is missing, damaged, or of a torch older than 1.6.
     """
     try:
-        content = file.read_bytes()
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            content = stream.read(length)
         if zipfile.is_zipfile(io.BytesIO(content)):
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 (record,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]

@@ -1,7 +1,8 @@
 """Reads and writes the `torch_dist` format: torch.distributed.checkpoint as megatron-core uses it.
 
 A checkpoint is a directory. `.metadata` gives the place of each tensor's boxes in the `.distcp`
-files; `metadata.json` names the format; `common.pt` holds the rest. Boxes are read and written one
+files; `metadata.json` names the format; `common.pt`, or from megatron-core 0.19 an object in the
+`.distcp` files, holds the rest. Boxes are read and written one
 at a time, in one process and without process groups. Only the classes in `_ALLOWED` are made when
 reading. What is written is for megatron-core's `dist_checkpointing.load`. This file knows neither
 models nor the names of their tensors.
@@ -32,6 +33,7 @@ from mrlhf.weights.shard import Shape
 
 FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
 INDEX_FILE = ".metadata"
 FORMAT = "torch_dist"
 
@@ -78,13 +80,13 @@ class TorchDistReader:
             raise CheckpointError(f"{directory / INDEX_FILE}: not an index of a checkpoint")
 
         self.tensors: dict[str, TensorForm] = {}  # under the checkpoint's own names
-        self.objects: list[str] = []  # the names of everything else, which is never read
+        self.objects: list[str] = []  # the names of other objects, which are never read
         self._boxes: dict[str, list[Box]] = {}
         for name, entry in index.state_dict_metadata.items():
             if isinstance(entry, metadata.TensorStorageMetadata):
                 self.tensors[name] = TensorForm(tuple(entry.size), entry.properties.dtype)
                 self._boxes[name] = [_box(name, chunk) for chunk in entry.chunks]
-            else:
+            elif name != COMMON_OBJECT:
                 self.objects.append(name)
 
         self._places: dict[tuple[str, Shape | None], _FileRange] = {}
@@ -96,6 +98,14 @@ class TorchDistReader:
         """A box of a tensor; CheckpointError if a file or a part of it is missing or damaged."""
         stored = ((part, partial(self._read, part)) for part in self._boxes[box.name])
         return put_together(box, stored, str(self._directory))
+
+    def read_common(self, allowed: Mapping[Name, Any]) -> tuple[Any, set[str]]:
+        """What `read_pickle` makes of the content of `common.pt`, wherever it is."""
+        place = self._places.get((COMMON_OBJECT, None))
+        if place is None:
+            return read_pickle(self._directory / COMMON_FILE, allowed)
+        content, refused = read_pickle(place.file, allowed, place.offset, place.length)
+        return content[0] if isinstance(content, list) and content else content, refused
 
     def problems(self) -> Iterator[str]:
         """Check the files without reading a tensor; one sentence for each problem."""
