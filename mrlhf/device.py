@@ -120,11 +120,6 @@ class Fetch:
         return self._found
 
 
-def fetch(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors of one device on the host, which waits once for all of them."""
-    return Fetch(*tensors).wait()
-
-
 @dataclass(frozen=True)
 class Device:
     """Where tensors live and how ranks communicate; a GPU's `torch_device` includes the index."""

@@ -121,6 +121,7 @@ class Batch:
             return []
         tokens, logprobs = (tensor.numpy() for tensor in last.drawn.wait())
         kept = last.kept
+
         ended = self._sequences.record(last.draws[kept], tokens[kept], logprobs[kept])
         experts = self._experts_of(ended)
         self._share(ended)

@@ -68,8 +68,7 @@ class DecodeGraphs:
     ) -> Drawn:
         """Return what `draw`, which draws as `sampling` says, gives for a step that decodes.
 
-        Tokens come from `origins` in what the pass before drew, or where these are -1 from
-        `arrays`.
+        Tokens come from the places `origins` of what the pass before drew; at -1 from `arrays`.
         """
         batch = len(arrays.tokens)
         size = next(size for size in self._sizes if size >= batch)
