@@ -104,12 +104,20 @@ def seconds_in(spans: Sequence[Span]) -> float:
     return sum(end.since(begin) for begin, end in spans)
 
 
-def fetch(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors of one device on the host, which waits once for all of them."""
-    found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    if tensors[0].is_cuda:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
-    return found
+class Fetch:
+    """Copies of tensors of one device on their way to the host, which does not wait yet."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        self._event = torch.cuda.Event() if tensors[0].is_cuda else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the copies when they are there; later work of the device may still run."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._found
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
+from mrlhf.device import Fetch
+from mrlhf.inference.base import (
+    EngineLimits,
+    EngineStats,
+    Request,
+    SamplingParams,
+    generate,
+    requests_for,
+)
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import FAMILIES
 from mrlhf.training import optimizer_states
@@ -219,3 +229,92 @@ def _samples(engine: NativeEngine) -> list[tuple[list[int], list[float]]]:
 def _places(engine: NativeEngine) -> tuple[int, ...]:
     assert engine._graphs is not None
     return engine._graphs.places
+
+
+def overlap() -> dict[str, Any]:
+    """Samples with captured steps and without, and what was launched when the host waited."""
+    cases: dict[str, dict[str, Any]] = {
+        "lengths": {},
+        "stop tokens": {"stop_token_ids": tuple(range(0, 1000, 7))},
+        "stop strings": {"stop": ("7 ", "13")},
+        "small cache": {"blocks": 10},
+        "cancelled": {"cancel": 13},
+    }
+    return {name: _overlap(**options) for name, options in cases.items()}
+
+
+def _overlap(blocks: int = 90, cancel: int = -1, **options: Any) -> dict[str, Any]:
+    limits = EngineLimits(
+        max_num_seqs=6,
+        max_length=128,
+        max_prefill_tokens=24,
+        block_size=16,
+        cache_bytes=blocks * 16 * 512,
+    )
+    ahead: Counter[int] = Counter()
+    begin = Fetch.__init__
+    wait = Fetch.wait
+
+    def counted_begin(fetch: Fetch, *tensors: Tensor) -> None:
+        begin(fetch, *tensors)
+        launched[id(fetch)] = DEVICE.counts.replays
+
+    def counted_wait(fetch: Fetch) -> list[Tensor]:
+        ahead[DEVICE.counts.replays - launched[id(fetch)]] += 1
+        return wait(fetch)
+
+    launched: dict[int, int] = {}
+    with (
+        mock.patch.object(Fetch, "__init__", counted_begin),
+        mock.patch.object(Fetch, "wait", counted_wait),
+    ):
+        ours, stats = _come_and_go(limits, cancel, options)
+    theirs, others = _come_and_go(replace(limits, enforce_eager=True), -1, options)
+    return {
+        "ahead": dict(ahead),
+        "samples": len(ours),
+        "of": len(theirs),
+        "same": all(theirs[key] == sample for key, sample in ours.items()),
+        "preemptions": (stats.preemptions, others.preemptions),
+    }
+
+
+def _come_and_go(
+    limits: EngineLimits, cancel: int, options: dict[str, Any]
+) -> tuple[dict[tuple[int, int], list[int]], EngineStats]:
+    """Tokens by request and sample, where requests come one by one, with one token and more."""
+    text = "".join
+    engine = NativeEngine(
+        measures.model_spec(2), None, DEVICE.device, torch.float32, limits,
+        decode=lambda tokens: text(f"{token} " for token in tokens),
+    )  # fmt: skip
+    spec = measures.model_spec(2)
+    family = FAMILIES[spec.family]
+    initialise(engine.weight_slots(), family.tensor_shapes(spec), 1, 0.2, family.scalar_head)
+    engine.commit(1)
+
+    coming = [
+        Request(
+            id=number, prompt=[number + 1] * length, uid=number, samples=range(1 + number % 2),
+            sampling=SamplingParams(
+                temperature=1.0, max_tokens=3 + 17 * (number % 5), seed=5, **options
+            ),
+        )
+        for number, length in enumerate((1, 20, 3, 1, 50, 2, 1, 30, 1, 1, 7, 1))
+    ]  # fmt: skip
+    found: dict[tuple[int, int], list[int]] = {}
+    stats = EngineStats()
+    step = 0
+    while coming or engine.in_flight:
+        if coming and (step % 3 == 0 or not engine.in_flight):
+            engine.submit([coming.pop(0) for _ in range(min(2, len(coming)))])
+        if step == cancel:
+            coming.clear()
+        else:
+            engine.step()
+        finished = engine.cancel() if step == cancel else engine.collect()
+        stats += finished.stats
+        for sample in finished.samples:
+            found[sample.request_id, sample.sample_index] = sample.token_ids
+        step += 1
+    return found, stats

@@ -52,7 +52,8 @@ def _save(staging: Staging, first: float) -> Saved:
         limits = EngineLimits(max_num_seqs=1, max_length=1, max_prefill_tokens=1)
         graphs = DecodeGraphs(limits, 1, DEVICE.device)
         with DEVICE.counted() as counts:
-            graphs.run(_arrays(), SamplingParams(temperature=1.0, max_tokens=1, seed=1), draw)
+            sampling = SamplingParams(temperature=1.0, max_tokens=1, seed=1)
+            graphs.run(_arrays(), np.array([-1]), sampling, draw)
             part = writer.result()
         assert part.error is None, part.error
         read = TensorFile(Path(folder) / model_file("actor", 0)).read_rows("weights", 0, SIZE)

@@ -58,3 +58,14 @@ def test_graphs_are_kept_while_what_they_read_stays(device: Devices) -> None:
     assert not found["new weights"]["moved"]
     assert found["other cache"]["moved"]
     assert found["other weight"]["moved"]
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_read(device: Devices) -> None:
+    (found,) = device.run(f"{BODIES}:overlap")
+    for name, case in found.items():
+        assert case["same"], (name, case)
+        # The host waits while the next step runs, unless that one starts rows.
+        assert case["ahead"].keys() == {0, 1} and case["ahead"][1] > 9, (name, case)
+        assert (case["samples"] < case["of"]) == (name == "cancelled"), (name, case)
+    assert min(found["small cache"]["preemptions"]) > 0
+    assert found["lengths"]["ahead"][1] > 2 * found["lengths"]["ahead"][0]

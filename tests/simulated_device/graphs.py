@@ -43,6 +43,7 @@ class SimulatedGraph:
         self._calls: list[tuple[Callable[[], Any], list[Tensor]]] = []
         self._made: list[Tensor] = []
         self._own: set[int] = set()  # storages that the capture made
+        self._before: list[tuple[Tensor, Tensor]] = []  # what it wrote over, and its numbers
         self._thread = threading.get_ident()
 
     def add(self, call: Callable[[], Any], outs: Sequence[Any], made: Sequence[Tensor]) -> None:
@@ -51,6 +52,12 @@ class SimulatedGraph:
             self._made += made
             self._own.update(x.untyped_storage()._cdata for x in made)
             self._calls.append((call, [x for x in outs if self._is_own(x)]))
+
+    def save(self, written: Sequence[Any]) -> None:
+        """Remember tensors that are now written to, since a capture on a GPU writes nothing."""
+        for tensor in written:
+            if isinstance(tensor, Tensor) and not self._is_own(tensor):
+                self._before.append((tensor, tensor.clone()))
 
     def later(self, func: Any, arguments: tuple[Any, Any]) -> Callable[[], Any]:
         """A call of an operator on what lies at the addresses of its arguments then."""
@@ -96,12 +103,15 @@ class SimulatedGraph:
                         old.copy_(new)
 
     def spoil(self) -> None:
-        """Overwrite what the capture made."""
+        """Overwrite what the capture made, and undo what it wrote to other memory."""
         with torch.no_grad():
             for tensor in self._made:
                 if tensor.is_floating_point():
                     tensor.fill_(torch.nan)
+            for tensor, numbers in reversed(self._before):
+                tensor.copy_(numbers)
         self._made.clear()
+        self._before.clear()
 
 
 @contextmanager

@@ -218,6 +218,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.namespace == "mrlhf":
         for listener in OURS:
             listener(func, inner_args)
+    if DEVICE.capturing is not None and DEVICE.capturing.is_of_this_thread:
+        DEVICE.capturing.save(_written_arguments(func, inner_args))
     out = func(*inner_args, **inner_kwargs)
     return _wrapped(
         func, out, flat, ours, target == "cpu", (inner_args, inner_kwargs), non_blocking

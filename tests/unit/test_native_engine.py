@@ -253,7 +253,7 @@ def test_a_thousand_requests_of_random_lengths_come_back_once_each():
     ]
     stop = tuple(range(12))
     sampling = SamplingParams(temperature=1.0, max_tokens=20, seed=3, stop_token_ids=stop)
-    engine = tight(model, 120, max_num_seqs=48, max_prefill_tokens=100)
+    engine = tight(model, 40, max_num_seqs=48, max_prefill_tokens=100)
     finished = generate(engine, requests_for(prompts, range(1000), sampling))
     samples = finished.samples
     assert [(sample.request_id, sample.sample_index) for sample in samples] == [

@@ -1,23 +1,42 @@
 """Decodes samples together: schedule, run, draw, record.
 
-It does not know where weights come from, or what the samples are for.
+Where steps are captured, the next one is launched before this one's tokens are read: they are taken
+from where the device drew them. A row that has ended by then draws one token that is dropped. This
+file does not know where weights come from, or what the samples are for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mrlhf.device import fetch
+from mrlhf.device import Fetch
 from mrlhf.inference.base import EngineLimits, Request, Sample, SamplingParams
 from mrlhf.inference.native.inputs import PassArrays
 from mrlhf.inference.native.runner import Runner
-from mrlhf.inference.native.scheduler import Counts, Scheduler, Step
+from mrlhf.inference.native.scheduler import Counts, Ints, Scheduler, Step
 from mrlhf.inference.native.sequences import DrawnSequences
 from mrlhf.inference.stopping import Decode
+
+
+@dataclass
+class _Pass:
+    """A pass that was not read yet."""
+
+    draws: Ints  # the rows that get their next token
+    gone: set[int] = field(default_factory=set)  # those that ended after it was scheduled
+    drawn: Fetch | None = None  # tokens and log-probabilities; None if it draws none
+
+    @property
+    def kept(self) -> Ints:
+        """The places of the draws that count."""
+        if not self.gone:
+            return np.arange(len(self.draws))
+        return np.flatnonzero([row not in self.gone for row in self.draws.tolist()])
 
 
 class Batch:
@@ -42,6 +61,7 @@ class Batch:
         sizes = (self._block_size, limits.max_num_seqs, limits.max_prefill_tokens, together)
         self._scheduler = Scheduler(runner.manager, *sizes)
         self._sequences = DrawnSequences(sampling, decode, version)
+        self._unread: _Pass | None = None
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue the samples of `requests`."""
@@ -52,21 +72,24 @@ class Batch:
         )
 
     def step(self) -> list[Sample]:
-        """Run one pass, and return the samples that it ends; without a row, do nothing."""
+        """Launch one pass, and return samples that passes have ended; without a row, do nothing."""
         if self._scheduler.done:
             return []
         step = self._scheduler.schedule()
-        drawn = self._runner.run(self._inputs(step), self._sampling)
-        self._runner.cache.copy(step.copies)
-        if drawn is None:
-            return []
+        following = _Pass(step.draws)
+        # Blocks whose experts are still to be read must not be handed on.
+        overlaps = self._runner.captures and not self._sequences.want_experts
+        captured = self._runner.captures and step.decodes
+        samples = [] if captured and overlaps else self._read(following.gone)
 
-        tokens, logprobs = fetch(*drawn)
-        ended = self._sequences.record(step.draws, tokens.numpy(), logprobs.numpy())
-        experts = self._experts_of(ended)
-        self._share(ended)
-        self._scheduler.record(step.draws, ended)
-        return [self._sequences.remove(row, experts.get(row)) for row in ended]
+        origins = self._origins(step.rows) if captured else None
+        drawn = self._runner.run(self._inputs(step), origins, self._sampling)
+        self._runner.cache.copy(step.copies)
+        following.drawn = None if drawn is None else Fetch(*drawn)
+
+        samples += self._read(following.gone)
+        self._unread = following
+        return samples if overlaps else samples + self._read(set())
 
     def take_counts(self) -> Counts:
         """Return the counts since the last call."""
@@ -76,10 +99,43 @@ class Batch:
         """The tokens of each sample that has not ended."""
         return list(self._sequences.drawn_so_far().values())
 
-    def drop_all(self) -> None:
-        """Give the blocks of all rows back to the cache; the batch cannot be used afterwards."""
+    def drop_all(self) -> list[Sample]:
+        """Give the blocks of all rows back to the cache; the batch cannot be used afterwards.
+
+        Returns:
+            The samples that the last pass has ended.
+        """
+        samples = self._read(set())
         self._share(self._sequences.drawn_so_far())
         self._scheduler.drop_all()
+        return samples
+
+    def _read(self, gone: set[int]) -> list[Sample]:
+        """Record what the last pass drew, and return the samples that it ends; none if it is read.
+
+        The rows that it ends are added to `gone`.
+        """
+        last = self._unread
+        self._unread = None
+        if last is None or last.drawn is None:
+            return []
+        tokens, logprobs = (tensor.numpy() for tensor in last.drawn.wait())
+        kept = last.kept
+
+        ended = self._sequences.record(last.draws[kept], tokens[kept], logprobs[kept])
+        experts = self._experts_of(ended)
+        self._share(ended)
+        self._scheduler.end(ended)
+        gone.update(ended)
+        return [self._sequences.remove(row, experts.get(row)) for row in ended]
+
+    def _origins(self, rows: Ints) -> Ints:
+        """The places of the newest tokens of `rows` among those drawn last; -1 if they are read."""
+        places = np.full(len(self._scheduler.lengths), -1)
+        if self._unread is not None:
+            kept = self._unread.kept
+            places[self._unread.draws[kept]] = kept
+        return places[rows]
 
     def _share(self, rows: Iterable[int]) -> None:
         """Let later prompts share what has been computed of the rows that they may begin with."""
@@ -104,7 +160,7 @@ class Batch:
             cache_places=blocks * self._block_size + positions % self._block_size,
             last=ends[step.complete] - 1,
             sources=step.sources,
-            uniform=self._sequences.uniforms(step.draws),
+            uniform=self._sequences.uniforms(step.draws, self._scheduler.lengths[step.draws] - 1),
             query_edges=query_edges,
             lengths=lengths.astype(np.int32),
             block_tables=np.ascontiguousarray(block_tables),
@@ -123,7 +179,7 @@ class Batch:
         size = self._block_size
         places = []
         for row in wanted:
-            positions = np.arange(self._scheduler.lengths[row])
+            positions = np.arange(self._scheduler.lengths[row] - 1)  # but that of the newest token
             blocks = self._scheduler.block_tables[row, positions // size].astype(np.int64)
             places.append(blocks * size + positions % size)
         experts = record[self._runner.send(np.concatenate(places))].cpu().numpy()

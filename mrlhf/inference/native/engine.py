@@ -222,7 +222,7 @@ class NativeEngine:
     def cancel(self) -> Finished:
         """See `InferenceEngine`."""
         if self._batch is not None:
-            self._batch.drop_all()
+            self._in_flight.finish(self._batch.drop_all())
         self._in_flight.drop_unfinished()
         return self.collect()
 

@@ -1,12 +1,13 @@
 """CUDA graphs of decode steps, one for each batch size: a step is one launch instead of hundreds.
 
-A smaller batch is padded with tokens that write to a spare block. This file knows inputs and a
+A smaller batch is padded with tokens that write to a spare block. A graph keeps what it draws, and
+the next one takes tokens from there before the host has seen them. This file knows inputs and a
 function of them, and no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,12 @@ class DecodeGraphs:
         self._block_size = block_size
         self._device = device
         self._spare = 0
+        self._most = limits.max_num_seqs
+        # The tokens drawn last, then the inputs of the graph that runs: no row has more words.
+        self._words = torch.zeros(self._most * (12 + self._width), dtype=torch.int64, device=device)
         self.places: tuple[int, ...] = ()
-        # The graph of each batch size and way of drawing, its inputs and its results.
-        self._graphs: dict[tuple[float, ...], tuple[torch.cuda.CUDAGraph, Tensor, Drawn]] = {}
+        # The graph of each batch size and way of drawing, and its results.
+        self._graphs: dict[tuple[float, ...], tuple[torch.cuda.CUDAGraph, Drawn]] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
 
     def move_to(self, places: tuple[int, ...], spare_block: int) -> None:
@@ -51,42 +55,61 @@ class DecodeGraphs:
         self.places = places
         self._spare = spare_block
 
+    def keep(self, drawn: Drawn) -> None:
+        """Let the next step take tokens from these."""
+        self._words[: len(drawn[0])].copy_(drawn[0])
+
     def run(
-        self, arrays: PassArrays, sampling: SamplingParams, draw: Callable[[Pass], Drawn]
+        self,
+        arrays: PassArrays,
+        origins: NDArray[np.int64],
+        sampling: SamplingParams,
+        draw: Callable[[Pass], Drawn],
     ) -> Drawn:
-        """Return what `draw`, which draws as `sampling` says, gives for a step that decodes."""
+        """Return what `draw`, which draws as `sampling` says, gives for a step that decodes.
+
+        Tokens come from the places `origins` of what the pass before drew; at -1 from `arrays`.
+        """
         batch = len(arrays.tokens)
         size = next(size for size in self._sizes if size >= batch)
         key = (size, sampling.temperature, sampling.top_k, sampling.top_p)
-        whole = self._padded(arrays, size)
+        places = np.arange(self._most, self._most + size)  # of the arrays' tokens, which come first
+        places[:batch][origins >= 0] = origins[origins >= 0]
+        whole = (*self._padded(arrays, size), places)
+        words = packed(whole)
+        self._words[self._most : self._most + len(words)].copy_(words, non_blocking=True)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(whole, draw)
-        graph, words, (tokens, logprobs) = self._graphs[key]
+            self._graphs[key] = self._capture(whole, len(words), draw)
+        graph, (tokens, logprobs) = self._graphs[key]
 
-        words.copy_(packed(whole), non_blocking=True)
         graph.replay()
         return tokens[:batch], logprobs[:batch]
 
     def _capture(
-        self, arrays: PassArrays, draw: Callable[[Pass], Drawn]
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Drawn]:
-        words = packed(arrays).to(self._device, non_blocking=True)
-        most_keys = self._width * self._block_size
-        static = as_pass(unpacked(words, arrays), most_queries=1, most_keys=most_keys)
+        self, arrays: Sequence[NDArray[Any]], words: int, draw: Callable[[Pass], Drawn]
+    ) -> tuple[torch.cuda.CUDAGraph, Drawn]:
+        inputs = self._words[self._most : self._most + words]
+        _, *parts, places = unpacked(inputs, arrays)
+
+        def step() -> Drawn:
+            tokens = self._words.index_select(0, places)
+            most_keys = self._width * self._block_size
+            return draw(as_pass([tokens, *parts], most_queries=1, most_keys=most_keys))
 
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # libraries set themselves up outside of the capture
             for _ in range(2):
-                draw(static)
+                step()
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
         graph = torch.cuda.CUDAGraph()
         # A thread that saves a checkpoint may wait for the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            drawn = draw(static)
+            drawn = step()
+            self.keep(drawn)
         self._pool = graph.pool()
-        return graph, words, drawn
+        return graph, drawn
 
     def _padded(self, arrays: PassArrays, size: int) -> PassArrays:
         """Add tokens that write to the spare block and see only themselves."""

@@ -6,6 +6,7 @@ On a GPU decode steps run as CUDA graphs. This file does not know which rows tak
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,17 +60,26 @@ class Runner:
             if not parallel.least(places == graphs.places):
                 graphs.move_to(places, spare_block=blocks)
 
-    def run(self, arrays: PassArrays, sampling: SamplingParams) -> Drawn | None:
-        """Run a pass, and draw the tokens that it asks for; None if these are none."""
-        counts = {len(arrays.tokens), len(arrays.lengths), len(arrays.last), len(arrays.sources)}
-        if self._graphs is not None and len(counts) == 1:  # each sequence decodes
-            return self._graphs.run(arrays, sampling, lambda step: self._draw(step, sampling))
+    def run(
+        self, arrays: PassArrays, origins: NDArray[np.int64] | None, sampling: SamplingParams
+    ) -> Drawn | None:
+        """Run a pass, and draw the tokens that it asks for; None if these are none.
+
+        A captured step has `origins`: the place of each of its tokens among those that the pass
+        before drew, or -1 if it is in `arrays`.
+        """
+        if self._graphs is not None and origins is not None:
+            draw = partial(self._draw, sampling=sampling)
+            return self._graphs.run(arrays, origins, sampling, draw)
 
         step = on_device(arrays, self._device)
-        if len(arrays.sources):
-            return self._draw(step, sampling)
-        self._decoder.forward(step[0], self.cache.layers, self.cache.experts)
-        return None
+        if not len(arrays.sources):
+            self._decoder.forward(step[0], self.cache.layers, self.cache.experts)
+            return None
+        drawn = self._draw(step, sampling)
+        if self._graphs is not None:
+            self._graphs.keep(drawn)
+        return drawn
 
     def warm_up(self) -> None:
         """Let kernels be compiled, by a prompt and a step that decodes; no row may have a block."""

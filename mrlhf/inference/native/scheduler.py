@@ -42,6 +42,12 @@ class Step:
     sources: Ints  # for each of `draws`, the place in `complete` whose logits it uses, [draws]
     copies: list[tuple[int, int]]  # (from, to) blocks, to be copied between this pass and the next
 
+    @property
+    def decodes(self) -> bool:
+        """Whether every row computes its newest token alone, and gets its next one."""
+        sizes = (len(self.rows), len(self.complete), len(self.draws))
+        return sizes == (self.counts.sum(),) * 3
+
 
 @dataclass
 class Counts:
@@ -134,7 +140,7 @@ class Scheduler:
             self._waiting.append(list(chosen))
 
     def schedule(self) -> Step:
-        """Return the next pass, which the caller then runs."""
+        """Return the next pass, which the caller then runs; `lengths` count what it will draw."""
         self.counts.steps += 1
         preempted = self._grow()
         running = np.array(self._running, dtype=np.int64)
@@ -180,6 +186,7 @@ class Scheduler:
             draws = np.append(draws, forked)
             sources = np.append(sources, np.searchsorted(complete, leaders))
         copies = [copy for fork in forks for copy in fork.copies]
+        self.lengths[draws] += 1
         return Step(rows, starts, counts, complete, draws, sources, copies)
 
     def share_response(self, row: int, tokens: Sequence[int]) -> None:
@@ -187,14 +194,15 @@ class Scheduler:
         held = self.block_tables[row, : self._held[row]].tolist()
         self._manager.publish(tokens[: self._computed[row]], held)
 
-    def record(self, draws: Ints, ended: Sequence[int]) -> None:
-        """Give each of `draws` one more token, and remove the rows that have `ended`."""
-        self.lengths[draws] += 1
+    def end(self, ended: Sequence[int]) -> None:
+        """Remove rows; a pass may be scheduled, or run, that they take part in."""
         for row in ended:
             self._release_blocks(row)
             del self._prompts[row]
         if gone := set(ended):
             self._running = [row for row in self._running if row not in gone]
+            # A row that was preempted meanwhile waits, without followers.
+            self._waiting = deque(rows for rows in self._waiting if rows[0] not in gone)
 
     def take_counts(self) -> Counts:
         """Return the counts since the last call."""

@@ -87,9 +87,9 @@ class DrawnSequences:
         """The tokens [tokens] of `rows` at `positions`, prompts included."""
         return self._tokens[rows, positions].astype(np.int64)
 
-    def uniforms(self, rows: Ints) -> Floats:
-        """Return the number in [0, 1) that picks the next token of each of `rows`, [batch]."""
-        places = self._drawn_before[rows] + self._counts[rows]
+    def uniforms(self, rows: Ints, positions: Ints) -> Floats:
+        """The numbers in [0, 1) that pick the tokens of `rows` at `positions`, [batch]."""
+        places = self._drawn_before[rows] + positions - self._prompt_lengths[rows]
         return sampler.uniforms(self._keys[rows], places)
 
     def record(self, rows: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> list[int]:
@@ -117,6 +117,11 @@ class DrawnSequences:
         self._stopped[rows] = stopped
         ended: list[int] = rows[stopped | (counts + 1 == self._max_tokens[rows])].tolist()
         return ended
+
+    @property
+    def want_experts(self) -> bool:
+        """Whether any row does."""
+        return bool(self._recorded)
 
     def wants_experts(self, row: int) -> bool:
         """Whether the sample of a row must say to which experts its tokens were sent."""
