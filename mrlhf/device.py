@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from mrlhf.errors import ConfigError
+from mrlhf.nvidia import driver_version, fault_of_compiler, fault_of_torch
 
 Kind = Literal["cpu", "cuda"]
 
@@ -182,12 +183,17 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
     On a CPU the process then keeps the memory that it frees.
 
     Raises:
-        ConfigError: there is no GPU, or there are too few, or the CPU is asked for and a GPU is
-            visible.
+        ConfigError: there is no GPU, or there are too few, or this machine has one that torch does
+            not see, or lacks what kernels need, or the CPU is asked for and a GPU is visible.
     """
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
         raise ConfigError("distributed.device is cuda but torch sees no GPU; set it to auto or cpu")
+    hides = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    fault = fault_of_torch(torch.version.cuda, driver_version(), available)
+    if setting == "auto" and not available and fault is not None and not hides:
+        found = "; ".join(fault)
+        raise ConfigError(f"device is auto, and torch {found}; distributed.device=cpu takes CPUs")
     if setting == "cpu" and available:
         raise ConfigError(
             "distributed.device is cpu but torch sees a GPU; hide it with CUDA_VISIBLE_DEVICES=''"
@@ -201,6 +207,8 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
             f"local rank {local_rank} has no GPU of its own: torch sees "
             f"{torch.cuda.device_count()}; start at most that many processes on each machine"
         )
+    if (fault := fault_of_compiler()) is not None:
+        raise ConfigError("; ".join(fault))
     torch.cuda.set_device(local_rank)
     return Device("cuda", torch.device("cuda", local_rank), "nccl")
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"printable"},
-    {"errors", "version"},
+    {"errors", "nvidia", "version"},
     {"batch", "messages", "rl"},
     {"metrics"},
     {"config", "device", "gpu", "host", "log", "workers"},

@@ -20,7 +20,7 @@ from mrlhf.commands.endings import end_command
 from mrlhf.config.load import read_any
 from mrlhf.config.roots import PROGRAMS, AnyConfig
 from mrlhf.data.hub import local_directory
-from mrlhf.device import pick_device
+from mrlhf.device import device_kind, pick_device
 from mrlhf.doctor import data, machine, model
 from mrlhf.doctor.findings import Finding, examine, in_words, ok
 from mrlhf.inputs.paths import with_local_inputs
@@ -121,7 +121,7 @@ def _job_and_ranks(output_dir: Path) -> Groups | None:
     The first rank of each other host tells what is not as it should be there.
     """
     place = read_place()
-    device = pick_device("auto", place.local_rank)
+    device = pick_device(device_kind("auto"), place.local_rank)  # what is wrong is told below
     init_distributed(device, _TIMEOUT_S)
     try:
         measured, speeds = machine.measure_ranks(device)

@@ -12,7 +12,6 @@ import platform
 import resource
 import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,9 @@ from torch import Tensor
 from mrlhf.device import Device
 from mrlhf.doctor.findings import Finding, broken, judged, look, ok
 from mrlhf.doctor.versions import versions
+from mrlhf.nvidia import driver_version, fault_of_compiler, fault_of_torch
 from mrlhf.parallel.collectives import all_gather_objects
 
-# The oldest driver for each major version of CUDA: NVIDIA, "CUDA Compatibility", minor versions.
-_OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 _TRIED_MB = 64
 _LEAST_FILES = 4096
 _LEAST_DISK_MB_S = 100
@@ -47,6 +45,8 @@ def machine(output_dir: Path) -> Iterator[Finding]:
     if torch.cuda.is_available():
         yield from _gpus()
         yield nccl(torch.cuda.nccl.version(), platform.machine())
+        if (fault := fault_of_compiler()) is not None:
+            yield broken("C compiler", *fault)
     yield compiler()
     yield from limits()
     yield from disk(output_dir)
@@ -55,41 +55,14 @@ def machine(output_dir: Path) -> Iterator[Finding]:
 def torch_build(cuda: str | None, driver: str | None, available: bool) -> Finding:
     """Look at torch's build (its CUDA version) beside the driver of this machine."""
     version = torch.__version__
-    if cuda is None and driver is None:
-        return ok("torch", f"{version}, a build for CPUs; no NVIDIA driver was found")
+    if (fault := fault_of_torch(cuda, driver, available)) is not None:
+        return broken("torch", *fault)
     if cuda is None:
-        seen = f"{version} is a build without CUDA, and driver {driver} has GPUs"
-        return broken("torch", seen, "install a build for CUDA; 'mrlhf docs gpu' says which")
-    if driver is None:
+        return ok("torch", f"{version}, a build for CPUs; no NVIDIA driver was found")
+    if driver is None and not available:
         seen = f"{version} for CUDA {cuda}, but there is no NVIDIA driver"
         return look("torch", seen, "runs take the CPUs here; a GPU needs its driver")
-
-    oldest = _OLDEST_DRIVER.get(cuda.split(".")[0], (0, 0))
-    if tuple(int(part) for part in driver.split(".")[:2]) < oldest:
-        return broken(
-            "torch",
-            f"{version} for CUDA {cuda} needs driver {'.'.join(map(str, oldest))} or newer; here "
-            f"it is {driver}",
-            "have the driver updated, or install a build of torch for an older CUDA",
-        )
-    if not available:
-        return broken(
-            "torch",
-            f"{version} for CUDA {cuda}, driver {driver}, but torch finds no GPU",
-            "look at CUDA_VISIBLE_DEVICES, at nvidia-smi, and whether a container got its GPUs",
-        )
     return ok("torch", f"{version} for CUDA {cuda}, driver {driver}")
-
-
-def driver_version() -> str | None:
-    """The version of the NVIDIA driver; None if there is none."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.split()
-    return lines[0] if done.returncode == 0 and lines else None
 
 
 def _gpus() -> Iterator[Finding]:

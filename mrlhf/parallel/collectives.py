@@ -68,11 +68,8 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
 def raise_together(
     error: str | None, kind: type[Exception], group: dist.ProcessGroup | None
 ) -> None:
-    """Raise the error of the first rank that has one, as a `kind`, on every rank of the group.
-
-    The others wait, however long it takes, for a rank that still reads or writes files.
-    """
-    wait_for_all(group)
+    """Raise the error of the first rank that has one, as a `kind`, on every rank of the group."""
+    wait_for_all(group)  # for one that has read or written files
     for other in all_gather_objects(error, group):
         if other is not None:
             raise kind(other)

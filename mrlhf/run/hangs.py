@@ -35,12 +35,7 @@ _NAMED_RANKS = 3
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
 _TIMED_OUT = ("timed out waiting", "operation timeout", "wait timeout", "connect timeout")
 # The innermost functions of a main thread that waits for other ranks, or for a GPU, which waits.
-_WAITING_IN = (
-    "torch/distributed/",
-    "torch/cuda/",
-    "megatron/core/pipeline_parallel/p2p_comm",
-    "mrlhf/parallel/collectives",
-)
+_WAITING_IN = ("torch/distributed/", "torch/cuda/", "/p2p_comm", "mrlhf/parallel/collectives")
 # Methods written in C, whose callers are the innermost functions that Python knows.
 _WAITS_FOR_GPU = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from mrlhf import nvidia
 from mrlhf.device import (
     Device,
     peak_tflops,
@@ -28,6 +29,62 @@ ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 OF_TORCH = ("THP_MEM_ALLOC_ENABLE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 GPU = Device("cuda", torch.device("cuda", 0), "nccl")
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where this machine says its driver's version; it has none, and a compiler."""
+    file = tmp_path / "driver"
+    monkeypatch.setattr(nvidia, "_DRIVER", file)
+    monkeypatch.setattr(nvidia, "_GPU", tmp_path / "nvidia0")
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    for name in ("CUDA_VISIBLE_DEVICES", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("cuda", "written", "words"),
+    [
+        (None, "535.161.07", "is a build without CUDA, and driver 535.161.07 has GPUs; install"),
+        ("13.0", "535.161.07", "needs driver 580.65 or newer; here it is 535.161.07; have"),
+        ("12.8", "580.82.07", "but torch finds no GPU; look at CUDA_VISIBLE_DEVICES"),
+        (None, None, "driver of unknown version has GPUs"),  # no file of the driver's can be read
+    ],
+)
+def test_the_cpus_do_not_take_the_place_of_gpus(
+    cuda: str | None, written: str | None, words: str, driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if written is None:
+        nvidia._GPU.touch()
+    else:
+        text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {written}  Sat Feb 17 22:55:48 UTC"
+        driver.write_text(f"{text}\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1)\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError, match=r"distributed\.device=cpu takes CPUs") as refusal:
+        pick_device("auto", local_rank=0)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+    assert pick_device("cpu", local_rank=0) == CPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert pick_device("auto", local_rank=0) == CPU
+
+
+def test_a_gpu_needs_a_compiler_and_the_header_of_python(
+    driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (driver.parent / "Python.h").unlink()
+    with pytest.raises(ConfigError, match=r"Python.h is missing.*; install python3\.\d+-dev "):
+        pick_device("auto", local_rank=0)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"there is no C compiler.*; install gcc$"):
+        pick_device("auto", local_rank=0)
 
 
 def test_pick_device_on_a_machine_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

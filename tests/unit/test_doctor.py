@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -123,6 +124,14 @@ def test_a_machine_without_a_compiler_or_room(
     finding = machine.compiler()
     assert (finding.level, finding.subject) == ("look", "C++ compiler")
     assert "install g++" in finding.advice
+
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.cuda, "is_available", lambda: True)
+        gpu.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
+        gpu.setattr(machine, "_gpus", lambda: ())
+        gpu.setattr(machine, "fault_of_compiler", lambda: ("there is none", "install gcc"))
+        found = {finding.subject: finding for finding in machine.machine(tmp_path)}
+    assert (found["C compiler"].level, found["C compiler"].advice) == ("broken", "install gcc")
 
     assert worst(machine.disk(tmp_path / "new" / "run")).level != "broken"
     assert list(tmp_path.iterdir()) == []
