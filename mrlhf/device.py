@@ -7,6 +7,7 @@ torch's first tensor.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import random
@@ -26,6 +27,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.nvidia import driver_version, fault_of_compiler, fault_of_torch
 
 Kind = Literal["cpu", "cuda"]
+_log = logging.getLogger(__name__)
 
 # Dense TFLOP/s of matrix products in bfloat16 (tensor cores, sums in float32) and in float32 (no
 # TF32), by the name that `torch.cuda.get_device_name` gives. If two names match, the longer one
@@ -192,8 +194,11 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
     hides = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     fault = fault_of_torch(torch.version.cuda, driver_version(), available)
     if setting == "auto" and not available and fault is not None and not hides:
-        found = "; ".join(fault)
-        raise ConfigError(f"device is auto, and torch {found}; distributed.device=cpu takes CPUs")
+        found = f"device is auto, and torch {'; '.join(fault)}; distributed.device=cpu takes CPUs"
+        if torch.version.cuda is not None:
+            raise ConfigError(found)
+        if local_rank == 0:  # a build for CPUs may be there on purpose
+            _log.warning("%s as well", found)
     if setting == "cpu" and available:
         raise ConfigError(
             "distributed.device is cpu but torch sees a GPU; hide it with CUDA_VISIBLE_DEVICES=''"
