@@ -6,6 +6,7 @@ This file knows neither the manifest nor the other ranks.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from torch import Tensor
 from mrlhf.checkpoint.model_slices import RankSlices
 from mrlhf.checkpoint.tensor_file import WrittenFile, sync_files, write_tensors
 from mrlhf.errors import CheckpointError
+from mrlhf.parallel.host_block import host_tensors
 
 WriteFiles = Callable[[], list[WrittenFile]]
 
@@ -41,7 +43,7 @@ class Staging:
     """Host memory into which state is copied before a thread writes it; used again and again."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, list[Tensor]] = {}  # by role
         self._stream: torch.cuda.Stream | None = None
 
     def follow(self, device: torch.device) -> None:
@@ -61,17 +63,13 @@ class Staging:
         return copies
 
     def _copied(self, role: str, slices: RankSlices) -> RankSlices:
-        is_pinned = self._stream is not None  # only then the copy goes on beside other work
-        copies = []
-        for number, source in enumerate(slices.sources):
-            size = source.nbytes // source.dtype.itemsize
-            place = f"{role} {number}"
-            buffer = self._buffers.get(place)
-            if buffer is None or buffer.dtype != source.dtype or len(buffer) != size:
-                buffer = torch.empty(size, dtype=source.dtype, device="cpu", pin_memory=is_pinned)
-                self._buffers[place] = buffer
-            copies.append(source.copied(into=buffer))
-        return replace(slices, sources=copies)
+        sizes = [(math.prod(source.shape), source.dtype) for source in slices.sources]
+        buffers = self._buffers.get(role, [])
+        if [(len(buffer), buffer.dtype) for buffer in buffers] != sizes:
+            # Only into pinned memory the copy goes on beside other work.
+            buffers = self._buffers[role] = host_tensors(sizes, pinned=self._stream is not None)
+        pairs = zip(slices.sources, buffers, strict=True)
+        return replace(slices, sources=[source.copied(into=buffer) for source, buffer in pairs])
 
 
 class RankWriter:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.device_memory import DeviceMemory
+from mrlhf.parallel.host_block import host_tensors
 from mrlhf.printable import size_text
 
 Owner = Literal["params", "grads", "optimizer"]
@@ -78,6 +79,7 @@ class Residency:
         # By owner and storage. Copies are kept for the next time: pinned memory takes long to get.
         self._away: dict[Owner, dict[int, _Away]] = {}
         self._copies: dict[Owner, dict[int, Tensor]] = {}
+        self._room: dict[int, Tensor] = {}  # by storage, memory for copies that are not made yet
         for owner, of_owner in tensors.items():
             self.add(owner, of_owner)
 
@@ -140,8 +142,7 @@ class Residency:
         for key in map(_key, self._tensors["params"]()):
             own.pop(key, None)
         self._memory.hold(title, sum(_size(tensor) for tensor in own.values()))
-        for key, tensor in own.items():
-            self._send(_STREAMED, key, _OnDevice(tensor, is_constant=False))
+        self._send(_STREAMED, {key: _OnDevice(t, is_constant=False) for key, t in own.items()})
         self._memory.hold(title, 0)
 
     def values(self, tensor: Tensor) -> Tensor:
@@ -169,6 +170,7 @@ class Residency:
             self._come(owner)
             self._memory.hold(self._title(owner), 0)
         self._tensors.clear()
+        self._copies.clear()
 
     def forget_copies(self) -> None:
         """Copy frozen weights again when they leave next, since they have changed."""
@@ -180,15 +182,31 @@ class Residency:
         self._away[owner] = {}
         copies = self._copies[owner]
         self._copies[owner] = {key: copy for key, copy in copies.items() if key in storages}
-        for key, held in storages.items():
-            self._send(owner, key, held)
+        self._send(owner, storages)
         self._memory.hold(self._title(owner), 0)
 
-    def _send(self, owner: Owner, key: int, held: _OnDevice) -> None:
-        copy = None if owner == "grads" else self._copied(owner, key, held)
-        away = _Away(held.tensor, _size(held.tensor), copy)
-        held.tensor.untyped_storage().resize_(0)
-        self._away[owner][key] = away
+    def _send(self, owner: Owner, storages: Mapping[int, _OnDevice]) -> None:
+        if owner != "grads":
+            self._make_room(owner, storages)
+        for key, held in storages.items():
+            copy = None if owner == "grads" else self._copied(owner, key, held)
+            away = _Away(held.tensor, _size(held.tensor), copy)
+            held.tensor.untyped_storage().resize_(0)
+            self._away[owner][key] = away
+
+    def _make_room(self, owner: Owner, storages: Mapping[int, _OnDevice]) -> None:
+        """Take memory of the host for the storages that have no copy of their size there."""
+        wholes = {key: _whole(held.tensor) for key, held in storages.items()}
+        copies = self._copies[owner]
+        for key in copies.keys() & wholes.keys():
+            if (copies[key].shape, copies[key].dtype) == (wholes[key].shape, wholes[key].dtype):
+                del wholes[key]
+        if self.streams(owner) and self._streams_from == "disk":
+            made = [_on_disk(whole) for whole in wholes.values()]
+        else:
+            sizes = [(len(whole), whole.dtype) for whole in wholes.values()]
+            made = host_tensors(sizes, pinned=any(whole.is_cuda for whole in wholes.values()))
+        self._room = dict(zip(wholes, made, strict=True))
 
     def _come(self, owner: Owner) -> None:
         if owner not in self._away:
@@ -201,15 +219,12 @@ class Residency:
 
     def _copied(self, owner: Owner, key: int, held: _OnDevice) -> Tensor:
         """A storage's values on the host; on a GPU they arrive when its queue comes to that."""
-        whole = _whole(held.tensor)
-        copy = self._copies[owner].get(key)
-        if copy is None or copy.shape != whole.shape or copy.dtype != whole.dtype:
-            on_disk = self.streams(owner) and self._streams_from == "disk"
-            copy = _on_disk(whole) if on_disk else _on_host(whole)
-            self._copies[owner][key] = copy
+        copies = self._copies[owner]
+        if key in self._room:
+            copies[key] = self._room.pop(key)
         elif held.is_constant:
-            return copy
-        return copy.copy_(whole, non_blocking=copy.is_pinned())
+            return copies[key]
+        return copies[key].copy_(_whole(held.tensor), non_blocking=copies[key].is_pinned())
 
     def _count(self, owner: Owner) -> None:
         self._memory.hold(self._title(owner), sum(self._nbytes(owner)))
@@ -259,10 +274,6 @@ def _fetch(away: _Away) -> None:
     away.tensor.untyped_storage().resize_(away.nbytes)
     if away.copy is not None:
         _whole(away.tensor).copy_(away.copy, non_blocking=away.copy.is_pinned())
-
-
-def _on_host(whole: Tensor) -> Tensor:
-    return torch.empty(len(whole), dtype=whole.dtype, pin_memory=whole.is_cuda)
 
 
 def _on_disk(whole: Tensor) -> Tensor:

@@ -92,7 +92,11 @@ def offloaded() -> dict[str, Any]:
             row["needed"] = _held() - before
             weights.append([slot.parameter.cpu().clone() for slot in engine.slots])
         row["ledger"] = sum(engine.residency.nbytes.values())
+        row["grads"] = engine.residency.nbytes["grads"]
+        row["pinned"] = sum(DEVICE.host.registered.values())
         found[form] = row
+        engine.residency.close()
+        row["pinned after it"] = sum(DEVICE.host.registered.values())
         del engine, actor, cut
         gc.collect()
 

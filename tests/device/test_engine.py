@@ -26,6 +26,8 @@ def test_what_is_offloaded_leaves_the_device(device: Devices) -> None:
         assert leaves["updated"] - leaves["attached"] < 0.01 * leaves["ledger"]
         assert leaves["waits"] == stays["waits"], "a copy waits for the device"
         assert leaves["copies"] > 0 and not leaves["staged"]
+        kept = leaves["ledger"] - leaves["grads"]
+        assert kept <= leaves["pinned"] < 1.02 * kept and leaves["pinned after it"] == 0
     assert found["everything"]["needed"] >= stays["ledger"]
     assert found["in parts"]["needed"] < 0.6 * stays["ledger"]
     assert found["same"] == [True, True]

@@ -150,6 +150,10 @@ def _install_cuda() -> None:
         "current_device": lambda: DEVICE.device,
         "set_device": _nothing,
         "synchronize": _synchronize,
+        "check_error": _check_error,
+        "cudart": lambda: types.SimpleNamespace(
+            cudaHostRegister=DEVICE.host.register, cudaHostUnregister=DEVICE.host.unregister
+        ),
         "get_device_name": lambda *_: NAME,
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": lambda *_: types.SimpleNamespace(
@@ -181,6 +185,11 @@ def _install_cuda() -> None:
         setattr(torch.cuda, name, value)
     for name, value in random.items():
         setattr(torch.cuda.random, name, value)
+
+
+def _check_error(code: int) -> None:
+    if code:
+        raise RuntimeError(f"CUDA error {code} at {place()}")
 
 
 def _install_host() -> None:

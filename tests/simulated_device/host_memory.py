@@ -11,6 +11,9 @@ import weakref
 
 from torch import Tensor
 
+_ALREADY_REGISTERED = 712
+_NOT_REGISTERED = 713
+
 
 class HostMemory:
     """Which storages of the host are pinned, and which are still read or written by the device."""
@@ -19,6 +22,7 @@ class HostMemory:
         self.now = 0
         self._done = 0
         self._pinned: set[int] = set()
+        self.registered: dict[int, int] = {}  # bytes by address, of memory that is not torch's
         self._written: dict[int, int] = {}
         self._read: dict[int, int] = {}
 
@@ -32,7 +36,19 @@ class HostMemory:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether the memory of a host tensor is pinned."""
-        return tensor.untyped_storage()._cdata in self._pinned
+        storage = tensor.untyped_storage()
+        return storage._cdata in self._pinned or storage.data_ptr() in self.registered
+
+    def register(self, address: int, nbytes: int, flags: int) -> int:
+        """Pin memory that is not torch's; a code of CUDA."""
+        if address in self.registered:
+            return _ALREADY_REGISTERED
+        self.registered[address] = nbytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """Let memory go that was registered; a code of CUDA."""
+        return _NOT_REGISTERED if self.registered.pop(address, None) is None else 0
 
     def begin_write(self, tensor: Tensor) -> None:
         """The device begins to write to a pinned tensor."""
