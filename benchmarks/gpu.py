@@ -13,14 +13,17 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import random
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import Device, pick_device
 from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.native.runner import Runner
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.flops import training_flops
 from mrlhf.models.spec import ModelSpec
@@ -54,12 +58,13 @@ class Work(NamedTuple):
     response_length: int
     micro_batch_tokens: int
     decoded_at_once: tuple[int, ...]  # sequences, of each row
+    samples: tuple[int, int, int]  # prompts, samples of each, and how many are decoded at once
 
 
 WORK = {
-    "tiny": Work(4, 8, 8, 8192, (1, 16)),
-    "0.6B": Work(32, 256, 768, 16384, (1, 16, 64, 256)),
-    "1.7B": Work(32, 256, 768, 8192, (1, 16, 64, 256)),
+    "tiny": Work(4, 8, 8, 8192, (1, 16), (4, 2, 4)),
+    "0.6B": Work(32, 256, 768, 16384, (1, 16, 64, 256), (128, 8, 256)),
+    "1.7B": Work(32, 256, 768, 8192, (1, 16, 64, 256), (128, 8, 256)),
 }
 MAX_PREFILL_TOKENS = 8192
 REPEATS = 3
@@ -81,7 +86,7 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        for measure in (train, decode):
+        for measure in (train, decode, mixed):
             for row in _rows_or_reason(measure, size, device):
                 print(row, flush=True)
                 rows.append(row)
@@ -173,19 +178,8 @@ def train(size: str, device: Device) -> Iterator[dict[str, Any]]:
 def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
     """Tokens that the native engine decodes, against what reading the weights and cache allows."""
     spec, config = _model(size)
-    _, prompt_length, response_length, _, counts = WORK[size]
-    limits = EngineLimits(
-        max_num_seqs=max(counts),
-        max_length=prompt_length + response_length,
-        max_prefill_tokens=MAX_PREFILL_TOKENS,
-        cache_bytes=(1 << 26) if device.kind == "cpu" else None,
-    )
-    engine = NativeEngine(spec, None, device.torch_device, torch.bfloat16, limits)
-    family = FAMILIES[spec.family]
-    slots = engine.weight_slots()
-    initialise(slots, family.tensor_shapes(spec), 1, 0.02, family.scalar_head)
-    engine.commit(1)
-
+    _, prompt_length, response_length, _, counts, _ = WORK[size]
+    engine = _engine(size, max(counts), device)
     bandwidth = read_bandwidth(device.torch_device, time.perf_counter)
     for count in counts:
         prompts = _tokens(count, prompt_length, spec.vocab_size).tolist()
@@ -207,6 +201,58 @@ def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
             "share_of_memory_limit": possible / (whole - first),
             "read_bytes_per_s": bandwidth,
         }
+
+
+def mixed(size: str, device: Device) -> Iterator[dict[str, Any]]:
+    """Samples of unlike lengths that wait for places; which share of passes is no CUDA graph."""
+    spec, _ = _model(size)
+    _, prompt_length, longest, *_, (prompts, samples, at_once) = WORK[size]
+    engine = _engine(size, at_once, device)
+    drawn = random.Random(1)
+    sampling = SamplingParams(temperature=1.0, max_tokens=longest, seed=1)
+    tokens = _tokens(prompts, prompt_length, spec.vocab_size).tolist()
+    rows = [prompt for prompt in tokens for _ in range(samples)]
+    requests = [
+        replace(request, sampling=replace(sampling, max_tokens=drawn.randint(1, longest)))
+        for request in requests_for(rows, list(range(len(rows))), sampling)
+    ]
+
+    run = Runner.run
+    captured: list[bool] = []
+
+    def counted(self: Runner, arrays: Any, origins: Any, sampling: SamplingParams) -> Any:
+        captured.append(origins is not None)
+        return run(self, arrays, origins, sampling)
+
+    generate(engine, requests)  # captures the graphs
+    with mock.patch.object(Runner, "run", counted):
+        began = time.perf_counter()
+        found = generate(engine, requests).samples
+        seconds = time.perf_counter() - began
+    yield {
+        "what": "mixed",
+        "size": size,
+        "sequences": at_once,
+        "tokens_per_s": sum(len(sample.token_ids) for sample in found) / seconds,
+        "passes": len(captured),
+        "eager_share": 1 - sum(captured) / len(captured),
+    }
+
+
+def _engine(size: str, at_once: int, device: Device) -> NativeEngine:
+    """An engine with random weights, which decodes so many sequences at once."""
+    spec, _ = _model(size)
+    limits = EngineLimits(
+        max_num_seqs=at_once,
+        max_length=WORK[size].prompt_length + WORK[size].response_length,
+        max_prefill_tokens=MAX_PREFILL_TOKENS,
+        cache_bytes=(1 << 26) if device.kind == "cpu" else None,
+    )
+    engine = NativeEngine(spec, None, device.torch_device, torch.bfloat16, limits)
+    family = FAMILIES[spec.family]
+    initialise(engine.weight_slots(), family.tensor_shapes(spec), 1, 0.02, family.scalar_head)
+    engine.commit(1)
+    return engine
 
 
 def _model(size: str) -> tuple[ModelSpec, Qwen3Config]:

@@ -21,7 +21,7 @@ WARM = 10  # steps of a run until memory is no longer expected to grow
 # Of the rows of gpu.py.
 SPEEDS = (
     *("size", "what", "sequences", "tokens_per_s", "mfu", "share_of_memory_limit", "peak_bytes"),
-    *("compilations", "compile_seconds"),
+    *("eager_share", "compilations", "compile_seconds"),
 )
 
 
@@ -96,6 +96,13 @@ def _mfu(size: str, steps: Steps) -> float | None:
     return found["update"]
 
 
+def _eager(steps: Steps) -> float | None:
+    """The share of passes that are no CUDA graph, while rows wait for a place."""
+    rows = steps["speed-0.6B"]["found"]["benchmarks"]
+    found: dict[str, float | None] = {row["what"]: row.get("eager_share") for row in rows}
+    return found["mixed"]
+
+
 def _over_vllm(steps: Steps) -> float | None:
     """The smallest ratio of any workload."""
     speeds = {(row["workload"], row["engine"]): row["tokens_per_s"] for row in _contest(steps)}
@@ -122,6 +129,7 @@ TARGETS = (
     Target("MFU of the update, 0.6B, 16k tokens", ">= 35 %", partial(_mfu, "0.6B"), (0.35).__le__),
     Target("MFU of the update, 1.7B", ">= 35 %", partial(_mfu, "1.7B"), (0.35).__le__),
     Target("decoding over vLLM's, its worst batch", ">= 90 %", _over_vllm, (0.9).__le__),
+    Target("eager passes while rows wait", "<= 5 %", _eager, (0.05).__ge__),
     # What tests/gpu allow between bfloat16 and float32.
     Target("log-probs, engine to trainer", "<= 0.03", _logprob_gap, (0.03).__ge__, "{:.4f}"),
     Target(f"growth of memory, steps {WARM} to {LONG_RUN}", "none", _growth, (0.001).__ge__),

@@ -19,7 +19,7 @@ RUNS = [
     ("train_step", ["--quick"], ["ours", "ours", "plain"], "| tiny | float32 | spread | step |"),
     ("grpo_step", ["--quick"], ["ours"], "| tiny | ours |"),
     ("episodes", ["--quick", "--work", "WORK"], ["ours"], "| 0.01 | ours | 1 x 2 |"),
-    pytest.param("gpu", ["--size", "tiny"], [None] * 4, "'what': 'decode'", marks=ON_CPU),
+    pytest.param("gpu", ["--size", "tiny"], [None] * 5, "'what': 'decode'", marks=ON_CPU),
 ]
 
 
