@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mrlhf.config.sections import OptimSection
 from mrlhf.host.stand_ins import add_product, replace_apex_kernel
 from mrlhf.models.experts import ExpertMatrix
+from mrlhf.models.transformer_engine import linears_of
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import REPLICA_AXES
 
@@ -68,9 +69,9 @@ def data_parallel(
         for chunk in chunks:
             _sum_where_gradients_are(chunk)
     # A CPU has the kernel, and so has a GPU with Apex.
-    if layers._grad_accum_fusion_available or _adds_products_to_sums():
-        for chunk in chunks:
-            _add_weight_gradients_in_place(chunk)
+    ours = layers._grad_accum_fusion_available or _adds_products_to_sums()
+    for chunk in chunks:
+        _add_weight_gradients_in_place(chunk, ours)
     return chunks
 
 
@@ -197,11 +198,13 @@ def _add_up(
         dist.all_reduce(bucket.grad_data, group=replicas)
 
 
-def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:
-    """Let linear layers add to `main_grad` as they compute, not after."""
+def _add_weight_gradients_in_place(wrapped: DistributedDataParallel, ours: bool) -> None:
+    """Let linear layers add to `main_grad` as they compute, not after; `ours` if they can."""
     for layer in wrapped.modules():
-        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertMatrix)):
+        if ours and isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertMatrix)):
             layer.gradient_accumulation_fusion = True
+    for layer in linears_of(wrapped):
+        layer.fuse_wgrad_accumulation = True
 
 
 @cache
