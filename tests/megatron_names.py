@@ -55,8 +55,9 @@ MEMBERS = {
     "megatron.core.tensor_parallel.layers.RowParallelLinear": "gradient_accumulation_fusion",
 }
 
-# What `mrlhf/host/stand_ins.py` replaces in its modules.
+# What mrlhf replaces in its modules: the optimizer's choice, and for `mrlhf/host/stand_ins.py`.
 REPLACED = (
+    "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER",
     "megatron.core.tensor_parallel.layers._grad_accum_fusion_available",
     "megatron.core.tensor_parallel.random._get_cuda_rng_state",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state",

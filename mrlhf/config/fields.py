@@ -61,6 +61,11 @@ def one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def on_or_off(value: object) -> object:
+    """`value`, in which YAML has taken on for true, or off for false."""
+    return "on" if value is True else "off" if value is False else value
+
+
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
 _VARIABLE = re.compile(r"\$(\w+|\{[^{}]*\})")
 

@@ -27,6 +27,7 @@ from mrlhf.config.fields import (
     Texts,
     UpToOne,
     known_or_own,
+    on_or_off,
     one_or_many,
 )
 from mrlhf.config.reads import LOSS_MODE, KeyPlace, NotRead, ReadIf, by_loss, read_if
@@ -214,6 +215,9 @@ class RoleSection(Section):
     an equal part"""
     share_prompts: Annotated[bool, ReadIf(_one_response)] = False
     """compute a prompt once for all of its responses in a micro-batch, in every pass"""
+    transformer_engine: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
+    """on: TransformerEngine's layers and Adam, of which one layer is first compared with ours;
+    auto: off, until a GPU has run them"""
     offload: Offload = Field(default_factory=list)
     """what waits on the host while no phase needs it (optimizer: moments and float32 weights)"""
 

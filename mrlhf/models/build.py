@@ -1,8 +1,7 @@
 """Builds one rank's part of a model, and says where each named tensor lies in it.
 
-All weights of a new part are zero: they are always loaded later. On a GPU TransformerEngine's
-layers are used if they can be imported, except with context parallelism. The family defines the
-layers; this file knows no family, no optimizer and no data.
+All weights of a new part are zero: they are always loaded later. The family defines the layers;
+this file knows no family, no optimizer and no data.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +24,7 @@ from mrlhf.models.heads import GPTHiddenModel, GPTScalarModel
 from mrlhf.models.layer_numbers import LayerNumbers
 from mrlhf.models.parameters import chunk_prefix, chunks_of
 from mrlhf.models.spec import ModelSpec
+from mrlhf.models.transformer_engine import check_layer
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
 from mrlhf.weights.shard import Slot, pieces_of
@@ -63,7 +62,7 @@ def build_model(
     device: Device,
     sequence_parallel: bool,
     recompute: Recompute,
-    share_prompts: bool = False,
+    transformer_engine: bool = False,
 ) -> BuiltModel:
     """Build this rank's part of the model.
 
@@ -73,7 +72,7 @@ def build_model(
         sequence_parallel: split the activations between layers over the tensor-parallel ranks. A
             packed micro-batch must then hold a multiple of tp tokens. No effect if tp is 1.
         recompute: which activations are computed again in the backward pass.
-        share_prompts: whether packs may hold a prompt once for several sequences.
+        transformer_engine: use TransformerEngine's layers, after one was tried.
     """
     layout = groups.layout
     place = groups.coordinates
@@ -85,11 +84,9 @@ def build_model(
         sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
-    # Our attention lays out the keys of other ranks, and of shared prompts, itself.
-    lays_out = layout.cp > 1 or share_prompts
-    transformer_engine = HAVE_TE and device.kind == "cuda" and not lays_out
-
     _prepare_megatron()
+    if transformer_engine:
+        check_layer(spec, config, groups, device.torch_device)
     chunks = []
     for number, chunk in enumerate(chunks_of(spec, layout, place)):
         model = _build_chunk(spec, groups, config, chunk, number, transformer_engine)
@@ -226,7 +223,9 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # `data_parallel` sets it in each layer that can
+        # TransformerEngine would overwrite sums of gradients in the first micro-batch after a cue.
+        disable_parameter_transpose_cache=True,
         persist_layer_norm=False,
         cuda_graph_scope=[],  # the default warns that it is deprecated
         **recompute_options,

@@ -47,20 +47,8 @@ class GatedActivation(torch.nn.Module):
 
 
 def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> TransformerBlockSubmodules:
-    """Return the decoder of a chunk with these `layers`, numbered in the whole model.
-
-    `transformer_engine` allows TransformerEngine's modules, if these have all that the model needs.
-    """
-    needs_ours = (
-        spec.o_bias
-        or spec.mlp_bias
-        or spec.residual_multiplier != 1.0
-        or spec.norms_after
-        or spec.qk_norm == "projection"
-        or spec.lora is not None
-    )
-
-    make = transformer_engine_layer if transformer_engine and not needs_ours else plain_layer
+    """Return the decoder of a chunk with these `layers`, numbered in the whole model."""
+    make = transformer_engine_layer if transformer_engine else plain_layer
     by_rope = {rope: make(spec, rope) for rope in set(spec.ropes)}
     layer_specs = []
     for layer in layers:

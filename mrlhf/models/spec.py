@@ -190,6 +190,13 @@ class ModelSpec:
         return self.experts is not None and self.experts.layers[layer]
 
     @property
+    def needs_own_layers(self) -> bool:
+        """Whether the model has what TransformerEngine's layers lack."""
+        has_biases = self.o_bias or self.mlp_bias
+        has_norms = self.norms_after or self.qk_norm == "projection"
+        return has_biases or has_norms or self.residual_multiplier != 1.0 or self.lora is not None
+
+    @property
     def has_dense_layers(self) -> bool:
         """Whether a layer has a dense MLP."""
         return self.experts is None or not all(self.experts.layers)

@@ -202,6 +202,8 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
         spec = specs.get(name)
         if spec is None:
             continue
+        if role.transformer_engine == "on":
+            yield from _transformer_engine_problems(config, name, spec)
         if name == "reference" and _is_as_trained(role, config):
             continue  # its problems are those of the policy, whose keys it inherits
         problems = (
@@ -217,6 +219,24 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
     spec = specs.get("rollout")
     if isinstance(config, PPOConfig) and spec is not None:
         yield from _engine_problems(config, spec, actor_fits)
+
+
+def _transformer_engine_problems(config: AnyConfig, name: str, spec: ModelSpec) -> Iterator[str]:
+    """Why a role that asks for TransformerEngine's layers cannot have them."""
+    # Imported here because megatron-core takes seconds to import.
+    from mrlhf.models.transformer_engine import HAVE_TE
+
+    role = config.roles()[name]
+    reasons = {
+        "torch sees no GPU": device_kind(config.distributed.device) != "cuda",
+        "the package transformer_engine cannot be imported": not HAVE_TE,
+        f"{name}.cp is {role.cp}, which its attention is not used for": role.cp > 1,
+        f"{name}.share_prompts is true": role.share_prompts,
+        "its layers lack what the model has": spec.needs_own_layers,
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    if why is not None:
+        yield f"{name}.transformer_engine is on, but {why}; change that, or set it to auto"
 
 
 def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[str]:

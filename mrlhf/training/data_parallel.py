@@ -23,6 +23,7 @@ from mrlhf.config.sections import OptimSection
 from mrlhf.host.products import gpu_gives_float32
 from mrlhf.host.stand_ins import replace_apex_kernel
 from mrlhf.models.experts import ExpertMatrix
+from mrlhf.models.transformer_engine import linears_of
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import REPLICA_AXES
 
@@ -69,9 +70,8 @@ def data_parallel(
     # A CPU has the kernel, and so has a GPU with Apex.
     if not layers._grad_accum_fusion_available and gpu_gives_float32():
         replace_apex_kernel(layers)
-    if layers._grad_accum_fusion_available:
-        for chunk in chunks:
-            _add_weight_gradients_in_place(chunk)
+    for chunk in chunks:
+        _add_weight_gradients_in_place(chunk, layers._grad_accum_fusion_available)
     return chunks
 
 
@@ -198,8 +198,10 @@ def _add_up(
         dist.all_reduce(bucket.grad_data, group=replicas)
 
 
-def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:
-    """Let linear layers add to `main_grad` as they compute, not after."""
+def _add_weight_gradients_in_place(wrapped: DistributedDataParallel, ours: bool) -> None:
+    """Let linear layers add to `main_grad` as they compute, not after; `ours` if they can."""
     for layer in wrapped.modules():
-        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertMatrix)):
+        if ours and isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertMatrix)):
             layer.gradient_accumulation_fusion = True
+    for layer in linears_of(wrapped):
+        layer.fuse_wgrad_accumulation = True

@@ -32,6 +32,7 @@ from mrlhf.models.flops import sequence_flops
 from mrlhf.models.heads import GPTHiddenModel
 from mrlhf.models.lora import is_adapter, trained_shapes, without_adapters
 from mrlhf.models.spec import ModelSpec
+from mrlhf.models.transformer_engine import uses_transformer_engine
 from mrlhf.parallel.collectives import together
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
@@ -95,7 +96,7 @@ class ModelEngine:
             device=device,
             sequence_parallel=section.sequence_parallel,
             recompute=section.recompute,
-            share_prompts=section.share_prompts,
+            transformer_engine=uses_transformer_engine(section.transformer_engine),
         )
         self._config = built.config
         self.chunks: list[Any] = list(built.chunks)

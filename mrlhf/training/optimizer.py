@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as optimizers
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -32,6 +33,7 @@ from mrlhf.config.sections import OptimizerName, OptimSection, ScalarOptimSectio
 from mrlhf.errors import TrainingError
 from mrlhf.models.megatron_versions import grads_for_norm
 from mrlhf.models.parameters import is_hidden_matrix
+from mrlhf.models.transformer_engine import HAVE_TE, linears_of
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
 from mrlhf.training.muon import Holders, Muon
@@ -92,6 +94,8 @@ class ShardedOptimizer:
         self._world = groups.world
 
         settings = _adam_settings(optim, splits_optimizer(optim, groups), dtype)
+        if HAVE_TE:  # megatron-core then takes TransformerEngine's Adam for every model
+            optimizers.USING_PYTORCH_OPTIMIZER = not any(map(linears_of, chunks))
         self._optimizer = get_megatron_optimizer(
             settings,
             list(chunks),

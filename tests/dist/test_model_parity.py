@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,19 +17,28 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrlhf.batch import Sequences
+from mrlhf.config.sections import ActorOptimSection
+from mrlhf.errors import ConfigError
 from mrlhf.host import kernels
 from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import chunk_prefix, parameter_names, role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
+from mrlhf.models.transformer_engine import linears_of
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packing import make_packs
 from mrlhf.parallel.packs import Pack
+from mrlhf.training.data_parallel import (
+    _add_weight_gradients_in_place,
+    data_parallel,
+)
+from mrlhf.training.optimizer import ShardedOptimizer
 from mrlhf.weights.shard import Slot
 from tests.dist.role_runs import CPU
+from tests.models import transformer_engine as stand_ins
 from tests.models.features import YARN, YARN_IN_FULL, feature_configs
 from tests.models.mixtures import MIXTURES, as_in_files, mixture_configs
 from tests.ranks import run_ranks
@@ -277,6 +288,7 @@ def _worst_gradient(
             DistributedDataParallel(model.config, settings, chunk, pg_collection=groups.collection)
         )
         chunks[-1].zero_grad_buffer()
+        _add_weight_gradients_in_place(chunks[-1], ours=False)
 
     weights = _weights(1)
     if spec.head == "lm":
@@ -410,6 +422,82 @@ def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
 def test_ranks_share_sequences_without_compiled_attention(references: Path) -> None:
     for worst in run_ranks(2, _parity, AxisSizes(cp=2), str(references), False):
         assert max(worst.values()) < 1e-4, worst
+
+
+def _of_transformer_engine(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """Deviations of models of stand-ins for TransformerEngine's layers, and what is refused."""
+    spec = load_spec(Path(root), head="lm")
+    reference = torch.load(Path(root) / "reference.pt")
+    factory = GroupFactory(timeout_s=600.0)
+    groups = factory.role_groups(ParallelLayout(tp=world_size, pp=1, dp=1))
+
+    def build(
+        transformer_engine: bool, sequence_parallel: bool = True, groups: RoleGroups = groups
+    ) -> BuiltModel:
+        return build_model(
+            spec,
+            groups,
+            dtype=torch.float32,
+            device=CPU,
+            sequence_parallel=sequence_parallel,
+            recompute="none",
+            transformer_engine=transformer_engine,
+        )
+
+    found: dict[str, Any] = {"worst": 0.0, "refused": {}, "made": []}
+    for sequence_parallel in (False, True):
+        model = build(True, sequence_parallel)
+        slots = slots_of(model.chunks, spec, groups.layout, groups.coordinates)
+        _fill(slots, reference["weights"])
+        output = _worst_output(model, spec, groups, reference["outputs"])
+        gradient = _worst_gradient(model, spec, groups, reference["gradients"])
+        found["worst"] = max(found["worst"], output, gradient)
+        linears = linears_of(model.chunks[0])
+        assert len(linears) == 4 * spec.num_layers
+        assert all(linear.gradient_accumulation_fusion for linear in linears)
+
+    stages = ParallelLayout.for_world("actor", world_size, AxisSizes(pp=2, vpp=2))
+    build(True, groups=factory.role_groups(stages))
+    for fault in stand_ins.BREAKS:
+        with mock.patch.object(stand_ins, "BREAK", fault), pytest.raises(ConfigError) as refused:
+            build(True)
+        found["refused"][fault] = str(refused.value)
+
+    def adam(params: Any, adam_w_mode: bool, **options: Any) -> torch.optim.Optimizer:
+        found["made"].append(adam_w_mode)
+        return torch.optim.AdamW(params, **options)
+
+    optim = ActorOptimSection()
+    for transformer_engine in (True, False):
+        model = build(transformer_engine)
+        chunks = data_parallel(model.chunks, model.config, groups, CPU.torch_device, optim)
+        slots = slots_of(chunks, spec, groups.layout, groups.coordinates)
+        with (
+            mock.patch("mrlhf.training.optimizer.HAVE_TE", True),
+            mock.patch("megatron.core.optimizer.Adam", adam),
+            mock.patch("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False),
+        ):
+            ShardedOptimizer(chunks, groups, optim, torch.float32, 1, slots)
+    return found
+
+
+def test_layers_of_transformer_engine_are_tried_and_used(references: Path) -> None:
+    path = str(references / "qwen3-tied")
+    for found in run_ranks(2, _of_transformer_engine_with_stand_ins, path):
+        assert found["worst"] < 1e-4
+        refused = found["refused"]
+        assert "does not run here (RuntimeError: no attention backend)" in refused.pop("an error")
+        for fault, message in refused.items():
+            assert re.search(r"differs from ours: .* by [\d.]+ times its", message), fault
+        assert found["made"] == [True]  # the other model has torch's Adam
+
+
+def _of_transformer_engine_with_stand_ins(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    with (
+        mock.patch("mrlhf.models.layers.transformer_engine_layer", stand_ins.layer),
+        mock.patch("mrlhf.models.transformer_engine.transformer_engine_layer", stand_ins.layer),
+    ):
+        return _of_transformer_engine(rank, world_size, root)
 
 
 def _bfloat16(rank: int, world_size: int, root: str) -> float:

@@ -16,10 +16,11 @@ from mrlhf.config import RewardModelConfig, SFTConfig
 from mrlhf.device import cores
 from mrlhf.errors import ConfigError
 from mrlhf.inference import sizes
+from mrlhf.models import transformer_engine
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.spec import Lora
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.preflight import check_models, dry_run
+from mrlhf.preflight import check_models, dry_run, model_checks
 from mrlhf.preflight.model_bytes import merged_bytes
 from mrlhf.preflight.model_checks import cache_needs
 from tests.models.engines import hf_model
@@ -45,6 +46,32 @@ def model_dir(tmp_path, **changes):
         json.dumps({key: value for key, value in facts.items() if value != "absent"})
     )
     return str(tmp_path)
+
+
+def test_transformer_engine_is_refused_where_it_cannot_be(models, monkeypatch, caplog):
+    def refusal(path="dense", **changes):
+        config = supervised(
+            SFTConfig, model__path=str(models / path), model__transformer_engine="on", **changes
+        )
+        with pytest.raises(ConfigError, match=r"^model\.transformer_engine is on, but") as caught:
+            check_models(config)
+        return str(caught.value)
+
+    assert "torch sees no GPU" in refusal()
+    monkeypatch.setattr(model_checks, "device_kind", lambda setting: "cuda")
+    assert "transformer_engine cannot be imported" in refusal()
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
+    assert "model.cp is 2" in refusal(model__cp=2)
+    assert "model.share_prompts is true" in refusal(model__share_prompts=True)
+    assert "lack what the model has" in refusal(model__lora__rank=4)
+    caplog.set_level("INFO")
+    assert transformer_engine.uses_transformer_engine("on")
+    assert not transformer_engine.uses_transformer_engine("off")
+    assert not caplog.messages
+    for _ in range(2):
+        assert not transformer_engine.uses_transformer_engine("auto")
+    (line,) = caplog.messages
+    assert "auto is off until a GPU has run" in line
 
 
 def unchecked(specs):
