@@ -242,7 +242,7 @@ def overlap() -> dict[str, Any]:
         "stop tokens": {"stop_token_ids": tuple(range(0, 1000, 7))},
         "stop strings": {"stop": ("7 ", "13")},
         "small cache": {"blocks": 10},
-        "cancelled": {"cancel": 13},
+        "cancelled": {"cancel": 20},
     }
     return {name: _overlap(**options) for name, options in cases.items()}
 

@@ -219,7 +219,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for listener in OURS:
             listener(func, inner_args)
     if DEVICE.capturing is not None and DEVICE.capturing.is_of_this_thread:
-        DEVICE.capturing.save(_written_arguments(func, inner_args))
+        written = _written_arguments(func, args)
+        DEVICE.capturing.save([x.inner for x in written if isinstance(x, SimulatedTensor)])
     out = func(*inner_args, **inner_kwargs)
     return _wrapped(
         func, out, flat, ours, target == "cpu", (inner_args, inner_kwargs), non_blocking
