@@ -125,7 +125,7 @@ test-gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu --json '$(GPU_JSON)'
 
 bench-gpu:
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py --json '$(GPU_JSON)'
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py --strict --json '$(GPU_JSON)'
 
 gpu-hour:
 	@PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_hour.py $(HOUR_ARGS)

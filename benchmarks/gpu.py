@@ -36,6 +36,7 @@ from transformers import Qwen3Config
 from mrlhf.batch import Experience, Prompts, Rollout
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import Device, pick_device
+from mrlhf.gpu.library import fallen_back
 from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.native.runner import Runner
@@ -75,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     parser.add_argument("--size", choices=WORK, action="append", help="0.6B and 1.7B")
+    parser.add_argument("--strict", action="store_true", help="fail where a kernel does not work")
     arguments = parser.parse_args()
     sizes = arguments.size or ["0.6B", "1.7B"]
     if not torch.cuda.is_available() and sizes != ["tiny"]:
@@ -87,7 +89,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for size in sizes:
         for measure in (train, decode, mixed):
-            for row in _rows_or_reason(measure, size, device):
+            for row in _rows_or_reason(measure, size, device, arguments.strict):
                 print(row, flush=True)
                 rows.append(row)
                 if arguments.json is not None:
@@ -101,16 +103,25 @@ def main() -> None:
 
 
 def _rows_or_reason(
-    measure: Callable[[str, Device], Iterator[dict[str, Any]]], size: str, device: Device
+    measure: Callable[[str, Device], Iterator[dict[str, Any]]],
+    size: str,
+    device: Device,
+    strict: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """The rows of a measure as it finds them; if it fails, a last row says why.
+
+    A `strict` measure fails if torch's operators have taken the place of a kernel.
 
     So a failure costs neither the rows before it nor the measures after it.
     """
     about = {"what": measure.__name__, "size": size}
     try:
         with compilations() as seconds:
-            yield from measure(size, device)
+            for row in measure(size, device):
+                fault = fallen_back() if strict else ""
+                if fault:
+                    raise RuntimeError(fault)
+                yield row
         yield {**about, "compilations": len(seconds), "compile_seconds": sum(seconds)}
     except torch.OutOfMemoryError:
         yield {**about, "outcome": "out of memory"}

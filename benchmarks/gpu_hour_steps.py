@@ -60,7 +60,7 @@ def steps_of(sizes: Sizes, out: Path, gpus: int) -> list[Step]:
     models = sorted({sizes.small, sizes.large})
     inputs = ["benchmarks/gpu_hour_inputs.py", *models, "--out", str(out / "inputs")]
     speed, another = (
-        _written(f"speed-{size}", out, "benchmarks/gpu.py", "--size", size)
+        _written(f"speed-{size}", out, "benchmarks/gpu.py", "--size", size, "--strict")
         for size in (sizes.large, sizes.largest)
     )
     steps = [

@@ -3,46 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Form = Callable[..., Any]
 Numbers = Callable[..., Tensor]
 """Random numbers of the given shape, on the device and of the dtype that is tried."""
 
-_PAGE = 16
-_GROUP = 2  # query heads for each of two KV heads
-_DIM = 32
+OF_CACHE = ("rotate_store", "paged_attention")  # operators on pages of the KV cache
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model that decide on the form in which a kernel is compiled."""
+
+    dim: int = 32  # of a head
+    group: int = 2  # query heads for each KV head
+    hidden: int = 96
+    page: int = 16  # tokens; 0 without a KV cache
+    dtype: torch.dtype = torch.bfloat16
+
+
 _LENGTHS = (40, 3)  # of two sequences
-_WIDTH = 3  # blocks of the longer one
 
 
-def _angles(numbers: Numbers, rows: int) -> tuple[Tensor, Tensor]:
-    angles = numbers(rows, _DIM // 2 - 4).float()  # the last 8 dimensions are not rotated
+def _angles(numbers: Numbers, rows: int, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    rotated = max(1, sizes.dim // 2 - 4)  # pairs; the last 8 dimensions are not rotated
+    angles = numbers(rows, rotated).float()
     return angles.cos(), angles.sin()
 
 
-def _rotate_store(numbers: Numbers) -> tuple[Any, ...]:
-    tables = _angles(numbers, max(_LENGTHS))
+def _pages(numbers: Numbers, sizes: Sizes) -> list[Tensor]:
+    """Keys and values of two sequences that are as long as the longer one, of two KV heads."""
+    blocks = 2 * -(-max(_LENGTHS) // sizes.page)
+    return [numbers(blocks, sizes.page, 2, sizes.dim) for _ in range(2)]
+
+
+def _rotate_store(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
+    tables = _angles(numbers, max(_LENGTHS), sizes)
     device = tables[0].device
     positions = torch.tensor([length - 1 for length in _LENGTHS], device=device)
     places = torch.tensor([5, 70], device=device)
-    cache = [numbers(2 * _WIDTH, _PAGE, 2, _DIM) for _ in range(2)]
-    norms = numbers(_DIM), numbers(_DIM)
-    return numbers(2, 2, _GROUP + 2, _DIM), *norms, 1e-6, *tables, positions, places, *cache
+    norms = numbers(2, sizes.dim).unbind()
+    qkv = numbers(2, 2, sizes.group + 2, sizes.dim)
+    return qkv, *norms, 1e-6, *tables, positions, places, *_pages(numbers, sizes)
 
 
-def _paged_attention(numbers: Numbers) -> tuple[Any, ...]:
-    keys, values = (numbers(2 * _WIDTH, _PAGE, 2, _DIM) for _ in range(2))
-    tables = torch.arange(2 * _WIDTH, dtype=torch.int32, device=keys.device).view(2, _WIDTH)
+def _paged_attention(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
+    keys, values = _pages(numbers, sizes)
+    tables = torch.arange(len(keys), dtype=torch.int32, device=keys.device).view(2, -1)
     edges = torch.tensor([0, 4, 5], dtype=torch.int32, device=keys.device)
     lengths = torch.tensor(_LENGTHS, dtype=torch.int32, device=keys.device)
-    q = numbers(5, 2 * _GROUP, _DIM)
-    return q, keys, values, tables, edges, lengths, 4, max(_LENGTHS), 7, 0.3
+    q = numbers(5, 2 * sizes.group, sizes.dim)
+    return q, keys, values, tables, edges, lengths, 4, max(_LENGTHS), 7, 1.7 * sizes.dim**-0.5
 
 
-def _draw(numbers: Numbers) -> tuple[Any, ...]:
+def _draw(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
     logits = numbers(4, 3000)
     uniform = torch.tensor([0.0, 0.3, 0.999, -1.0], dtype=torch.float64, device=logits.device)
     return logits, 1.5, uniform
@@ -57,38 +76,38 @@ def _logits(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
     return logits, torch.tensor([107, 1400, 30], device=logits.device), others
 
 
-def _vocab_sums(numbers: Numbers) -> tuple[Any, ...]:
+def _vocab_sums(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
     logits, *rest = _logits(numbers)
     return logits.new_ones(8, 3, dtype=torch.float32), logits, *rest, 100, _VALID, 0.7, True, True
 
 
-def _vocab_gradient(numbers: Numbers) -> tuple[Any, ...]:
+def _vocab_gradient(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
     logits, targets, others = _logits(numbers)
     totals = [(0.7 * x.float()).logsumexp(1) for x in (logits, others)]
     terms = [numbers(3).float() for _ in range(5)]
     return logits, targets, others, *totals, *terms, 100, _VALID, 0.7
 
 
-EXAMPLES: dict[str, Callable[[Numbers], tuple[Any, ...]]] = {
-    "rms_norm": lambda x: (x(5, 96), x(96), 1e-6),
-    "rms_norm_backward": lambda x: (x(40, 96), x(40, 96), x(96), x(40).float().abs()),
-    "add_rms_norm": lambda x: (x(5, 96), x(5, 96), x(96), 1e-6),
-    "gated": lambda x: (x(3, 2 * 1030),),
-    "gated_backward": lambda x: (x(3, 1030), x(3, 2 * 1030)),
-    "rotate": lambda x: (x(5, 2, _GROUP + 2, _DIM)[:, :, :-2], *_angles(x, 5), True),
+EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
+    "rms_norm": lambda x, s: (x(5, s.hidden), x(s.hidden), 1e-6),
+    "rms_norm_backward": lambda x, s: (
+        x(40, s.hidden), x(40, s.hidden), x(s.hidden), x(40).float().abs(),
+    ),
+    "add_rms_norm": lambda x, s: (x(5, s.hidden), x(5, s.hidden), x(s.hidden), 1e-6),
+    "gated": lambda x, s: (x(3, 2 * 1030),),
+    "gated_backward": lambda x, s: (x(3, 1030), x(3, 2 * 1030)),
+    "rotate": lambda x, s: (x(5, 2, s.group + 2, s.dim)[:, :, :-2], *_angles(x, 5, s), True),
     "rotate_store": _rotate_store,
     "paged_attention": _paged_attention,
     "draw": _draw,
     "vocab_sums": _vocab_sums,
     "vocab_gradient": _vocab_gradient,
-}
+}  # fmt: skip
 
 
-def largest_gap(
-    kernel: Callable[..., Any], form: Callable[..., Any], name: str, numbers: Numbers
-) -> float:
+def largest_gap(kernel: Form, form: Form, name: str, numbers: Numbers, sizes: Sizes) -> float:
     """Call both on copies of the example; the largest difference over the largest number."""
-    arguments = EXAMPLES[name](numbers)
+    arguments = EXAMPLES[name](numbers, sizes)
     found, wanted = (_tensors_after(function, arguments) for function in (kernel, form))
     gaps = []
     for mine, theirs in zip(found, wanted, strict=True):
@@ -97,7 +116,7 @@ def largest_gap(
     return max(gaps)
 
 
-def _tensors_after(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
+def _tensors_after(function: Form, arguments: tuple[Any, ...]) -> list[Tensor]:
     copies = [part.clone() if isinstance(part, Tensor) else part for part in arguments]
     returned = function(*copies)
     results = [returned] if isinstance(returned, Tensor) else list(returned or ())

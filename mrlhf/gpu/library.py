@@ -1,9 +1,9 @@
 """Operators of this package on a GPU: Triton kernels as torch's own operators.
 
 An operator has a kernel for tensors of a GPU and a torch form for all others, so whatever follows
-torch's operators (profiles, CUDA graphs, a simulated device) sees one call. Before its first use a
-kernel is compared with its torch form, which takes its place where the two differ. This file knows
-neither shapes nor models.
+torch's operators (profiles, CUDA graphs, a simulated device) sees one call. When a model is built,
+kernels are compared with their torch forms at its sizes; where the two differ the form is taken.
+This file knows no model.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrlhf.gpu.examples import largest_gap
+from mrlhf.gpu.examples import OF_CACHE, Sizes, largest_gap
 
 _LIBRARY = torch.library.Library("mrlhf", "DEF")
 _MOST = 0.02  # of the largest number; bfloat16 rounds by 0.004
 _log = logging.getLogger(__name__)
+_forms: dict[str, Callable[..., Any]] = {}  # of each operator
+# Why a kernel does not work here; empty if it does. Kernels that were not tried are not there.
+_faults: dict[str, str] = {}
 
 
 def operator(schema: str, form: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,8 +39,9 @@ def operator(schema: str, form: Callable[..., Any]) -> Callable[..., Any]:
     name = schema[: schema.index("(")]
 
     def on_gpu(*arguments: Any) -> Any:
-        return _kernel_or_form(name, form)(*arguments)
+        return _kernel_or_form(name)(*arguments)
 
+    _forms[name] = form
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, on_gpu, "CUDA")
     _LIBRARY.impl(name, form, "CPU")
@@ -56,25 +61,54 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@cache
-def _kernel_or_form(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel if it computes what the form does on this GPU, else the form, with a warning."""
-    try:
-        # Imported here because Triton takes a second to import, and a host does not need it.
-        from mrlhf.gpu import launch
+def try_kernels(sizes: Sizes) -> None:
+    """Try every kernel at a model's sizes, before a run depends on it, and name those that fail.
 
-        kernel: Callable[..., Any] = getattr(launch, name)
-        generator = torch.Generator("cuda").manual_seed(0)
-        draw = partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)
-        gap = largest_gap(kernel, form, name, draw)
-        problem = "" if gap <= _MOST else f"it differs by {gap:.2g} of the largest number"
+    From then on torch's operators take their place.
+    """
+    known = fallen_back()
+    for name in _forms if _has_triton() else ():
+        if not _faults.get(name) and (sizes.page or name not in OF_CACHE):
+            _faults[name] = _fault(name, sizes if name in OF_CACHE else replace(sizes, page=0))
+    text = fallen_back()
+    if text != known:
+        _log.warning("%s", text)
+
+
+def fallen_back() -> str:
+    """Which kernels do not work here, and why one does not; empty if all that were tried do."""
+    failed = {name: fault for name, fault in _faults.items() if fault}
+    if not failed:
+        return ""
+    named = f"{', '.join(sorted(failed))} ({next(iter(failed.values())).splitlines()[0][:200]})"
+    count = f"{len(failed)} of {len(_forms)} kernels"
+    return f"{count} do not work here; slower torch operators replace them: {named}"
+
+
+def _kernel_or_form(name: str) -> Callable[..., Any]:
+    """The kernel, or the form if the kernel does not work here."""
+    if name not in _faults:  # no model was built before
+        try_kernels(Sizes())
+    if _faults[name]:
+        return _forms[name]
+    # Imported here because Triton takes a second to import, and a host does not need it.
+    from mrlhf.gpu import launch
+
+    return getattr(launch, name)
+
+
+def _numbers(dtype: torch.dtype) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)  # the run's own numbers stay as they are
+    return lambda *shape: torch.randn(shape, generator=generator).to("cuda", dtype)
+
+
+@cache
+def _fault(name: str, sizes: Sizes) -> str:
+    """Why a kernel does not compute what its torch form does on this GPU; empty if it does."""
+    _faults[name] = ""  # so that the operator takes its kernel
+    try:
+        operator = getattr(torch.ops.mrlhf, name).default
+        gap = largest_gap(operator, _forms[name], name, _numbers(sizes.dtype), sizes)
     except Exception as error:  # of the compiler, the driver or Triton's version
-        problem = f"{type(error).__name__}: {error}"
-    if not problem:
-        return kernel
-    _log.warning(
-        "the kernel %r does not work here (%s); torch's operators take its place, more slowly",
-        name,
-        problem.splitlines()[0],
-    )
-    return form
+        return f"{type(error).__name__}: {error}"
+    return "" if gap <= _MOST else f"it differs by {gap:.2g} of the largest number"

@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from mrlhf.gpu.examples import Sizes
+
 WHOLE_MODEL = "whole model"
 """The name of a model's rotation if all layers that rotate do so alike."""
 
@@ -200,6 +202,11 @@ class ModelSpec:
     def has_dense_layers(self) -> bool:
         """Whether a layer has a dense MLP."""
         return self.experts is None or not all(self.experts.layers)
+
+    def kernel_sizes(self, dtype: torch.dtype, page: int = 0) -> Sizes:
+        """The sizes at which kernels are tried for this model; `page` is that of the KV cache."""
+        group = self.num_heads // self.num_kv_heads
+        return Sizes(self.head_dim, group, self.hidden_size, page, dtype)
 
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding rows over all `tp` ranks, padding included."""

@@ -24,6 +24,7 @@ from mrlhf.batch import Parts, Sequences
 from mrlhf.config.sections import AdaptedSection, OptimSection, RoleSection, RouterSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.errors import WeightError
+from mrlhf.gpu.library import try_kernels
 from mrlhf.metrics import Tally
 from mrlhf.models.adapter_files import read_adapter, write_adapter
 from mrlhf.models.build import build_model, slots_of
@@ -89,6 +90,8 @@ class ModelEngine:
         self._family = family_of(spec)
         self._shapes = self._family.tensor_shapes(spec)
 
+        if device.kind == "cuda":
+            try_kernels(spec.kernel_sizes(self.dtype))
         built = build_model(
             spec,
             groups,

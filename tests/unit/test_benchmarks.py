@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrlhf.gpu import library
 from tests.e2e.programs import ROOT, run_program, succeed
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny size is for a CPU")
@@ -74,7 +75,9 @@ def test_of_a_mixture_few_experts_are_computed_and_all_are_read() -> None:
     assert read == (attention + 3 * 4 * 5 * 3 + 40) * 4
 
 
-def test_a_measure_that_fails_leaves_its_rows_and_the_reason() -> None:
+def test_a_measure_that_fails_leaves_its_rows_and_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program = runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))
 
     def measure(size, device):
@@ -84,3 +87,7 @@ def test_a_measure_that_fails_leaves_its_rows_and_the_reason() -> None:
     first, last = program["_rows_or_reason"](measure, "0.5B", device=None)
     assert first == {"what": "update", "size": "0.5B"}
     assert last["outcome"] == "failed: RuntimeError: no kernel image is available"
+
+    monkeypatch.setitem(library._faults, "draw", "OutOfResources")
+    (refused,) = program["_rows_or_reason"](measure, "0.5B", device=None, strict=True)
+    assert "1 of" in refused["outcome"] and "draw (OutOfResources)" in refused["outcome"]

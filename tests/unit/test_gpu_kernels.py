@@ -9,15 +9,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from mrlhf.gpu.examples import EXAMPLES, largest_gap
+from mrlhf.gpu import library
+from mrlhf.gpu.examples import EXAMPLES, Sizes, largest_gap
 from mrlhf.inference.native import operators, sampler
 from mrlhf.inference.native.operators import Layer, StepInputs
 from mrlhf.models.attention import attend_gathered
@@ -46,10 +48,13 @@ def seeded() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str) -> None:
+@pytest.mark.parametrize(
+    "sizes", [Sizes(), Sizes(128, 7, 200, 64), Sizes(256, 1, 3000, 32)], ids=str
+)
+def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str, sizes: Sizes) -> None:
     assert sampler and vocab_sums  # have defined the last of the operators
     kernel = getattr(launch, name)
-    assert largest_gap(kernel, getattr(torch.ops.mrlhf, name), name, torch.randn) < 1e-5
+    assert largest_gap(kernel, getattr(torch.ops.mrlhf, name), name, torch.randn, sizes) < 1e-5
 
     def broken(*arguments: Any) -> Any:
         results = kernel(*arguments)
@@ -58,7 +63,39 @@ def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str) ->
             return None
         return tuple(1.1 * part for part in results) if isinstance(results, tuple) else results / 2
 
-    assert largest_gap(broken, kernel, name, torch.randn) > 0.05
+    assert largest_gap(broken, kernel, name, torch.randn, sizes) > 0.05
+
+
+def test_kernels_that_fail_at_a_models_sizes_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A small model has none; of a larger one two fail, and torch's operators replace them."""
+    tried: list[tuple[str, Sizes]] = []
+
+    def fault(name: str, sizes: Sizes) -> str:
+        tried.append((name, sizes))
+        fails = sizes.dim > 128 and name in ("paged_attention", "rotate")
+        return f"OutOfResources: {name}\nand more" if fails else ""
+
+    monkeypatch.setattr(library, "_faults", {})
+    monkeypatch.setattr(library, "_fault", fault)
+    monkeypatch.setattr(library, "_has_triton", lambda: True)
+
+    library.try_kernels(Sizes(128))
+    assert {name for name, _ in tried} == set(EXAMPLES) and library.fallen_back() == ""
+    large = Sizes(256, 4, 4096, 64)
+    library.try_kernels(replace(large, page=0))  # of a trainer, which has no cache
+    library.try_kernels(large)
+    library.try_kernels(large)
+    training, engine = caplog.messages
+    assert training.startswith("1 of 11 kernels do not work here") and "rotate (Out" in training
+    assert "2 of 11" in engine and "paged_attention, rotate (Out" in engine
+    assert "\n" not in engine and engine == library.fallen_back()
+
+    assert library._kernel_or_form("rotate") is library._forms["rotate"]
+    monkeypatch.setitem(sys.modules, "mrlhf.gpu.launch", SimpleNamespace(gated="kernel"))
+    monkeypatch.setattr("mrlhf.gpu.launch", SimpleNamespace(gated="kernel"), raising=False)
+    assert library._kernel_or_form("gated") == "kernel"
 
 
 def close(found: Tensor, wanted: Tensor) -> None:

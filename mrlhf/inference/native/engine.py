@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import EngineError, WeightError
+from mrlhf.gpu.library import try_kernels
 from mrlhf.inference.base import EngineLimits, EngineStats, Finished, HeldBytes, Request
 from mrlhf.inference.checks import check_complete, committed
 from mrlhf.inference.in_flight import InFlight
@@ -81,6 +82,8 @@ class NativeEngine:
         self._parameters = Parameters(spec, place, device, dtype)
         self._tables = tables_of_layers(spec, device, limits.max_length)
         self._sampler = TokenSampler(self._parallel, never)
+        if device.type == "cuda":
+            try_kernels(spec.kernel_sizes(self._dtype, self._cache_shape.block_size))
         captures = device.type == "cuda" and not limits.enforce_eager
         block_size = self._cache_shape.block_size
         self._graphs = DecodeGraphs(limits, block_size, device) if captures else None
