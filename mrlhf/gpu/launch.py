@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mrlhf.gpu import kernels
 
-_KEYS = 64  # keys that a program of attention reads at a time
 _LEAST_PART = 256  # keys of a sequence below which splitting them costs more than it brings
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
 ROWS_EACH = 32  # rows of one program in the backward pass of a norm
@@ -180,12 +179,14 @@ def paged_attention(
     sequences = len(lengths)
     page, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
+    lanes = triton.next_power_of_2(max(_LEAST_ROWS, dim))
+    tile_rows, tile_keys, stages = attention_tiles(most_queries == 1, lanes * q.element_size())
     if most_queries == 1:
         queries = 1
         blocks = sequences
         splits = splits or count_splits(sequences * kv_heads, longest, q.device)
     else:
-        queries = max(2, 64 // group)
+        queries = max(2, tile_rows // group)
         blocks = tokens // queries + sequences
         splits = 1
 
@@ -194,18 +195,28 @@ def paged_attention(
     parts = torch.empty(several, *q.shape, dtype=torch.float32, device=q.device)
     sums, tops = torch.empty(2, several, tokens, heads, dtype=torch.float32, device=q.device)
     rows = triton.next_power_of_2(max(_LEAST_ROWS, queries * group))
-    lanes = triton.next_power_of_2(max(_LEAST_ROWS, dim))
 
     kernels.paged_attention[(blocks, kv_heads, splits)](
         q, keys, values, tables, query_starts, lengths, out, parts, sums, tops,
         sequences, kv_heads, dim, tables.stride(0), scale, window,
-        GROUP=group, PAGE=page, QUERIES=queries, ROWS=rows, KEYS=_KEYS, DIM=lanes, num_warps=4,
+        GROUP=group, PAGE=page, QUERIES=queries, ROWS=rows, KEYS=tile_keys, DIM=lanes,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         kernels.join_splits[(tokens * heads,)](
             parts, sums, tops, out, tokens * heads, splits, dim, DIM=lanes, num_warps=1
         )
     return out
+
+
+def attention_tiles(decodes: bool, width: int) -> tuple[int, int, int]:
+    """Rows of q and keys that a program of attention holds, and how many blocks of keys it loads.
+
+    The smaller ones let heads of `width` bytes fit into the shared memory of an A100 and an L40S.
+    """
+    if width >= 1024:  # 256 numbers of float32
+        return 32, 16, 2
+    return (64, 32, 2) if width >= 512 and not decodes else (64, 64, 3)
 
 
 def count_splits(programs: int, longest: int, device: torch.device) -> int:

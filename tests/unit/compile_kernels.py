@@ -11,8 +11,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mrlhf.gpu import kernels
+from mrlhf.gpu import kernels, launch
 
+L40S = 99 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB, an H100 227
 ARCHITECTURES = (80, 90)  # A100; H100 and H200
 SIZES = (
     "rows", "size", "group", "dim", "half", "kv_heads", "sequences", "columns", "blocks", "window",
@@ -49,21 +50,46 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def compile_kernel(name: str, constants: dict[str, Any], architecture: int) -> None:
-    """Compile one form of a kernel on bfloat16 to the machine code of an architecture."""
+def compile_kernel(
+    name: str, constants: dict[str, Any], architecture: int, numbers: str = "bf16", stages: int = 3
+) -> Any:
+    """Compile one form of a kernel to the machine code of an architecture."""
     function = getattr(kernels, name)
     signature = {}
     for argument in function.arg_names:
-        signature[argument] = "constexpr" if argument in constants else TYPES.get(argument, "*bf16")
+        kind = "constexpr" if argument in constants else TYPES.get(argument, f"*{numbers}")
+        signature[argument] = kind
     places = {(function.arg_names.index(key),): value for key, value in constants.items()}
+    aligned = {  # as tensors are; loads in several stages need it
+        (number,): [["tt.divisibility", 16]]
+        for number, argument in enumerate(function.arg_names)
+        if argument in ("q", "keys", "values", "out", "dim")
+    }
     compiled = triton.compile(
-        ASTSource(function, signature, places), target=GPUTarget("cuda", architecture, 32)
+        ASTSource(function, signature, places, aligned),
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": 4, "num_stages": stages},
     )
     assert compiled.asm["cubin"]
+    return compiled
+
+
+def check_shared_memory() -> None:
+    """Attention of every width takes less shared memory than an L40S has."""
+    for kind, itemsize in (("bf16", 2), ("fp32", 4)):
+        for dim in (64, 128, 256):
+            for form in (DECODE, PREFILL):
+                queries = form["QUERIES"]
+                rows, keys, stages = launch.attention_tiles(queries == 1, dim * itemsize)
+                constants = form | {"DIM": dim, "KEYS": keys, "ROWS": 16 if queries == 1 else rows}
+                constants["QUERIES"] = 1 if queries == 1 else rows // form["GROUP"]
+                compiled = compile_kernel("paged_attention", constants, 80, kind, stages)
+                assert compiled.metadata.shared <= L40S, (kind, constants, compiled.metadata.shared)
 
 
 def main() -> None:
     """Compile all of them."""
+    check_shared_memory()
     public = {
         name
         for name, value in vars(kernels).items()
