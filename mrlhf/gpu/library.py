@@ -67,7 +67,7 @@ def try_kernels(sizes: Sizes) -> None:
     From then on torch's operators take their place.
     """
     known = fallen_back()
-    for name in _forms if _has_triton() else ():
+    for name in _forms:
         if not _faults.get(name) and (sizes.page or name not in OF_CACHE):
             _faults[name] = _fault(name, sizes if name in OF_CACHE else replace(sizes, page=0))
     text = fallen_back()
@@ -82,7 +82,7 @@ def fallen_back() -> str:
         return ""
     named = f"{', '.join(sorted(failed))} ({next(iter(failed.values())).splitlines()[0][:200]})"
     count = f"{len(failed)} of {len(_forms)} kernels"
-    return f"{count} do not work here; slower torch operators replace them: {named}"
+    return f"{count} do not work here, torch's operators compute more slowly: {named}"
 
 
 def _kernel_or_form(name: str) -> Callable[..., Any]:
@@ -105,6 +105,8 @@ def _numbers(dtype: torch.dtype) -> Callable[..., Tensor]:
 @cache
 def _fault(name: str, sizes: Sizes) -> str:
     """Why a kernel does not compute what its torch form does on this GPU; empty if it does."""
+    if not _has_triton():
+        return "Triton is not installed"
     _faults[name] = ""  # so that the operator takes its kernel
     try:
         operator = getattr(torch.ops.mrlhf, name).default

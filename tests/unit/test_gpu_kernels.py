@@ -66,6 +66,16 @@ def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str, si
     assert largest_gap(broken, kernel, name, torch.randn, sizes) > 0.05
 
 
+def test_a_gpu_without_triton_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "_faults", {})
+    monkeypatch.setattr(library, "_has_triton", lambda: False)
+    library.try_kernels(Sizes(hidden=97))
+    (said,) = caplog.messages
+    assert said.startswith("11 of 11") and "(Triton is not installed)" in said
+
+
 def test_kernels_that_fail_at_a_models_sizes_are_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,7 +89,6 @@ def test_kernels_that_fail_at_a_models_sizes_are_named_once(
 
     monkeypatch.setattr(library, "_faults", {})
     monkeypatch.setattr(library, "_fault", fault)
-    monkeypatch.setattr(library, "_has_triton", lambda: True)
 
     library.try_kernels(Sizes(128))
     assert {name for name, _ in tried} == set(EXAMPLES) and library.fallen_back() == ""
@@ -90,7 +99,7 @@ def test_kernels_that_fail_at_a_models_sizes_are_named_once(
     training, engine = caplog.messages
     assert training.startswith("1 of 11 kernels do not work here") and "rotate (Out" in training
     assert "2 of 11" in engine and "paged_attention, rotate (Out" in engine
-    assert "\n" not in engine and engine == library.fallen_back()
+    assert "\n" not in engine and engine == library.fallen_back() and "more slowly" in engine
 
     assert library._kernel_or_form("rotate") is library._forms["rotate"]
     monkeypatch.setitem(sys.modules, "mrlhf.gpu.launch", SimpleNamespace(gated="kernel"))
