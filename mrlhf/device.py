@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from mrlhf.errors import ConfigError
-from mrlhf.nvidia import driver_version, fault_of_compiler, fault_of_torch
+from mrlhf.nvidia import driver_version, fault_of_torch
 
 Kind = Literal["cpu", "cuda"]
 _log = logging.getLogger(__name__)
@@ -186,19 +186,19 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
 
     Raises:
         ConfigError: there is no GPU, or there are too few, or this machine has one that torch does
-            not see, or lacks what kernels need, or the CPU is asked for and a GPU is visible.
+            not see, or the CPU is asked for and a GPU is visible.
     """
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
         raise ConfigError("distributed.device is cuda but torch sees no GPU; set it to auto or cpu")
-    hides = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    hides = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     fault = fault_of_torch(torch.version.cuda, driver_version(), available)
     if setting == "auto" and not available and fault is not None and not hides:
-        found = f"device is auto, and torch {'; '.join(fault)}; distributed.device=cpu takes CPUs"
+        found = f"distributed.device is auto, and torch {'; '.join(fault)}"
         if torch.version.cuda is not None:
-            raise ConfigError(found)
+            raise ConfigError(f"{found}; distributed.device=cpu computes on CPUs")
         if local_rank == 0:  # a build for CPUs may be there on purpose
-            _log.warning("%s as well", found)
+            _log.warning("this run computes on CPUs, much more slowly: %s", found)
     if setting == "cpu" and available:
         raise ConfigError(
             "distributed.device is cpu but torch sees a GPU; hide it with CUDA_VISIBLE_DEVICES=''"
@@ -212,8 +212,6 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
             f"local rank {local_rank} has no GPU of its own: torch sees "
             f"{torch.cuda.device_count()}; start at most that many processes on each machine"
         )
-    if (fault := fault_of_compiler()) is not None:
-        raise ConfigError("; ".join(fault))
     torch.cuda.set_device(local_rank)
     return Device("cuda", torch.device("cuda", local_rank), "nccl")
 

@@ -24,7 +24,7 @@ from mrlhf.printable import printable, wrapped
 
 logger = logging.getLogger(__name__)
 
-_SAME_EVERYWHERE = ("mrlhf.data", "mrlhf.gpu", "mrlhf.inputs", "mrlhf.preflight", "mrlhf.rollout")
+_SAME_EVERYWHERE = ("mrlhf.data", "mrlhf.inputs", "mrlhf.preflight", "mrlhf.rollout")
 Console = Literal["auto", "view", "plain", "quiet"]
 
 # The prefixes of the metrics of held-out rows.
@@ -46,9 +46,8 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
     """Send log lines to standard error with the rank in front; a second call replaces the first.
 
     mrlhf's own lines are shown from INFO on rank 0, unless the console is quiet, and from WARNING
-    on other ranks; lines of other packages from WARNING. Warnings about data, models, rollouts and
-    kernels are shown on rank 0 alone, since every rank has the same. A terminal gets a shorter
-    prefix.
+    on other ranks; lines of other packages from WARNING. Warnings about data, models and rollouts
+    are shown on rank 0 alone, since every rank has the same. A terminal gets a shorter prefix.
     """
     handler = _StderrHandler()
     form = f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"

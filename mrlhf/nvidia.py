@@ -20,15 +20,20 @@ Fault = tuple[str, str]
 # The oldest driver for each major version of CUDA: NVIDIA, "CUDA Compatibility", minor versions.
 _OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 _DRIVER = Path("/proc/driver/nvidia/version")
-_GPU = Path("/dev/nvidia0")
+_DEVICES = Path("/dev")
 
 
 def driver_version() -> str | None:
-    """The version of the NVIDIA driver; None if there is none."""
+    """The version of the driver of the NVIDIA GPUs of this machine or container; None: it has none.
+
+    The driver's file alone is no sign of a GPU: it is there in each container of the machine.
+    """
+    if not any(_DEVICES.glob("nvidia[0-9]*")):
+        return None
     try:
         found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
     except OSError:
-        return "of unknown version" if _GPU.exists() else None
+        found = None
     return found.group() if found else "of unknown version"
 
 
@@ -47,7 +52,7 @@ def fault_of_torch(cuda: str | None, driver: str | None, available: bool) -> Fau
         return seen, "have the driver updated, or install a build of torch for an older CUDA"
     if not available:
         advice = "look at CUDA_VISIBLE_DEVICES, at nvidia-smi, and whether a container got its GPUs"
-        return f"{build}, driver {driver}, but torch finds no GPU", advice
+        return f"{build} finds no GPU, with driver {driver}", advice
     return None
 
 
@@ -60,7 +65,8 @@ def fault_of_compiler() -> Fault | None:
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_path("include", scheme), "Python.h")
     if not any(map(shutil.which, compilers)):
-        return f"there is no C compiler ({', '.join(compilers)}) to launch kernels", "install gcc"
+        seen = f"there is no C compiler ({', '.join(compilers)}) to launch kernels"
+        return seen, "install gcc, or let CC name one"
     if not header.is_file():
         package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
         advice = f"install {package} (Debian, Ubuntu) or {package}el (Fedora, Red Hat)"

@@ -217,7 +217,7 @@ class RoleSection(Section):
     """compute a prompt once for all of its responses in a micro-batch, in every pass"""
     transformer_engine: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """on: TransformerEngine's layers and Adam, of which one layer is first compared with ours;
-    auto: off, until a GPU has run them"""
+    auto: off in this version, since no GPU has run them yet"""
     offload: Offload = Field(default_factory=list)
     """what waits on the host while no phase needs it (optimizer: moments and float32 weights)"""
 

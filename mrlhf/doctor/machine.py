@@ -59,7 +59,9 @@ def torch_build(cuda: str | None, driver: str | None, available: bool) -> Findin
         return broken("torch", *fault)
     if cuda is None:
         return ok("torch", f"{version}, a build for CPUs; no NVIDIA driver was found")
-    if driver is None and not available:
+    if driver is None and available:  # as in WSL
+        return ok("torch", f"{version} for CUDA {cuda}")
+    if driver is None:
         seen = f"{version} for CUDA {cuda}, but there is no NVIDIA driver"
         return look("torch", seen, "runs take the CPUs here; a GPU needs its driver")
     return ok("torch", f"{version} for CUDA {cuda}, driver {driver}")

@@ -52,17 +52,25 @@ def _rotate_store(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
     return qkv, *norms, 1e-6, *tables, positions, places, *_pages(numbers, sizes)
 
 
-def _paged_attention(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
+def _paged_attention(
+    numbers: Numbers, sizes: Sizes, queries: int = 4, longest: int = max(_LENGTHS), window: int = 7
+) -> tuple[Any, ...]:
     keys, values = _pages(numbers, sizes)
     tables = torch.arange(len(keys), dtype=torch.int32, device=keys.device).view(2, -1)
-    edges = torch.tensor([0, 4, 5], dtype=torch.int32, device=keys.device)
+    edges = torch.tensor([0, queries, queries + 1], dtype=torch.int32, device=keys.device)
     lengths = torch.tensor(_LENGTHS, dtype=torch.int32, device=keys.device)
-    q = numbers(5, 2 * sizes.group, sizes.dim)
-    return q, keys, values, tables, edges, lengths, 4, max(_LENGTHS), 7, 1.7 * sizes.dim**-0.5
+    q = numbers(queries + 1, 2 * sizes.group, sizes.dim)
+    scale = 1.7 * sizes.dim**-0.5
+    return q, keys, values, tables, edges, lengths, queries, longest, window, scale
+
+
+def _decoding(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
+    """Attention of one token of each sequence, whose keys are read in parts."""
+    return _paged_attention(numbers, sizes, queries=1, longest=1024, window=0)
 
 
 def _draw(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
-    logits = numbers(4, 3000)
+    logits = numbers(4, 3000).float()
     uniform = torch.tensor([0.0, 0.3, 0.999, -1.0], dtype=torch.float64, device=logits.device)
     return logits, 1.5, uniform
 
@@ -72,7 +80,7 @@ _VALID = 1500  # of the columns of logits
 
 def _logits(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of 3 tokens, their targets, of which one is on another rank, and other logits."""
-    logits, others = numbers(3, 1600), numbers(3, 1600)
+    logits, others = numbers(2, 3, 1600).float()
     return logits, torch.tensor([107, 1400, 30], device=logits.device), others
 
 
@@ -103,17 +111,21 @@ EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
     "vocab_sums": _vocab_sums,
     "vocab_gradient": _vocab_gradient,
 }  # fmt: skip
+_FURTHER = {"paged_attention": [_decoding]}
 
 
 def largest_gap(kernel: Form, form: Form, name: str, numbers: Numbers, sizes: Sizes) -> float:
-    """Call both on copies of the example; the largest difference over the largest number."""
-    arguments = EXAMPLES[name](numbers, sizes)
-    found, wanted = (_tensors_after(function, arguments) for function in (kernel, form))
+    """Call both on copies of the examples; the largest difference over the largest number."""
     gaps = []
-    for mine, theirs in zip(found, wanted, strict=True):
-        gap = (mine.double() - theirs.double()).abs().max() / theirs.double().abs().max()
-        gaps.append(float(gap))
+    for example in (EXAMPLES[name], *_FURTHER.get(name, ())):
+        arguments = example(numbers, sizes)
+        found, wanted = (_tensors_after(function, arguments) for function in (kernel, form))
+        gaps += [_gap(*pair) for pair in zip(found, wanted, strict=True)]
     return max(gaps)
+
+
+def _gap(mine: Tensor, theirs: Tensor) -> float:
+    return float((mine.double() - theirs.double()).abs().max() / theirs.double().abs().max())
 
 
 def _tensors_after(function: Form, arguments: tuple[Any, ...]) -> list[Tensor]:

@@ -376,7 +376,9 @@ def draw(
     drawn = (block * COLUMNS + lane).to(tl.int64)
     chosen = tl.sum(tl.where(lanes == lane, loaded, 0.0), 0)
     if number < 0:
-        drawn = tl.load(likeliest + row * blocks + tl.argmax(top_of, 0)).to(tl.int64)
+        # Of numbers that are none argmax may be any lane, and the next pass takes the token.
+        likely = tl.minimum(tl.argmax(top_of, 0), blocks - 1)
+        drawn = tl.minimum(tl.load(likeliest + row * blocks + likely), columns - 1).to(tl.int64)
         chosen = top
     tl.store(tokens + row, drawn)
     tl.store(logprobs + row, (chosen - top) - tl.log(total).to(tl.float32))

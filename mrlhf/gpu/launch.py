@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from functools import cache
+from pathlib import Path
 
 import torch
 import triton
@@ -20,7 +21,11 @@ _LEAST_ROWS = 16  # of a matrix product on tensor cores
 ROWS_EACH = 32  # rows of one program in the backward pass of a norm
 
 # What is compiled is kept on this machine: a home is often slow, and shared by all machines.
-os.environ.setdefault("TRITON_CACHE_DIR", f"{tempfile.gettempdir()}/triton_{os.getuid()}")
+if not os.environ.keys() & {"TRITON_CACHE_DIR", "TRITON_HOME"}:
+    _cache = Path(tempfile.gettempdir(), f"triton_{os.getuid()}")
+    _cache.mkdir(mode=0o700, exist_ok=True)
+    if _cache.stat().st_uid == os.getuid():  # another user could put code there
+        os.environ["TRITON_CACHE_DIR"] = str(_cache)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

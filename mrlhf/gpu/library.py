@@ -64,14 +64,14 @@ def _has_triton() -> bool:
 def try_kernels(sizes: Sizes) -> None:
     """Try every kernel at a model's sizes, before a run depends on it, and name those that fail.
 
-    From then on torch's operators take their place.
+    From then on torch's operators take their place. A machine's first process names them.
     """
     known = fallen_back()
     for name in _forms:
         if not _faults.get(name) and (sizes.page or name not in OF_CACHE):
             _faults[name] = _fault(name, sizes if name in OF_CACHE else replace(sizes, page=0))
     text = fallen_back()
-    if text != known:
+    if text != known and not (torch.cuda.is_available() and torch.cuda.current_device()):
         _log.warning("%s", text)
 
 

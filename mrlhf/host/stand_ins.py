@@ -136,14 +136,10 @@ def _patch_random(module: Any) -> None:
     module._set_cuda_rng_state = CUDA_ON_CPU.set_rng_state
 
 
-def add_product(inputs: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
-    """Add a weight's gradient to a float32 sum, as Apex's kernel does."""
-    add_mm(total, grad_output.t(), inputs)
-
-
 def replace_apex_kernel(module: Any) -> None:
-    """Give megatron-core's module of linear layers `add_product` in place of Apex's kernel."""
-    module.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
+    """Give megatron-core's module of linear layers `add_mm` in place of Apex's kernel."""
+    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, grad, sum_: add_mm(sum_, grad.t(), x))
+    module.fused_weight_gradient_mlp_cuda = kernel
     module._grad_accum_fusion_available = True
 
 

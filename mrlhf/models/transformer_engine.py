@@ -37,7 +37,7 @@ def uses_transformer_engine(setting: Literal["auto", "on", "off"]) -> bool:
     if setting == "auto" and HAVE_TE:
         _log.info(
             "TransformerEngine is installed and not used: transformer_engine=auto is off until a "
-            "GPU has run its layers; actor.transformer_engine=on tries them in the actor"
+            "GPU has run its layers; on in a role, as actor.transformer_engine=on, tries them there"
         )
     return setting == "on"
 

@@ -325,7 +325,6 @@ class _KnownGradients(torch.autograd.Function):
             grad_weight.mul_(grad_loss)
             if ctx.main_grad is not None:
                 ctx.main_grad.add_(grad_weight)
-                # Replicas exchange a gradient once autograd has given it: it gives zeros.
-                grad_weight = torch.zeros((), device=grad_weight.device).expand_as(grad_weight)
+                grad_weight.zero_()  # replicas exchange a gradient once autograd has given it
             grad_weight = grad_weight.to(ctx.dtype)
         return None, grad_hidden.mul_(grad_loss), grad_weight, None, None, None

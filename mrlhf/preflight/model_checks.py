@@ -202,10 +202,10 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
         spec = specs.get(name)
         if spec is None:
             continue
-        if role.transformer_engine == "on":
-            yield from _transformer_engine_problems(config, name, spec)
         if name == "reference" and _is_as_trained(role, config):
             continue  # its problems are those of the policy, whose keys it inherits
+        if role.transformer_engine == "on":
+            yield from _transformer_engine_problems(config, name, spec)
         problems = (
             tp_problem(f"{name}.tp", role.tp, spec),
             pp_problem(name, AxisSizes.of(role).stages, spec),

@@ -56,10 +56,11 @@ class HangReport:
 
     answers: Mapping[int, Answer | None]
     directory: Path
+    question: int = 0
 
     @property
     def silent(self) -> frozenset[int]:
-        """The ranks that gave no answer."""
+        """The ranks that gave no answer in time."""
         return frozenset(rank for rank, answer in self.answers.items() if answer is None)
 
 
@@ -115,7 +116,12 @@ class HangReports:
         answers: dict[int, Answer | None] = {}
         for rank, key in enumerate(keys):
             answers[rank] = Answer(**json.loads(texts[key])) if key in texts else None
-        return HangReport(answers, self._directory / folder)
+        return HangReport(answers, self._directory / folder, question)
+
+    def unanswered(self, report: HangReport) -> frozenset[int]:
+        """The silent ranks that have not answered since; one that writes files may be late."""
+        keys = {rank: f"answer {report.question} of rank {rank}" for rank in report.silent}
+        return frozenset(rank for rank, key in keys.items() if not self._store.check([key]))
 
     def time_out(self) -> None:
         """Count this rank as one that waits for others, although its wait has just ended."""
@@ -165,7 +171,7 @@ def describe(rank: int, waited_s: float, report: HangReport) -> str:
 
     busy = {number for number, answer in others.items() if answer and not answer.waits}
     elsewhere = {number for number, answer in others.items() if answer and answer.phase != phase}
-    missing = sorted(report.silent | busy or elsewhere)
+    missing = sorted(report.silent - {rank} | busy or elsewhere)
 
     named = [_name(number, others[number]) for number in missing[:_NAMED_RANKS]]
     if len(missing) > _NAMED_RANKS:

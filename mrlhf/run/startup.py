@@ -24,6 +24,7 @@ from mrlhf.config.trainer import TrainerSection
 from mrlhf.device import Device, pick_device, seed_everything
 from mrlhf.errors import CheckpointError, ConfigError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging
+from mrlhf.nvidia import fault_of_compiler
 from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.device_memory import DeviceMemory
@@ -225,6 +226,8 @@ def _join(config: AnyConfig) -> JobContext:
     set_allocator(config.rollout.engine if isinstance(config, PPOConfig) else "native")
     try:
         device = pick_device(distributed.device, launch.local_rank)
+        if device.kind == "cuda" and (fault := fault_of_compiler()) is not None:
+            raise ConfigError("; ".join(fault))
         job = init_distributed(device, distributed.timeout_s, before.raise_if_reported)
     except Exception as error:
         raise _reported(before, error, launch.rank) from error

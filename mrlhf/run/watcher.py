@@ -12,7 +12,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +22,7 @@ from mrlhf.errors import HangError
 from mrlhf.parallel.job import connect, is_store_of_launcher, polling_s
 from mrlhf.parallel.phases import Phases
 from mrlhf.run.failures import FAILED, STOP_SIGNALS, Failures
-from mrlhf.run.hangs import HangReports, describe
+from mrlhf.run.hangs import HangReport, HangReports, describe
 from mrlhf.run.leaving import ENDED_BY_SIGTERM, leave
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Watcher:
         self._at_start = self._place()
         self._progress = (0, 0)
         self._progress_at = time.monotonic()
-        self._silent: Set[int] = frozenset()  # the ranks that did not answer the last question
+        self._last: HangReport | None = None  # since there was progress, if it has silent ranks
 
         self._interrupts = 0
         self._asked_at: float | None = None
@@ -257,19 +257,19 @@ class Watcher:
         if progress != self._progress:
             self._progress = progress
             self._progress_at = now
-            self._silent = frozenset()
+            self._last = None
 
         stalled_s = now - self._progress_at
         # NCCL ends the process when a collective times out, so this cannot wait until then.
         is_long = stalled_s > _STALL * self._timeout_s
         # A wait for data or storage may last; then a machine that is lost ends no collective.
-        since = max(self._progress_at, now - (self._timeout_s if self._silent else _AGAIN_S))
+        since = max(self._progress_at, now - (self._timeout_s if self._last else _AGAIN_S))
         if is_long and not self._hangs.answered_since(since):
             report = self._hangs.report(since)
             text = describe(self._rank, stalled_s, report)
-            if report.silent & self._silent:
+            if self._last and report.silent & self._hangs.unanswered(self._last):
                 leave(FAILED, f"HangError: {text}")
-            self._silent = report.silent
+            self._last = report if report.silent else None
             logger.warning("no progress: %s", text)
 
 

@@ -145,7 +145,11 @@ def test_figures_stand_beside_their_targets() -> None:
     peaks = [{"step": step, "perf/max_memory_allocated_gb": 2.0} for step in range(1, 50)]
     peaks.append({"step": 50, "perf/max_memory_allocated_gb": 2.5})
     speed = {
-        "benchmarks": [{"what": "update", "mfu": 0.36}, {"what": "mixed", "eager_share": 0.02}]
+        "benchmarks": [
+            {"what": "update", "mfu": 0.36},
+            {"what": "mixed", "eager_share": 0.02},
+            {"what": "mixed", "compilations": 0},
+        ]
     }
     steps = {
         "decode-native": decoding("native", [90.0, 85.0]),

@@ -11,7 +11,7 @@ from types import FunctionType
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.phases import Phases
@@ -157,18 +157,24 @@ def test_a_wait_that_goes_on_is_reported_each_hour(
     assert reports == [11, 72, 133]  # the first look counts as progress
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 def test_a_rank_that_never_answers_ends_the_job(
-    tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+    is_late: bool, tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that answers late, since it writes files, does not."""
     left: list[str] = []
     monkeypatch.setattr(watcher_module, "leave", lambda code, why: left.append(why))
     phases = Phases()
-    watcher = Watcher(HashStore(), 0, 2, tmp_path, 600.0, phases)
+    store = HashStore()
+    watcher = Watcher(store, 0, 2, tmp_path, 600.0, phases)
+    other = HangReports(PrefixStore("hang", store), 1, 2, tmp_path, phases)
 
     def wait(minutes: int) -> None:
         for _ in range(minutes):
             clock.sleep(60.0)
             watcher._look_for_a_stall()
+            if is_late:
+                other.look()
 
     wait(15)  # it is asked once
     phases.advance(1, 2, "responses")
@@ -176,4 +182,7 @@ def test_a_rank_that_never_answers_ends_the_job(
         wait(15)  # and once more after this rank has gone on
         assert left == []
         wait(10)
-    assert len(left) == 1 and "for rank 1, which gives no answer" in left[0]
+    if is_late:
+        assert left == []
+    else:
+        assert len(left) == 1 and "for rank 1, which gives no answer" in left[0]

@@ -76,7 +76,7 @@ class Common(NamedTuple):
 
 
 def read_common(folder: Path) -> Common:
-    """Read it with plain classes alone; CheckpointError if it is missing or damaged."""
+    """Read that of a checkpoint with plain classes; CheckpointError if it is missing or damaged."""
     if (folder / COMMON_FILE).is_file():
         content, refused = read_pickle(folder / COMMON_FILE, _ALLOWED_IN_COMMON)
     else:

@@ -171,6 +171,7 @@ class Scheduler:
             forks.append(self._share_prompt(row, start, len(rows) + len(started)))
             started.append((row, start, count))
         if started:
+            self._passes = 0
             new_rows, new_starts, new_counts = np.array(started, dtype=np.int64).T
             rows = np.concatenate((rows, new_rows))
             starts = np.concatenate((starts, new_starts))
@@ -303,10 +304,7 @@ class Scheduler:
         places = self._places()
         self._passes = self._passes + 1 if self._waiting and places else 0
         late = self._passes > _MOST_PASSES
-        if not self._passes or not (is_mixed or late or places >= self._starts_together):
-            return False
-        self._passes = 0
-        return True
+        return self._passes > 0 and (is_mixed or late or places >= self._starts_together)
 
     def _wanted_soon(self, rows: Sequence[int]) -> int:
         """How many of `rows` need a further block for one of their next tokens."""
