@@ -38,7 +38,7 @@ from mrlhf.training.data_parallel import (
 from mrlhf.training.optimizer import ShardedOptimizer
 from mrlhf.weights.shard import Slot
 from tests.dist.role_runs import CPU
-from tests.models import transformer_engine as stand_ins
+from tests.models import stand_in_te as stand_ins
 from tests.models.features import YARN, YARN_IN_FULL, feature_configs
 from tests.models.mixtures import MIXTURES, as_in_files, mixture_configs
 from tests.ranks import run_ranks
