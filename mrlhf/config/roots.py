@@ -30,6 +30,7 @@ from mrlhf.config.sections import (
     DPOSection,
     OptimSection,
     ReferenceSection,
+    RewardLossSection,
     RewardModelSection,
     RoleSection,
     RouterSection,
@@ -349,12 +350,24 @@ class PreferenceConfig(SupervisedConfig):
     data: PreferenceDataSection
     """prompts with a chosen and a rejected response"""
 
+    @property
+    def margin_column(self) -> str | None:
+        """The column with the margin of each pair; None if pairs have none."""
+        return None
+
 
 class RewardModelConfig(PreferenceConfig):
     """The configuration of launch/train_rm.py."""
 
+    rm: RewardLossSection
+    """the loss on preference pairs"""
     optim: ScalarOptimSection
     """optimizer"""
+
+    @property
+    def margin_column(self) -> str | None:
+        """The column with the margin of each pair; None if pairs have none."""
+        return self.rm.margin_column
 
     def head_of(self, role: str) -> Literal["lm", "scalar"]:
         """The head of the model."""

@@ -17,6 +17,7 @@ from mrlhf.config.fields import (
     Decay,
     Fraction,
     FunctionReference,
+    Name,
     NotNegative,
     Number,
     PathText,
@@ -484,6 +485,18 @@ class RewardModelSection(RoleSection):
 
     offload: OffloadFrozen = Field(default_factory=list)
     """what waits on the host while no phase needs it"""
+
+
+class RewardLossSection(Section):
+    """The loss of a reward model on preference pairs, beside Bradley-Terry."""
+
+    margin_column: Name | None = None
+    """column of the rows with a number, by how much the chosen response is to score higher than the
+    rejected one; null: 0 for all pairs"""
+    centring: NotNegative = 0.0
+    """factor of the squared sum of both scores, which keeps scores near 0; 0: off"""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """fraction of the pairs that are taken to be the wrong way round"""
 
 
 class DPOSection(Section):

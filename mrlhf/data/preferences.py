@@ -29,6 +29,7 @@ from mrlhf.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+_MOST_MARGIN = 1e6
 _RESPONSE = "must be a string, or messages of which the last is the assistant's"
 
 
@@ -40,9 +41,11 @@ class PreferencePairs:
     rejected_ids: list[list[int]]  # prompt, worse response and eos
     prompt_lengths: list[int]  # tokens of the prompt, the first ones of both sides
     dropped: int  # number of pairs left out because one side was too long
+    margins: list[float] | None = None  # by how much the better side is to score higher
 
     def __post_init__(self) -> None:
         sizes = {len(self.chosen_ids), len(self.rejected_ids), len(self.prompt_lengths)}
+        sizes |= set() if self.margins is None else {len(self.margins)}
         assert len(sizes) == 1, f"pairs must have two sides and a prompt: {sorted(sizes)}"
 
     def __len__(self) -> int:
@@ -59,14 +62,20 @@ class PreferencePairs:
 
 
 def encode_preferences(
-    rows: Sequence[Row], tokenizer: Tokenizer, *, max_length: int, overlong: Overlong = "drop"
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    overlong: Overlong = "drop",
+    margin_column: str | None = None,
 ) -> PreferencePairs:
     """Tokenise preference rows.
 
     `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages of which the
     last is the assistant's. Such a list may hold the prompt itself, as in TRL. A pair is never
     truncated, because the reward is read at eos: if a side has more than `max_length` tokens, the
-    pair is refused, or dropped and counted.
+    pair is refused, or dropped and counted. Each row has a number in `margin_column`, if one is
+    given.
 
     Raises:
         DataError: a row is malformed or too long, or no row is left.
@@ -74,6 +83,7 @@ def encode_preferences(
     chosen_ids: list[list[int]] = []
     rejected_ids: list[list[int]] = []
     prompt_lengths: list[int] = []
+    margins: list[float] = []
     empty = 0
     for row in rows:
         prompt, chosen, rejected = _parts(row)
@@ -87,6 +97,8 @@ def encode_preferences(
             chosen_ids.append(better)
             rejected_ids.append(worse)
             prompt_lengths.append(len(prompt_ids))
+            if margin_column is not None:
+                margins.append(_margin(row, margin_column))
         elif overlong == "error":
             raise DataError(
                 f"{row.where}: the pair has {length} tokens, more than data.max_length "
@@ -102,7 +114,8 @@ def encode_preferences(
     if empty:
         logger.warning("'chosen' or 'rejected' is empty in %s", of_rows(empty, rows))
     _check_differences(rows, chosen_ids, rejected_ids)
-    return PreferencePairs(chosen_ids, rejected_ids, prompt_lengths, dropped)
+    of_pairs = None if margin_column is None else margins
+    return PreferencePairs(chosen_ids, rejected_ids, prompt_lengths, dropped, of_pairs)
 
 
 def _check_differences(
@@ -159,6 +172,18 @@ def split_by_prompt(
     for row, key in zip(rows, keys, strict=True):
         sides[key in held_out].append(row)
     return sides
+
+
+def _margin(row: Row, column: str) -> float:
+    """The number in `column`; DataError if it is missing, not a number, or too large."""
+    value = row.require(column)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and abs(value) <= _MOST_MARGIN:
+        return float(value)
+    raise DataError(
+        f"{row.where}: {column!r} must be a number from -{_MOST_MARGIN:g} to {_MOST_MARGIN:g}, "
+        f"since rm.margin_column names it; found {value!r:.40}"
+    )
 
 
 def _parts(row: Row) -> tuple[Prompt, str, str]:

@@ -254,8 +254,8 @@ def _pairs_and_held_out(
                 "none; raise it, or name data.val_files"
             )
 
-    pairs = _pairs(data, train_rows, tokenizer)
-    held_out = _pairs(data, held_out_rows, tokenizer)
+    pairs = _pairs(config, train_rows, tokenizer)
+    held_out = _pairs(config, held_out_rows, tokenizer)
     if pairs is not None and held_out is not None:
         _warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
     return pairs, held_out
@@ -367,11 +367,17 @@ def _sides(pairs: PreferencePairs) -> list[tuple[tuple[int, ...], tuple[int, ...
 
 
 def _pairs(
-    data: SupervisedDataSection, rows: Sequence[Row], tokenizer: Tokenizer
+    config: PreferenceConfig, rows: Sequence[Row], tokenizer: Tokenizer
 ) -> PreferencePairs | None:
     if not rows:
         return None
-    pairs = encode_preferences(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
+    pairs = encode_preferences(
+        rows,
+        tokenizer,
+        max_length=config.data.max_length,
+        overlong=config.data.overlong,
+        margin_column=config.margin_column,
+    )
     sides = [*pairs.chosen_ids, *pairs.rejected_ids]
     warn_of_unknown_tokens(sides, tokenizer, "the preference pairs")
     return pairs

@@ -91,6 +91,8 @@ PAIRS = Chapter(
            "pairs whose chosen response scores higher", label="accuracy", curve=True),
     Metric("rm/margin", "mean", "pairs", "score",
            "score of the chosen − the rejected response", curve=True),
+    Metric("rm/centring", "mean", "pairs", "score²",
+           "`rm.centring`: (score of the chosen + the rejected response)²", curve=True),
     Metric("dpo/rewards/{chosen,rejected}", "mean", "pairs", "score",
            "β·log(policy / reference) of the response", curve=True),
     Metric("dpo/rewards/accuracies", "mean", "pairs", "share",

@@ -1,7 +1,9 @@
-"""Losses of a policy on pairs of responses, of which one is preferred: DPO and IPO.
+"""Losses on pairs of responses, of which one is preferred: DPO and IPO of a policy, and
+Bradley-Terry of a reward model.
 
-They see the log-probabilities of whole responses under the policy and under a frozen reference.
-This file does not know where those come from, nor how pairs were split over ranks.
+Those of a policy see the log-probabilities of whole responses under it and under a frozen
+reference, that of a reward model sees its scores. This file does not know where those come from,
+nor how pairs were split over ranks.
 """
 
 from __future__ import annotations
@@ -49,11 +51,7 @@ def sigmoid_loss(pairs: PairLogprobs, options: PairLossOptions) -> Tensor:
     """
     log_ratios = pairs.log_ratios
     margin = options.beta * (log_ratios[:, 0] - log_ratios[:, 1])
-    loss = -logsigmoid(margin)
-    if options.label_smoothing == 0:
-        return loss
-    flipped = -logsigmoid(-margin)
-    return (1 - options.label_smoothing) * loss + options.label_smoothing * flipped
+    return _logistic(margin, options.label_smoothing)
 
 
 def ipo_loss(pairs: PairLogprobs, options: PairLossOptions) -> Tensor:
@@ -91,3 +89,47 @@ def measure_pairs(
         "logps/chosen": logprobs[:, 0],
         "logps/rejected": logprobs[:, 1],
     }
+
+
+@dataclass(frozen=True)
+class ScoreLossOptions:
+    """The numbers of the loss of a reward model; with 0 for both it is plain Bradley-Terry."""
+
+    centring: float  # factor of the square of the sum of both scores
+    label_smoothing: float  # the share of pairs that are taken to be the wrong way round
+
+
+def score_loss(scores: Tensor, margins: Tensor | None, options: ScoreLossOptions) -> Tensor:
+    """The loss of a reward model on pairs; float32 [pairs].
+
+    With r_c and r_r for the scores of the chosen and the rejected response, d = r_c - r_r - margin
+    and smoothing e, it is
+
+        -(1 - e) log sigmoid(d) - e log sigmoid(-d) + centring (r_c + r_r)^2
+
+    Bradley-Terry is https://arxiv.org/abs/2203.02155, equation 1, with one pair for each
+    comparison; the margin is https://arxiv.org/abs/2307.09288, equation 2; centring is
+    https://arxiv.org/abs/2312.09244, equation 2; smoothing is that of
+    https://ericmitchell.ai/cdpo.pdf.
+
+    Args:
+        scores: float32 [pairs, 2], those of the chosen responses first.
+        margins: float32 [pairs], by how much the chosen response is to score higher; None: 0.
+        options: the numbers of the loss.
+    """
+    assert scores.shape[1:] == (2,), scores.shape
+    differences = scores[:, 0] - scores[:, 1]
+    if margins is not None:
+        differences = differences - margins
+    loss = _logistic(differences, options.label_smoothing)
+    if options.centring == 0:
+        return loss
+    return loss + options.centring * scores.sum(dim=1).square()
+
+
+def _logistic(margin: Tensor, smoothing: float) -> Tensor:
+    """-log sigmoid(margin); of the share `smoothing`, that of the negative margin."""
+    loss = -logsigmoid(margin)
+    if smoothing == 0:
+        return loss
+    return (1 - smoothing) * loss + smoothing * -logsigmoid(-margin)

@@ -15,7 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from mrlhf.batch import Rollout
-from mrlhf.config.sections import RoleSection
+from mrlhf.config.sections import RewardLossSection, RoleSection
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.roles.actor import Actor
@@ -44,7 +44,14 @@ from tests.oracle import plain_ppo, plain_supervised
 from tests.oracle.plain_models import critic_of
 from tests.oracle.plain_optimizer import Outcome
 from tests.oracle.plain_ppo import Case
-from tests.oracle.plain_supervised import HELD_OUT, PAIR_STEPS, SFT_STEPS
+from tests.oracle.plain_supervised import (
+    CENTRING,
+    HELD_OUT,
+    MARGINS,
+    PAIR_STEPS,
+    SFT_STEPS,
+    SMOOTHING,
+)
 
 ROLES = ("sft", "rm", "critic", "actor")
 # What torch calls when gathers are coalesced, in its versions 2.11 to 2.13.
@@ -193,11 +200,15 @@ def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict
         chosen_ids=pairs.chosen_ids[:HELD_OUT],
         rejected_ids=pairs.rejected_ids[:HELD_OUT],
         prompt_lengths=pairs.prompt_lengths[:HELD_OUT],
+        margins=[*MARGINS[:HELD_OUT]],
     )
-    task = PreferenceLearning(pairs, held_out)
-    metrics: dict[str, float] = {}
-    for rows in PAIR_STEPS:
-        metrics = task.step(engine, rows)
+    plain = PreferenceLearning(RewardLossSection(), replace(pairs, margins=None), None)
+    for rows in PAIR_STEPS[:-1]:
+        assert "rm/centring" not in plain.step(engine, rows)
+
+    section = RewardLossSection(centring=CENTRING, label_smoothing=SMOOTHING)
+    task = PreferenceLearning(section, pairs, held_out)
+    metrics = task.step(engine, PAIR_STEPS[-1])
     return engine, metrics | task.validate(engine)
 
 

@@ -28,6 +28,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.vocab_sums import LocalSums
 from mrlhf.roles.actor import Actor
 from mrlhf.trainers.ppo import experience as experience_of_ppo
+from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.training import engine, first_weights, muon
 from mrlhf.training.held_adapters import HeldAdapters
 from mrlhf.training.muon import Muon
@@ -231,6 +232,16 @@ def _keep_own_updates(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(muon.dist, "broadcast", lost)
 
 
+def _take_the_first_margins(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The pairs of a pack get the margins of the first pairs of all."""
+    right = PreferenceLearning._losses
+
+    def wrong(task: PreferenceLearning, pairs: Any, rows: Sequence[int], scores: Any) -> Any:
+        return right(task, pairs, range(len(rows)), scores)
+
+    patch.setattr(PreferenceLearning, "_losses", wrong)
+
+
 BREAKS = {
     "a rank's gradient is not summed": Break(
         REPLICAS, _lose_a_gradient, ("actor weights", "critic weights", "sft metrics", "rm weights")
@@ -277,6 +288,9 @@ BREAKS = {
     ),
     "a vocabulary that is not summed": Break(
         TENSORS, _normalise_alone, ("tables", "actor metrics", "sft metrics")
+    ),
+    "margins of other pairs": Break(
+        REPLICAS, _take_the_first_margins, ("rm metrics", "rm weights")
     ),
 }
 

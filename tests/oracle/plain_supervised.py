@@ -25,6 +25,10 @@ from tests.oracle.plain_routers import Routers
 # The rows of each optimizer step; the rows of the last step's metrics are those of the last list.
 SFT_STEPS = ((0, 3, 5, 6, 7), (7, 1, 2, 4, 0, 3))
 PAIR_STEPS = ((0, 1, 2, 3), (3, 1, 2, 0))
+# The loss on the last of these steps has margins, centring and smoothing; the others have none.
+MARGINS = (0.25, 1.5, -0.5, 0.75)
+CENTRING = 0.3
+SMOOTHING = 0.2
 # Fewer than some layouts have data-parallel ranks.
 HELD_OUT = 2
 
@@ -46,7 +50,7 @@ def preference_pairs(rollout: Rollout) -> PreferencePairs:
     ids = [sequences[row].tolist() for row in range(len(sequences))]
     pairs = zip(ids[0::2], ids[1::2], strict=True)
     lengths = [max(1, _shared_tokens(*pair)) for pair in pairs]
-    return PreferencePairs(ids[0::2], ids[1::2], lengths, dropped=0)
+    return PreferencePairs(ids[0::2], ids[1::2], lengths, dropped=0, margins=[*MARGINS])
 
 
 def _shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
@@ -85,35 +89,50 @@ def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcom
 
 
 def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outcome:
-    """One optimizer step for each of `PAIR_STEPS`, and a validation on the first pairs."""
+    """One optimizer step for each of `PAIR_STEPS`, and a validation on the first pairs.
+
+    The last step and the validation have the whole loss, the other steps plain Bradley-Terry.
+    """
     judge = load(model, case.lora)
 
     def score(token_ids: list[int]) -> Tensor:
         """Of the last token."""
         return judge.score(judge.model(torch.tensor([token_ids]))[0])[0, -1, 0]
 
-    def margins(rows: Sequence[int]) -> Tensor:
-        return torch.stack(
-            [score(pairs.chosen_ids[row]) - score(pairs.rejected_ids[row]) for row in rows]
-        )
+    def scores(rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of the chosen and of the rejected responses."""
+        better = torch.stack([score(pairs.chosen_ids[row]) for row in rows])
+        return better, torch.stack([score(pairs.rejected_ids[row]) for row in rows])
+
+    def whole_loss(better: Tensor, worse: Tensor, rows: Sequence[int]) -> Tensor:
+        """With margins, centring and smoothing."""
+        margin = better - worse - torch.tensor([MARGINS[row] for row in rows])
+        right, wrong = (1 + (-margin).exp()).log(), (1 + margin.exp()).log()
+        smoothed = (1 - SMOOTHING) * right + SMOOTHING * wrong
+        return (smoothed + CENTRING * (better + worse) ** 2).mean()
 
     def step(rows: Sequence[int]) -> tuple[Tensor, dict[str, float]]:
-        margin = margins(rows)
+        better, worse = scores(rows)
+        margin = better - worse
         loss = (1 + (-margin).exp()).log().mean()
-        return loss, {
-            "rm/loss": loss.item(),
+        metrics = {
             "rm/accuracy": (margin > 0).float().mean().item(),
             "rm/margin": margin.mean().item(),
         }
+        if rows == PAIR_STEPS[-1]:
+            loss = whole_loss(better, worse, rows)
+            metrics["rm/centring"] = ((better + worse) ** 2).mean().item()
+        return loss, {"rm/loss": loss.item(), **metrics}
 
     metrics = _train("rm", judge, PAIR_STEPS, step, case)
     with torch.no_grad():
-        margin = margins(range(HELD_OUT))
+        better, worse = scores(range(HELD_OUT))
+        margin = better - worse
+        metrics["val/loss"] = whole_loss(better, worse, range(HELD_OUT)).item()
     share = (margin > 0).float().mean().item()
     metrics["val/accuracy"] = share
     share = (share * HELD_OUT + 2) / (HELD_OUT + 4)  # Agresti and Coull
     metrics["se/val/accuracy"] = math.sqrt(share * (1 - share) / HELD_OUT)
-    metrics["val/loss"] = (1 + (-margin).exp()).log().mean().item()
     return Outcome(metrics, weights_of(judge))
 
 

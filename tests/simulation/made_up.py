@@ -111,7 +111,7 @@ def task_of(config: SFTConfig | PreferenceConfig, rows: int) -> SupervisedTask[A
     if isinstance(config, DPOConfig):
         scored = ScoredPairs(pairs, torch.tensor([[0.0, 0.0]] * rows, dtype=torch.float64))
         return PreferenceOptimization(config.dpo, scored, None)
-    return PreferenceLearning(pairs, None)
+    return PreferenceLearning(config.rm, pairs, None)
 
 
 def _lengths(rows: int, longest: int) -> list[int]:

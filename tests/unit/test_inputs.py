@@ -184,6 +184,21 @@ def test_the_inputs_of_each_program():
     assert (len(sft.examples), len(sft.held_out), sft.steps) == (8, 0, 6)
     pairs = read_preference_inputs(supervised(RewardModelConfig, "pairs.jsonl"))
     assert (len(pairs.pairs), len(pairs.held_out), pairs.steps) == (9, 1, 6)
+    assert pairs.pairs.margins is pairs.held_out.margins is None
+
+
+def test_the_margins_of_a_reward_models_pairs(place):
+    lines = (place / "pairs.jsonl").read_text().splitlines()
+    rows = [json.loads(line) | {"by": number} for number, line in enumerate(lines)]
+    (place / "apart.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = supervised(RewardModelConfig, "apart.jsonl", rm__margin_column="by")
+    inputs = read_preference_inputs(config)
+    assert sorted(inputs.pairs.margins + inputs.held_out.margins) == list(range(10))
+
+    config = supervised(RewardModelConfig, "pairs.jsonl", rm__margin_column="by")
+    for read in (read_preference_inputs, lambda config: dry_run(config, 1)):
+        with pytest.raises(MrlhfError, match=r"^pairs\.jsonl:\d+: no value for 'by'; the row has"):
+            read(config)
 
 
 def test_data_that_are_read_twice_are_told(place, caplog):

@@ -7,14 +7,27 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from mrlhf.rl.preference import PairLogprobs, PairLossOptions, ipo_loss, measure_pairs, sigmoid_loss
+from mrlhf.rl.preference import (
+    PairLogprobs,
+    PairLossOptions,
+    ScoreLossOptions,
+    ipo_loss,
+    measure_pairs,
+    score_loss,
+    sigmoid_loss,
+)
 
 REFERENCE = torch.tensor([[-11.0, -11.5], [-5.5, -4.0]], dtype=torch.float64)
 # The log-ratios are 1, -1/2 of the first pair, and 1/2, 1 of the second.
 POLICY = torch.tensor([[-10.0, -12.0], [-5.0, -3.0]], dtype=torch.float64)
 TOKENS = torch.tensor([[4, 2], [5, 1]])
 PAIRS = PairLogprobs(POLICY, REFERENCE, TOKENS)
+
+# A reward model's scores of the chosen and the rejected responses; they differ by 3/2 and -1.
+SCORES = torch.tensor([[1.0, -0.5], [-0.5, 0.5]])
+MARGINS = torch.tensor([0.75, -0.75])
 
 
 def test_sigmoid_by_hand() -> None:
@@ -82,3 +95,54 @@ def test_what_is_reported() -> None:
     # The rewards are of whole responses with IPO too.
     ipo = measure_pairs("ipo", PAIRS, PairLossOptions(beta=0.5, label_smoothing=0.0))
     assert ipo["rewards/margins"].tolist() == [0.75, -0.25]
+
+
+def test_a_reward_models_loss_by_hand() -> None:
+    def loss(margins: Tensor | None, centring: float, smoothing: float) -> list[float]:
+        return score_loss(SCORES, margins, ScoreLossOptions(centring, smoothing)).tolist()
+
+    # log(1 + e^-1.5) and log(1 + e^1).
+    assert loss(None, 0.0, 0.0) == pytest.approx([0.2014133, 1.3132617], abs=1e-6)
+    # log(1 + e^-0.75) and log(1 + e^0.25).
+    assert loss(MARGINS, 0.0, 0.0) == pytest.approx([0.3868711, 0.8259394], abs=1e-6)
+    # Of the first loss 0.9, and 0.1 of 1.7014133 and 0.3132617.
+    assert loss(None, 0.0, 0.1) == pytest.approx([0.3514133, 1.2132617], abs=1e-6)
+    # The scores' sums are 1/2 and 0.
+    assert loss(None, 0.4, 0.0) == pytest.approx([0.3014133, 1.3132617], abs=1e-6)
+    # The second loss smoothed as above, with 0.1 for the sum of the first pair.
+    assert loss(MARGINS, 0.4, 0.1) == pytest.approx([0.5618711, 0.8009394], abs=1e-6)
+
+
+def test_a_reward_models_gradient_by_hand() -> None:
+    scores = SCORES.clone().requires_grad_()
+    score_loss(scores, MARGINS, ScoreLossOptions(0.4, 0.1)).sum().backward()
+    # 0.1 - sigmoid(-d) with d 3/4 and -1/4, and 2 x 0.4 x the sum of the scores.
+    pull = [0.1 - 1 / (1 + math.exp(0.75)), 0.1 - 1 / (1 + math.exp(-0.25))]
+    wanted = [pull[0] + 0.4, -pull[0] + 0.4, pull[1], -pull[1]]
+    assert scores.grad.flatten().tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_reward_models_loss_is_plain_bradley_terry_bit_for_bit_if_nothing_is_set() -> None:
+    drawn = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    ours, plain = drawn.clone().requires_grad_(), drawn.clone().requires_grad_()
+    found = score_loss(ours.view(-1, 2), None, ScoreLossOptions(0.0, 0.0)).sum()
+    wanted = -logsigmoid(plain[0::2] - plain[1::2]).sum()
+    (found / 32).backward()
+    (wanted / 32).backward()
+    assert torch.equal(found, wanted) and torch.equal(ours.grad, plain.grad)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_reward_models_loss_equals_a_loop_over_pairs(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = 3 * torch.randn((20, 2), generator=generator)
+    margins = torch.randn(20, generator=generator)
+    centring, smoothing = torch.rand(2, generator=generator).mul(0.4).tolist()
+
+    wanted = []
+    for (better, worse), margin in zip(scores.tolist(), margins.tolist(), strict=True):
+        right = 1 / (1 + math.exp(-(better - worse - margin)))
+        likelihood = (1 - smoothing) * math.log(right) + smoothing * math.log(1 - right)
+        wanted.append(-likelihood + centring * (better + worse) ** 2)
+    found = score_loss(scores, margins, ScoreLossOptions(centring, smoothing))
+    assert found.tolist() == pytest.approx(wanted, rel=1e-4)

@@ -35,6 +35,40 @@ def test_strings(tokenizer):
     assert len(pairs) == 1
 
 
+def test_margins_are_those_of_the_pairs_that_are_kept(tokenizer):
+    data = rows(
+        {"prompt": "1+1=", "chosen": "22", "rejected": "3", "by": 1.5},
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3", "by": 2},
+        {"prompt": "1+2=", "chosen": "3", "rejected": "2", "by": -0.25},
+    )
+    assert encode_preferences(data, tokenizer, max_length=6).margins is None
+    pairs = encode_preferences(data, tokenizer, max_length=6, margin_column="by")
+    assert (pairs.margins, pairs.dropped) == ([2.0, -0.25], 1)
+
+
+@pytest.mark.parametrize("value", ["1", True, [1], float("nan"), float("inf"), -1.1e6, 10**400])
+def test_a_margin_that_is_no_number_is_refused(tokenizer, value):
+    data = rows(
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3", "by": 0.0},
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3", "by": value},
+    )
+    told = (
+        r"^p\.jsonl:2: 'by' must be a number from -1e\+06 to 1e\+06, .*rm\.margin_column.*; found "
+    )
+    with pytest.raises(DataError, match=told) as refusal:
+        encode_preferences(data, tokenizer, max_length=6, margin_column="by")
+    assert len(str(refusal.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("row", "told"), [({}, "no value for 'by'; the row has"), ({"by": None}, "'by' is null")]
+)
+def test_a_row_without_its_margin_is_refused(tokenizer, row, told):
+    data = rows({"prompt": "1+1=", "chosen": "2", "rejected": "3", **row})
+    with pytest.raises(DataError, match=rf"^p\.jsonl:1: {told}"):
+        encode_preferences(data, tokenizer, max_length=6, margin_column="by")
+
+
 def test_sequences_are_both_sides_in_turn():
     pairs = PreferencePairs([[5, 6, 7], [8, 9]], [[5, 6, 1, 2], [8, 3]], [2, 1], dropped=0)
     sequences = pairs.sequences([1, 0])

@@ -44,9 +44,10 @@ _OTHERS = """\
 so give the ranks that you had as `--world-size`, unless the script's launcher names them. SFT, DPO,
 reward models, GRPO (GSPO, CISPO and SAPO too), RLOO and PPO are read; KTO, ORPO, online DPO and
 other trainers are refused, and `--program` overrules that. TRL's RLOO weighs whole sequences by
-their ratio; here tokens are. A reward function has another signature: `f(data_source, solution_str,
-ground_truth, extra_info)` scores one response. `{role}` is `actor` in PPO and GRPO, else `model`;
-`{optim}` is its optimizer.
+their ratio; here tokens are. Its reward models take a column `margin` if there is one; here
+`rm.margin_column` must name it. A reward function has another signature: `f(data_source,
+solution_str, ground_truth, extra_info)` scores one response. `{role}` is `actor` in PPO and GRPO,
+else `model`; `{optim}` is its optimizer.
 """
 
 
