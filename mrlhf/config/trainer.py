@@ -216,7 +216,8 @@ class DistributedSection(Section):
     """The processes."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to compute; auto: cuda if there is an NVIDIA GPU, an error if torch does not see it"""
+    """where to compute; auto: cuda if there is an NVIDIA GPU, which a torch for CUDA must see, and
+    beside which a torch for CPUs warns"""
     timeout_s: Annotated[float, Field(ge=1, le=604800)] = 600.0
     """longest wait in one collective, seconds; a slow replica, scorer, reader or writer of files is
     waited for without end, and reported"""

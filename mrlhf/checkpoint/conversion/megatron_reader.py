@@ -186,8 +186,8 @@ class MegatronSource(ModelSource):
         arguments = self._common.arguments
         if arguments is None:
             raise CheckpointError(
-                f"{self._folder / COMMON_FILE}: holds no arguments; give the directory of a "
-                f"Hugging Face model of the same shape with --like"
+                f"{self._folder}: holds no arguments; give the directory of a Hugging Face model "
+                f"of the same shape with --like"
             )
         embedding = stored.get("embedding.word_embeddings.weight")
         if embedding is None:
