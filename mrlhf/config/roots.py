@@ -20,6 +20,7 @@ from mrlhf.config.data import (
     SupervisedDataSection,
 )
 from mrlhf.config.fields import Rows, Section, Seed
+from mrlhf.config.pair_losses import DPOSection, RewardLossSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf
 from mrlhf.config.reward import AnyRewardSection, RewardSection
 from mrlhf.config.rollout import RolloutSection
@@ -27,10 +28,8 @@ from mrlhf.config.sections import (
     ActorSection,
     AdaptedSection,
     CriticSection,
-    DPOSection,
     OptimSection,
     ReferenceSection,
-    RewardLossSection,
     RewardModelSection,
     RoleSection,
     RouterSection,

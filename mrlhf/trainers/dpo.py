@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Sequences
+from mrlhf.config.pair_losses import DPOSection
 from mrlhf.config.roots import DPOConfig
-from mrlhf.config.sections import DPOSection
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.inputs import read_preference_inputs
 from mrlhf.metrics.tally import Tally, standard_errors

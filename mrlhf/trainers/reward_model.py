@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Sequences
+from mrlhf.config.pair_losses import RewardLossSection
 from mrlhf.config.roots import RewardModelConfig
-from mrlhf.config.sections import RewardLossSection
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.device import send
 from mrlhf.inputs import read_preference_inputs

@@ -15,7 +15,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from mrlhf.batch import Rollout
-from mrlhf.config.sections import RewardLossSection, RoleSection
+from mrlhf.config.pair_losses import RewardLossSection
+from mrlhf.config.sections import RoleSection
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.roles.actor import Actor

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from mrlhf.config.sections import DPOSection, ReferenceSection, RoleSection
+from mrlhf.config.pair_losses import DPOSection
+from mrlhf.config.sections import ReferenceSection, RoleSection
 from mrlhf.parallel import vocab
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
