@@ -1,21 +1,26 @@
-"""The section of the reward: its terms, and the limits of a user's functions.
+"""The sections of the reward: its terms, the limits of a user's functions, and a judge.
 
-It does not know models, files or ranks.
+They do not know models, files or ranks.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from mrlhf.config.fields import (
     MOST,
+    Count,
+    CountOrZero,
     FunctionReference,
+    Name,
+    NotNegative,
     Number,
     Rows,
     Seconds,
     Section,
+    Tokens,
     known_or_own,
 )
 from mrlhf.config.reads import read_if
@@ -27,7 +32,7 @@ class RewardTermSection(Section):
     """One part of the reward."""
 
     name: Annotated[RewardName | FunctionReference, known_or_own(get_args(RewardName))]
-    """a rule, reward_model, environment (what rollout.environment says of an episode), or
+    """a rule, reward_model, judge, environment (what rollout.environment says of an episode), or
     path/to/file.py:function: your own"""
     weight: Number = 1.0
     """factor of this term in the sum"""
@@ -67,6 +72,14 @@ class RewardSection(Section):
         "or remove it": lambda self, reward_model: (
             "reward_model" not in self.names and reward_model is not None
         ),
+        "reward.terms holds 'judge' but nothing judges; set judge.address or judge_model.path, or "
+        "remove the term": lambda self, judge, judge_model: (
+            "judge" in self.names and judge.address is None and judge_model is None
+        ),
+        "judge or judge_model is set but no reward term uses it; add {name: judge} to reward.terms "
+        "or remove the section": lambda self, judge, judge_model: (
+            "judge" not in self.names and (judge.model_fields_set or judge_model is not None)
+        ),
         "reward.terms holds 'environment' but there is none; set rollout.environment or remove the "
         "term": lambda self, rollout: "environment" in self.names and not rollout.environment,
     }
@@ -75,6 +88,60 @@ class RewardSection(Section):
     def names(self) -> list[str]:
         """The names of the terms."""
         return [term.name for term in self.terms]
+
+
+_IF_ADDRESS = read_if("address", bool, "is null", "set that")
+_IF_NUMBERS = read_if("verdicts", lambda verdicts: not verdicts, "has words", "leave that out")
+
+
+class JudgeSection(Section):
+    """The reward term `judge`: a generative model that is asked about each response."""
+
+    address: Annotated[str, Field(pattern=r"^https?://[\w\[]\S*$")] | None = None
+    """server that speaks OpenAI's protocol, such as http://host:8000/v1; null: judge_model judges,
+    on the ranks"""
+    model: Annotated[Name | None, _IF_ADDRESS] = None
+    """the server's name for the model"""
+    api_key_variable: Annotated[Name | None, _IF_ADDRESS] = None
+    """environment variable that holds the API key, which is written nowhere"""
+    template: str = ""
+    """jinja2 template of the message: {{ response }} in it, and {{ prompt }} as the policy saw it,
+    {{ ground_truth }}, {{ data_source }}, {{ extra_info }}"""
+    pattern: Name = r"Rating:\s*(\d+(?:\.\d+)?)"
+    """regular expression with one group, which holds the verdict; the last match counts"""
+    range: Annotated[list[Number], Field(min_length=2, max_length=2), _IF_NUMBERS] = Field(
+        default_factory=lambda: [1.0, 10.0]
+    )
+    """the numbers that become the scores 0 and 1; those between lie on the line, and others are no
+    verdicts"""
+    verdicts: dict[str, Number] = Field(default_factory=dict)
+    """score of each word that is a verdict, in capitals or not; empty: verdicts are numbers"""
+    unparsed: Literal["error"] | Number = "error"
+    """score of an answer without a verdict; error: it ends the run"""
+    n: Count = 1
+    """answers for each response, whose scores are averaged"""
+    temperature: NotNegative = 0.0
+    """temperature of the answers"""
+    max_tokens: Tokens = 512
+    """most tokens of an answer"""
+    timeout_s: Annotated[Seconds, _IF_ADDRESS] = 120.0
+    """longest time of a request, and longest wait before another try, seconds"""
+    retries: Annotated[CountOrZero, _IF_ADDRESS] = 5
+    """tries after the first, if the server is busy, fails or gives no answer"""
+    requests_at_once: Annotated[Count, _IF_ADDRESS] = 16
+    """most open requests of each rank"""
+
+    refused: ClassVar[Rows] = {
+        "{address} serves models by name; set judge.model": lambda self: (
+            self.address is not None and self.model is None
+        ),
+        "{address} and judge_model both judge; leave one out": lambda self, judge_model: (
+            self.address is not None and judge_model is not None
+        ),
+        "{n} answers of {temperature} are alike; lower the first to 1 or raise the second": (
+            lambda self: self.n > 1 and self.temperature == 0
+        ),
+    }
 
 
 class AnyRewardSection(RewardSection):

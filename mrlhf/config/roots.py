@@ -22,12 +22,13 @@ from mrlhf.config.data import (
 from mrlhf.config.fields import Rows, Section, Seed
 from mrlhf.config.pair_losses import DPOSection, RewardLossSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf
-from mrlhf.config.reward import AnyRewardSection, RewardSection
+from mrlhf.config.reward import AnyRewardSection, JudgeSection, RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
     AdaptedSection,
     CriticSection,
+    JudgeModelSection,
     OptimSection,
     ReferenceSection,
     RewardModelSection,
@@ -168,6 +169,10 @@ class PPOConfig(Root):
     """a frozen model that scores responses; null: none"""
     reward: RewardSection
     """the score of a response"""
+    judge: JudgeSection
+    """the reward term `judge`: a generative model that is asked"""
+    judge_model: JudgeModelSection | None = None
+    """a frozen model that judges on the ranks; null: none"""
     rollout: RolloutSection
     """generation"""
     data: PromptDataSection
@@ -182,7 +187,9 @@ class PPOConfig(Root):
     @property
     def unbuilt(self) -> frozenset[str]:
         """The sections of models that this run does not use."""
-        unused = {"critic", "reference", "reward_model"}.difference(self.roles())
+        unused = {"critic", "reference", "reward_model", "judge_model"}.difference(self.roles())
+        if "judge" not in self.reward.names:
+            unused.add("judge")
         return frozenset(unused - {"reference"} if self.needs_reference else unused)
 
     @property
@@ -258,6 +265,8 @@ class PPOConfig(Root):
             roles["reference"] = self.reference
         if self.reward_model is not None:
             roles["reward_model"] = self.reward_model
+        if self.judge_model is not None:
+            roles["judge_model"] = self.judge_model
         return roles
 
 
@@ -281,8 +290,10 @@ class GenerationConfig(PPOConfig):
     def roles(self) -> dict[str, RoleSection]:
         """The models that are built, by the name of their section."""
         roles: dict[str, RoleSection] = {"actor": self.actor}
-        if any(term.name == "reward_model" for term in self.reward.terms) and self.reward_model:
+        if "reward_model" in self.reward.names and self.reward_model:
             roles["reward_model"] = self.reward_model
+        if "judge" in self.reward.names and self.judge_model:
+            roles["judge_model"] = self.judge_model
         return roles
 
 

@@ -1,4 +1,4 @@
-"""The reward of a response: a weighted sum of rules, users' functions and given scores.
+"""The reward of a response: a weighted sum of rules, users' functions, a judge and given scores.
 
 It is given text, and numbers by name. It does not know tokens, nor how a reward model computes its
 score.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 
 from mrlhf.errors import ConfigError, RewardError
+from mrlhf.rewards.chat_judge import ChatJudge
 from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import (
     Evaluated,
@@ -24,8 +25,8 @@ from mrlhf.rewards.interface import (
 from mrlhf.rewards.rules import ANSWERS, RULES
 from mrlhf.rewards.term_names import term_names
 
-EXTERNAL_TERMS = ("reward_model", "environment")
-"""Terms whose scores the caller computes."""
+EXTERNAL_TERMS = ("reward_model", "environment", "judge")
+"""Terms whose scores the caller computes; a judge that is a server is none of them."""
 
 
 def mix(
@@ -72,7 +73,13 @@ class RewardFunction:
         weights: each term's weight, under its name as `term_names` gives it.
     """
 
-    def __init__(self, terms: Sequence[tuple[str, float]], *, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        terms: Sequence[tuple[str, float]],
+        *,
+        limits: Limits | None = None,
+        judge: ChatJudge | None = None,
+    ) -> None:
         """Load the terms; a user's function starts its process here.
 
         Args:
@@ -80,6 +87,7 @@ class RewardFunction:
                 "path/to/file.py:function".
             limits: the resources of each user's function; None: no limit but a minute for each
                 call.
+            judge: the server that is the term `judge`, if one is.
 
         Raises:
             ConfigError: a name is unknown or given twice, or a weight is not finite.
@@ -90,6 +98,7 @@ class RewardFunction:
         names = term_names(references)
         self.weights = {name: float(weight) for name, (_, weight) in zip(names, terms, strict=True)}
         self._rules = {name: RULES[name] for name in references if name in RULES}
+        self.judge = judge
         self._in_use = Lock()
 
         self._custom: dict[str, CustomReward] = {}
@@ -104,12 +113,13 @@ class RewardFunction:
     @property
     def reads_text(self) -> bool:
         """Whether a term reads the text of a response; external terms do not."""
-        return bool(self._rules or self._custom)
+        return bool(self._rules or self._custom or "judge" in self.weights)
 
     @property
     def external(self) -> list[str]:
         """The terms whose scores the caller must give to `score`."""
-        return [name for name in self.weights if name in EXTERNAL_TERMS]
+        given = EXTERNAL_TERMS if self.judge is None else EXTERNAL_TERMS[:-1]
+        return [name for name in self.weights if name in given]
 
     def score(
         self,
@@ -127,7 +137,7 @@ class RewardFunction:
         Raises:
             RewardError: a term fails.
         """
-        own = [name for name in self.weights if name not in EXTERNAL_TERMS]
+        own = [name for name in self.weights if name not in self.external]
         with self._in_use:
             columns = [self._evaluate(name, inputs) for name in own]
         return [
@@ -149,7 +159,7 @@ class RewardFunction:
         further: dict[str, list[float]] = {}
         answers: dict[str, list[str | None]] = {}
         for name in self.weights:
-            if name in EXTERNAL_TERMS:
+            if name in self.external:
                 continue
             results = [of_response[name] for of_response in evaluated]
             scores[name] = [result.score for result in results]
@@ -171,6 +181,8 @@ class RewardFunction:
             custom.close()
 
     def _evaluate(self, name: str, inputs: Sequence[RewardInput]) -> list[Scored]:
+        if name == "judge" and self.judge is not None:
+            return self.judge.score(inputs)
         if name in self._custom:
             return self._custom[name].score(inputs)
         rule = self._rules[name]
