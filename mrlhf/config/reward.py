@@ -72,14 +72,12 @@ class RewardSection(Section):
         "or remove it": lambda self, reward_model: (
             "reward_model" not in self.names and reward_model is not None
         ),
-        "reward.terms holds 'judge' but nothing judges; set judge.address or judge_model.path, or "
-        "remove the term": lambda self, judge, judge_model: (
-            "judge" in self.names and judge.address is None and judge_model is None
+        "reward.terms holds 'judge' but nothing judges; set judge.address and judge.model, or "
+        "remove the term": lambda self, judge: (
+            "judge" in self.names and None in (judge.address, judge.model)
         ),
-        "judge or judge_model is set but no reward term uses it; add {name: judge} to reward.terms "
-        "or remove the section": lambda self, judge, judge_model: (
-            "judge" not in self.names and (judge.model_fields_set or judge_model is not None)
-        ),
+        "judge is set but no reward term uses it; add {name: judge} to reward.terms or remove "
+        "it": lambda self, judge: "judge" not in self.names and bool(judge.model_fields_set),
         "reward.terms holds 'environment' but there is none; set rollout.environment or remove the "
         "term": lambda self, rollout: "environment" in self.names and not rollout.environment,
     }
@@ -98,8 +96,7 @@ class JudgeSection(Section):
     """The reward term `judge`: a generative model that is asked about each response."""
 
     address: Annotated[str, Field(pattern=r"^https?://[\w\[]\S*$")] | None = None
-    """server that speaks OpenAI's protocol, such as http://host:8000/v1; null: judge_model judges,
-    on the ranks"""
+    """server that speaks OpenAI's protocol, such as http://host:8000/v1"""
     model: Annotated[Name | None, _IF_ADDRESS] = None
     """the server's name for the model"""
     api_key_variable: Annotated[Name | None, _IF_ADDRESS] = None
@@ -132,12 +129,6 @@ class JudgeSection(Section):
     """most open requests of each rank"""
 
     refused: ClassVar[Rows] = {
-        "{address} serves models by name; set judge.model": lambda self: (
-            self.address is not None and self.model is None
-        ),
-        "{address} and judge_model both judge; leave one out": lambda self, judge_model: (
-            self.address is not None and judge_model is not None
-        ),
         "{n} answers of {temperature} are alike; lower the first to 1 or raise the second": (
             lambda self: self.n > 1 and self.temperature == 0
         ),

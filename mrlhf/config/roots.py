@@ -28,7 +28,6 @@ from mrlhf.config.sections import (
     ActorSection,
     AdaptedSection,
     CriticSection,
-    JudgeModelSection,
     OptimSection,
     ReferenceSection,
     RewardModelSection,
@@ -171,8 +170,6 @@ class PPOConfig(Root):
     """the score of a response"""
     judge: JudgeSection
     """the reward term `judge`: a generative model that is asked"""
-    judge_model: JudgeModelSection | None = None
-    """a frozen model that judges on the ranks; null: none"""
     rollout: RolloutSection
     """generation"""
     data: PromptDataSection
@@ -187,9 +184,8 @@ class PPOConfig(Root):
     @property
     def unbuilt(self) -> frozenset[str]:
         """The sections of models that this run does not use."""
-        unused = {"critic", "reference", "reward_model", "judge_model"}.difference(self.roles())
-        if "judge" not in self.reward.names:
-            unused.add("judge")
+        unused = {"critic", "reference", "reward_model"}.difference(self.roles())
+        unused |= {"judge"}.difference(self.reward.names)
         return frozenset(unused - {"reference"} if self.needs_reference else unused)
 
     @property
@@ -265,8 +261,6 @@ class PPOConfig(Root):
             roles["reference"] = self.reference
         if self.reward_model is not None:
             roles["reward_model"] = self.reward_model
-        if self.judge_model is not None:
-            roles["judge_model"] = self.judge_model
         return roles
 
 
@@ -290,10 +284,8 @@ class GenerationConfig(PPOConfig):
     def roles(self) -> dict[str, RoleSection]:
         """The models that are built, by the name of their section."""
         roles: dict[str, RoleSection] = {"actor": self.actor}
-        if "reward_model" in self.reward.names and self.reward_model:
+        if any(term.name == "reward_model" for term in self.reward.terms) and self.reward_model:
             roles["reward_model"] = self.reward_model
-        if "judge" in self.reward.names and self.judge_model:
-            roles["judge_model"] = self.judge_model
         return roles
 
 

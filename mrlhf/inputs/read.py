@@ -42,7 +42,6 @@ from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.rewards.chat_judge import ChatJudge
 from mrlhf.rewards.combine import RewardFunction
-from mrlhf.rewards.judge import Judge
 from mrlhf.rewards.rules import answer_rules
 from mrlhf.workers.process import Limits
 
@@ -265,15 +264,10 @@ def _pairs_and_held_out(
 def load_rewards(config: PPOConfig) -> RewardFunction:
     """Load the terms of the reward and start users' functions; ConfigError or RewardError."""
     section = config.reward
-    judge = None
-    if "judge" in section.names and config.judge.address is not None:
-        judge = ChatJudge(config.judge)
-    elif "judge" in section.names:
-        Judge(config.judge)
     return RewardFunction(
         [(term.name, term.weight) for term in section.terms],
         limits=Limits(section.timeout_s, section.memory_mb),
-        judge=judge,
+        judge=ChatJudge(config.judge) if "judge" in section.names else None,
     )
 
 

@@ -91,6 +91,9 @@ class ChatJudge:
             scored.append(result)
         return scored
 
+    def close(self) -> None:
+        """Nothing is open between two calls."""
+
     def _body(self, message: str) -> bytes:
         """The request for all answers to a message."""
         section = self._section
@@ -113,7 +116,8 @@ class ChatJudge:
                 reply = json.loads(raw)
                 texts = [reply["choices"][vote]["message"]["content"] for vote in range(section.n)]
                 counts = [float(reply.get("usage", {}).get(name, 0)) for name in _COUNTS]
-                return self._keep(key, [[str(text or "") for text in texts], *counts])
+                self._keep(key, [[str(text or "") for text in texts], *counts])
+                return
             except HTTPError as error:
                 problem = f"{error}: {error.read(_SHOWN_BYTES)!r}"
                 if error.code not in _BUSY:

@@ -101,7 +101,9 @@ class RewardFunction:
         self.judge = judge
         self._in_use = Lock()
 
-        self._custom: dict[str, CustomReward] = {}
+        self._custom: dict[str, CustomReward | ChatJudge] = {}
+        if judge is not None:
+            self._custom["judge"] = judge
         try:
             for name, reference in zip(names, references, strict=True):
                 if ":" in reference:
@@ -113,12 +115,12 @@ class RewardFunction:
     @property
     def reads_text(self) -> bool:
         """Whether a term reads the text of a response; external terms do not."""
-        return bool(self._rules or self._custom or "judge" in self.weights)
+        return bool(self._rules or self._custom)
 
     @property
     def external(self) -> list[str]:
         """The terms whose scores the caller must give to `score`."""
-        given = EXTERNAL_TERMS if self.judge is None else EXTERNAL_TERMS[:-1]
+        given = set(EXTERNAL_TERMS).difference(self._custom)
         return [name for name in self.weights if name in given]
 
     def score(
@@ -181,8 +183,6 @@ class RewardFunction:
             custom.close()
 
     def _evaluate(self, name: str, inputs: Sequence[RewardInput]) -> list[Scored]:
-        if name == "judge" and self.judge is not None:
-            return self.judge.score(inputs)
         if name in self._custom:
             return self._custom[name].score(inputs)
         rule = self._rules[name]

@@ -43,10 +43,14 @@ class Judge:
         low, high = section.range
         numbers = [low + (high - low) * part / 100 for part in range(101)]
         forms = [f"{number:.{digits}f}" for number in numbers for digits in range(3)]
-        matched = filter(_group_of(section.pattern).fullmatch, self._verdicts or forms)
+        group = _group_of(section.pattern)
+        matched = filter(group.fullmatch, self._verdicts or forms) if group is not None else ()
         if all(self._score(text) is None for text in matched):
             wanted = ", ".join(self._verdicts) or f"a number of judge.range {low:g} to {high:g}"
-            raise ConfigError(f"judge.pattern {section.pattern!r} should match {wanted}")
+            raise ConfigError(
+                f"judge.pattern {section.pattern!r} should be a regular expression with one group, "
+                f"as (...) and not (?:...), that matches {wanted}"
+            )
         self._pattern = re.compile(section.pattern)
 
     def message(self, row: RewardInput) -> str:
@@ -87,14 +91,11 @@ class Judge:
         return share if 0 <= share <= 1 else None
 
 
-def _group_of(pattern: str) -> re.Pattern[str]:
-    """The only group of a pattern, which is its shortest part with one; ConfigError if none is."""
+def _group_of(pattern: str) -> re.Pattern[str] | None:
+    """The only group of a pattern, which is its shortest part with one; None if it has not one."""
     lengths = range(1, len(pattern) + 1)
     for part in (pattern[begin : begin + n] for n in lengths for begin in range(len(pattern))):
         with suppress(re.error):
             if re.compile(part).groups == 1 == re.compile(pattern).groups:
                 return re.compile(part, re.IGNORECASE)
-    raise ConfigError(
-        f"judge.pattern {pattern!r} should be a regular expression with one group, as (...), and "
-        "others as (?:...)"
-    )
+    return None

@@ -40,6 +40,7 @@ KEYWORDS = {
     "items",
     "maximum",
     "minimum",
+    "maxItems",
     "minItems",
     "minLength",
     "pattern",
@@ -66,8 +67,8 @@ def fits(schema, value, root):
     if isinstance(value, dict):
         return fields_fit(schema, value, root)
     if isinstance(value, list):
-        long_enough = len(value) >= schema.get("minItems", 0)
-        return long_enough and all(fits(schema["items"], item, root) for item in value)
+        fits_in = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return fits_in and all(fits(schema["items"], item, root) for item in value)
 
     if "enum" in schema and value not in schema["enum"]:
         return False
