@@ -88,7 +88,7 @@ class RewardSection(Section):
         return [term.name for term in self.terms]
 
 
-_IF_ADDRESS = read_if("address", bool, "is null", "set that")
+_Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 _IF_NUMBERS = read_if("verdicts", lambda verdicts: not verdicts, "has words", "leave that out")
 
 
@@ -97,18 +97,16 @@ class JudgeSection(Section):
 
     address: Annotated[str, Field(pattern=r"^https?://[\w\[]\S*$")] | None = None
     """server that speaks OpenAI's protocol, such as http://host:8000/v1"""
-    model: Annotated[Name | None, _IF_ADDRESS] = None
+    model: Name | None = None
     """the server's name for the model"""
-    api_key_variable: Annotated[Name | None, _IF_ADDRESS] = None
+    api_key_variable: Name | None = None
     """environment variable that holds the API key, which is written nowhere"""
     template: str = ""
     """jinja2 template of the message: {{ response }} in it, and {{ prompt }} as the policy saw it,
     {{ ground_truth }}, {{ data_source }}, {{ extra_info }}"""
     pattern: Name = r"Rating:\s*(\d+(?:\.\d+)?)"
     """regular expression with one group, which holds the verdict; the last match counts"""
-    range: Annotated[list[Number], Field(min_length=2, max_length=2), _IF_NUMBERS] = Field(
-        default_factory=lambda: [1.0, 10.0]
-    )
+    range: Annotated[_Ends, _IF_NUMBERS] = Field(default_factory=lambda: [1.0, 10.0])
     """the numbers that become the scores 0 and 1; those between lie on the line, and others are no
     verdicts"""
     verdicts: dict[str, Number] = Field(default_factory=dict)
@@ -121,11 +119,11 @@ class JudgeSection(Section):
     """temperature of the answers"""
     max_tokens: Tokens = 512
     """most tokens of an answer"""
-    timeout_s: Annotated[Seconds, _IF_ADDRESS] = 120.0
+    timeout_s: Seconds = 120.0
     """longest time of a request, and longest wait before another try, seconds"""
-    retries: Annotated[CountOrZero, _IF_ADDRESS] = 5
+    retries: CountOrZero = 5
     """tries after the first, if the server is busy, fails or gives no answer"""
-    requests_at_once: Annotated[Count, _IF_ADDRESS] = 16
+    requests_at_once: Count = 16
     """most open requests of each rank"""
 
     refused: ClassVar[Rows] = {

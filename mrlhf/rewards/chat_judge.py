@@ -27,7 +27,6 @@ from mrlhf.rewards.interface import RewardInput, Scored
 from mrlhf.rewards.judge import Judge
 
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
-_SHOWN_BYTES = 200
 _COUNTS = ("prompt_tokens", "completion_tokens")
 
 
@@ -77,7 +76,7 @@ class ChatJudge:
             for body in bodies
         ]
         asked = dict(zip(keys, bodies, strict=True))
-        fresh = {key: body for key, body in asked.items() if key not in self._answers}
+        fresh = {key: asked[key] for key in asked.keys() - self._answers.keys()}
         with ThreadPoolExecutor(self.rows_at_once) as threads:
             list(threads.map(self._ask, fresh, fresh.values()))
 
@@ -116,10 +115,11 @@ class ChatJudge:
                 reply = json.loads(raw)
                 texts = [reply["choices"][vote]["message"]["content"] for vote in range(section.n)]
                 counts = [float(reply.get("usage", {}).get(name, 0)) for name in _COUNTS]
-                self._keep(key, [[str(text or "") for text in texts], *counts])
-                return
+                return self._keep(key, [[str(text or "") for text in texts], *counts])
             except HTTPError as error:
-                problem = f"{error}: {error.read(_SHOWN_BYTES)!r}"
+                problem = str(error)
+                with suppress(OSError, HTTPException):
+                    problem += f": {error.read(200)!r}"
                 if error.code not in _BUSY:
                     break
                 asked = error.headers.get("Retry-After", "")
@@ -127,7 +127,7 @@ class ChatJudge:
             except (OSError, HTTPException) as error:
                 problem = str(error)
             except (ValueError, TypeError, LookupError, AttributeError):
-                problem = f"{section.n} chat completions are not in {raw[:_SHOWN_BYTES]!r}"
+                problem = f"{section.n} chat completions are not in {raw[:200]!r}"
             if number < section.retries:
                 time.sleep(min(wait_s, section.timeout_s))
         raise RewardError(
@@ -138,9 +138,9 @@ class ChatJudge:
     def _request(self, path: str, body: bytes | None = None) -> bytes:
         """The server's reply, or as much as came in time."""
         address = (self._section.address or "").rstrip("/") + path
-        limit_s = self._section.timeout_s
-        until = time.monotonic() + limit_s
-        with urlopen(Request(address, body, self._headers), timeout=limit_s) as reply:
+        until = time.monotonic() + self._section.timeout_s
+        request = Request(address, body, self._headers)
+        with urlopen(request, timeout=self._section.timeout_s) as reply:
             parts = iter(partial(reply.read1, 1 << 16), b"")
             return b"".join(takewhile(lambda _: time.monotonic() < until, parts))
 

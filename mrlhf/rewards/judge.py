@@ -18,7 +18,6 @@ from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards.interface import RewardInput, Scored
 
 _VARIABLES = ("prompt", "response", "ground_truth", "data_source", "extra_info")
-_SHOWN_CHARACTERS = 200
 
 
 class Judge:
@@ -69,7 +68,7 @@ class Judge:
         if default == "error" and None in votes:
             answer = answers[votes.index(None)]
             raise RewardError(
-                f"there is no verdict in the judge's answer {answer[-_SHOWN_CHARACTERS:]!r}; mend "
+                f"there is no verdict in the judge's answer {answer[-200:]!r}; mend "
                 "judge.template or judge.pattern, raise judge.max_tokens, or set judge.unparsed to "
                 f"a score; on {row.title}"
             )
