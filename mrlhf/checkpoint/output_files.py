@@ -17,7 +17,6 @@ from mrlhf.errors import DataError
 
 ALARMS = "alarms.jsonl"
 CONFIG = "config.yaml"
-JUDGED = "judge"
 METRICS = "metrics.jsonl"
 PROFILES = "profiles"
 REFERENCE_LOGPROBS = "reference_logprobs.npz"
@@ -50,7 +49,7 @@ FOLDERS = MappingProxyType(
         VALIDATION: ("step_*.jsonl",),
         PROFILES: ("step_*.json.gz", ".step_*.json.gz*", "out_of_memory_rank_*.pickle"),
         "hangs": ("*",),
-        JUDGED: ("rank_*.jsonl",),
+        "judge": ("rank_*.jsonl",),
         "wandb": ("*",),
     }
 )

@@ -184,7 +184,6 @@ class PPOConfig(Root):
     def unbuilt(self) -> frozenset[str]:
         """The sections of models that this run does not use."""
         unused = {"critic", "reference", "reward_model"}.difference(self.roles())
-        unused |= {"judge"}.difference(self.reward.names)
         return frozenset(unused - {"reference"} if self.needs_reference else unused)
 
     @property

@@ -76,7 +76,7 @@ class ChatJudge:
             for body in bodies
         ]
         asked = dict(zip(keys, bodies, strict=True))
-        fresh = {key: asked[key] for key in asked.keys() - self._answers.keys()}
+        fresh = {key: asked[key] for key in asked if key not in self._answers}
         with ThreadPoolExecutor(self.rows_at_once) as threads:
             list(threads.map(self._ask, fresh, fresh.values()))
 

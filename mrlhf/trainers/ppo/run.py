@@ -10,7 +10,6 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from mrlhf.checkpoint.output_files import JUDGED
 from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import Interrupted
@@ -37,7 +36,7 @@ def train_ppo(config: PPOConfig) -> None:
         ppo = PPORun(config, run, parts, checkpoint)
         run.begin()
         if judge is not None:
-            judge.keep_answers(run.output_dir / JUDGED / f"rank_{run.rank}.jsonl")
+            judge.keep_answers(run.output_dir / "judge" / f"rank_{run.rank}.jsonl")
         ppo.fit()
 
 
