@@ -5,7 +5,7 @@ They do not know models, files or ranks.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, model_validator
 
@@ -111,8 +111,8 @@ class JudgeSection(Section):
     verdicts"""
     verdicts: dict[str, Number] = Field(default_factory=dict)
     """score of each word that is a verdict, in capitals or not; empty: verdicts are numbers"""
-    unparsed: Literal["error"] | Number = "error"
-    """score of an answer without a verdict; error: it ends the run"""
+    unparsed: Number | None = None
+    """score of an answer without a verdict; null: it ends the run"""
     n: Count = 1
     """answers for each response, whose scores are averaged"""
     temperature: NotNegative = 0.0

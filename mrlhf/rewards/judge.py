@@ -65,14 +65,15 @@ class Judge:
         """The mean score of the answers about a response; RewardError if one must not be unread."""
         default = self._section.unparsed
         votes = [self._verdict(answer) for answer in answers]
-        if default == "error" and None in votes:
+        stated = [default if vote is None else vote for vote in votes]
+        scores = [score for score in stated if score is not None]
+        if len(scores) < len(votes):
             answer = answers[votes.index(None)]
             raise RewardError(
                 f"there is no verdict in the judge's answer {answer[-200:]!r}; mend "
                 "judge.template or judge.pattern, raise judge.max_tokens, or set judge.unparsed to "
                 f"a score; on {row.title}"
             )
-        scores = [float(default) if vote is None else vote for vote in votes]
         return Scored(fmean(scores), {"unparsed": votes.count(None) / len(votes)})
 
     def _verdict(self, answer: str) -> float | None:

@@ -84,7 +84,9 @@ def fits(schema, value, root):
 
 
 def fields_fit(schema, fields, root):
-    assert schema["additionalProperties"] is False
+    of_any = schema["additionalProperties"]
+    if of_any is not False:  # keys of the user's own
+        return all(fits(of_any, value, root) for value in fields.values())
     if not set(schema.get("required", ())) <= set(fields) <= set(schema["properties"]):
         return False
     return all(fits(schema["properties"][name], value, root) for name, value in fields.items())
