@@ -147,9 +147,8 @@ def test_a_dry_run_says_what_is_frozen(tmp_path):
     assert f"  {trained:,} of {every:,} parameters train" in report
     (whole,) = re.findall(r"  if all weights were trained: (.*)", report)
     (some,) = re.findall(r"memory of critic on a rank: (.*?) \(", report)
-    assert (
-        _kilobytes(some)[0] == _kilobytes(whole)[0] and _kilobytes(some)[1] < _kilobytes(whole)[1]
-    )
+    sizes = [_kilobytes(some), _kilobytes(whole)]
+    assert sizes[0][0] == sizes[1][0] and sizes[0][1] < sizes[1][1]
 
 
 def _kilobytes(text):
