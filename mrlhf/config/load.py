@@ -21,7 +21,7 @@ from mrlhf.config.presets import (
     CORRECTION_PRESET,
     PRESET,
     PresetName,
-    is_of_method,
+    may_be_of_method,
     preset_file,
     with_correction,
 )
@@ -148,7 +148,7 @@ def _lay(sources: Sources, root_class: type[Root], label: str, values: Mapping[s
     sources.replace(expanded, f", since {CORRECTION_PRESET} of {label} is {correction}")
     implied = set(expanded)
     if name == "defaults":  # as the files of the presets begin
-        implied |= {key for key in values if is_of_method(key)}
+        implied |= {key for key in values if may_be_of_method(key)}
     sources.lay(label, full, implied, expanded)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mrlhf.batch import Sequences
 from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
-from mrlhf.inputs import read_sft_inputs
+from mrlhf.inputs import read_row_inputs
 from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
@@ -28,7 +28,7 @@ from mrlhf.training.results import Loss, PackResult
 def train_sft(config: SFTConfig) -> None:
     """Run supervised fine-tuning as configured; every rank calls it."""
     # Bad input is refused before the output directory is touched.
-    inputs = read_sft_inputs(config)
+    inputs = read_row_inputs(config)
     with start(config) as run:
         task = FineTuning(inputs.examples, inputs.held_out)
         spec = spec_of_role(config.model, "lm")

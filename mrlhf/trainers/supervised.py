@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeVar
 
 from mrlhf.batch import Sequences
 from mrlhf.checkpoint.restorer import Checkpoint
-from mrlhf.config.roots import PreferenceConfig, SFTConfig
+from mrlhf.config.roots import AnySupervised
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
-from mrlhf.inputs import PreferenceInputs, SFTInputs
+from mrlhf.inputs import PreferenceInputs, RowInputs
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.device_memory import memory_metrics
@@ -80,8 +80,8 @@ class SupervisedTrainer:
 
     def __init__(
         self,
-        config: SFTConfig | PreferenceConfig,
-        inputs: SFTInputs | PreferenceInputs,
+        config: AnySupervised,
+        inputs: RowInputs | PreferenceInputs,
         run: Run,
         spec: ModelSpec,
         task: SupervisedTask[Any],
