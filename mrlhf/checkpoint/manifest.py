@@ -131,6 +131,15 @@ def named_checkpoint(path: Path) -> Path | None:
     return None
 
 
+def scalar_model_in(directory: Path) -> str | None:
+    """The name of a model with a scalar head in the newest checkpoint of a directory, or None."""
+    for path in with_manifest(directory)[:1]:
+        for role, model in read_manifest(path).models.items():
+            if model.head == "scalar":
+                return role
+    return None
+
+
 def hidden_directories(directory: Path) -> list[Path]:
     """The remains in `directory` of saves and deletions that were cut short."""
     hidden: list[Path] = []
