@@ -74,7 +74,7 @@ class Checkpoints:
         for role, section in config.roles().items():
             if isinstance(section, AdaptedSection) and section.lora.is_on:
                 frozen[f"{role}.lora"] = fingerprint_of_start(section.lora)
-            if role not in models or f"{role}.lora" in frozen:
+            if role not in models or models[role].spec.keeps_weights:
                 frozen[role] = fingerprint(section.path)
         self._frozen = frozen
 
