@@ -6,8 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrlhf.batch import NO_VERSION, Experience, Prompts
-from mrlhf.metrics import Tally, data_metrics, explained_variance, throughput_metrics
+from mrlhf.batch import NO_VERSION, Episode, Experience, Prompts
+from mrlhf.metrics import (
+    Tally,
+    data_metrics,
+    explained_variance,
+    throughput_metrics,
+    value_metrics,
+)
+from mrlhf.metrics.values import quarters
 from tests.metric_rows import without_row
 from tests.rollouts import make_rollout
 
@@ -190,6 +197,30 @@ def test_explained_variance_of_a_perfect_and_of_a_constant_critic():
     assert explained_variance(torch.full_like(returns, 2.0), returns, mask) == pytest.approx(
         0, abs=2e-5
     )
+
+
+def test_values_by_quarter_and_by_turn():
+    """Two responses; of the first the third token is a tool's, and it has three turns."""
+    values = torch.tensor([[1.0, 2.0, 99.0, 3.0, 4.0, 0.5], [1.0, 1.0, 3.0, 5.0, 5.0, 0.0]])
+    returns = torch.tensor([[2.0, 2.0, -99.0, 4.0, 4.0, 2.5], [0.0, 1.0, 2.0, 4.0, 7.0, 99.0]])
+    mask = torch.tensor([[True, True, False, True, True, True], [True] * 5 + [False]])
+    # By hand: five tokens a row that count, of which quarters hold the first two, the third, ...
+    assert quarters(mask)[mask].tolist() == [1, 1, 2, 3, 4, 1, 1, 2, 3, 4]
+    episode = Episode(turn_begins=[0, 3, 4, 4, 5], turns=[2, 4, 4, 5, 6])
+    found = value_metrics("v/", values, returns, mask, [episode, Episode()])
+
+    # Of value - return in the first quarter, -1, 0, 1 and 0, the mean is 0 and the variance 2 / 3;
+    # of the returns 2, 2, 0 and 1 it is 11 / 12.
+    assert found["v/bias/quarter_1"] == 0.0
+    assert found["v/explained_var/quarter_1"] == pytest.approx(1 - (2 / 3) / (11 / 12), abs=2e-5)
+    assert found["v/bias/quarter_2"] == 0.0 and found["v/bias/quarter_3"] == 0.5 - 0.5 + 0.5
+    assert found["v/bias/quarter_4"] == -2.0
+    # The second response is one turn. The first one has two tokens of turn 1, one of turn 2, none
+    # of turn 3, and those of turns 4 and 5.
+    assert found["v/bias/turn_1"] == pytest.approx((-1 + 0 + 1 + 0 + 1 + 1 - 2) / 7)
+    assert found["v/bias/turn_2"] == -1.0 and found["v/bias/turn_4"] == -1.0
+    assert "v/bias/turn_3" not in found and len(found) == 1 + 2 * (4 + 3)
+    assert found["v/explained_var"] == explained_variance(values, returns, mask)
 
 
 def test_an_empty_mask_has_no_share_of_variance():

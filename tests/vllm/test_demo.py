@@ -149,6 +149,23 @@ def test_vllm_draws_episodes_that_agree_with_training(start: Path) -> None:
         assert 1.2 < record["episodes/contexts/mean"] < 1.8
 
 
+def test_the_critic_has_the_same_numbers_with_either_engine(start: Path) -> None:
+    """Greedy responses are the same, so nothing of the critic may tell which engine drew them."""
+    keys = ("rollout.temperature=1e-5", "trainer.critic_warmup=3", "rollout.dump_freq=1")
+    runs = [_ppo(start, engine, *keys) for engine in ("native", "vllm")]
+    tables = []
+    for number in (2, 1):
+        file = start / f"run{next(_RUNS) - number}" / "rollouts" / "step_000002.parquet"
+        tables.append(read_samples(file))
+        next(_RUNS)
+    for name in ("response_ids", "value", "return"):
+        assert tables[0].tokens[name].tolist() == tables[1].tokens[name].tolist(), name
+    for ours, theirs in zip(*runs, strict=True):
+        names = [name for name in ours if name.startswith("critic/")]
+        assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+    assert runs[0][-1]["critic/grad_norm"] > 0
+
+
 def _greedy(
     rank: int, world_size: int, root: str
 ) -> dict[str, list[tuple[list[int], list[float]]]]:
