@@ -52,14 +52,7 @@ critic: {cliprange_value: 0.3}
 rollout: {n: 3}
 trainer: {critic_warmup: 7}
 """
-METHOD = (
-    "algorithm.",
-    "actor.",
-    "critic.",
-    "rollout.n",
-    "rollout.partial",
-    "trainer.critic_warmup",
-)
+METHOD = ("algorithm.", "actor.", "critic.", "rollout.n", "rollout.partial", "trainer.critic_")
 OF_THE_TASK = ("algorithm.reward_clip", "algorithm.reward_norm")
 
 

@@ -19,7 +19,7 @@ def config() -> PPOConfig:
 
 
 def test_a_token_outside_the_bounds_has_no_gradient_and_counts(config: PPOConfig) -> None:
-    """Twinkle's worked example: of the ratios 0.69, 0.8, 2 and 6.1 the first and last are masked."""
+    """Of the ratios 0.69, 0.8, 2 and 6.1 the first and the last are outside 0.7 and 6."""
     ratios = torch.tensor([[0.69, 0.8, 2.0, 6.1]])
     engine = torch.full((1, 4), -2.0)
     logprobs = (engine + ratios.log()).requires_grad_()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import write_rows
+from mrlhf.data.sample_table import read_samples
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
@@ -151,13 +152,12 @@ def test_vllm_draws_episodes_that_agree_with_training(start: Path) -> None:
 
 def test_the_critic_has_the_same_numbers_with_either_engine(start: Path) -> None:
     """Greedy responses are the same, so nothing of the critic may tell which engine drew them."""
-    keys = ("rollout.temperature=1e-5", "trainer.critic_warmup=3", "rollout.dump_freq=1")
+    greedy = ("rollout.top_k=1", "actor.policy_loss.loss_mode=gpg")
+    keys = (*greedy, "trainer.critic_warmup=3", "rollout.dump_freq=1")
+    first = next(_RUNS) + 1
     runs = [_ppo(start, engine, *keys) for engine in ("native", "vllm")]
-    tables = []
-    for number in (2, 1):
-        file = start / f"run{next(_RUNS) - number}" / "rollouts" / "step_000002.parquet"
-        tables.append(read_samples(file))
-        next(_RUNS)
+    files = [start / f"run{first + run}/rollouts/step_000002.parquet" for run in (0, 1)]
+    tables = [read_samples(file) for file in files]
     for name in ("response_ids", "value", "return"):
         assert tables[0].tokens[name].tolist() == tables[1].tokens[name].tolist(), name
     for ours, theirs in zip(*runs, strict=True):
