@@ -131,13 +131,11 @@ def named_checkpoint(path: Path) -> Path | None:
     return None
 
 
-def scalar_model_in(directory: Path) -> str | None:
+def critic_in(directory: Path) -> str | None:
     """The name of a model with a scalar head in the newest checkpoint of a directory, or None."""
-    for path in with_manifest(directory)[:1]:
-        for role, model in read_manifest(path).models.items():
-            if model.head == "scalar":
-                return role
-    return None
+    newest = [read_manifest(path) for path in with_manifest(directory)[:1]]
+    models = [item for manifest in newest for item in manifest.models.items()]
+    return next((name for name, model in models if model.head == "scalar"), None)
 
 
 def hidden_directories(directory: Path) -> list[Path]:

@@ -329,6 +329,10 @@ class SupervisedConfig(Root):
         """Whether the model begins with stored weights."""
         return self.model.init != "random"
 
+    def head_of(self, role: str) -> Literal["lm", "scalar"]:
+        """The head of the model, for which there is an optimizer of its own kind."""
+        return "scalar" if isinstance(self.optim, ScalarOptimSection) else "lm"
+
     def optims(self) -> dict[str, OptimSection]:
         """The optimizer, by its key."""
         return {"optim": self.optim}
@@ -370,10 +374,6 @@ class RewardModelConfig(PreferenceConfig):
         """The column with the margin of each pair; None if pairs have none."""
         return self.rm.margin_column
 
-    def head_of(self, role: str) -> Literal["lm", "scalar"]:
-        """The head of the model."""
-        return "scalar"
-
 
 class CriticConfig(SupervisedConfig):
     """The configuration of launch/train_critic.py."""
@@ -384,10 +384,6 @@ class CriticConfig(SupervisedConfig):
     """optimizer"""
     data: SplitDataSection
     """stored rollouts: parquet or jsonl dumps of a run, or rows of prompt, response and score"""
-
-    def head_of(self, role: str) -> Literal["lm", "scalar"]:
-        """The head of the model."""
-        return "scalar"
 
 
 class DPOConfig(PreferenceConfig):

@@ -38,29 +38,24 @@ def encode_rollouts(
     Raises:
         DataError: a row is malformed or too long, or no row is left.
     """
-    read = []
-    for row in rows:
-        response = _read(row, tokenizer)
+    read = [(row, _read(row, tokenizer)) for row in rows]
+    for row, response in read:
         length = len(response.token_ids)
         if length > max_length and overlong == "error":
             raise DataError(
                 f"{row.where}: prompt and response have {length} tokens, more than "
                 f"data.max_length {max_length}; raise it, or set data.overlong to drop"
             )
-        highest = max(response.token_ids)
-        if highest > tokenizer.highest_id:
+        if max(response.token_ids) > tokenizer.highest_id:
             raise DataError(
-                f"{row.where}: token {highest} is not in the tokenizer, whose ids go up to "
-                f"{tokenizer.highest_id}; set data.tokenizer to that of the run of these rollouts"
+                f"{row.where}: token {max(response.token_ids)} is not in the tokenizer, whose ids "
+                f"go up to {tokenizer.highest_id}; give that of the run of these rollouts"
             )
-        if length <= max_length:
-            read.append(response)
-    if not read:
-        raise DataError(
-            f"none of {len(rows)} rows fits into data.max_length {max_length}; raise it"
-        )
-    warn_of_dropped("prompts and responses", len(rows) - len(read), rows, max_length)
-    return read
+    kept = [response for _, response in read if len(response.token_ids) <= max_length]
+    if not kept:
+        raise DataError(f"no row fits into data.max_length {max_length}; raise it")
+    warn_of_dropped("prompts and responses", len(rows) - len(kept), rows, max_length)
+    return kept
 
 
 def _read(row: Row, tokenizer: Tokenizer) -> ScoredResponse:

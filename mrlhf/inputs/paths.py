@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from mrlhf.checkpoint.manifest import (
-    CHECKPOINTS,
-    checkpoints_in,
-    named_checkpoint,
-    scalar_model_in,
-)
+from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, critic_in, named_checkpoint
 from mrlhf.config.critic import CriticSection
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import AnyConfig, PPOConfig
@@ -255,7 +250,7 @@ def _problem(path: InputPath) -> str | None:
 
     if not os.access(place, os.R_OK | (os.X_OK if is_directory else 0)):
         return f"{path} cannot be read: permission denied"
-    if path.key == _WARM_START and scalar_model_in(place / CHECKPOINTS) is None:
+    if path.key == _WARM_START and critic_in(place / CHECKPOINTS) is None:
         return (
             f"{path} has no whole checkpoint of a critic; let critic.path be the export in the "
             "directory of a run with trainer.save_freq, or set critic.warm_start to weights"

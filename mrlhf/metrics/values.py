@@ -1,7 +1,6 @@
 """How well values predict returns: over all tokens, by position in a response, by turn.
 
-Every number is over the whole batch, so that it does not depend on how the batch was split. This
-file does not know which critic made the values, nor what the returns are.
+All tables are [batch, response_len], of the whole batch, so that no number depends on its split.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from torch import Tensor
 from mrlhf.batch import Episode
 from mrlhf.rl.masking import local_moments
 
-PARTS = 4  # quarters of a response; turns of an episode, of which the last stands for all later
+PARTS = 4  # quarters of a response; turns of an episode, the last of which counts all later ones
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - var(returns - values) / var(returns) over `mask`, [batch, response_len]; NaN if empty."""
+    """1 - var(returns - values) / var(returns) over `mask`; NaN if it is empty."""
     if not mask.any():
         return math.nan
-
     unexplained = local_moments(returns - values, mask).variance
     return 1 - unexplained / (local_moments(returns, mask).variance + 1e-5)
 
@@ -34,13 +32,8 @@ def value_metrics(
     mask: Tensor,
     episodes: Sequence[Episode] | None = None,
 ) -> dict[str, float]:
-    """The quality of values: over the mask, in each quarter of the responses, in each turn.
-
-    All tables are [batch, response_len]; `episodes` are those of the rows, if they are some.
-
-    Returns:
-        `<prefix>explained_var`, and for each part that has a token of the mask
-        `<prefix>explained_var/<part>` and `<prefix>bias/<part>`, the mean of value - return.
+    """`<prefix>explained_var`, and for each part of the responses that has a token of the mask
+    `<prefix>explained_var/<part>` and `<prefix>bias/<part>`, the mean of value - return.
     """
     metrics = {f"{prefix}explained_var": explained_variance(values, returns, mask)}
     parts = {"quarter": quarters(mask)}
@@ -50,10 +43,10 @@ def value_metrics(
         for number in range(1, PARTS + 1):
             chosen = mask & (numbers == number)
             if chosen.any():
-                part = f"{kind}_{number}"
                 variance = explained_variance(values, returns, chosen)
-                metrics[f"{prefix}explained_var/{part}"] = variance
-                metrics[f"{prefix}bias/{part}"] = local_moments(values - returns, chosen).mean
+                metrics[f"{prefix}explained_var/{kind}_{number}"] = variance
+                bias = local_moments(values - returns, chosen).mean
+                metrics[f"{prefix}bias/{kind}_{number}"] = bias
     return metrics
 
 
@@ -63,7 +56,7 @@ def quarters(mask: Tensor) -> Tensor:
 
 
 def turns(episodes: Sequence[Episode], mask: Tensor) -> Tensor:
-    """The turn in which each token lies, counted from 1; later turns than `PARTS` count as that."""
+    """The turn in which each token lies, counted from 1."""
     numbers = torch.zeros_like(mask, dtype=torch.int64)
     for row, episode in enumerate(episodes):
         for number, begin in enumerate(episode.turn_begins, start=1):

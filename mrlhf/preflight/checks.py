@@ -12,15 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from mrlhf.config.data import PromptDataSection
 from mrlhf.config.reads import listed
-from mrlhf.config.roots import (
-    AnyConfig,
-    CriticConfig,
-    DPOConfig,
-    PPOConfig,
-    PreferenceConfig,
-    SFTConfig,
-    SupervisedConfig,
-)
+from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SupervisedConfig
 from mrlhf.config.unread import contradictions, unread_keys
 from mrlhf.errors import ConfigError
 from mrlhf.metrics.table import KINDS
@@ -35,6 +27,7 @@ _AXES_OF_RANKS = ("tp", "cp", "pp", "ep", "etp")
 _TEST = ("test", "test_sampled")
 _PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "values", "dpo", "se"))
 _SUPERVISED = ("perf", "timing_s", "val")
+_OF = {"SFTConfig": "sft", "RewardModelConfig": "rm", "CriticConfig": "values", "DPOConfig": "dpo"}
 
 
 def check(config: AnyConfig, world_size: int) -> None:
@@ -262,8 +255,7 @@ def _metric_problems(config: AnyConfig) -> Iterator[str]:
     if isinstance(config, PPOConfig):
         kinds: tuple[str, ...] = _PPO
     else:
-        own = {SFTConfig: "sft", CriticConfig: "values", DPOConfig: "dpo"}
-        kinds = (own.get(type(config), "rm"), *_SUPERVISED)
+        kinds = (_OF[type(config).__name__], *_SUPERVISED)
 
     trainer = config.trainer
     for key, name in (("keep_best", trainer.keep_best), ("export_best", trainer.export_best)):

@@ -23,7 +23,7 @@ from mrlhf.checkpoint.frozen import (
     fingerprint_of_rows,
     fingerprint_of_start,
 )
-from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name, scalar_model_in
+from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name, critic_in
 from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint, set_aside
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
@@ -300,17 +300,16 @@ def warm_start(engine: ModelEngine, path: Path) -> None:
 
     Every rank calls it; CheckpointError if no checkpoint is whole, or it is of another model.
     """
-    checkpoint = newest_checkpoint(path.parent / CHECKPOINTS, _world(), [])
-    role = scalar_model_in(path.parent / CHECKPOINTS)
+    directory = path.parent / CHECKPOINTS
+    checkpoint = newest_checkpoint(directory, _world(), [])
+    role = critic_in(directory)
     if checkpoint is None or role not in checkpoint.manifest.models:
         raise CheckpointError(
-            f"no checkpoint in {path.parent} is whole and of a critic; restore one, or set "
+            f"no checkpoint in {directory} is whole and of a critic; restore one, or set "
             "critic.warm_start to weights"
         )
     load_slices(engine, checkpoint.path, checkpoint.manifest, role)
     engine.load_state_dict(checkpoint.state["models"][role])
-    if _world().rank() == 0:
-        logger.info("the critic goes on from %s", checkpoint.path)
 
 
 def _world() -> dist.ProcessGroup:

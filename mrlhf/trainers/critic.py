@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mrlhf.batch import Sequences
 from mrlhf.config.algorithm import ReturnsSection
@@ -18,39 +19,32 @@ from mrlhf.data.rollouts import ScoredResponse
 from mrlhf.inputs import read_row_inputs
 from mrlhf.metrics import Tally, value_metrics
 from mrlhf.metrics.tally import standard_errors
-from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import lay_flat
 from mrlhf.rl.advantages import gae
 from mrlhf.rl.masking import masked_sum
-from mrlhf.run.startup import start
-from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
+from mrlhf.trainers.supervised import SupervisedTask, train_supervised
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.results import Loss, PackResult
 
 
 def train_critic(config: CriticConfig) -> None:
     """Train a critic as configured; every rank calls it."""
-    # Bad input is refused before the output directory is touched.
     inputs = read_row_inputs(config)
-    with start(config) as run:
-        task = ValueLearning(config.algorithm, inputs.examples, inputs.held_out)
-        spec = spec_of_role(config.model, "scalar")
-        trainer = SupervisedTrainer(config, inputs, run, spec, task)
-        run.begin()
-        trainer.fit()
+    task = ValueLearning(config.algorithm, inputs.examples, inputs.held_out)
+    train_supervised(config, inputs, "scalar", task)
 
 
-class ValueLearning(SupervisedTask[Sequence[ScoredResponse]]):
+_Responses = Sequence[ScoredResponse]
+
+
+class ValueLearning(SupervisedTask[_Responses]):
     """Learns the return that follows each token of stored responses."""
 
     name = "values"
 
     def __init__(
-        self,
-        section: ReturnsSection,
-        train: Sequence[ScoredResponse],
-        held_out: Sequence[ScoredResponse],
+        self, section: ReturnsSection, train: _Responses, held_out: _Responses | None
     ) -> None:
         """Take the targets' numbers, the training rows and the validation rows."""
         super().__init__(train, held_out)
@@ -100,28 +94,24 @@ class ValueLearning(SupervisedTask[Sequence[ScoredResponse]]):
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Loss and `explained_variance` on held-out rows; without them, the last step's loss."""
-        if not self._held_out:
+        if not self.has_held_out:
             return {"value_loss": metrics["values/vf_loss"]}
         explained = metrics["val/explained_var"]
         return {"value_loss": metrics["val/loss"], "explained_variance": explained}
 
 
 class _Batch:
-    """Responses side by side: `mask`, the tokens that count, and `rewards` of each token.
+    """Responses side by side; tables are [batch, response_len]."""
 
-    Tables are [batch, response_len].
-    """
-
-    def __init__(self, responses: Sequence[ScoredResponse]) -> None:
+    def __init__(self, responses: _Responses) -> None:
         self.sequences = Sequences.of(
-            [response.token_ids for response in responses],
-            [len(response.token_ids) - len(response.drew) for response in responses],
+            [each.token_ids for each in responses],
+            [len(each.token_ids) - len(each.drew) for each in responses],
         )
-        self.mask = torch.zeros(len(responses), self.sequences.width, dtype=torch.bool)
-        self.rewards = torch.zeros(self.mask.shape, dtype=torch.float32)
-        for row, response in enumerate(responses):
-            self.mask[row, : len(response.drew)] = torch.tensor(response.drew)
-            self.rewards[row, : len(response.drew)] = torch.tensor(response.rewards)
+        drew = [torch.tensor(each.drew) for each in responses]
+        rewards = [torch.tensor(each.rewards, dtype=torch.float32) for each in responses]
+        self.mask = pad_sequence(drew, batch_first=True)  # the tokens that count
+        self.rewards = pad_sequence(rewards, batch_first=True)
 
     def values(self, engine: ModelEngine, cut: BatchCut) -> Tensor:
         """The model's values before all tokens, on the host."""

@@ -19,14 +19,15 @@ from mrlhf.config.roots import AnySupervised
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.inputs import PreferenceInputs, RowInputs
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.adapter_choice import spec_of_role
+from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.device_memory import memory_metrics
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.reporter import Reporter, ResumePoint
-from mrlhf.run.startup import Run
+from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.results import Loss
@@ -73,6 +74,20 @@ class SupervisedTask(ABC, Generic[RowsT]):
     @abstractmethod
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The few numbers by which the run is judged, from the last step's metrics."""
+
+
+def train_supervised(
+    config: AnySupervised,
+    inputs: RowInputs | PreferenceInputs,
+    head: Head,
+    task: SupervisedTask[Any],
+) -> None:
+    """Train a task; every rank calls it, after bad input was refused."""
+    with start(config) as run:
+        spec = spec_of_role(config.model, head)
+        trainer = SupervisedTrainer(config, inputs, run, spec, task)
+        run.begin()
+        trainer.fit()
 
 
 class SupervisedTrainer:

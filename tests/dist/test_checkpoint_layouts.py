@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrlhf.checkpoint.manifest import scalar_model_in
+from mrlhf.checkpoint.manifest import critic_in
 from mrlhf.checkpoint.restorer import open_checkpoint
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.checkpoint.slice_reader import SliceReader
@@ -339,7 +339,7 @@ def _warm_start_elsewhere(rank: int, world_size: int, root: Path) -> None:
     critic.update(experience, cut)
     state = {"models": {"model": critic.engine.state_dict()}}
     _saver(saved, False).save(Contents(1, False, {"model": critic.engine}, state))
-    assert scalar_model_in(saved) == "model"
+    assert critic_in(saved) == "model"
     wanted = _without_layout(critic.update(experience, cut))
 
     for number, setting in enumerate([trained, *others]):
