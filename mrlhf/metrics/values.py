@@ -33,7 +33,8 @@ def value_metrics(
     episodes: Sequence[Episode] | None = None,
 ) -> dict[str, float]:
     """`<prefix>explained_var`, and for each part of the responses that has a token of the mask
-    `<prefix>explained_var/<part>` and `<prefix>bias/<part>`, the mean of value - return.
+    `<prefix>bias/<part>`, the mean of value - return, and where the returns differ also
+    `<prefix>explained_var/<part>`.
     """
     metrics = {f"{prefix}explained_var": explained_variance(values, returns, mask)}
     parts = {"quarter": quarters(mask)}
@@ -43,10 +44,11 @@ def value_metrics(
         for number in range(1, PARTS + 1):
             chosen = mask & (numbers == number)
             if chosen.any():
-                variance = explained_variance(values, returns, chosen)
-                metrics[f"{prefix}explained_var/{kind}_{number}"] = variance
                 bias = local_moments(values - returns, chosen).mean
                 metrics[f"{prefix}bias/{kind}_{number}"] = bias
+            if local_moments(returns, chosen).variance:  # else there is nothing to explain
+                variance = explained_variance(values, returns, chosen)
+                metrics[f"{prefix}explained_var/{kind}_{number}"] = variance
     return metrics
 
 

@@ -213,13 +213,15 @@ def test_values_by_quarter_and_by_turn():
     # of the returns 2, 2, 0 and 1 it is 11 / 12.
     assert found["v/bias/quarter_1"] == 0.0
     assert found["v/explained_var/quarter_1"] == pytest.approx(1 - (2 / 3) / (11 / 12), abs=2e-5)
-    assert found["v/bias/quarter_2"] == 0.0 and found["v/bias/quarter_3"] == 0.5 - 0.5 + 0.5
-    assert found["v/bias/quarter_4"] == -2.0
+    assert found["v/bias/quarter_2"] == 0.0 and found["v/bias/quarter_3"] == 0.5
+    assert found["v/bias/quarter_4"] == -2.0 and found["v/explained_var/quarter_4"] == 1.0
     # The second response is one turn. The first one has two tokens of turn 1, one of turn 2, none
     # of turn 3, and those of turns 4 and 5.
     assert found["v/bias/turn_1"] == pytest.approx((-1 + 0 + 1 + 0 + 1 + 1 - 2) / 7)
     assert found["v/bias/turn_2"] == -1.0 and found["v/bias/turn_4"] == -1.0
-    assert "v/bias/turn_3" not in found and len(found) == 1 + 2 * (4 + 3)
+    # Where the returns are equal, or there is one, nothing can be explained.
+    assert "v/bias/turn_3" not in found and len(found) == 1 + 2 * (4 + 3) - 2
+    assert not {"v/explained_var/quarter_3", "v/explained_var/turn_2"} & found.keys()
     assert found["v/explained_var"] == explained_variance(values, returns, mask)
 
 
