@@ -43,12 +43,14 @@ def value_metrics(
     for kind, numbers in parts.items():
         for number in range(1, PARTS + 1):
             chosen = mask & (numbers == number)
-            if chosen.any():
-                bias = local_moments(values - returns, chosen).mean
-                metrics[f"{prefix}bias/{kind}_{number}"] = bias
-            if local_moments(returns, chosen).variance:  # else there is nothing to explain
+            if not chosen.any():
+                continue
+            part = f"{kind}_{number}"
+            metrics[f"{prefix}bias/{part}"] = local_moments(values - returns, chosen).mean
+            lowest, highest = returns[chosen].aminmax()
+            if lowest < highest:  # else there is nothing to explain
                 variance = explained_variance(values, returns, chosen)
-                metrics[f"{prefix}explained_var/{kind}_{number}"] = variance
+                metrics[f"{prefix}explained_var/{part}"] = variance
     return metrics
 
 

@@ -191,7 +191,7 @@ def train_values(model: Path, responses: Sequence[ScoredResponse], case: Case) -
     for part, numbers in parts.items():
         differences = [target - value for value, target in numbers]
         spread, whole = map(_variance, (differences, [target for _, target in numbers]))
-        if whole:
+        if len({target for _, target in numbers}) > 1:
             metrics[f"val/explained_var{part}"] = 1 - spread / (whole + 1e-5)
         if part:
             metrics[f"val/bias{part}"] = -sum(differences) / len(differences)
