@@ -50,18 +50,13 @@ _METHOD = (
 _TASK = ("algorithm.reward_", "algorithm.missing_eos_penalty", "algorithm.rollout_correction")
 _CORRECTION = "algorithm.rollout_correction."
 # Keys that few methods set. A preset forgets those of an earlier preset, and leaves a user's own.
-_OF_FEW = (_CORRECTION, "critic.freeze", "critic.ppo_epochs", "rollout.partial.")
+OF_FEW = (_CORRECTION, "critic.freeze", "critic.ppo_epochs", "rollout.partial.")
 CORRECTION_PRESET = f"{_CORRECTION}preset"
 
 
 def is_of_method(key: str) -> bool:
     """Whether a key is part of the method, which a preset replaces."""
     return key.startswith(_METHOD) and not key.startswith(_TASK)
-
-
-def may_be_of_method(key: str) -> bool:
-    """Whether a preset may set a key."""
-    return is_of_method(key) or key.startswith(_OF_FEW)
 
 
 def preset_file(name: str) -> Path:

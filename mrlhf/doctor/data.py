@@ -7,11 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from mrlhf.batch import Prompts
 from mrlhf.config.roots import AnyConfig, CriticConfig, PPOConfig, SFTConfig
 from mrlhf.doctor.findings import Finding, broken, judged, ok
-from mrlhf.inputs import (
-    read_ppo_inputs,
-    read_preference_inputs,
-    read_row_inputs,
-)
+from mrlhf.inputs import read_ppo_inputs, read_preference_inputs, read_row_inputs
 from mrlhf.inputs.read import PPOInputs
 from mrlhf.rewards.interface import RewardInput
 

@@ -32,7 +32,7 @@ def train_critic(config: CriticConfig) -> None:
     """Train a critic as configured; every rank calls it."""
     inputs = read_row_inputs(config)
     task = ValueLearning(config.algorithm, inputs.examples, inputs.held_out)
-    train_supervised(config, inputs, "scalar", task)
+    train_supervised(config, inputs, task)
 
 
 _Responses = Sequence[ScoredResponse]

@@ -26,7 +26,7 @@ from mrlhf.training.results import Loss, PackResult
 def train_sft(config: SFTConfig) -> None:
     """Run supervised fine-tuning as configured; every rank calls it."""
     inputs = read_row_inputs(config)
-    train_supervised(config, inputs, "lm", FineTuning(inputs.examples, inputs.held_out))
+    train_supervised(config, inputs, FineTuning(inputs.examples, inputs.held_out))
 
 
 class FineTuning(SupervisedTask[Sequence[SftExample]]):

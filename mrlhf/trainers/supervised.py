@@ -20,7 +20,7 @@ from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.inputs import PreferenceInputs, RowInputs
 from mrlhf.models.adapter_choice import spec_of_role
-from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.device_memory import memory_metrics
 from mrlhf.parallel.microbatch import BatchCut
@@ -76,15 +76,10 @@ class SupervisedTask(ABC, Generic[RowsT]):
         """The few numbers by which the run is judged, from the last step's metrics."""
 
 
-def train_supervised(
-    config: AnySupervised,
-    inputs: RowInputs | PreferenceInputs,
-    head: Head,
-    task: SupervisedTask[Any],
-) -> None:
+def train_supervised(config: AnySupervised, inputs: RowInputs, task: SupervisedTask[Any]) -> None:
     """Train a task; every rank calls it, after bad input was refused."""
     with start(config) as run:
-        spec = spec_of_role(config.model, head)
+        spec = spec_of_role(config.model, config.head_of("model"))
         trainer = SupervisedTrainer(config, inputs, run, spec, task)
         run.begin()
         trainer.fit()
