@@ -197,7 +197,7 @@ class ModelSpec:
         """Whether the model has what TransformerEngine's layers lack."""
         has_biases = self.o_bias or self.mlp_bias
         has_norms = self.norms_after or self.qk_norm == "projection"
-        return has_biases or has_norms or self.residual_multiplier != 1.0 or self.lora is not None
+        return has_biases or has_norms or self.residual_multiplier != 1.0 or self.keeps_weights
 
     @property
     def keeps_weights(self) -> bool:
