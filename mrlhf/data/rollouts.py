@@ -33,28 +33,33 @@ def encode_rollouts(
     A row of a parquet dump has tokens and the reward of each. Another has a `prompt` (a string or
     chat messages), a `response`, or else its `token_ids`, and a `score`, or else a `reward`, which
     the last token earns. That is eos, unless the response was cut off. A row of more than
-    `max_length` tokens is refused, or dropped and counted in the log.
+    `max_length` tokens is refused, or dropped and counted in the log; one of which no policy drew a
+    token, as of an episode that failed, is left out.
 
     Raises:
         DataError: a row is malformed or too long, or no row is left.
     """
     read = [(row, _read(row, tokenizer)) for row in rows]
     for row, response in read:
-        length = len(response.token_ids)
+        length, highest = len(response.token_ids), max(response.token_ids)
         if length > max_length and overlong == "error":
             raise DataError(
                 f"{row.where}: prompt and response have {length} tokens, more than "
                 f"data.max_length {max_length}; raise it, or set data.overlong to drop"
             )
-        if max(response.token_ids) > tokenizer.highest_id:
+        if highest > tokenizer.highest_id:
             raise DataError(
-                f"{row.where}: token {max(response.token_ids)} is not in the tokenizer, whose ids "
-                f"go up to {tokenizer.highest_id}; give that of the run of these rollouts"
+                f"{row.where}: token {highest} is not in the tokenizer, whose ids go up to "
+                f"{tokenizer.highest_id}; give that of the run of these rollouts"
             )
-    kept = [response for _, response in read if len(response.token_ids) <= max_length]
+    fitting = [response for _, response in read if len(response.token_ids) <= max_length]
+    warn_of_dropped("prompts and responses", len(rows) - len(fitting), rows, max_length)
+    kept = [response for response in fitting if any(response.drew)]
     if not kept:
-        raise DataError(f"no row fits into data.max_length {max_length}; raise it")
-    warn_of_dropped("prompts and responses", len(rows) - len(kept), rows, max_length)
+        raise DataError(
+            f"no row of {rows[0].file} fits into data.max_length {max_length} and has a token that "
+            "a policy drew; raise it, or give other rows"
+        )
     return kept
 
 
@@ -81,6 +86,6 @@ def _read(row: Row, tokenizer: Tokenizer) -> ScoredResponse:
     drew = fields.get("loss_mask", [True] * len(response))
     if not all(type(reward) in (int, float) and math.isfinite(reward) for reward in rewards):
         raise DataError(f"{row.where}: score or reward is no finite number: {rewards[-1]!r:.40}")
-    if not len(response) == len(rewards) == len(drew) or not any(drew):
-        raise DataError(f"{row.where}: the response has no token that a policy drew")
+    if not len(response) == len(rewards) == len(drew):
+        raise DataError(f"{row.where}: the response has no token, or not a reward for each")
     return ScoredResponse([*prompt, *response], drew, rewards)

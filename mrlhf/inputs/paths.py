@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, critic_in, named_checkpoint
-from mrlhf.config.critic import CriticSection
+from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, critic_beside, named_checkpoint
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.user_code import is_reference
@@ -27,7 +26,6 @@ from mrlhf.weights.stored import ADAPTER_CONFIG
 
 Kind = Literal["file", "directory", "file or directory"]
 TOKENIZER = "data.tokenizer"
-_WARM_START = "critic.warm_start: the run"
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 
 
@@ -51,9 +49,10 @@ def input_paths(config: AnyConfig) -> list[InputPath]:
     has_own = checkpoints_in(Path(config.trainer.output_dir) / CHECKPOINTS)
     if config.trainer.resume not in ("auto", "never") and not has_own:
         paths.append(InputPath("trainer.resume", config.trainer.resume, "directory"))
-    critic = config.trained().get("critic") if isinstance(config, PPOConfig) else None
-    if isinstance(critic, CriticSection) and critic.warm_start == "state" and not has_own:
-        paths.append(InputPath(_WARM_START, str(Path(critic.path).parent), "directory"))
+    if isinstance(config, PPOConfig) and "critic" in config.trained() and not has_own:
+        start = Path(config.critic.path)
+        if config.critic.warm_start == "state" and start.exists():
+            critic_beside(start)  # which refuses a path without a checkpoint
 
     named = {path.key: path.path for path in paths}
     own = []
@@ -250,11 +249,6 @@ def _problem(path: InputPath) -> str | None:
 
     if not os.access(place, os.R_OK | (os.X_OK if is_directory else 0)):
         return f"{path} cannot be read: permission denied"
-    if path.key == _WARM_START and critic_in(place / CHECKPOINTS) is None:
-        return (
-            f"{path} has no whole checkpoint of a critic; let critic.path be the export in the "
-            "directory of a run with trainer.save_freq, or set critic.warm_start to weights"
-        )
     if path.key == "trainer.resume" and named_checkpoint(place) is None:
         return (
             f"{path} has no whole checkpoint; give a checkpoint, the output directory of a run "

@@ -24,7 +24,7 @@ from mrlhf.checkpoint.frozen import (
     fingerprint_of_rows,
     fingerprint_of_start,
 )
-from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name, critic_in
+from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name, critic_beside
 from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint, set_aside
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
@@ -303,19 +303,10 @@ def find_checkpoint(run: Run) -> Checkpoint | None:
 
 
 def warm_start(engine: ModelEngine, path: Path) -> None:
-    """Give a critic weights, moments and schedule of the run whose export is at `path`.
-
-    Every rank calls it; CheckpointError if no checkpoint is whole, or it is of another model.
-    """
-    directory = path.parent / CHECKPOINTS
-    checkpoint = newest_checkpoint(directory, _world(), [])
-    role = critic_in(directory)
-    if checkpoint is None or role not in checkpoint.manifest.models:
-        raise CheckpointError(
-            f"no checkpoint in {directory} is whole and of a critic; restore one, or set "
-            "critic.warm_start to weights"
-        )
-    load_slices(engine, checkpoint.path, checkpoint.manifest, role)
+    """Give a critic weights, moments and schedule of the run that wrote `path`; on every rank."""
+    directory, role = critic_beside(path)
+    checkpoint = open_checkpoint(directory, _world())
+    load_slices(engine, directory, checkpoint.manifest, role)
     engine.load_state_dict(checkpoint.state["models"][role])
 
 

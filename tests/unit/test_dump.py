@@ -155,13 +155,18 @@ def test_a_dump_is_what_a_critic_learns_from(tmp_path, tokenizer):
     ]
     assert len(encode_rollouts(read_rows([path]), tokenizer, max_length=4, overlong="drop")) == 2
 
+    write_rows(
+        path, [{"prompt_ids": [1], "response_ids": [2], "reward": [0], "loss_mask": [False]}]
+    )
+    with pytest.raises(DataError, match="no row of .*texts.jsonl fits .* and has a token that a"):
+        encode_rollouts(read_rows([path]), tokenizer, max_length=4)
     for changed, words in (
         ({}, "5 tokens, more than data.max_length 4"),
         ({"score": None}, "'score' is null"),
         ({"score": "1"}, "no finite number: '1'"),
         ({"score": float("nan")}, "no finite number: nan"),
         ({"token_ids": [6]}, "token 6 is not in the tokenizer, whose ids go up to 5"),
-        ({"token_ids": []}, "no token that a policy drew"),
+        ({"token_ids": []}, "no token, or not a reward for each"),
         ({"turns": [1, 3]}, "several turns or contexts"),
     ):
         write_rows(path, [texts[1] | changed])
