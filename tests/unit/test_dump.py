@@ -158,7 +158,7 @@ def test_a_dump_is_what_a_critic_learns_from(tmp_path, tokenizer):
     write_rows(
         path, [{"prompt_ids": [1], "response_ids": [2], "reward": [0], "loss_mask": [False]}]
     )
-    with pytest.raises(DataError, match="no row of .*texts.jsonl fits .* and has a token that a"):
+    with pytest.raises(DataError, match=r"no row of .*texts.jsonl fits .* and has a token that a"):
         encode_rollouts(read_rows([path]), tokenizer, max_length=4)
     for changed, words in (
         ({}, "5 tokens, more than data.max_length 4"),
