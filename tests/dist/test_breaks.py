@@ -83,6 +83,13 @@ ADAPTERS = TENSORS | {"lora": True, "model": "phi3"}
 EXPERT_ADAPTERS = EXPERTS | {"lora": True, "ep": 1, "etp": None}
 # The first rank trains nothing.
 FROZEN = PLAIN | {"pp": 2, "freeze": True}
+FROZEN_REPLICAS = REPLICAS | {
+    "freeze": True,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "offload": "streamed",
+}
 MUON = TENSORS | {"optimizer": "muon"}
 MUON_REPLICAS = REPLICAS | {"optimizer": "muon"}
 OFFLOADED = TENSORS | {"offload": "offloaded"}
@@ -95,6 +102,7 @@ SOUND = {
     "adapters": ADAPTERS,
     "adapters of experts": EXPERT_ADAPTERS,
     "frozen": FROZEN,
+    "frozen, dp": FROZEN_REPLICAS,
     "offload": OFFLOADED,
     "muon, tp": MUON,
     "muon, dp": MUON_REPLICAS,
