@@ -179,7 +179,7 @@ def reward_model(inputs: Path) -> Setting:
 
 
 def critic(inputs: Path) -> Setting:
-    """Training of a critic on lambda-returns of stored rollouts."""
+    """Training of a critic on stored rollouts."""
     return Setting("critic", "critic", ["--config", str(inputs / "critic.yaml")])
 
 
@@ -252,7 +252,7 @@ def _critic(root: Path) -> dict[str, Any]:
     write_rows(root / "data" / "scored.jsonl", rows)
     content["data"]["train_files"] = str(root / "data" / "scored.jsonl")
     content["optim"]["head_lr"] = 5e-3
-    return {**content, "algorithm": {"lam_critic": 0.9, "gamma": 0.99}}
+    return {**content, "algorithm": {"gamma": 0.99}}
 
 
 def _preference_keys(root: Path) -> dict[str, Any]:
