@@ -333,7 +333,7 @@ def _warm_start_elsewhere(rank: int, world_size: int, root: Path) -> None:
     run = root / "run"
     saved = run / "checkpoints"
     experience = load_experience(root, case)
-    trained, *others = settings(root, 2, (SHARDED, PLAIN))
+    trained, *others = settings(root, 2, (SHARDED, PLAIN), LAYOUTS)
 
     critic = build_critic(trained, case)
     cut = cut_responses(critic, experience.rollout, plain_ppo.MINI_BATCH)
