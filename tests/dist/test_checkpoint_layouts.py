@@ -350,7 +350,7 @@ def _warm_start_elsewhere(rank: int, world_size: int, root: Path) -> None:
         again = root / f"again_{number}"
         _saver(again, False).save(Contents(1, False, {"model": other.engine}, {}))
         if rank == 0:
-            assert_equal_checkpoints(saved / "step_000001", again / "step_000001")
+            assert_equal_checkpoints(saved / "step_000001", again / "step_000001", "model")
         cut = cut_responses(other, experience.rollout, plain_ppo.MINI_BATCH)
         _assert_metrics_near(other.update(experience, cut), wanted, "float32", number == 0)
 

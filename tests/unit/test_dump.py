@@ -144,13 +144,13 @@ def test_a_dump_is_what_a_critic_learns_from(tmp_path, tokenizer):
     dump = dump_of(rollout_of([7, 9]))
     write_dump(tmp_path, dump, RolloutSection(dump_freq=1, dump_format="jsonl"), tokenizer)
     lines = [*(tmp_path / "rollouts" / "step_000004.jsonl").read_text().splitlines()]
-    texts = [json.loads(line) | {"prompt": "ab"} for line in lines[1:3]]
+    texts = [json.loads(line) | {"prompt": "ab", "response": "ab"} for line in lines[1:3]]
     texts.append({"prompt": "ab", "response": "", "token_ids": [3, 0], "reward": 2})
     path = tmp_path / "texts.jsonl"
     write_rows(path, texts)
     assert encode_rollouts(read_rows([path]), tokenizer, max_length=5) == [
-        ScoredResponse([1, 2, 1, 3], [True] * 2, [0.0, 1.0]),
-        ScoredResponse([1, 2, 1, 3, 0], [True] * 3, [0.0, 0.0, 2.0]),
+        ScoredResponse([1, 2, 1, 2], [True] * 2, [0.0, 1.0]),
+        ScoredResponse([1, 2, 1, 2, 0], [True] * 3, [0.0, 0.0, 2.0]),
         ScoredResponse([1, 2, 3, 0], [True] * 2, [0.0, 2.0]),
     ]
     assert len(encode_rollouts(read_rows([path]), tokenizer, max_length=4, overlong="drop")) == 2

@@ -138,6 +138,9 @@ def test_data_metrics_of_a_literal_batch():
     flat["response/aborted_ratio"] = 0.0
     # returns - values: 0, 1, 2, -1 with variance 5/3; returns: 1, 3, 5, -1 with variance 20/3
     flat |= {"critic/vf_explained_var": 1 - (5 / 3) / (20 / 3 + 1e-5)}
+    # The first quarter has the first token of each response, the next two have one token.
+    flat |= {"critic/vf_explained_var/quarter_1": 1 - 0.5 / (2 + 1e-5)}
+    flat |= {f"critic/vf_bias/quarter_{n}": bias for n, bias in ((1, 0.5), (2, -1.0), (3, -2.0))}
 
     metrics = data_metrics(_experience(), max_prompt_length=3)
     assert metrics.keys() == flat.keys() and without_row(metrics) == []
@@ -149,9 +152,9 @@ def test_data_metrics_of_a_literal_batch():
 def test_without_a_critic_there_are_no_metrics_of_values():
     whole = data_metrics(_experience(), max_prompt_length=3)
     metrics = data_metrics(replace(_experience(), values=None), max_prompt_length=3)
-    assert whole.keys() - metrics.keys() == {
-        "critic/values/mean", "critic/values/max", "critic/values/min", "critic/vf_explained_var"
-    }  # fmt: skip
+    kinds = ("critic/values/", "critic/vf_explained_var", "critic/vf_bias/")
+    names = whole.keys() - metrics.keys()
+    assert names == {name for name in whole if name.startswith(kinds)} and len(names) == 8
 
 
 def test_a_rejected_token_is_in_no_metric_of_tokens():
