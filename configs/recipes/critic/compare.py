@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 STEPS = 40
+EXPLAINED = "critic/vf_explained_var"
 BASE = ("--config", "configs/arithmetic_cpu.yaml")
 SHARED = (f"trainer.total_steps={STEPS}", "trainer.overwrite=true")
 # 128 responses a step, in two optimizer steps of the policy.
@@ -91,7 +92,7 @@ def table(runs: dict[str, list[list[dict[str, float]]]]) -> str:
     for name, seeds in runs.items():
         accuracy = [rows[-1]["val/arithmetic/acc@1"] for rows in seeds]
         last = [reward(rows, STEPS) for rows in seeds]
-        explained = [rows[-1].get("critic/vf_explained_var", float("nan")) for rows in seeds]
+        explained = [rows[-1][EXPLAINED] for rows in seeds if EXPLAINED in rows[-1]]
         steps = [float(until(rows, aim)) for rows, aim in zip(seeds, aims, strict=True)]
         cells = [spread(accuracy), spread(last), spread(explained), spread(steps, 1)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -109,7 +110,9 @@ def until(rows: Sequence[dict[str, float]], aim: float) -> int:
 
 
 def spread(numbers: Sequence[float], digits: int = 3) -> str:
-    """Mean and standard deviation."""
+    """Mean and standard deviation; a dash for none."""
+    if not numbers:
+        return "—"
     return f"{statistics.mean(numbers):.{digits}f} ± {statistics.stdev(numbers):.{digits}f}"
 
 
