@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mrlhf.config import PPOConfig, load_config
+from mrlhf.errors import CheckpointError
 from mrlhf.inputs.paths import require_paths
 from tests.e2e.programs import ROOT, read_lines, run_program, succeed, torchrun
 from tests.e2e.recipes import follow
