@@ -16,8 +16,20 @@ from pathlib import Path
 from mrlhf.batch import Prompts
 from mrlhf.config.data import SupervisedDataSection
 from mrlhf.config.reward import RewardSection
-from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
-from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
+from mrlhf.config.roots import (
+    AnyConfig,
+    PPOConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    SFTConfig,
+    is_reward_model,
+)
+from mrlhf.data.preferences import (
+    PreferenceColumns,
+    PreferenceRows,
+    encode_preferences,
+    split_by_prompt,
+)
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.sft import SftExample, encode_sft
@@ -41,6 +53,7 @@ from mrlhf.inputs.vocabulary import (
 )
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
+from mrlhf.parallel.segments import Segments
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.rules import answer_rules
 from mrlhf.workers.process import Limits
@@ -86,8 +99,8 @@ class PreferenceInputs:
 
     tokenizer: Tokenizer
     generation_config: str | None  # as for fine-tuning; None too if the model generates nothing
-    pairs: PreferencePairs
-    held_out: PreferencePairs | None  # the validation pairs, if there are any
+    pairs: PreferenceRows
+    held_out: PreferenceRows | None  # the validation pairs, if there are any
     steps: int  # training steps of the run
 
 
@@ -137,7 +150,7 @@ def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
     tokenizer = _tokenizer(config)
     pairs, held_out = _pairs_and_held_out(config, tokenizer, split=not config.data.val_files)
     assert pairs is not None, "train_files names a file, and each has rows"
-    steps = _supervised_steps(config, len(pairs), "pairs")
+    steps = _supervised_steps(config, len(pairs), config.rows)
     generates = config.head_of("model") == "lm"
     generation_config = read_generation_config(config.model.path) if generates else None
     return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
@@ -240,13 +253,15 @@ def _examples_and_held_out(
 
 def _pairs_and_held_out(
     config: PreferenceConfig, tokenizer: Tokenizer, split: bool
-) -> tuple[PreferencePairs | None, PreferencePairs | None]:
+) -> tuple[PreferenceRows | None, PreferenceRows | None]:
     """The pairs to train and to validate on; `split`: the latter are some of the former's rows."""
     data = config.data
     train_rows = _rows("data.train_files", data.train_files)
     held_out_rows = _rows("data.val_files", data.val_files)
     if train_rows and split:
-        train_rows, held_out_rows = split_by_prompt(train_rows, data.held_out_fraction, config.seed)
+        train_rows, held_out_rows = split_by_prompt(
+            train_rows, data.held_out_fraction, config.seed, config.rows
+        )
         if config.trainer.test_freq and not held_out_rows:
             raise DataError(
                 f"trainer.test_freq {config.trainer.test_freq} needs rows to validate on, but "
@@ -315,7 +330,7 @@ def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
         # A token that only pads is never read.
         pad = None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id
         read = {token: number for token, number in tokens.items() if number != pad}
-        check_tokens(read, own, f"{name}.path {role.path}", must_know=name == "reward_model")
+        check_tokens(read, own, f"{name}.path {role.path}", must_know=is_reward_model(name))
 
 
 def _rows(key: str, files: Sequence[str]) -> list[Row]:
@@ -360,27 +375,44 @@ def _examples(
     return examples
 
 
-def _sides(pairs: PreferencePairs) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Both sides of each pair."""
-    both = zip(pairs.chosen_ids, pairs.rejected_ids, strict=True)
-    return [(tuple(chosen), tuple(rejected)) for chosen, rejected in both]
+def _sides(pairs: PreferenceRows) -> list[tuple[tuple[int, ...], ...]]:
+    """The responses of each row."""
+    return [tuple(map(tuple, responses)) for responses in pairs.responses]
 
 
 def _pairs(
     config: PreferenceConfig, rows: Sequence[Row], tokenizer: Tokenizer
-) -> PreferencePairs | None:
+) -> PreferenceRows | None:
     if not rows:
         return None
+    columns = PreferenceColumns()
+    if isinstance(config, RewardModelConfig):
+        rm = config.rm
+        columns = PreferenceColumns(rm.rows, rm.margin_column, rm.tie_column, rm.target_column)
     pairs = encode_preferences(
         rows,
         tokenizer,
         max_length=config.data.max_length,
         overlong=config.data.overlong,
-        margin_column=config.margin_column,
+        columns=columns,
     )
-    sides = [*pairs.chosen_ids, *pairs.rejected_ids]
-    warn_of_unknown_tokens(sides, tokenizer, "the preference pairs")
+    _check_micro_batch(config, pairs)
+    every = [response for responses in pairs.responses for response in responses]
+    warn_of_unknown_tokens(every, tokenizer, f"the preference {config.rows}")
     return pairs
+
+
+def _check_micro_batch(config: PreferenceConfig, rows: PreferenceRows) -> None:
+    """Refuse a row whose responses, which stay together, do not fit into a micro-batch."""
+    padded = Segments(size=config.model.cp).padded
+    tokens = [sum(padded(len(ids)) for ids in responses) for responses in rows.responses]
+    most = max(tokens)
+    if most > config.model.micro_batch_tokens:
+        count = len(rows.responses[tokens.index(most)])
+        raise DataError(
+            f"model.micro_batch_tokens {config.model.micro_batch_tokens} is less than {count} "
+            f"responses of a prompt, {most} tokens; raise it to {most}, or give fewer responses"
+        )
 
 
 def _ppo_steps(config: PPOConfig, rows: int) -> int:

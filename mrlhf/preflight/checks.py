@@ -106,7 +106,7 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
                 padded_for = f", padded to {needed} for {name}.cp {role.cp}"
 
     if too_small:
-        unit = "pair of sequences" if isinstance(config, PreferenceConfig) else "sequence"
+        unit = "pair of sequences" if needed > config.data.max_length else "sequence"
         verb = "is" if len(too_small) == 1 else "are"
         yield (
             f"{listed(too_small)} {verb} less than the longest {unit}, {_length_in_words(config)} "
@@ -147,7 +147,7 @@ def _length_in_words(config: AnyConfig) -> str:
             f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length "
             f"{data.max_response_length} = {data.max_length}"
         )
-    if isinstance(config, PreferenceConfig):
+    if longest_unit(config) > data.max_length:
         return f"2 x data.max_length {data.max_length} = {longest_unit(config)}"
     return f"data.max_length {data.max_length}"
 

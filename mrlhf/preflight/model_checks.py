@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mrlhf.checkpoint.frozen import check_base
-from mrlhf.config.roots import AnyConfig, PPOConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, is_reward_model
 from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
@@ -144,7 +144,7 @@ def _check_weights(config: AnyConfig, name: str, spec: ModelSpec | None) -> list
     if spec is None or not (Path(role.path) / "config.json").is_file():
         return []
     base = without_adapters(spec)
-    remarks = [*check_weight_files(role.path, base, needs_head=name == "reward_model")]
+    remarks = [*check_weight_files(role.path, base, needs_head=is_reward_model(name))]
     adapter = role.directories().get("lora.path")
     if adapter is not None and _has_adapter(role):
         remarks += check_base(adapter, role.path)
