@@ -40,20 +40,24 @@ def quality_of(
     each = scores.double().tolist()
     gaps = [each[pair.better] - each[pair.worse] for pair in decided]
     right = [gap > 0 for gap in gaps]
-    metrics = {"val/accuracy": _mean(right), **standard_errors({"val/accuracy": right})}
+    metrics = {
+        "val/accuracy": fmean(right) if right else math.nan,
+        **standard_errors({"val/accuracy": right}),
+    }
 
     stated = [abs(pair.margin) for pair in decided]
     margins = stated if any(stated) else list(map(abs, gaps))
     order = sorted(range(len(gaps)), key=margins.__getitem__)
-    for number, name in enumerate(_BUCKETS):
+    for number, name in enumerate(_BUCKETS if len(gaps) >= len(_BUCKETS) else ()):
         bucket = order[number * len(order) // 3 : (number + 1) * len(order) // 3]
-        metrics[f"val/accuracy/{name}_margin"] = _mean([right[pair] for pair in bucket])
+        metrics[f"val/accuracy/{name}_margin"] = fmean(right[pair] for pair in bucket)
     metrics["val/calibration_error"] = _calibration_error(gaps)
 
     longer = [lengths[pair.better] - lengths[pair.worse] for pair in decided]
     apart = [(more > 0, gap * more > 0) for more, gap in zip(longer, gaps, strict=True) if more]
-    metrics["val/longer_preferred"] = _mean([preferred for preferred, _ in apart])
-    metrics["val/longer_scores_higher"] = _mean([higher for _, higher in apart])
+    if apart:
+        metrics["val/longer_preferred"] = fmean(preferred for preferred, _ in apart)
+        metrics["val/longer_scores_higher"] = fmean(higher for _, higher in apart)
     return metrics
 
 
@@ -76,7 +80,3 @@ def _calibration_error(gaps: Sequence[float]) -> float:
     bins = ((sure - 0.5) * 2 * _BINS).long().clamp(max=_BINS - 1)
     off = torch.zeros(_BINS, dtype=torch.float64).index_add(0, bins, right.double() - sure)
     return float(off.abs().sum()) / max(1, len(gaps))
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return fmean(numbers) if numbers else math.nan

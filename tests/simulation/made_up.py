@@ -14,7 +14,7 @@ import torch
 
 from mrlhf.batch import NO_VERSION, Prompts, Rollout
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
-from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.preferences import PreferenceRows
 from mrlhf.data.sft import SftExample
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.batches import trained_models
@@ -107,7 +107,7 @@ def task_of(config: SFTConfig | PreferenceConfig, rows: int) -> SupervisedTask[A
     if isinstance(config, SFTConfig):
         mask = [[0] + [1] * (len(side) - 1) for side in sides]
         return FineTuning([SftExample(*both) for both in zip(sides, mask, strict=True)], None)
-    pairs = PreferencePairs(sides, sides, [1] * rows, dropped=0)
+    pairs = PreferenceRows([[side, side] for side in sides], [1] * rows, dropped=0)
     if isinstance(config, DPOConfig):
         scored = ScoredPairs(pairs, torch.tensor([[0.0, 0.0]] * rows, dtype=torch.float64))
         return PreferenceOptimization(config.dpo, scored, None)
