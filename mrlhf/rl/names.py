@@ -181,7 +181,7 @@ Combine = Literal["mean", "min", "mean_minus_std", "mean_minus_variance"]
 """How the scores of several reward models become one."""
 
 RewardRule = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format"]
-RewardName = Literal[RewardRule, "reward_model", "environment"]
+RewardName = Literal[RewardRule, "reward_model", "environment", "judge"]
 """The terms of a reward that are not a user's function."""
 CORRECTNESS_TERMS: tuple[RewardRule, ...] = ("exact_match", "gsm8k")
 """The rules that say which responses are right."""

@@ -80,7 +80,7 @@ def _shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
 
 def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcome:
     """One optimizer step for each of `SFT_STEPS`, and a validation on the first rows."""
-    policy = load(model, case.lora)
+    policy = load(model, case.lora, case.freeze)
 
     def losses(example: SftExample) -> Tensor:
         """Of each token of the response."""
@@ -112,7 +112,7 @@ def train_reward_model(model: Path, pairs: PreferenceRows, case: Case) -> Outcom
     loss, the first step plain Bradley-Terry.
     """
     ids = [ids for pair in pairs.responses for ids in pair]
-    judge = load(model, case.lora)
+    judge = load(model, case.lora, case.freeze)
 
     def score(token_ids: list[int]) -> Tensor:
         """Of the last token."""
