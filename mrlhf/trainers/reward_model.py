@@ -90,7 +90,7 @@ class PreferenceLearning(SupervisedTask[PreferenceRows]):
         return sequences, cut, loss
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:
-        """Loss on the held-out rows, and what `PairQuality` says of the scores."""
+        """Loss on the held-out rows, and what `quality_of` says of the scores."""
         data = self._held_out
         if data is None:
             return {}
