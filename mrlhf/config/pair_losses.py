@@ -11,19 +11,39 @@ from pydantic import Field
 
 from mrlhf.config.fields import Name, NotNegative, Positive, Rows, Section
 from mrlhf.config.reads import read_if
-from mrlhf.rl.names import PairLossName
+from mrlhf.rl.names import PairLossName, RowKind
+
+_OF_PAIRS = read_if("rows", lambda rows: rows == "pairs", "is not pairs", "use pairs")
+_OF_COMPARED = read_if("rows", lambda rows: rows != "targets", "is targets", "use pairs")
+_OF_TARGETS = read_if("rows", lambda rows: rows == "targets", "is not targets", "use targets")
+_OF_TIES = read_if("tie_column", lambda column: column is not None, "is null", "name a column")
 
 
 class RewardLossSection(Section):
-    """The loss of a reward model on preference pairs, beside Bradley-Terry."""
+    """The rows from which a reward model learns, and its loss on them."""
 
-    margin_column: Name | None = None
+    rows: RowKind = "pairs"
+    """pairs: chosen and rejected, Bradley-Terry; rankings: responses, the best first, its mean over
+    each two of a prompt; targets: response and a number, squared error"""
+    target_column: Annotated[Name | None, _OF_TARGETS] = None
+    """column of the rows with the number that the score is to equal"""
+    tie_column: Annotated[Name | None, _OF_PAIRS] = None
+    """column of the rows with true where neither response is better, else false; null: no ties"""
+    tie_threshold: Annotated[Positive, _OF_PAIRS, _OF_TIES] = 0.5
+    """Rao-Kupper's log theta: the larger it is, the likelier are ties at equal scores"""
+    margin_column: Annotated[Name | None, _OF_PAIRS] = None
     """column of the rows with a number, by how much the chosen response is to score higher than the
     rejected one; null: 0 for all pairs"""
-    centring: NotNegative = 0.0
+    centring: Annotated[NotNegative, _OF_COMPARED] = 0.0
     """factor of the squared sum of both scores, which keeps scores near 0; 0: off"""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), _OF_COMPARED] = 0.0
     """fraction of the pairs that are taken to be the wrong way round"""
+
+    refused: ClassVar[Rows] = {
+        "{rows} needs rm.target_column; name the column with the numbers, such as helpfulness": (
+            lambda self: self.rows == "targets" and self.target_column is None
+        )
+    }
 
 
 class DPOSection(Section):

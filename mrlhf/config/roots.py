@@ -35,7 +35,12 @@ from mrlhf.config.sections import (
 )
 from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
 from mrlhf.config.tree import nodes
-from mrlhf.rl.names import estimator_traits, policy_loss_traits
+from mrlhf.rl.names import RowKind, estimator_traits, policy_loss_traits
+
+
+def is_reward_model(role: str) -> bool:
+    """Whether a role is a reward model, alone or in an ensemble."""
+    return role.split(".")[0] == "reward_model"
 
 
 class Root(Section):
@@ -58,7 +63,7 @@ class Root(Section):
 
     def head_of(self, role: str) -> Literal["lm", "scalar"]:
         """The head of a role's model."""
-        return "scalar" if role in ("critic", "reward_model") else "lm"
+        return "scalar" if role == "critic" or is_reward_model(role) else "lm"
 
     def why_unread(self, key: str) -> NotRead | None:
         """The reason why a key has no effect, by the facts beside it; None if it has one."""
@@ -256,8 +261,17 @@ class PPOConfig(Root):
         roles: dict[str, RoleSection] = {**self.trained()}
         if self.needs_reference and not self.reference_is_policy:
             roles["reference"] = self.reference
-        if self.reward_model is not None:
-            roles["reward_model"] = self.reward_model
+        return roles | self._reward_models()
+
+    def _reward_models(self) -> dict[str, RoleSection]:
+        """The reward model, and the further members of its ensemble, which have its layout."""
+        section = self.reward_model
+        if section is None:
+            return {}
+        roles: dict[str, RoleSection] = {"reward_model": section}
+        for number, path in enumerate(section.ensemble):
+            member = section.model_copy(update={"path": path})
+            roles[f"reward_model.ensemble.{number}"] = member
         return roles
 
 
@@ -281,8 +295,8 @@ class GenerationConfig(PPOConfig):
     def roles(self) -> dict[str, RoleSection]:
         """The models that are built, by the name of their section."""
         roles: dict[str, RoleSection] = {"actor": self.actor}
-        if any(term.name == "reward_model" for term in self.reward.terms) and self.reward_model:
-            roles["reward_model"] = self.reward_model
+        if "reward_model" in self.reward.names:
+            roles |= self._reward_models()
         return roles
 
 
@@ -358,23 +372,28 @@ class PreferenceConfig(SupervisedConfig):
     """prompts with a chosen and a rejected response"""
 
     @property
-    def margin_column(self) -> str | None:
-        """The column with the margin of each pair; None if pairs have none."""
-        return None
+    def rows(self) -> RowKind:
+        """What a row is."""
+        return "pairs"
+
+    @property
+    def fewest_responses(self) -> int:
+        """The fewest responses of a row, which stay in one micro-batch."""
+        return 1 if self.rows == "targets" else 2
 
 
 class RewardModelConfig(PreferenceConfig):
     """The configuration of launch/train_rm.py."""
 
     rm: RewardLossSection
-    """the loss on preference pairs"""
+    """what the rows are, and the loss"""
     optim: ScalarOptimSection
     """optimizer"""
 
     @property
-    def margin_column(self) -> str | None:
-        """The column with the margin of each pair; None if pairs have none."""
-        return self.rm.margin_column
+    def rows(self) -> RowKind:
+        """What a row is."""
+        return self.rm.rows
 
 
 class CriticConfig(SupervisedConfig):

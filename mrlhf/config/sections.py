@@ -15,6 +15,7 @@ from mrlhf.config.fields import (
     Count,
     CountOrZero,
     Decay,
+    Files,
     Fraction,
     FunctionReference,
     NotNegative,
@@ -32,6 +33,7 @@ from mrlhf.config.fields import (
 )
 from mrlhf.config.reads import LOSS_MODE, KeyPlace, NotRead, ReadIf, by_loss, read_if
 from mrlhf.rl.names import (
+    Combine,
     KlKind,
     LossAggMode,
     LossMode,
@@ -448,8 +450,22 @@ class ReferenceSection(RoleSection):
     }
 
 
-class RewardModelSection(RoleSection):
-    """A frozen sequence classifier with one output (score.weight) that scores whole responses."""
+_IF_ENSEMBLE = read_if("ensemble", bool, "is empty", "name further reward models there")
 
+
+class RewardModelSection(RoleSection):
+    """A frozen sequence classifier (score.weight) that scores whole responses."""
+
+    ensemble: Files = Field(default_factory=list)
+    """further reward models, as path, which score too; all have this section's layout"""
+    combine: Annotated[Combine, _IF_ENSEMBLE] = "mean"
+    """how the scores of path and ensemble become one; mean_minus_std, mean_minus_variance: less
+    combine_coef times how much they differ"""
+    combine_coef: Annotated[
+        Positive,
+        _IF_ENSEMBLE,
+        read_if("combine", lambda name: "minus" in name, "takes nothing off", "use mean_minus_std"),
+    ] = 1.0
+    """factor of the standard deviation or variance over the models"""
     offload: OffloadFrozen = Field(default_factory=list)
     """what waits on the host while no phase needs it"""

@@ -37,8 +37,10 @@ class Unread:
 def unread_keys(config: Root) -> Iterator[Unread]:
     """The keys that have no effect, each once."""
     for name in nodes(type(config)):
+        if name.split(".")[0] in config.unbuilt:  # which may be absent
+            continue
         reason = config.why_unread(name)
-        if reason is None or name.split(".")[0] in config.unbuilt:
+        if reason is None:
             continue
         value = config.value_of(name)
         default = default_of(config, name)

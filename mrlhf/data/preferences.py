@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse response to one prompt, tokenised.
+"""Responses to a prompt that people have compared, or given a number, tokenised.
 
 It also splits rows so that no prompt is both in the training and in the held-out part. It does not
 know the loss or the model.
@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from mrlhf.batch import Sequences
@@ -26,39 +27,83 @@ from mrlhf.data.prompts import Overlong
 from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
+from mrlhf.rl.names import RowKind
 
 logger = logging.getLogger(__name__)
 
-_MOST_MARGIN = 1e6
+_MOST = 1e6
+_NUMBER = (
+    f"a number from -{_MOST:g} to {_MOST:g}",
+    lambda value: type(value) in (int, float) and abs(value) <= _MOST,
+)
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
+_UNITS: dict[RowKind, str] = {"pairs": "pair", "rankings": "ranking", "targets": "response"}
 _RESPONSE = "must be a string, or messages of which the last is the assistant's"
 
 
 @dataclass(frozen=True)
-class PreferencePairs:
-    """Tokenised pairs; entry i of both lists answers the same prompt."""
+class ComparedPair:
+    """Two responses to one prompt."""
 
-    chosen_ids: list[list[int]]  # prompt, better response and eos
-    rejected_ids: list[list[int]]  # prompt, worse response and eos
-    prompt_lengths: list[int]  # tokens of the prompt, the first ones of both sides
-    dropped: int  # number of pairs left out because one side was too long
-    margins: list[float] | None = None  # by how much the better side is to score higher
+    better: int  # their places among the responses of some rows
+    worse: int
+    margin: float  # by how much the better one is to score higher
+    is_tie: bool  # neither is better
+    share: float  # of the loss of its row
+
+
+@dataclass(frozen=True)
+class PreferenceRows:
+    """Tokenised rows: pairs, rankings, or single responses with a number; see `RowKind`."""
+
+    responses: list[list[list[int]]]  # [rows][responses]: prompt, response and eos, the best first
+    prompt_lengths: list[int]  # tokens of the prompt, the first ones of each response
+    dropped: int  # number of rows left out because a response was too long
+    margins: list[float] | None = None  # of pairs: by how much the better one is to score higher
+    ties: list[bool] | None = None  # of pairs: whether neither is better; None: no pair is a tie
+    targets: list[float] | None = None  # the numbers of single responses
 
     def __post_init__(self) -> None:
-        sizes = {len(self.chosen_ids), len(self.rejected_ids), len(self.prompt_lengths)}
-        sizes |= set() if self.margins is None else {len(self.margins)}
-        assert len(sizes) == 1, f"pairs must have two sides and a prompt: {sorted(sizes)}"
+        columns = (self.prompt_lengths, self.margins, self.ties, self.targets)
+        sizes = {len(self.responses), *(len(column) for column in columns if column is not None)}
+        assert len(sizes) == 1, f"columns have different lengths: {sorted(sizes)}"
 
     def __len__(self) -> int:
-        return len(self.chosen_ids)
+        return len(self.responses)
+
+    def compared(self, rows: Sequence[int]) -> list[ComparedPair]:
+        """Each two responses of each of these rows; the places are among all of their responses."""
+        pairs = []
+        begin = 0
+        for row in rows:
+            count = len(self.responses[row])
+            margin = 0.0 if self.margins is None else self.margins[row]
+            is_tie = self.ties is not None and self.ties[row]
+            for better, worse in combinations(range(begin, begin + count), 2):
+                share = 2 / (count * (count - 1))
+                pairs.append(ComparedPair(better, worse, margin, is_tie, share))
+            begin += count
+        return pairs
+
+    def sizes(self, rows: Sequence[int]) -> list[int]:
+        """The number of responses of each of these rows."""
+        return [len(self.responses[row]) for row in rows]
 
     def sequences(self, rows: Sequence[int]) -> Sequences:
-        """The chosen and the rejected side of each of these pairs, in turn."""
-        sides = []
-        prompt_lengths = []
-        for row in rows:
-            sides += [self.chosen_ids[row], self.rejected_ids[row]]
-            prompt_lengths += 2 * [self.prompt_lengths[row]]
-        return Sequences.of(sides, prompt_lengths)
+        """The responses of each of these rows, in turn."""
+        every = [response for row in rows for response in self.responses[row]]
+        prompts = [self.prompt_lengths[row] for row in rows for _ in self.responses[row]]
+        return Sequences.of(every, prompts)
+
+
+@dataclass(frozen=True)
+class PreferenceColumns:
+    """What rows hold beside the prompt."""
+
+    kind: RowKind = "pairs"
+    margin: str | None = None  # a column with a number
+    tie: str | None = None  # a column with true or false
+    target: str | None = None  # a column with a number
 
 
 def encode_preferences(
@@ -67,62 +112,62 @@ def encode_preferences(
     *,
     max_length: int,
     overlong: Overlong = "drop",
-    margin_column: str | None = None,
-) -> PreferencePairs:
+    columns: PreferenceColumns = PreferenceColumns(),
+) -> PreferenceRows:
     """Tokenise preference rows.
 
     `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages of which the
-    last is the assistant's. Such a list may hold the prompt itself, as in TRL. A pair is never
-    truncated, because the reward is read at eos: if a side has more than `max_length` tokens, the
-    pair is refused, or dropped and counted. Each row has a number in `margin_column`, if one is
-    given.
+    last is the assistant's. Such a list may hold the prompt itself, as in TRL. A ranking has
+    `responses`, a list of strings, and a row with a number a `response`. A row is never truncated,
+    because the reward is read at eos: if a response has more than `max_length` tokens, the row is
+    refused, or dropped and counted.
 
     Raises:
         DataError: a row is malformed or too long, or no row is left.
     """
-    chosen_ids: list[list[int]] = []
-    rejected_ids: list[list[int]] = []
+    read = READERS[columns.kind]
+    responses: list[list[list[int]]] = []
     prompt_lengths: list[int] = []
-    margins: list[float] = []
+    kept: list[Row] = []
     empty = 0
     for row in rows:
-        prompt, chosen, rejected = _parts(row)
-        empty += not chosen or not rejected
+        prompt, texts = read(row)
+        empty += not all(texts)
         _, prompt_ids = encode_prompt(row, prompt, tokenizer)
-        better = prompt_ids + encode_response(row, chosen, tokenizer)
-        worse = prompt_ids + encode_response(row, rejected, tokenizer)
+        encoded = [prompt_ids + encode_response(row, text, tokenizer) for text in texts]
 
-        length = max(len(better), len(worse))
+        length = max(map(len, encoded))
         if length <= max_length:
-            chosen_ids.append(better)
-            rejected_ids.append(worse)
+            responses.append(encoded)
             prompt_lengths.append(len(prompt_ids))
-            if margin_column is not None:
-                margins.append(_margin(row, margin_column))
+            kept.append(row)
         elif overlong == "error":
             raise DataError(
-                f"{row.where}: the pair has {length} tokens, more than data.max_length "
-                f"{max_length}; raise it, or set data.overlong to drop"
+                f"{row.where}: the {_UNITS[columns.kind]} has {length} tokens, more than "
+                f"data.max_length {max_length}; raise it, or set data.overlong to drop"
             )
 
-    dropped = len(rows) - len(chosen_ids)
-    if not chosen_ids:
+    dropped = len(rows) - len(kept)
+    if not kept:
         raise DataError(
-            f"none of {len(rows)} preference pairs fits into data.max_length {max_length}; raise it"
+            f"none of {len(rows)} preference {_UNITS[columns.kind]}s fits into data.max_length "
+            f"{max_length}; raise it"
         )
     warn_of_dropped("sequences", dropped, rows, max_length)
     if empty:
-        logger.warning("'chosen' or 'rejected' is empty in %s", of_rows(empty, rows))
-    _check_differences(rows, chosen_ids, rejected_ids)
-    of_pairs = None if margin_column is None else margins
-    return PreferencePairs(chosen_ids, rejected_ids, prompt_lengths, dropped, of_pairs)
+        logger.warning("a response is empty in %s", of_rows(empty, rows))
+    if columns.kind == "pairs":
+        _check_differences(rows, responses)
+
+    margins = _column(kept, columns.margin, _NUMBER, "rm.margin_column")
+    ties = _column(kept, columns.tie, _FLAG, "rm.tie_column")
+    targets = _column(kept, columns.target, _NUMBER, "rm.target_column")
+    return PreferenceRows(responses, prompt_lengths, dropped, margins, ties, targets)
 
 
-def _check_differences(
-    rows: Sequence[Row], chosen_ids: list[list[int]], rejected_ids: list[list[int]]
-) -> None:
+def _check_differences(rows: Sequence[Row], responses: list[list[list[int]]]) -> None:
     """Warn of pairs that teach nothing, or the opposite of another one."""
-    pairs = list(zip(map(tuple, chosen_ids), map(tuple, rejected_ids), strict=True))
+    pairs = [(tuple(chosen), tuple(rejected)) for chosen, rejected in responses]
     equal = sum(chosen == rejected for chosen, rejected in pairs)
     if equal == len(pairs):
         raise DataError(
@@ -163,7 +208,7 @@ def split_by_prompt(
     if not 0.0 <= held_out_fraction < 1.0:
         raise DataError(f"data.held_out_fraction {held_out_fraction} is not in [0, 1)")
 
-    read = prompt or (lambda row: _parts(row)[0])
+    read = prompt or prompt_reader("pairs")
     keys = [json.dumps(read(row), sort_keys=True) for row in rows]
     ranked = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
     held_out = set(ranked[: round(held_out_fraction * len(ranked))])
@@ -179,26 +224,49 @@ def split_by_prompt(
     return sides
 
 
-def _margin(row: Row, column: str) -> float:
-    """The number in `column`; DataError if it is missing, not a number, or too large."""
-    value = row.require(column)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and abs(value) <= _MOST_MARGIN:
-        return float(value)
-    raise DataError(
-        f"{row.where}: {column!r} must be a number from -{_MOST_MARGIN:g} to {_MOST_MARGIN:g}, "
-        f"since rm.margin_column names it; found {value!r:.40}"
-    )
+def _column(
+    rows: Sequence[Row], column: str | None, kind: tuple[str, Callable[[Any], bool]], key: str
+) -> list[Any] | None:
+    """The values of a column, which `key` names; DataError if one is missing or of another kind."""
+    if column is None:
+        return None
+    words, fits = kind
+    values = []
+    for row in rows:
+        values.append(row.require(column))
+        if not fits(values[-1]):
+            raise DataError(
+                f"{row.where}: {column!r} must be {words}, since {key} names it; "
+                f"found {values[-1]!r:.40}"
+            )
+    return values
 
 
-def _parts(row: Row) -> tuple[Prompt, str, str]:
+def _ranking(row: Row) -> tuple[Prompt, list[str]]:
+    """The prompt and the responses of a ranking; DataError if malformed."""
+    texts = row.require("responses")
+    are_texts = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    if not are_texts or len(texts) < 2:
+        raise DataError(
+            f"{row.where}: 'responses' must be a list of at least two strings, the best first, "
+            f"since rm.rows is rankings; found {texts!r:.40}"
+        )
+    return prompt_of(row), [plain_text(row, "responses", text) for text in texts]
+
+
+def _single(row: Row) -> tuple[Prompt, list[str]]:
+    """The prompt and the only response of a row; DataError if malformed."""
+    return prompt_of(row), [plain_text(row, "response", row.text("response"))]
+
+
+def _pair(row: Row) -> tuple[Prompt, list[str]]:
     """The prompt, the chosen and the rejected response of a row; DataError if malformed."""
     chosen = row.require("chosen")
     rejected = row.require("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):
         plain_text(row, "chosen", chosen)
         plain_text(row, "rejected", rejected)
-        return prompt_of(row), chosen, rejected
+        return prompt_of(row), [chosen, rejected]
 
     for name, response in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(response, str | list):
@@ -217,14 +285,14 @@ def _parts(row: Row) -> tuple[Prompt, str, str]:
         )
 
     if not context:
-        return prompt_of(row), better, worse
+        return prompt_of(row), [better, worse]
     context = message_list(row, "chosen", context)
     prompt = row.fields.get("prompt")
     if isinstance(prompt, list) and message_list(row, "prompt", prompt) != context:
         raise DataError(
             f'{row.where}: the messages before the last of "chosen" are not those of "prompt"'
         )
-    return context, better, worse
+    return context, [better, worse]
 
 
 def _conversation(row: Row, name: str, messages: Any) -> tuple[list[Message], str]:
@@ -233,3 +301,15 @@ def _conversation(row: Row, name: str, messages: Any) -> tuple[list[Message], st
     if last.get("role") != "assistant" or "tool_calls" in last:
         raise DataError(f"{row.where}: {name!r} {_RESPONSE}")
     return context, last["content"]
+
+
+READERS: dict[RowKind, Callable[[Row], tuple[Prompt, list[str]]]] = {
+    "pairs": _pair,
+    "rankings": _ranking,
+    "targets": _single,
+}
+
+
+def prompt_reader(kind: RowKind) -> Callable[[Row], object]:
+    """What reads the prompt of a row of this kind."""
+    return lambda row: READERS[kind](row)[0]

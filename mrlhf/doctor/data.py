@@ -39,10 +39,8 @@ def data(config: AnyConfig) -> Iterator[Finding]:
         return
 
     pairs = read_preference_inputs(config).pairs
-    longest = [
-        max(map(len, pair)) for pair in zip(pairs.chosen_ids, pairs.rejected_ids, strict=True)
-    ]
-    yield _lengths("pairs", longest, "data.max_length", config.data.max_length)
+    longest = [max(map(len, responses)) for responses in pairs.responses]
+    yield _lengths(config.rows, longest, "data.max_length", config.data.max_length)
 
 
 def _prompts(config: PPOConfig, inputs: PPOInputs) -> Iterator[Finding]:

@@ -21,11 +21,19 @@ from mrlhf.config.roots import (
     CriticConfig,
     PPOConfig,
     PreferenceConfig,
+    RewardModelConfig,
     SFTConfig,
     SupervisedConfig,
+    is_reward_model,
 )
 from mrlhf.data.conversations import prompt_of
-from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
+from mrlhf.data.preferences import (
+    PreferenceColumns,
+    PreferenceRows,
+    encode_preferences,
+    prompt_reader,
+    split_by_prompt,
+)
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rollouts import encode_rollouts
 from mrlhf.data.rows import Row, read_rows
@@ -50,6 +58,7 @@ from mrlhf.inputs.vocabulary import (
 )
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
+from mrlhf.parallel.segments import Segments
 from mrlhf.rewards.chat_judge import ChatJudge
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.rules import answer_rules
@@ -97,8 +106,8 @@ class PreferenceInputs:
 
     tokenizer: Tokenizer
     generation_config: str | None  # as for fine-tuning; None too if the model generates nothing
-    pairs: PreferencePairs
-    held_out: PreferencePairs | None  # the validation pairs, if there are any
+    pairs: PreferenceRows
+    held_out: PreferenceRows | None  # the validation pairs, if there are any
     steps: int  # training steps of the run
 
 
@@ -149,7 +158,7 @@ def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
     tokenizer = _tokenizer(config)
     pairs, held_out = _pairs_and_held_out(config, tokenizer, split=not config.data.val_files)
     assert pairs is not None, "train_files names a file, and each has rows"
-    steps = _supervised_steps(config, len(pairs), "pairs")
+    steps = _supervised_steps(config, len(pairs), config.rows)
     generates = config.head_of("model") == "lm"
     generation_config = read_generation_config(config.model.path) if generates else None
     return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
@@ -253,9 +262,9 @@ def _examples_and_held_out(
 
 def _pairs_and_held_out(
     config: PreferenceConfig, tokenizer: Tokenizer, split: bool
-) -> tuple[PreferencePairs | None, PreferencePairs | None]:
+) -> tuple[PreferenceRows | None, PreferenceRows | None]:
     """The pairs to train and to validate on; `split`: the latter are some of the former's rows."""
-    train_rows, held_out_rows = _split_rows(config, split)
+    train_rows, held_out_rows = _split_rows(config, split, prompt_reader(config.rows))
     pairs = _pairs(config, train_rows, tokenizer)
     held_out = _pairs(config, held_out_rows, tokenizer)
     if pairs is not None and held_out is not None:
@@ -264,7 +273,7 @@ def _pairs_and_held_out(
 
 
 def _split_rows(
-    config: SupervisedConfig, split: bool, prompt: Callable[[Row], object] | None = None
+    config: SupervisedConfig, split: bool, prompt: Callable[[Row], object]
 ) -> tuple[list[Row], list[Row]]:
     """The rows to train and to validate on; `split`: the latter may be some of the former."""
     data = config.data
@@ -338,7 +347,7 @@ def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
         # A token that only pads is never read.
         pad = None if tokenizer.pad_id == tokenizer.eos_id else tokenizer.pad_id
         read = {token: number for token, number in tokens.items() if number != pad}
-        check_tokens(read, own, f"{name}.path {role.path}", must_know=name == "reward_model")
+        check_tokens(read, own, f"{name}.path {role.path}", must_know=is_reward_model(name))
 
 
 def _rows(key: str, files: Sequence[str]) -> list[Row]:
@@ -384,27 +393,44 @@ def _encoded(
     return list(examples)
 
 
-def _sides(pairs: PreferencePairs) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Both sides of each pair."""
-    both = zip(pairs.chosen_ids, pairs.rejected_ids, strict=True)
-    return [(tuple(chosen), tuple(rejected)) for chosen, rejected in both]
+def _sides(pairs: PreferenceRows) -> list[tuple[tuple[int, ...], ...]]:
+    """The responses of each row."""
+    return [tuple(map(tuple, responses)) for responses in pairs.responses]
 
 
 def _pairs(
     config: PreferenceConfig, rows: Sequence[Row], tokenizer: Tokenizer
-) -> PreferencePairs | None:
+) -> PreferenceRows | None:
     if not rows:
         return None
+    columns = PreferenceColumns()
+    if isinstance(config, RewardModelConfig):
+        rm = config.rm
+        columns = PreferenceColumns(rm.rows, rm.margin_column, rm.tie_column, rm.target_column)
     pairs = encode_preferences(
         rows,
         tokenizer,
         max_length=config.data.max_length,
         overlong=config.data.overlong,
-        margin_column=config.margin_column,
+        columns=columns,
     )
-    sides = [*pairs.chosen_ids, *pairs.rejected_ids]
-    warn_of_unknown_tokens(sides, tokenizer, "the preference pairs")
+    _check_micro_batch(config, pairs)
+    every = [response for responses in pairs.responses for response in responses]
+    warn_of_unknown_tokens(every, tokenizer, f"the preference {config.rows}")
     return pairs
+
+
+def _check_micro_batch(config: PreferenceConfig, rows: PreferenceRows) -> None:
+    """Refuse a row whose responses, which stay together, do not fit into a micro-batch."""
+    padded = Segments(size=config.model.cp).padded
+    tokens = [sum(padded(len(ids)) for ids in responses) for responses in rows.responses]
+    most = max(tokens)
+    if most > config.model.micro_batch_tokens:
+        count = len(rows.responses[tokens.index(most)])
+        raise DataError(
+            f"model.micro_batch_tokens {config.model.micro_batch_tokens} is less than {count} "
+            f"responses of a prompt, {most} tokens; raise it to {most}, or give fewer responses"
+        )
 
 
 def _ppo_steps(config: PPOConfig, rows: int) -> int:

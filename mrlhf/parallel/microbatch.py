@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from mrlhf.parallel import pipeline_order
 from mrlhf.parallel.balance import pack_rows, split_balanced
@@ -107,7 +108,7 @@ def cut_mini_batches(
     mini_batch_rows: int,
     dp: int,
     budget: int,
-    together: int = 1,
+    together: int | Sequence[int] = 1,
     in_step: bool = False,
     shared: SharedPrompts | None = None,
     row_of: Sequence[int] | None = None,
@@ -124,15 +125,13 @@ def cut_mini_batches(
         mini_batch_rows: the last mini-batch may be smaller.
         budget: most tokens of a micro-batch.
         together: number of consecutive rows that must stay in one micro-batch, such as 2 for the
-            two sides of a preference pair.
+            two sides of a preference pair; or one number for each unit of a single mini-batch.
         in_step: whether all ranks need the same number of micro-batches, since tokens travel
             between them. Those that lack some then have empty ones at the end of a mini-batch.
         shared: prompts that a micro-batch holds once; rows that share one stay together where
             there is room, and as long as every rank gets some.
         row_of: the row of each sequence, ascending; None: each is a row.
     """
-    assert len(lengths) % together == 0, (len(lengths), together)
-    assert mini_batch_rows % together == 0, (mini_batch_rows, together)
     if row_of is None:
         row_of = range(len(lengths))
     mini_batches = []
@@ -140,7 +139,7 @@ def cut_mini_batches(
     for begin in range(0, row_of[-1] + 1, mini_batch_rows):
         end = min(begin + mini_batch_rows, row_of[-1] + 1)
         rows = list(range(bisect_left(row_of, begin), bisect_left(row_of, end)))
-        units = [rows[i : i + together] for i in range(0, len(rows), together)]
+        units = _units(rows, together)
         if shared is None:
             unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
             unit_costs = [sum(costs[row] for row in unit) for unit in units]
@@ -170,3 +169,10 @@ def cut_mini_batches(
         of_step = list(range(begin, end))
         mini_batches.append(MiniBatch(of_step, micro_batches, loads, tokens, saved, spared))
     return mini_batches
+
+
+def _units(rows: list[int], together: int | Sequence[int]) -> list[list[int]]:
+    """The rows of a mini-batch in units of so many."""
+    sizes = [together] * (len(rows) // together) if isinstance(together, int) else together
+    assert sum(sizes) == len(rows), (len(rows), together)
+    return [rows[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -129,7 +129,8 @@ def _samples(config: AnyConfig) -> int:
     """Sequences of a step."""
     if isinstance(config, PPOConfig):
         return config.data.train_batch_size * config.rollout.n
-    return config.data.batch_size * (2 if isinstance(config, PreferenceConfig) else 1)
+    each = config.fewest_responses if isinstance(config, PreferenceConfig) else 1
+    return config.data.batch_size * each
 
 
 def _updates(config: AnyConfig, name: str) -> tuple[int, int]:

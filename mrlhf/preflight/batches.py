@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, is_reward_model
 from mrlhf.config.sections import OptimSection, RoleSection
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.pipeline_order import idle_share
@@ -72,7 +72,7 @@ def role_work(config: AnyConfig, world_size: int) -> list[RoleWork]:
             cut = (batch // rows, trained.ppo_epochs)
         else:
             # The reward model scores all responses, not only those that are trained on.
-            scores_all = name == "reward_model"
+            scores_all = is_reward_model(name)
             key = "data.gen_batch_size" if scores_all else "data.train_batch_size"
             rows = config.data.gen_batch_size if scores_all else batch
             cut = (1, 1)
@@ -91,4 +91,4 @@ def trained_models(config: AnyConfig) -> dict[str, tuple[RoleSection, OptimSecti
 def longest_unit(config: AnyConfig, cp: int = 1) -> int:
     """Tokens of the longest sequence, or pair of sequences, padded for `cp` ranks."""
     longest = Segments(size=cp).padded(config.data.max_length)
-    return 2 * longest if isinstance(config, PreferenceConfig) else longest
+    return config.fewest_responses * longest if isinstance(config, PreferenceConfig) else longest

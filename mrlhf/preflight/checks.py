@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from mrlhf.config.data import PromptDataSection
 from mrlhf.config.reads import listed
-from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SupervisedConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, SupervisedConfig
 from mrlhf.config.unread import contradictions, unread_keys
 from mrlhf.errors import ConfigError
 from mrlhf.metrics.table import KINDS
@@ -107,7 +107,7 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
                 padded_for = f", padded to {needed} for {name}.cp {role.cp}"
 
     if too_small:
-        unit = "pair of sequences" if isinstance(config, PreferenceConfig) else "sequence"
+        unit = "pair of sequences" if needed > config.data.max_length else "sequence"
         verb = "is" if len(too_small) == 1 else "are"
         yield (
             f"{listed(too_small)} {verb} less than the longest {unit}, {_length_in_words(config)} "
@@ -148,7 +148,7 @@ def _length_in_words(config: AnyConfig) -> str:
             f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length "
             f"{data.max_response_length} = {data.max_length}"
         )
-    if isinstance(config, PreferenceConfig):
+    if longest_unit(config) > data.max_length:
         return f"2 x data.max_length {data.max_length} = {longest_unit(config)}"
     return f"data.max_length {data.max_length}"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mrlhf.checkpoint.frozen import check_base
-from mrlhf.config.roots import AnyConfig, PPOConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, is_reward_model
 from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
@@ -145,7 +145,7 @@ def _check_weights(config: AnyConfig, name: str, spec: ModelSpec | None) -> list
         return []
     base = without_adapters(spec)
     keeps_head = family_of(spec).scalar_head in spec.frozen  # a new one would give 0 for ever
-    needs_head = name == "reward_model" or keeps_head
+    needs_head = is_reward_model(name) or keeps_head
     remarks = [*check_weight_files(role.path, base, needs_head)]
     adapter = role.directories().get("lora.path")
     if adapter is not None and _has_adapter(role):

@@ -156,7 +156,7 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
 
 
 def _supervised_step(config: AnyConfig, world_size: int) -> Iterator[str]:
-    noun = "pair" if isinstance(config, PreferenceConfig) else "sequence"
+    noun = config.rows[:-1] if isinstance(config, PreferenceConfig) else "sequence"
     (work,) = (work for work in role_work(config, world_size) if work.is_trained)
     yield "each optimizer step"
     yield f"  {count(work.units, noun)} of <= {longest_unit(config)} tokens, {_share(work)}"

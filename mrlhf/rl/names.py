@@ -174,6 +174,12 @@ BypassLoss = Literal["ppo_clip", "reinforce"]
 PairLossName = Literal["sigmoid", "ipo"]
 """Losses on pairs of responses."""
 
+RowKind = Literal["pairs", "rankings", "targets"]
+"""What a reward model learns from: two responses, several in order, or one with a number."""
+
+Combine = Literal["mean", "min", "mean_minus_std", "mean_minus_variance"]
+"""How the scores of several reward models become one."""
+
 RewardRule = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format"]
 RewardName = Literal[RewardRule, "reward_model", "environment", "judge"]
 """The terms of a reward that are not a user's function."""

@@ -8,9 +8,11 @@ nor how pairs were split over ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -93,43 +95,58 @@ def measure_pairs(
 
 @dataclass(frozen=True)
 class ScoreLossOptions:
-    """The numbers of the loss of a reward model; with 0 for both it is plain Bradley-Terry."""
+    """The numbers of the loss of a reward model; with 0 for all it is plain Bradley-Terry."""
 
     centring: float  # factor of the square of the sum of both scores
     label_smoothing: float  # the share of pairs that are taken to be the wrong way round
+    tie_threshold: float = 0.0  # log theta of Rao and Kupper, above 0 where pairs may be ties
 
 
-def score_loss(scores: Tensor, margins: Tensor | None, options: ScoreLossOptions) -> Tensor:
+def score_loss(
+    scores: Tensor,
+    margins: Tensor | None,
+    options: ScoreLossOptions,
+    ties: Tensor | None = None,
+) -> Tensor:
     """The loss of a reward model on pairs; float32 [pairs].
 
-    With r_c and r_r for the scores of the chosen and the rejected response, d = r_c - r_r - margin
-    and smoothing e, it is
+    With r_c and r_r for the scores of the chosen and the rejected response, d = r_c - r_r - margin,
+    smoothing e and threshold t, it is
 
-        -(1 - e) log sigmoid(d) - e log sigmoid(-d) + centring (r_c + r_r)^2
+        -(1 - e) log sigmoid(d - t) - e log sigmoid(-d - t) + centring (r_c + r_r)^2
+
+    and for a tie, with d = r_c - r_r, the first two terms are -log of what is left for it,
+
+        1 - sigmoid(d - t) - sigmoid(-d - t) = (1 - exp(-2 t)) sigmoid(t - d) sigmoid(t + d)
 
     Bradley-Terry is https://arxiv.org/abs/2203.02155, equation 1, with one pair for each
     comparison; the margin is https://arxiv.org/abs/2307.09288, equation 2; centring is
     https://arxiv.org/abs/2312.09244, equation 2; smoothing is that of
-    https://ericmitchell.ai/cdpo.pdf.
+    https://ericmitchell.ai/cdpo.pdf. Ties are those of Rao and Kupper,
+    https://doi.org/10.1080/01621459.1967.10482901, whose theta is exp(t).
 
     Args:
         scores: float32 [pairs, 2], those of the chosen responses first.
         margins: float32 [pairs], by how much the chosen response is to score higher; None: 0.
         options: the numbers of the loss.
+        ties: bool [pairs], whether neither response is better; None: no pair is a tie.
     """
     assert scores.shape[1:] == (2,), scores.shape
     differences = scores[:, 0] - scores[:, 1]
-    if margins is not None:
-        differences = differences - margins
-    loss = _logistic(differences, options.label_smoothing)
+    apart = differences if margins is None else differences - margins
+    threshold = options.tie_threshold
+    loss = _logistic(apart, options.label_smoothing, threshold)
+    if ties is not None:
+        near = -logsigmoid(threshold - differences) - logsigmoid(threshold + differences)
+        loss = torch.where(ties, near - math.log(-math.expm1(-2 * threshold)), loss)
     if options.centring == 0:
         return loss
     return loss + options.centring * scores.sum(dim=1).square()
 
 
-def _logistic(margin: Tensor, smoothing: float) -> Tensor:
-    """-log sigmoid(margin); of the share `smoothing`, that of the negative margin."""
-    loss = -logsigmoid(margin)
+def _logistic(margin: Tensor, smoothing: float, threshold: float = 0.0) -> Tensor:
+    """-log sigmoid(margin - threshold); of the share `smoothing`, with the negative margin."""
+    loss = -logsigmoid(margin - threshold)
     if smoothing == 0:
         return loss
-    return (1 - smoothing) * loss + smoothing * -logsigmoid(-margin)
+    return (1 - smoothing) * loss + smoothing * -logsigmoid(-margin - threshold)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.preferences import PreferenceRows
 from mrlhf.parallel.packs import Pack, gather_rows, lay_in_rows
 from mrlhf.parallel.vocab import LossParts, Tokens
 from mrlhf.parallel.vocab_sums import NumbersToCompute
@@ -32,7 +32,7 @@ class ResponseLogprobs:
 
     engine: ModelEngine  # holds the model
 
-    def of_pairs(self, pairs: PreferencePairs) -> Tensor:
+    def of_pairs(self, pairs: PreferenceRows) -> Tensor:
         """Run the model over both sides of all pairs, float64 [pairs, 2] on every rank's host."""
         parts = []
         for begin in range(0, len(pairs), _PAIRS_AT_ONCE):

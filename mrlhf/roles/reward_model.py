@@ -8,7 +8,7 @@ is used for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,27 +16,42 @@ from torch import Tensor
 
 from mrlhf.batch import Rollout, Sequences
 from mrlhf.models.spec import ModelSpec
+from mrlhf.rl.ensembles import combine_scores, spread_of
+from mrlhf.rl.names import Combine
 from mrlhf.training.engine import ModelEngine
 
 
 class RewardModel:
     """Takes the output at the last token of a sequence, padding left out, as its score."""
 
-    def __init__(self, engine: ModelEngine) -> None:
-        self.engine = engine
+    def __init__(
+        self, engines: Sequence[ModelEngine], combine: Combine = "mean", coefficient: float = 1.0
+    ) -> None:
+        """Take the model, or an ensemble and how its scores become one."""
+        self.engines = engines
+        self._combine = combine
+        self._coefficient = coefficient
 
-    def score(self, rollout: Rollout) -> Tensor:
-        """The score of each response, by its last context; float32 [batch] on every rank."""
-        sequences = self.engine.groups.machine.compute_on_leader(
+    def score(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
+        """The score of each response, by its last context; float32 [batch] on every rank.
+
+        The second table has the standard deviation over the members of an ensemble.
+        """
+        sequences = self.engines[0].groups.machine.compute_on_leader(
             lambda: rollout.sequences().last_of_rows()
         )
-        return score_sequences(self.engine, sequences)
+        each = torch.stack([score_sequences(engine, sequences) for engine in self.engines])
+        if len(each) == 1:
+            return each[0], None
+        return combine_scores(self._combine, each, self._coefficient), spread_of(each)
 
 
-def score_sequences(engine: ModelEngine, sequences: Sequences, together: int = 1) -> Tensor:
+def score_sequences(
+    engine: ModelEngine, sequences: Sequences, together: int | Sequence[int] = 1
+) -> Tensor:
     """The score of each sequence, float32 [batch] on every rank's host.
 
-    The engine's model has a scalar head. `together` consecutive sequences stay in one micro-batch.
+    The engine's model has a scalar head. `together` is as in `cut_mini_batches`.
     """
     scored = engine.groups.machine.compute_on_leader(
         lambda: up_to_scored(sequences, engine.spec), shared=(sequences, sequences.token_ids)

@@ -124,10 +124,13 @@ class Scorer:
         given: dict[str, list[float]] = {}
         further: dict[str, list[float]] = {}
         if self.reward_model is not None:
-            given["reward_model"] = self.reward_model.score(rollout).tolist()
+            scores, spread = self.reward_model.score(rollout)
+            given["reward_model"] = scores.tolist()
+            if spread is not None:
+                further["reward_model/std"] = spread.tolist()
         if rollout.episodes is not None and ENVIRONMENT in self.function.external:
             given[ENVIRONMENT] = [episode.score or 0.0 for episode in rollout.episodes]
-            further = _numbers_of(rollout.episodes)
+            further |= _numbers_of(rollout.episodes)
 
         with self._taking_early(rollout) as begun:
             owners, is_early = self._share_out(len(rollout), begun)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mrlhf.batch import Sequences
 from mrlhf.config.pair_losses import DPOSection
 from mrlhf.config.roots import DPOConfig
-from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.preferences import PreferenceRows
 from mrlhf.inputs import read_preference_inputs
 from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
@@ -57,7 +57,7 @@ class ScoredPairs:
     `reference` is float64 [pairs, 2], one number for each whole response, the chosen ones first.
     """
 
-    pairs: PreferencePairs
+    pairs: PreferenceRows
     reference: Tensor
 
     def __post_init__(self) -> None:
@@ -68,9 +68,9 @@ class ScoredPairs:
 
     def seen(self, rows: Sequence[int], policy: Tensor) -> PairLogprobs:
         """The log-probabilities of these pairs for a loss; `policy` is float64 [rows, 2]."""
-        sides = (self.pairs.chosen_ids, self.pairs.rejected_ids)
+        sides = self.pairs.responses
         prompts = self.pairs.prompt_lengths
-        tokens = [[len(ids[row]) - prompts[row] for ids in sides] for row in rows]
+        tokens = [[len(ids) - prompts[row] for ids in sides[row]] for row in rows]
         return PairLogprobs(
             policy,
             self.reference[list(rows)].to(policy.device),

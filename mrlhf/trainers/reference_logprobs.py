@@ -23,7 +23,7 @@ from torch import Tensor
 from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.checkpoint.output_files import REFERENCE_LOGPROBS
 from mrlhf.config.sections import AdaptedSection, RoleSection
-from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.preferences import PreferenceRows
 from mrlhf.data.sample_table import written_whole
 from mrlhf.device import resolve_dtype
 from mrlhf.models.adapter_choice import spec_of_role
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def reference_logprobs(
-    section: RoleSection, run: Run, data: Sequence[PreferencePairs], seed: int
+    section: RoleSection, run: Run, data: Sequence[PreferenceRows], seed: int
 ) -> list[Tensor]:
     """The log-probabilities of all responses under the reference; every rank calls it.
 
@@ -67,9 +67,7 @@ def reference_logprobs(
     return tables
 
 
-def _ask(
-    section: RoleSection, run: Run, data: Sequence[PreferencePairs], seed: int
-) -> list[Tensor]:
+def _ask(section: RoleSection, run: Run, data: Sequence[PreferenceRows], seed: int) -> list[Tensor]:
     """Build the reference and run it over all pairs."""
     spec = spec_of_role(section, "lm")
     groups = run.groups("reference", section)
@@ -81,7 +79,7 @@ def _ask(
     return tables
 
 
-def _key(section: RoleSection, run: Run, data: Sequence[PreferencePairs]) -> str:
+def _key(section: RoleSection, run: Run, data: Sequence[PreferenceRows]) -> str:
     """A hash of all that the numbers depend on, except the layout, which changes only rounding."""
     dtype = resolve_dtype(section.dtype, run.device)
     digest = xxhash.xxh3_128(f"{fingerprint(section.path)['files']} {dtype}".encode())
@@ -89,8 +87,8 @@ def _key(section: RoleSection, run: Run, data: Sequence[PreferencePairs]) -> str
     if isinstance(section, AdaptedSection) and section.lora.path is not None:
         digest.update(str(fingerprint(section.lora.path)["files"]).encode())
     for pairs in data:
-        sides = zip(pairs.prompt_lengths, pairs.chosen_ids, pairs.rejected_ids, strict=True)
-        for prompt_length, chosen, rejected in sides:
+        for prompt_length, sides in zip(pairs.prompt_lengths, pairs.responses, strict=True):
+            chosen, rejected = sides
             numbers = [prompt_length, len(chosen), len(rejected), *chosen, *rejected]
             digest.update(np.asarray(numbers, dtype=np.int32).tobytes())
     return digest.hexdigest()

@@ -1,13 +1,14 @@
-"""Reward-model training on preference pairs: the loss is -log sigmoid(chosen - rejected), with
-what section `rm` adds to it.
+"""Reward-model training on responses that were compared, or to which people gave numbers.
 
-The formula is that of `score_loss`. This file knows the metrics and the pair accuracy; the loop is
-in `supervised`.
+The formula of pairs is that of `score_loss`. This file knows the metrics; the loop is in
+`supervised`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +16,23 @@ from torch import Tensor
 from mrlhf.batch import Sequences
 from mrlhf.config.pair_losses import RewardLossSection
 from mrlhf.config.roots import RewardModelConfig
-from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.preferences import PreferenceRows
 from mrlhf.device import send
 from mrlhf.inputs import read_preference_inputs
-from mrlhf.metrics.tally import Tally, standard_errors
+from mrlhf.metrics.tally import Tally
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import gather_rows
 from mrlhf.rl.preference import ScoreLossOptions, score_loss
 from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start
+from mrlhf.trainers.reward_quality import quality_of, score_moments, words_on_length
 from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.results import Loss, PackResult
+
+Measured = dict[str, tuple[Tensor, Tensor | float]]
+"""Sums over some rows by name, each with the number of what it sums over."""
 
 
 def train_reward_model(config: RewardModelConfig) -> None:
@@ -44,71 +49,90 @@ def train_reward_model(config: RewardModelConfig) -> None:
         trainer.fit()
 
 
-class PreferenceLearning(SupervisedTask[PreferencePairs]):
-    """Learns to score the chosen response of each pair above the rejected one."""
+class PreferenceLearning(SupervisedTask[PreferenceRows]):
+    """Learns to score the better of each two responses of a row higher, or to score as people do.
+
+    The first is for pairs and rankings, the second for single responses with a number.
+    """
 
     name = "rm"
 
     def __init__(
-        self,
-        section: RewardLossSection,
-        train: PreferencePairs,
-        held_out: PreferencePairs | None,
+        self, section: RewardLossSection, train: PreferenceRows, held_out: PreferenceRows | None
     ) -> None:
-        """Take the loss, the training pairs, and the validation pairs, if there are any."""
+        """Take the loss, the training rows, and the validation rows, if there are any."""
         super().__init__(train, held_out)
-        self._options = ScoreLossOptions(section.centring, section.label_smoothing)
+        threshold = 0.0 if section.tie_column is None else section.tie_threshold
+        self._options = ScoreLossOptions(section.centring, section.label_smoothing, threshold)
 
     def _loss_on(
         self, engine: ModelEngine, rows: Sequence[int]
     ) -> tuple[Sequences, BatchCut, Loss]:
-        """Loss (nats), accuracy and margin are means over the pairs."""
+        """The loss is the mean over the rows."""
         sequences = up_to_scored(self._train.sequences(rows), engine.spec)
-        cut = engine.cut(sequences, "last", together=2)
+        sizes = self._train.sizes(rows)
+        cut = engine.cut(sequences, "last", together=sizes)
+        owners = [place for place, size in enumerate(sizes) for _ in range(size)]
 
         def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
             pack = cut.packs[number]
-            # The last tokens of a pair may lie on two ranks.
-            [numbers] = gather_rows(output.float().T, pack, engine.groups.cp)
-            scores = numbers.view(-1, 2)
-            pairs = [rows[row // 2] for row in pack.rows[::2]]
-            total = self._losses(self._train, pairs, scores).sum()
-            margin = scores[:, 0] - scores[:, 1]
+            # The last tokens of a row's responses may lie on two ranks.
+            [scores] = gather_rows(output.float().T, pack, engine.groups.cp)
+            of_pack = [rows[place] for place in dict.fromkeys(owners[row] for row in pack.rows)]
+            measured = self._measure(self._train, of_pack, scores)
 
             tally = Tally()
-            if pack.segments.rank == 0:  # the other ranks that share the pairs have the same loss
-                tally.add("rm/loss", total, len(margin))
-                tally.add("rm/accuracy", (margin > 0).sum(), len(margin))
-                tally.add("rm/margin", margin.sum(), len(margin))
-                if self._options.centring:
-                    tally.add("rm/centring", scores.sum(dim=1).square().sum(), len(margin))
-            return total / len(rows), PackResult(tally)
+            if pack.segments.rank == 0:  # the other ranks that share the rows have the same loss
+                for name, (total, count) in measured.items():
+                    tally.add(f"rm/{name}", total, count)
+            return measured["loss"][0] / len(rows), PackResult(tally)
 
         return sequences, cut, loss
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:
-        """Loss on the held-out pairs, and the share whose chosen response scores higher."""
-        if self._held_out is None:
+        """Loss on the held-out rows, and what `quality_of` says of the scores."""
+        data = self._held_out
+        if data is None:
             return {}
-        sequences = self._held_out.sequences(range(len(self._held_out)))
-        scores = score_sequences(engine, sequences, together=2).view(-1, 2)
-        losses = self._losses(self._held_out, range(len(scores)), scores)
-        margin = scores[:, 0] - scores[:, 1]
-        return {
-            "val/accuracy": float((margin > 0).float().mean()),
-            "val/loss": float(losses.mean()),
-            **standard_errors({"val/accuracy": margin > 0}),
-        }
+        every = range(len(data))
+        scores = score_sequences(engine, data.sequences(every), together=data.sizes(every))
+        total, count = self._measure(data, every, scores)["loss"]
+        metrics = {"val/loss": float(total / count), **score_moments(scores)}
+        if data.targets is None:
+            lengths = [len(ids) for responses in data.responses for ids in responses]
+            metrics |= quality_of(data.compared(every), scores, lengths)
+        return metrics
 
-    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`rm_pair_accuracy` on the held-out pairs; without them, that of the last step."""
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """`rm_pair_accuracy`, or the error, on the held-out rows; else those of the last step."""
         kind = "val" if self.has_held_out else "rm"
-        return {"rm_pair_accuracy": metrics[f"{kind}/accuracy"]}
+        if self._train.targets is not None:
+            return {"rm_squared_error": metrics[f"{kind}/loss"]}
+        length = words_on_length(metrics)
+        told = {} if length is None else {"rm_length": length}
+        return {"rm_pair_accuracy": metrics[f"{kind}/accuracy"], **told}
 
-    def _losses(self, pairs: PreferencePairs, rows: Sequence[int], scores: Tensor) -> Tensor:
-        """The losses of these rows of `pairs`, by their scores, float32 [rows, 2]."""
-        margins = None
-        if pairs.margins is not None:
-            of_rows = torch.tensor([pairs.margins[row] for row in rows], dtype=torch.float32)
-            margins = send(of_rows, scores.device)
-        return score_loss(scores, margins, self._options)
+    def _measure(self, data: PreferenceRows, rows: Sequence[int], scores: Tensor) -> Measured:
+        """The loss of these rows and what is told of it; `scores` are those of their responses."""
+        if data.targets is not None:
+            targets = torch.tensor([data.targets[row] for row in rows], dtype=torch.float32)
+            errors = (scores - send(targets, scores.device)).square()
+            return {"loss": (errors.sum(), len(rows))}
+
+        pairs = data.compared(rows)
+        table = torch.tensor([astuple(pair) for pair in pairs], dtype=torch.float32)
+        columns = send(table.view(-1, 5).T.contiguous(), scores.device)
+        better, worse, margins, ties, shares = columns
+        both = scores[torch.stack([better, worse], dim=1).long()]
+        losses = score_loss(both, margins, self._options, None if data.ties is None else ties > 0)
+
+        differences = both[:, 0] - both[:, 1]
+        decided = 1 - ties
+        measured: Measured = {
+            "loss": ((losses * shares).sum(), len(rows)),
+            "accuracy": (((differences > 0) * decided).sum(), decided.sum()),
+            "margin": ((differences * decided).sum(), decided.sum()),
+        }
+        if self._options.centring:
+            measured["centring"] = (both.sum(dim=1).square().sum(), len(pairs))
+        return measured

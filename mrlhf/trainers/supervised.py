@@ -72,7 +72,7 @@ class SupervisedTask(ABC, Generic[RowsT]):
         """Metrics on the held-out rows; empty if there are no such rows."""
 
     @abstractmethod
-    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def summary(self, metrics: Mapping[str, float]) -> Mapping[str, Any]:
         """The few numbers by which the run is judged, from the last step's metrics."""
 
 

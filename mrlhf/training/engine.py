@@ -200,7 +200,7 @@ class ModelEngine:
         sequences: Sequences,
         select: Select,
         mini_batch_rows: int | None = None,
-        together: int = 1,
+        together: int | Sequence[int] = 1,
     ) -> BatchCut:
         """Cut a batch for this engine's layout and token budget, and pack this rank's share.
 

@@ -56,6 +56,8 @@ from tests.oracle.plain_supervised import (
     PAIR_STEPS,
     SFT_STEPS,
     SMOOTHING,
+    TIE_THRESHOLD,
+    TIES,
     VALUE_STEPS,
 )
 
@@ -206,16 +208,22 @@ def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict
     pairs = plain_supervised.preference_pairs(_rollout(setting.root, case))
     held_out = replace(
         pairs,
-        chosen_ids=pairs.chosen_ids[:HELD_OUT],
-        rejected_ids=pairs.rejected_ids[:HELD_OUT],
+        responses=pairs.responses[:HELD_OUT],
         prompt_lengths=pairs.prompt_lengths[:HELD_OUT],
         margins=[*MARGINS[:HELD_OUT]],
+        ties=[*TIES[:HELD_OUT]],
     )
-    plain = PreferenceLearning(RewardLossSection(), replace(pairs, margins=None), None)
-    for rows in PAIR_STEPS[:-1]:
-        assert "rm/centring" not in plain.step(engine, rows)
+    plain = PreferenceLearning(RewardLossSection(), replace(pairs, margins=None, ties=None), None)
+    assert "rm/centring" not in plain.step(engine, PAIR_STEPS[0])
+    for rows in (plain_supervised.rankings(pairs), plain_supervised.numbered(pairs)):
+        PreferenceLearning(RewardLossSection(), rows, None).step(engine, range(len(rows)))
 
-    section = RewardLossSection(centring=CENTRING, label_smoothing=SMOOTHING)
+    section = RewardLossSection(
+        tie_column="tie",
+        tie_threshold=TIE_THRESHOLD,
+        centring=CENTRING,
+        label_smoothing=SMOOTHING,
+    )
     task = PreferenceLearning(section, pairs, held_out)
     metrics = task.step(engine, PAIR_STEPS[-1])
     return engine, metrics | task.validate(engine)

@@ -200,9 +200,9 @@ class Runs:
         """The policy as transformers' model, or what its `suffix` names: "-ref" or "-critic"."""
         return plain_models.load(self.root / f"{MODEL}{suffix}")
 
-    def rewards(self, sequences: Iterable[Tensor]) -> list[float]:
-        """What the reward model gives each sequence, weighted."""
-        judge = plain_models.load(self.root / REWARD_MODEL)
+    def rewards(self, sequences: Iterable[Tensor], model: str = REWARD_MODEL) -> list[float]:
+        """What a reward model gives each sequence, weighted."""
+        judge = plain_models.load(self.root / model)
         rewards = []
         for sequence in sequences:
             with torch.no_grad():

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.batch import Experience, Sequences
+from mrlhf.data.preferences import PreferenceRows
 from mrlhf.models import build
 from mrlhf.models.experts import RoutedExperts
 from mrlhf.parallel.groups import GroupFactory
@@ -248,12 +249,24 @@ def _keep_own_updates(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def _take_the_first_margins(patch: pytest.MonkeyPatch, rank: int) -> None:
     """The pairs of a pack get the margins of the first pairs of all."""
-    right = PreferenceLearning._losses
+    right = PreferenceLearning._measure
 
-    def wrong(task: PreferenceLearning, pairs: Any, rows: Sequence[int], scores: Any) -> Any:
-        return right(task, pairs, range(len(rows)), scores)
+    def wrong(task: PreferenceLearning, data: Any, rows: Sequence[int], scores: Any) -> Any:
+        if data.margins is None:
+            return right(task, data, rows, scores)
+        return right(task, data, range(len(rows)), scores)
 
-    patch.setattr(PreferenceLearning, "_losses", wrong)
+    patch.setattr(PreferenceLearning, "_measure", wrong)
+
+
+def _count_each_pair_once(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """A ranking counts as often as it has pairs, and not once."""
+    right = PreferenceRows.compared
+
+    def wrong(data: PreferenceRows, rows: Sequence[int]) -> Any:
+        return [replace(pair, share=1.0) for pair in right(data, rows)]
+
+    patch.setattr(PreferenceRows, "compared", wrong)
 
 
 def _freeze_nothing(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -329,6 +342,9 @@ BREAKS = {
     ),
     "margins of other pairs": Break(
         REPLICAS, _take_the_first_margins, ("rm metrics", "rm weights")
+    ),
+    "rankings that count by their pairs": Break(
+        REPLICAS, _count_each_pair_once, ("rm metrics", "rm weights")
     ),
 }
 

@@ -13,6 +13,8 @@ import torch
 from mrlhf.batch import Sequences
 from mrlhf.rl.token_baselines import TokenProbabilities, optimal_token_baseline
 from tests.dist.ppo_runs import (
+    DP4,
+    MODEL,
     REWARD_WEIGHT,
     TP2_PP2,
     Runs,
@@ -22,6 +24,26 @@ from tests.dist.ppo_runs import (
     assert_same_on_every_layout,
 )
 from tests.oracle import plain_tables
+
+ENSEMBLE = [
+    f"reward_model.ensemble=[ROOT/{MODEL}-critic]",
+    "reward_model.combine=min",
+    "reward_model.offload=[params]",
+]
+ENSEMBLE_DEEP = Scenario("ensemble, tp2 pp2", [*TP2_PP2, "reward_model.tp=2", *ENSEMBLE])
+ENSEMBLE_WIDE = Scenario("ensemble, dp4", [*DP4, *ENSEMBLE])
+
+
+def test_an_ensemble_gives_the_lowest_score_of_its_members_on_every_layout(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, ENSEMBLE_DEEP, ENSEMBLE_WIDE)
+    step = runs.steps(ENSEMBLE_DEEP)[0]
+    sequences = step.experience.rollout.sequences()
+    each = torch.tensor([runs.rewards(sequences), runs.rewards(sequences, f"{MODEL}-critic")])
+    assert (each[0] > each[1]).unique().numel() == 2  # each is the lowest somewhere
+    assert_close(step.experience.scores, each.amin(0))
+    spread = float((each[0] - each[1]).abs().mean()) / 2 / REWARD_WEIGHT
+    assert step.metrics["reward/reward_model/std"] == pytest.approx(spread, abs=1e-5)
+
 
 EOS = 2
 TOKENS = 18  # of the tokenizer; the model has more, which are never drawn

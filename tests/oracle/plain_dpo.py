@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.preferences import PreferenceRows
 from tests.oracle.plain_models import SIZES, load, weights_of
 from tests.oracle.plain_optimizer import LR, Outcome, differentiate, make_optimizer
 
@@ -35,7 +35,7 @@ class Method:
     label_smoothing: float = 0.0
 
 
-def make_pairs() -> PreferencePairs:
+def make_pairs() -> PreferenceRows:
     """Random tokens; the sides of a pair have different lengths, from 1 token on."""
     generator = random.Random(8)
 
@@ -43,19 +43,19 @@ def make_pairs() -> PreferencePairs:
         return [generator.randrange(SIZES["vocab_size"]) for _ in range(generator.randint(1, most))]
 
     prompts = [draw(6) for _ in range(1 + max(max(rows) for rows in STEPS))]
-    return PreferencePairs(
-        chosen_ids=[prompt + draw(10) for prompt in prompts],
-        rejected_ids=[prompt + draw(10) for prompt in prompts],
+    chosen = [prompt + draw(10) for prompt in prompts]
+    rejected = [prompt + draw(10) for prompt in prompts]
+    return PreferenceRows(
+        responses=[[*sides] for sides in zip(chosen, rejected, strict=True)],
         prompt_lengths=[len(prompt) for prompt in prompts],
         dropped=0,
     )
 
 
-def held_out_pairs(pairs: PreferencePairs) -> PreferencePairs:
+def held_out_pairs(pairs: PreferenceRows) -> PreferenceRows:
     """The first few."""
-    return PreferencePairs(
-        pairs.chosen_ids[:HELD_OUT],
-        pairs.rejected_ids[:HELD_OUT],
+    return PreferenceRows(
+        pairs.responses[:HELD_OUT],
         pairs.prompt_lengths[:HELD_OUT],
         dropped=0,
     )
@@ -69,18 +69,18 @@ def response_logprob(model: Any, token_ids: list[int], prompt: int) -> Tensor:
 
 
 @torch.no_grad()
-def table(model: Path, pairs: PreferencePairs) -> Tensor:
+def table(model: Path, pairs: PreferenceRows) -> Tensor:
     """The log-probabilities of both sides of each pair, [pairs, 2]."""
     judge = load(model)
     rows = []
     for row, prompt in enumerate(pairs.prompt_lengths):
-        sides = (pairs.chosen_ids[row], pairs.rejected_ids[row])
+        sides = pairs.responses[row]
         rows.append([response_logprob(judge, side, prompt).item() for side in sides])
     return torch.tensor(rows)
 
 
 def train(
-    model: Path, reference: Path, pairs: PreferencePairs, method: Method, clip_grad: float
+    model: Path, reference: Path, pairs: PreferenceRows, method: Method, clip_grad: float
 ) -> Outcome:
     """One optimizer step for each of `STEPS`, and a validation on the first pairs."""
     policy = load(model)
@@ -105,7 +105,7 @@ def _mini_batch(
     kind: str,
     policy: Any,
     frozen: Any,
-    pairs: PreferencePairs,
+    pairs: PreferenceRows,
     rows: Sequence[int],
     method: Method,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -114,8 +114,7 @@ def _mini_batch(
     seen: list[dict[str, float]] = []
     for row in rows:
         prompt = pairs.prompt_lengths[row]
-        chosen = pairs.chosen_ids[row]
-        rejected = pairs.rejected_ids[row]
+        chosen, rejected = pairs.responses[row]
         log_p = [response_logprob(policy, side, prompt) for side in (chosen, rejected)]
         with torch.no_grad():
             log_q = [response_logprob(frozen, side, prompt) for side in (chosen, rejected)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Rollout
-from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.preferences import PreferenceRows
 from mrlhf.data.rollouts import ScoredResponse
 from mrlhf.data.sft import SftExample
 from tests.oracle.plain_models import load, weights_of
@@ -26,14 +26,19 @@ from tests.oracle.plain_routers import Routers
 # The rows of each optimizer step; the rows of the last step's metrics are those of the last list.
 SFT_STEPS = ((0, 3, 5, 6, 7), (7, 1, 2, 4, 0, 3))
 PAIR_STEPS = ((0, 1, 2, 3), (3, 1, 2, 0))
-# The loss on the last of these steps has margins, centring and smoothing; the others have none.
+# The loss on the last of these steps has margins, ties, centring and smoothing; the other has none.
 MARGINS = (0.25, 1.5, -0.5, 0.75)
+TIES = (False, False, True, False)
+TIE_THRESHOLD = 0.4
 CENTRING = 0.3
 SMOOTHING = 0.2
 VALUE_STEPS = ((0, 3, 5, 6, 7), (7, 1, 2, 4, 0, 3))
 # The targets of the last of these steps are lambda-returns, those of the first Monte-Carlo returns.
 GAMMA = 0.9
 LAM = 0.7
+# Rows of the rollout, the best first; and the numbers of its rows. Each is learned in a step.
+RANKINGS = ((0, 1, 2), (3, 4), (5, 6, 7, 0), (2, 5))
+TARGETS = (0.5, -1.0, 2.0, 0.0, 1.5, -0.25, 1.0, 0.75)
 # Fewer than some layouts have data-parallel ranks.
 HELD_OUT = 2
 
@@ -49,13 +54,25 @@ def sft_examples(rollout: Rollout) -> list[SftExample]:
     return examples
 
 
-def preference_pairs(rollout: Rollout) -> PreferencePairs:
+def preference_pairs(rollout: Rollout) -> PreferenceRows:
     """Every two rows of the rollout, the first of which is the better one."""
     sequences = rollout.sequences()
     ids = [sequences[row].tolist() for row in range(len(sequences))]
-    pairs = zip(ids[0::2], ids[1::2], strict=True)
+    pairs = [[*pair] for pair in zip(ids[0::2], ids[1::2], strict=True)]
     lengths = [max(1, _shared_tokens(*pair)) for pair in pairs]
-    return PreferencePairs(ids[0::2], ids[1::2], lengths, dropped=0, margins=[*MARGINS])
+    return PreferenceRows(pairs, lengths, dropped=0, margins=[*MARGINS], ties=[*TIES])
+
+
+def rankings(pairs: PreferenceRows) -> PreferenceRows:
+    """`RANKINGS` of the responses of the pairs."""
+    ids = [ids for pair in pairs.responses for ids in pair]
+    return PreferenceRows([[ids[row] for row in rows] for rows in RANKINGS], [1] * 4, dropped=0)
+
+
+def numbered(pairs: PreferenceRows) -> PreferenceRows:
+    """The responses of the pairs, with `TARGETS`."""
+    ids = [[ids] for pair in pairs.responses for ids in pair]
+    return PreferenceRows(ids, [1] * len(ids), dropped=0, targets=[*TARGETS])
 
 
 def scored_responses(rollout: Rollout) -> list[ScoredResponse]:
@@ -104,11 +121,13 @@ def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcom
     return Outcome(metrics, weights_of(policy))
 
 
-def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outcome:
-    """One optimizer step for each of `PAIR_STEPS`, and a validation on the first pairs.
+def train_reward_model(model: Path, pairs: PreferenceRows, case: Case) -> Outcome:
+    """A step each on the first of `PAIR_STEPS`, on rankings, on numbers, and on the last pairs.
 
-    The last step and the validation have the whole loss, the other steps plain Bradley-Terry.
+    Then follows a validation on the first pairs. The last step and the validation have the whole
+    loss, the first step plain Bradley-Terry.
     """
+    ids = [ids for pair in pairs.responses for ids in pair]
     judge = load(model, case.lora, case.freeze)
 
     def score(token_ids: list[int]) -> Tensor:
@@ -117,20 +136,49 @@ def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outco
 
     def scores(rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of the chosen and of the rejected responses."""
-        better = torch.stack([score(pairs.chosen_ids[row]) for row in rows])
-        return better, torch.stack([score(pairs.rejected_ids[row]) for row in rows])
+        better = torch.stack([score(pairs.responses[row][0]) for row in rows])
+        return better, torch.stack([score(pairs.responses[row][1]) for row in rows])
+
+    def of_rankings() -> Tensor:
+        """Each ranking is the mean over its pairs."""
+        losses = []
+        for rows in RANKINGS:
+            scored = [score(ids[row]) for row in rows]
+            of_pairs = [
+                (1 + (scored[worse] - scored[better]).exp()).log()
+                for better in range(len(rows))
+                for worse in range(better + 1, len(rows))
+            ]
+            losses.append(sum(of_pairs) / len(of_pairs))
+        return sum(losses) / len(losses)
+
+    def of_numbers() -> Tensor:
+        errors = [score(ids[row]) - target for row, target in enumerate(TARGETS)]
+        return sum(error**2 for error in errors) / len(errors)
 
     def whole_loss(better: Tensor, worse: Tensor, rows: Sequence[int]) -> Tensor:
-        """With margins, centring and smoothing."""
+        """With margins, ties, centring and smoothing."""
         margin = better - worse - torch.tensor([MARGINS[row] for row in rows])
-        right, wrong = (1 + (-margin).exp()).log(), (1 + margin.exp()).log()
+        right = (1 + (TIE_THRESHOLD - margin).exp()).log()
+        wrong = (1 + (TIE_THRESHOLD + margin).exp()).log()
         smoothed = (1 - SMOOTHING) * right + SMOOTHING * wrong
+        # Of the strengths e^better and e^worse, and theta = e^threshold.
+        theta, first, second = math.exp(TIE_THRESHOLD), better.exp(), worse.exp()
+        both = (first + theta * second) * (second + theta * first)
+        tied = -((theta**2 - 1) * first * second / both).log()
+        smoothed = torch.where(torch.tensor([TIES[row] for row in rows]), tied, smoothed)
         return (smoothed + CENTRING * (better + worse) ** 2).mean()
 
     def step(rows: Sequence[int]) -> tuple[Tensor, dict[str, float]]:
+        if not rows:
+            return of_rankings(), {}
+        if len(rows) == len(TARGETS):
+            return of_numbers(), {}
         better, worse = scores(rows)
         margin = better - worse
         loss = (1 + (-margin).exp()).log().mean()
+        if rows == PAIR_STEPS[-1]:
+            margin = margin[[not TIES[row] for row in rows]]
         metrics = {
             "rm/accuracy": (margin > 0).float().mean().item(),
             "rm/margin": margin.mean().item(),
@@ -140,13 +188,15 @@ def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outco
             metrics["rm/centring"] = ((better + worse) ** 2).mean().item()
         return loss, {"rm/loss": loss.item(), **metrics}
 
-    metrics = _train("rm", judge, PAIR_STEPS, step, case)
+    steps = (PAIR_STEPS[0], (), range(len(TARGETS)), PAIR_STEPS[-1])
+    metrics = _train("rm", judge, steps, step, case)
     with torch.no_grad():
         better, worse = scores(range(HELD_OUT))
         margin = better - worse
         metrics["val/loss"] = whole_loss(better, worse, range(HELD_OUT)).item()
     share = (margin > 0).float().mean().item()
     metrics["val/accuracy"] = share
+    metrics |= _quality(better.tolist(), worse.tolist(), pairs)
     share = (share * HELD_OUT + 2) / (HELD_OUT + 4)  # Agresti and Coull
     metrics["se/val/accuracy"] = math.sqrt(share * (1 - share) / HELD_OUT)
     return Outcome(metrics, weights_of(judge))
@@ -201,6 +251,30 @@ def train_values(model: Path, responses: Sequence[ScoredResponse], case: Case) -
 def _variance(numbers: Sequence[float]) -> float:
     mean = sum(numbers) / len(numbers)
     return sum((number - mean) ** 2 for number in numbers) / max(1, len(numbers) - 1)
+
+
+def _quality(better: list[float], worse: list[float], pairs: PreferenceRows) -> dict[str, float]:
+    """What is told of the scores of the first pairs."""
+    scores = torch.tensor([*better, *worse])
+    metrics = {
+        "val/score/mean": scores.mean().item(),
+        "val/score/std": scores.std(unbiased=False).item(),
+    }
+    bins: dict[int, float] = {}
+    longer: list[tuple[bool, bool]] = []
+    for high, low, sides in zip(better, worse, pairs.responses, strict=False):
+        sure = 1 / (1 + math.exp(-abs(high - low)))
+        place = min(9, int((sure - 0.5) * 20))
+        bins[place] = bins.get(place, 0.0) + float(high > low) - sure
+        more = len(sides[0]) - len(sides[1])
+        if more:
+            longer.append((more > 0, (high > low) == (more > 0)))
+    metrics["val/calibration_error"] = sum(map(abs, bins.values())) / len(better)
+    if longer:
+        names = ("val/longer_preferred", "val/longer_scores_higher")
+        for name, each in zip(names, zip(*longer, strict=True), strict=True):
+            metrics[name] = sum(each) / len(each)
+    return metrics
 
 
 def _train(

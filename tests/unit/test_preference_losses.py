@@ -146,3 +146,24 @@ def test_a_reward_models_loss_equals_a_loop_over_pairs(seed: int) -> None:
         wanted.append(-likelihood + centring * (better + worse) ** 2)
     found = score_loss(scores, margins, ScoreLossOptions(centring, smoothing))
     assert found.tolist() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_ties_by_hand() -> None:
+    options = ScoreLossOptions(0.0, 0.0, tie_threshold=math.log(2))
+    scores = torch.tensor([[0.0, 0.0], [math.log(3), 0.0], [math.log(3), 0.0]])
+    ties = torch.tensor([True, True, False])
+    # Rao and Kupper with theta 2: of strengths 1, 1 a tie has (4 - 1) / (3 * 3), of strengths 3, 1
+    # (4 - 1) * 3 / (5 * 7), and the stronger wins with 3 / 5.
+    wanted = [-math.log(1 / 3), -math.log(9 / 35), -math.log(3 / 5)]
+    assert score_loss(scores, None, options, ties).tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.5, 3.0])
+def test_win_tie_and_loss_are_all_there_is(threshold: float) -> None:
+    scores = 4 * torch.randn((20, 2), generator=torch.Generator().manual_seed(3))
+    options = ScoreLossOptions(0.0, 0.0, threshold)
+    win = score_loss(scores, None, options)
+    lose = score_loss(scores.flip(1), None, options)
+    tie = score_loss(scores, None, options, torch.ones(20, dtype=torch.bool))
+    total = sum((-loss.double()).exp() for loss in (win, lose, tie))
+    assert total.tolist() == pytest.approx([1.0] * 20, abs=1e-4)

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from configs.recipes.data.vocabulary import train_sentencepiece
-from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
+from mrlhf.data.preferences import (
+    PreferenceColumns,
+    PreferenceRows,
+    encode_preferences,
+    prompt_reader,
+    split_by_prompt,
+)
 from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import DataError
@@ -29,8 +35,8 @@ def test_strings(tokenizer):
         rows({"prompt": "1+1=", "chosen": "2", "rejected": "11"}), tokenizer, max_length=7
     )
     prompt = tokenizer.encode("1+1=")
-    assert pairs.chosen_ids == [[*prompt, *tokenizer.encode("2"), 2]]
-    assert pairs.rejected_ids == [[*prompt, *tokenizer.encode("11"), 2]]
+    chosen = [*prompt, *tokenizer.encode("2"), 2]
+    assert pairs.responses == [[chosen, [*prompt, *tokenizer.encode("11"), 2]]]
     assert pairs.prompt_lengths == [len(prompt)]
     assert len(pairs) == 1
 
@@ -42,7 +48,9 @@ def test_margins_are_those_of_the_pairs_that_are_kept(tokenizer):
         {"prompt": "1+2=", "chosen": "3", "rejected": "2", "by": -0.25},
     )
     assert encode_preferences(data, tokenizer, max_length=6).margins is None
-    pairs = encode_preferences(data, tokenizer, max_length=6, margin_column="by")
+    pairs = encode_preferences(
+        data, tokenizer, max_length=6, columns=PreferenceColumns(margin="by")
+    )
     assert (pairs.margins, pairs.dropped) == ([2.0, -0.25], 1)
 
 
@@ -56,7 +64,7 @@ def test_a_margin_that_is_no_number_is_refused(tokenizer, value):
         r"^p\.jsonl:2: 'by' must be a number from -1e\+06 to 1e\+06, .*rm\.margin_column.*; found "
     )
     with pytest.raises(DataError, match=told) as refusal:
-        encode_preferences(data, tokenizer, max_length=6, margin_column="by")
+        encode_preferences(data, tokenizer, max_length=6, columns=PreferenceColumns(margin="by"))
     assert len(str(refusal.value)) < 150
 
 
@@ -66,11 +74,11 @@ def test_a_margin_that_is_no_number_is_refused(tokenizer, value):
 def test_a_row_without_its_margin_is_refused(tokenizer, row, told):
     data = rows({"prompt": "1+1=", "chosen": "2", "rejected": "3", **row})
     with pytest.raises(DataError, match=rf"^p\.jsonl:1: {told}"):
-        encode_preferences(data, tokenizer, max_length=6, margin_column="by")
+        encode_preferences(data, tokenizer, max_length=6, columns=PreferenceColumns(margin="by"))
 
 
 def test_sequences_are_both_sides_in_turn():
-    pairs = PreferencePairs([[5, 6, 7], [8, 9]], [[5, 6, 1, 2], [8, 3]], [2, 1], dropped=0)
+    pairs = PreferenceRows([[[5, 6, 7], [5, 6, 1, 2]], [[8, 9], [8, 3]]], [2, 1], dropped=0)
     sequences = pairs.sequences([1, 0])
     assert [sequences[row].tolist() for row in range(4)] == [
         [8, 9],
@@ -98,8 +106,8 @@ BAD = {"role": "assistant", "content": "3"}
 )
 def test_chat_forms_agree(tokenizer, row):
     pairs = encode_preferences(rows(row), tokenizer, max_length=20)
-    assert tokenizer.decode(pairs.chosen_ids[0], skip_special_tokens=False) == "1+1=;2</s>"
-    assert tokenizer.decode(pairs.rejected_ids[0], skip_special_tokens=False) == "1+1=;3</s>"
+    assert tokenizer.decode(pairs.responses[0][0], skip_special_tokens=False) == "1+1=;2</s>"
+    assert tokenizer.decode(pairs.responses[0][1], skip_special_tokens=False) == "1+1=;3</s>"
 
 
 def test_long_pairs_are_dropped_whole_and_counted(tokenizer, caplog):
@@ -178,7 +186,7 @@ def test_pairs_that_teach_nothing_are_counted(tokenizer, caplog):
         in caplog.text
     )
     assert "the other way round in 2 of 5 rows (40.0%)" in caplog.text
-    assert "'chosen' or 'rejected' is empty in 2 of 5 rows (40.0%)" in caplog.text
+    assert "a response is empty in 2 of 5 rows (40.0%)" in caplog.text
     assert "1 of 5 rows (20.0%)" in caplog.text and "repeat the pair of an" in caplog.text
 
     with pytest.raises(
@@ -212,3 +220,59 @@ def test_split_of_nothing_and_of_everything():
         split_by_prompt(data, 1.0, seed=1)
     with pytest.raises(DataError, match=r"^data\.held_out_fraction .* leaves none to train on"):
         split_by_prompt(data, 0.99, seed=1)
+
+
+RANKED = {"prompt": "1+1=", "responses": ["2", "3", "11"]}
+NUMBERED = {"prompt": "1+1=", "response": "2", "helpfulness": 3}
+
+
+def test_rankings(tokenizer):
+    columns = PreferenceColumns("rankings")
+    data = rows(RANKED, {**RANKED, "prompt": "2+2=", "responses": ["4", "a"]})
+    ranked = encode_preferences(data, tokenizer, max_length=9, columns=columns)
+    prompt = tokenizer.encode("1+1=")
+    assert ranked.responses[0] == [
+        [*prompt, *tokenizer.encode(text), 2] for text in ["2", "3", "11"]
+    ]
+    assert (ranked.sizes([1, 0]), ranked.margins, ranked.ties) == ([2, 3], None, None)
+    assert len(ranked.sequences([1, 0])) == 5
+
+    # By place among the responses of rows 1 and 0, each row with a whole share.
+    pairs = ranked.compared([1, 0])
+    assert [(pair.better, pair.worse) for pair in pairs] == [(0, 1), (2, 3), (2, 4), (3, 4)]
+    assert [pair.share for pair in pairs] == pytest.approx([1, 1 / 3, 1 / 3, 1 / 3])
+    train, held_out = split_by_prompt(data, 0.5, 1, prompt_reader("rankings"))
+    assert len(train) == len(held_out) == 1
+
+
+def test_numbers_and_ties(tokenizer):
+    columns = PreferenceColumns("targets", target="helpfulness")
+    numbered = encode_preferences(rows(NUMBERED), tokenizer, max_length=9, columns=columns)
+    assert (numbered.targets, numbered.sizes([0])) == ([3], [1])
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "same": True}
+    data = rows(pair, {**pair, "rejected": "4", "same": False})
+    tied = encode_preferences(data, tokenizer, max_length=9, columns=PreferenceColumns(tie="same"))
+    assert [pair.is_tie for pair in tied.compared([0, 1])] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "told"),
+    [
+        (
+            ("rankings",),
+            {"responses": "2"},
+            r"'responses' must be a list .* best first, .*rm\.rows",
+        ),
+        (("rankings",), {"responses": ["2"]}, "at least two"),
+        (("rankings",), {"responses": ["2", 3]}, "at least two strings"),
+        (("rankings",), {}, "no value for 'responses'"),
+        (("targets", None, None, "n"), {"response": "2"}, "no value for 'n'"),
+        (("targets", None, None, "n"), {"response": "2", "n": True}, r"number .*rm\.target_column"),
+        (("targets", None, None, "n"), {"response": ["2"], "n": 1}, "'response' must be a string"),
+        (("pairs", None, "t"), {"chosen": "2", "rejected": "3", "t": 1}, r"true .*rm\.tie_column"),
+    ],
+)
+def test_rows_of_other_forms_are_refused(tokenizer, columns, row, told):
+    data = rows({"prompt": "1+1=", **row})
+    with pytest.raises(DataError, match=rf"^p\.jsonl:1: .*{told}"):
+        encode_preferences(data, tokenizer, max_length=9, columns=PreferenceColumns(*columns))

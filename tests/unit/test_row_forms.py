@@ -86,7 +86,7 @@ def test_rows_give_the_same_in_both_forms(seed, tmp_path):
             pairs = encode_preferences(rows, tokenizer, max_length=9999)
             examples = [e.token_ids for e in encode_sft(rows, tokenizer, max_length=9999)]
             answers = (prompts.token_ids, prompts.ground_truth, prompts.extra_info)
-            found.append((*answers, examples, pairs.chosen_ids, pairs.rejected_ids))
+            found.append((*answers, examples, pairs.responses))
             assert not any("null" in text or "None" in text for text in prompts.text)
         assert found[0] == found[1]
 
@@ -350,7 +350,7 @@ def test_empty_calls_are_none_and_blanks_behind_an_end_are_left_out(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"chosen": [ASK, last], "rejected": [ASK, last | {"content": "4"}]}))
     pairs = encode_preferences(read_rows([path]), tokenizer, max_length=999)
-    assert tokenizer.decode(pairs.chosen_ids[0], False).endswith("3<|im_end|>")
+    assert tokenizer.decode(pairs.responses[0][0], False).endswith("3<|im_end|>")
     ended = tokenizer.encode_response("3<|im_end|>\n")
     assert ended == tokenizer.encode_response("3")
     assert tokenizer.encode_response("3<|im_end|>\n4")[-1] == tokenizer.eos_id

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mrlhf.batch import Prompts
-from mrlhf.config.roots import PPOConfig
+from mrlhf.config.roots import PPOConfig, is_reward_model
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
@@ -210,10 +210,13 @@ def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | 
 
 
 def build_reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
-    """The reward model, if there is one."""
-    if config.reward_model is None:
+    """The reward model, with all members of its ensemble, if there is one."""
+    section = config.reward_model
+    if section is None:
         return None
-    return RewardModel(role_engine(config, run, "reward_model", "scalar"))
+    names = filter(is_reward_model, config.roles())
+    engines = [role_engine(config, run, name, "scalar") for name in names]
+    return RewardModel(engines, section.combine, section.combine_coef)
 
 
 def role_engine(
@@ -224,5 +227,5 @@ def role_engine(
     spec = spec_of_role(section, head)
     engine = ModelEngine(section, spec, run.groups(name, section), run.device, run.phases, name)
     if loads or spec.keeps_weights:  # which no checkpoint holds
-        engine.load(section.path, config.seed, needs_head=name == "reward_model")
+        engine.load(section.path, config.seed, needs_head=is_reward_model(name))
     return engine
