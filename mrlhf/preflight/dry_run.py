@@ -90,7 +90,8 @@ def dry_run(
     check(config, world_size)
     config, taken, reasons = with_local_inputs(config, begun or {}, weights=False)
     check_output(config)
-    why = [reasons.get(path.path) or without(path) for path in absent_paths(config)]
+    # Several keys may name one repository, whose reason is then one line.
+    why = dict.fromkeys(reasons.get(path.path) or without(path) for path in absent_paths(config))
     missing = (*why, *_missing_packages(config))
     config, on = _with_device(config, world_size)
     specs = check_models(config)
