@@ -444,7 +444,10 @@ class ReferenceSection(RoleSection):
 
 
 class RewardModelSection(RoleSection):
-    """A frozen sequence classifier with one output (score.weight) that scores whole responses."""
+    """A frozen classifier with one output (score.weight) that scores responses, or their steps."""
 
+    at: Annotated[str, Field(min_length=1)] | None = None
+    """text that ends a step of a response: the output at each token that holds it is a reward of
+    that token, and their sum is the response's score; null: it scores whole responses"""
     offload: OffloadFrozen = Field(default_factory=list)
     """what waits on the host while no phase needs it"""

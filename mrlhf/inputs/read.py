@@ -29,7 +29,7 @@ from mrlhf.episodes.read import (
     draw_episodes,
     read_environments,
 )
-from mrlhf.errors import DataError
+from mrlhf.errors import ConfigError, DataError
 from mrlhf.inputs.paths import absent_paths, awaits_tokenizer, has_tokenizer, present
 from mrlhf.inputs.vocabulary import (
     Endings,
@@ -301,6 +301,12 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
+    model = config.reward_model if isinstance(config, PPOConfig) else None
+    if model is not None and model.at is not None and not tokenizer.holding(model.at):
+        raise ConfigError(
+            f"reward_model.at is {model.at!r}, which none of the {len(tokenizer.ids)} tokens of "
+            "data.tokenizer holds; give a text that one of its tokens holds whole"
+        )
     """Refuse models whose directories hold another tokenizer than the run's."""
     tokens: dict[str, int] = {}
     for name, role in config.roles().items():

@@ -1,14 +1,14 @@
-"""The reward model: a frozen model with a scalar head that scores whole responses.
+"""The reward model: a frozen model with a scalar head that scores whole responses, or their steps.
 
-It scores the token that transformers' sequence classifiers score: the last one that is not
-`pad_token_id` of the model's `config.json`, and the last one of all where that is null. If a model
-pads with its end token, the token before the end is scored. This file does not know what a score
-is used for.
+Of a whole response it scores the token that transformers' sequence classifiers score: the last one
+that is not `pad_token_id` of the model's `config.json`, and the last one of all where that is null.
+If a model pads with its end token, the token before the end is scored. This file does not know what
+a score is used for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,17 +20,45 @@ from mrlhf.training.engine import ModelEngine
 
 
 class RewardModel:
-    """Takes the output at the last token of a sequence, padding left out, as its score."""
+    """Takes the output at the last token of a sequence, padding left out, as its score.
 
-    def __init__(self, engine: ModelEngine) -> None:
+    Or at each of the tokens `ends`, with which a step of the response ends, as that of the step:
+    a process reward model, https://arxiv.org/abs/2305.20050. `bias` is that of its head.
+    """
+
+    def __init__(self, engine: ModelEngine, ends: Sequence[int] = (), bias: float = 0.0) -> None:
         self.engine = engine
+        self.ends = torch.tensor(ends, dtype=torch.int32)
+        self._bias = bias
 
     def score(self, rollout: Rollout) -> Tensor:
         """The score of each response, by its last context; float32 [batch] on every rank."""
         sequences = self.engine.groups.machine.compute_on_leader(
             lambda: rollout.sequences().last_of_rows()
         )
-        return score_sequences(self.engine, sequences)
+        return score_sequences(self.engine, sequences) + self._bias
+
+    def step_scores(self, rollout: Rollout) -> Tensor:
+        """The score of each step at its last token, if the policy drew that, and 0 elsewhere.
+
+        float32 [batch, response_len] on every rank.
+        """
+
+        def longer() -> Sequences:
+            # What counts as the first response token is part of the prompt, and there is one more
+            # token at the end: so what is read "before" a token is read at the token of its column.
+            sequences = rollout.sequences()
+            rows = [[*sequences[row].tolist(), 0] for row in range(len(sequences))]
+            return replace(
+                Sequences.of(rows, (sequences.prompt_lengths + 1).tolist()),
+                width=sequences.width,
+                rows=sequences.rows,
+                columns=sequences.columns,
+            )
+
+        cut = self.engine.cut(self.engine.groups.machine.compute_on_leader(longer), "response")
+        scores = self.engine.per_token(cut.packs, rollout.shape, _scalar_output)[0] + self._bias
+        return scores * (torch.isin(rollout.response_ids, self.ends) & rollout.loss_mask)
 
 
 def score_sequences(engine: ModelEngine, sequences: Sequences, together: int = 1) -> Tensor:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mrlhf.batch import Episode, Prompts, Rollout
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import RewardError
 from mrlhf.parallel.collectives import all_gather_objects, wait_for_all
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.phases import Phases
@@ -36,6 +35,7 @@ from mrlhf.rollout.response import Response
 T = TypeVar("T")
 REPORTED_CORRECTNESS = "acc"
 ENVIRONMENT = "environment"
+REWARD_MODEL = "reward_model"
 PLACED = "placed"  # the further number of a term that places values on tokens
 
 # Responses that are scored before a rank may stop; a user's function may take long for each.
@@ -122,11 +122,16 @@ class Scorer:
 
         given: dict[str, list[float]] = {}
         further: dict[str, list[float]] = {}
-        if self.reward_model is not None:
-            given["reward_model"] = self.reward_model.score(rollout).tolist()
+        steps: Tensor | None = None
+        if self.reward_model is not None and len(self.reward_model.ends):
+            steps = self.reward_model.step_scores(rollout)
+            given[REWARD_MODEL] = [0.0] * len(rollout)
+            further[f"{REWARD_MODEL}/{PLACED}"] = steps.double().sum(dim=1).tolist()
+        elif self.reward_model is not None:
+            given[REWARD_MODEL] = self.reward_model.score(rollout).tolist()
         if rollout.episodes is not None and ENVIRONMENT in self.function.external:
             given[ENVIRONMENT] = [episode.score or 0.0 for episode in rollout.episodes]
-            further = _numbers_of(rollout.episodes)
+            further |= _numbers_of(rollout.episodes)
 
         with self._taking_early(rollout) as begun:
             owners, is_early = self._share_out(len(rollout), begun)
@@ -149,6 +154,10 @@ class Scorer:
             for place, value in values.items():
                 tokens.entries[place] = value
             rollout = replace(rollout, placed=tokens.complete())
+        if steps is not None:
+            weighted = steps * self.function.weights[REWARD_MODEL]
+            others = 0 if rollout.placed is None else rollout.placed
+            rollout = replace(rollout, placed=weighted + others)
 
         answers_of_ranks = all_gather_objects(result.answers, world) if with_answers else []
         answers = _join_answers(answers_of_ranks, _correctness_column(terms), owners.tolist())
@@ -249,18 +258,11 @@ class Scorer:
         """The values that the terms have placed on the responses at `rows`, by row and token."""
         values: dict[tuple[int, int], float] = {}
         for row, placed in zip(rows, result.placed, strict=True):
-            if not placed:
-                continue
-            response = Response.of_row(rollout, row, int(rollout.response_mask[row].sum()))
-            tokens = response.places(placed, self.tokenizer)
-            for token, (_, _, value) in zip(tokens, placed, strict=True):
-                if not rollout.loss_mask[row, token] and rollout.loss_mask[row].any():
-                    raise RewardError(
-                        f"a term placed a value at token {token} of a response to prompt "
-                        f"{rollout.prompts.uid[row]}, which the policy did not draw; place values "
-                        "on tokens of its turns"
-                    )
-                values[row, token] = values.get((row, token), 0.0) + value
+            if placed:
+                response = Response.of_row(rollout, row, int(rollout.response_mask[row].sum()))
+                tokens = response.places(placed, self.tokenizer)
+                for token, (_, _, value) in zip(tokens, placed, strict=True):
+                    values[row, token] = values.get((row, token), 0.0) + value
         return values
 
     def _input(self, rollout: Rollout, row: int, lengths: Sequence[int]) -> RewardInput:

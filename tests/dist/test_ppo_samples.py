@@ -181,11 +181,19 @@ def test_scores_are_the_same_if_the_engine_draws_meanwhile(
 
 
 _PLACES = ["reward.terms=[{name: CUSTOM:places, weight: 2.0}]", "reward_model=null"]
-_PLACES += ["algorithm.use_kl_in_reward=false", "rollout.overlap=true"]
+_PLACES += [
+    "algorithm.use_kl_in_reward=false",
+    "rollout.overlap=true",
+    "rollout.dump_format=parquet",
+]
 PLACES = Scenario("places dp4", [*_PLACES, *DP4[:2], "actor.share_prompts=true"])
 PLACES_DEEP = Scenario("places tp2 pp2", [*_PLACES, *TP2_PP2, "critic.cp=2"])
 PLACES_PARTIAL = Scenario("places partial", [*_PLACES, *_PARTIAL, "actor.cp=2"])
 PLACES_GROUPS = Scenario("places rloo", [*_PLACES, "algorithm.adv_estimator=rloo"])
+
+
+def _last(mask: torch.Tensor) -> torch.Tensor:
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
 
 
 def test_values_of_a_function_stand_at_their_tokens(runs: Runs) -> None:
@@ -209,8 +217,9 @@ def test_values_of_a_function_stand_at_their_tokens(runs: Runs) -> None:
             assert_close(experience.scores, rewards.sum(dim=1))
             placed = experience.rollout.placed
             assert placed is not None
-            for row, sample in enumerate(runs.dumped(scenario, number)):
-                assert sample["placed"] == [[i, placed[row, i]] for i in placed[row].nonzero()]
+            assert_close(placed, rewards - 2 * 0.5 * _last(experience.rollout.loss_mask))
+            written = runs.table(scenario, number).tokens["placed"]
+            assert written.tolist() == placed[experience.rollout.response_mask].tolist()
             mean = (rewards.sum() / len(rewards) / 2 - 0.5).item()
             assert step.metrics["reward/places/placed"] == pytest.approx(mean, abs=1e-5)
 
