@@ -14,14 +14,18 @@ from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.rollout.early_scores import EarlyScores
 from tests.dist.ppo_runs import (
     DP4,
+    REWARD_MODEL,
+    REWARD_WEIGHT,
     TP2_PP2,
     WORLD_SIZE,
     Runs,
     Scenario,
+    Step,
     assert_close,
     assert_engine_and_trainer_agree,
     assert_same_on_every_layout,
 )
+from tests.oracle import plain_models
 
 LETTERS = ["reward.terms=[{name: CUSTOM:letters, weight: 2.0}]", "reward_model=null"]
 
@@ -180,16 +184,33 @@ def test_scores_are_the_same_if_the_engine_draws_meanwhile(
             assert "perf/scored_early" not in other.metrics
 
 
-_PLACES = ["reward.terms=[{name: CUSTOM:places, weight: 2.0}]", "reward_model=null"]
-_PLACES += [
+_PLACES = [
+    "reward.terms=[{name: CUSTOM:places, weight: 2}, {name: reward_model, weight: 0.5}]",
+    "reward_model.at='1'",
     "algorithm.use_kl_in_reward=false",
     "rollout.overlap=true",
     "rollout.dump_format=parquet",
 ]
-PLACES = Scenario("places dp4", [*_PLACES, *DP4[:2], "actor.share_prompts=true"])
-PLACES_DEEP = Scenario("places tp2 pp2", [*_PLACES, *TP2_PP2, "critic.cp=2"])
+PLACES = Scenario("places dp4", [*_PLACES, *DP4, "actor.share_prompts=true"])
+PLACES_DEEP = Scenario("places tp2 pp2", [*_PLACES, *TP2_PP2, "critic.cp=2", "reward_model.cp=2"])
 PLACES_PARTIAL = Scenario("places partial", [*_PLACES, *_PARTIAL, "actor.cp=2"])
 PLACES_GROUPS = Scenario("places rloo", [*_PLACES, "algorithm.adv_estimator=rloo"])
+
+
+def _step_scores(runs: Runs, step: Step) -> tuple[torch.Tensor, float]:
+    """transformers' output at each 1 of the responses, and the mean of their sums."""
+    judge = plain_models.load(runs.root / REWARD_MODEL)
+    rollout = step.experience.rollout
+    one = load_tokenizer(runs.root / "data" / "tokenizer").encode("1")
+    scores = torch.zeros(rollout.shape)
+    for row, tokens in enumerate(step.responses):
+        prompt = rollout.prompts.token_ids[row]
+        with torch.no_grad():
+            outputs = judge.score(judge.model(torch.tensor([[*prompt, *tokens]]))[0])[0, :, 0]
+        for place, token in enumerate(tokens):
+            if [token] == one:
+                scores[row, place] = outputs[len(prompt) + place]
+    return scores, scores.sum(dim=1).mean().item()
 
 
 def _last(mask: torch.Tensor) -> torch.Tensor:
@@ -213,14 +234,19 @@ def test_values_of_a_function_stand_at_their_tokens(runs: Runs) -> None:
                         i for i, own in enumerate(texts) if own and len("".join(texts[:i])) == place
                     ]
                     rewards[row, token] += 2 * 0.1 * (1 + place) * (letter in "02468+=")
-            assert_close(experience.token_rewards, rewards)
-            assert_close(experience.scores, rewards.sum(dim=1))
+            mean = (rewards.sum() / len(rewards) / 2 - 0.5).item()
+            of_model, wanted_mean = _step_scores(runs, step)
+            rewards += REWARD_WEIGHT * of_model
+            measured = step.metrics["reward/reward_model/placed"]
+            assert measured == pytest.approx(wanted_mean, abs=1e-4) and wanted_mean
+
             placed = experience.rollout.placed
             assert placed is not None
             assert_close(placed, rewards - 2 * 0.5 * _last(experience.rollout.loss_mask))
+            assert_close(experience.token_rewards, rewards)
+            assert_close(experience.scores, rewards.sum(dim=1))
             written = runs.table(scenario, number).tokens["placed"]
             assert written.tolist() == placed[experience.rollout.response_mask].tolist()
-            mean = (rewards.sum() / len(rewards) / 2 - 0.5).item()
             assert step.metrics["reward/places/placed"] == pytest.approx(mean, abs=1e-5)
 
             if scenario is PLACES_GROUPS:  # the score is the sum, here against one other response
