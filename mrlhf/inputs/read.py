@@ -306,8 +306,8 @@ def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
     model = config.reward_model if isinstance(config, PPOConfig) else None
     if model is not None and model.at is not None and not tokenizer.holding(model.at):
         raise ConfigError(
-            f"reward_model.at is {model.at!r}, which none of the {len(tokenizer.ids)} tokens of "
-            "data.tokenizer holds; give a text that one of its tokens holds whole"
+            f"reward_model.at {model.at!r} is in none of the {len(tokenizer.ids)} tokens of "
+            "data.tokenizer; give a text that one of them holds whole"
         )
     """Refuse models whose directories hold another tokenizer than the run's."""
     tokens: dict[str, int] = {}

@@ -15,6 +15,8 @@ from mrlhf.weights.hf import read_weights
 from mrlhf.weights.shard import Slot
 from mrlhf.weights.stored import ExpectedTensors, ModelFiles, match, read_tensor, survey
 
+_BIAS = "score.bias"  # of the head of a token classifier
+
 
 def check_weight_files(path: str | Path, spec: ModelSpec, needs_head: bool) -> tuple[str, ...]:
     """Check by the headers of the files in directory `path` that they hold the model.
@@ -48,29 +50,21 @@ def read_model(path: str | Path, spec: ModelSpec, slots: Sequence[Slot], needs_h
     return not read_weights(path, slots, expected_tensors(spec, needs_head))
 
 
-def head_bias(path: str | Path, spec: ModelSpec) -> float:
+def head_bias(path: str | Path) -> float:
     """The bias of the head of a token classifier in `path`; 0 if it has none."""
-    tensors = survey(Path(path)).tensors
-    name = _bias_of(family_of(spec).scalar_head)
-    return float(read_tensor(tensors[name])) if name in tensors else 0.0
-
-
-def _bias_of(head: str) -> str:
-    return f"{head.removesuffix('weight')}bias"
+    bias = survey(Path(path)).tensors.get(_BIAS)
+    return 0.0 if bias is None else float(read_tensor(bias))
 
 
 def expected_tensors(spec: ModelSpec, with_bias: bool = False) -> ExpectedTensors:
-    """The tensors of a model, in all forms in which its files may hold them.
-
-    The bias of its head may be there `with_bias`: `head_bias` reads it.
-    """
+    """The tensors of a model in all forms in which files may hold them, `with_bias` of the head."""
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
     embedding = family.embedding
     return ExpectedTensors(
         shapes,
         may_lack=(family.scalar_head,) if spec.head == "scalar" else (),
-        ignored=(family.language_head, *([_bias_of(family.scalar_head)] if with_bias else [])),
+        ignored=(family.language_head, *([_BIAS] if with_bias else [])),
         ignored_prefixes=family.ignored_prefixes(spec),
         other_forms=family.other_forms(spec),
         # If the embeddings are tied, transformers takes either of the two tensors.

@@ -29,6 +29,7 @@ from mrlhf.rl.group_advantages import (
 )
 from mrlhf.rl.masking import working_dtype
 from mrlhf.rl.names import AdvantageEstimator
+from mrlhf.rl.preference import PairLogprobs, online_dpo
 from mrlhf.rl.token_baselines import (
     TokenProbabilities,
     optimal_token_baseline,
@@ -57,6 +58,9 @@ class AdvantageInputs:
     # [terms, units], the scores of single terms of the reward, for `gdpo`. A user's estimator gets
     # those that `algorithm.gdpo_reward_keys` names. Else None.
     components: Tensor | None = None
+    # [units, response_len] each, log-probabilities under the policy that drew the responses and
+    # under the reference, for `online_dpo`
+    logprobs: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         assert self.rewards.shape == self.mask.shape, (
@@ -83,6 +87,7 @@ class AdvantageOptions:
     f_norm: float = 1.0  # divisor of `gpg`
     # the weight of each component in `gdpo`; None: 1 for all
     component_weights: tuple[float, ...] | None = None
+    pair_loss: Callable[[PairLogprobs], Tensor] | None = None  # of `online_dpo`
 
 
 Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
@@ -208,6 +213,13 @@ def _gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndRe
     )
 
 
+def _online_dpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
+    if inputs.logprobs is None or options.pair_loss is None:
+        raise ValueError("online_dpo needs logprobs of policy and reference, and a loss of pairs")
+    groups = inputs.prompt_groups
+    return online_dpo(inputs.rewards, inputs.mask, groups, inputs.logprobs, options.pair_loss)
+
+
 def _token_baseline(function: TokenBaseline) -> Estimator:
     """Make an estimator of one of the functions of `token_baselines`."""
 
@@ -239,4 +251,5 @@ ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     "gdpo": _gdpo,
     "optimal_token_baseline": _token_baseline(optimal_token_baseline),
     "tir_optimal_token_baseline": _token_baseline(tir_optimal_token_baseline),
+    "online_dpo": _online_dpo,
 }

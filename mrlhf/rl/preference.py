@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from mrlhf.rl.masking import masked_sum
 from mrlhf.rl.names import PairLossName
 
 
@@ -89,6 +91,36 @@ def measure_pairs(
         "logps/chosen": logprobs[:, 0],
         "logps/rejected": logprobs[:, 1],
     }
+
+
+def online_dpo(
+    rewards: Tensor,
+    mask: Tensor,
+    prompt_groups: Tensor,
+    logprobs: tuple[Tensor, Tensor],
+    loss: Callable[[PairLogprobs], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Advantages of DPO on drawn pairs, https://arxiv.org/abs/2402.04792; [batch, response_len].
+
+    A pair are the best and the worst response to a prompt, of equals the first; prompts with equal
+    scores have none. Minus the advantages times the log-probabilities, summed over a response and
+    averaged over responses, has the gradient of the mean loss of the pairs. The returns are equal.
+
+    `logprobs` are those of the policy that drew the responses, and of the reference.
+    """
+    scores = masked_sum(rewards.double(), mask, dim=1)
+    groups = [(prompt_groups == number).nonzero()[:, 0] for number in prompt_groups.unique()]
+    both = [(rows[scores[rows].argmax()], rows[scores[rows].argmin()]) for rows in groups]
+    pairs = torch.tensor([[*pair] for pair in both if scores[pair[0]] > scores[pair[1]]])
+    if len(pairs) == 0:
+        return torch.zeros_like(rewards), torch.zeros_like(rewards)
+
+    with torch.enable_grad():
+        policy = logprobs[0].detach().double().requires_grad_()
+        own, other = (masked_sum(x.double(), mask, dim=1)[pairs] for x in (policy, logprobs[1]))
+        mean = loss(PairLogprobs(own, other, mask.sum(dim=1)[pairs])).mean()
+        advantages = -len(scores) * torch.autograd.grad(mean, policy)[0].to(rewards.dtype)
+    return advantages, advantages
 
 
 @dataclass(frozen=True)

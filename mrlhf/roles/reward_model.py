@@ -22,8 +22,7 @@ from mrlhf.training.engine import ModelEngine
 class RewardModel:
     """Takes the output at the last token of a sequence, padding left out, as its score.
 
-    Or at each of the tokens `ends`, with which a step of the response ends, as that of the step:
-    a process reward model, https://arxiv.org/abs/2305.20050. `bias` is that of its head.
+    Or that at each of the tokens `ends`, which end steps, https://arxiv.org/abs/2305.20050.
     """
 
     def __init__(self, engine: ModelEngine, ends: Sequence[int] = (), bias: float = 0.0) -> None:
@@ -39,14 +38,10 @@ class RewardModel:
         return score_sequences(self.engine, sequences) + self._bias
 
     def step_scores(self, rollout: Rollout) -> Tensor:
-        """The score of each step at its last token, if the policy drew that, and 0 elsewhere.
-
-        float32 [batch, response_len] on every rank.
-        """
+        """Each step's score at its last token, if drawn; else 0; float32 [batch, response_len]."""
 
         def longer() -> Sequences:
-            # What counts as the first response token is part of the prompt, and there is one more
-            # token at the end: so what is read "before" a token is read at the token of its column.
+            # A longer prompt and one more token: the output before a column is that at its token.
             sequences = rollout.sequences()
             rows = [[*sequences[row].tolist(), 0] for row in range(len(sequences))]
             return replace(

@@ -138,7 +138,6 @@ class Scorer:
             owners, is_early = self._share_out(len(rollout), begun)
             my_rows = (owners == world.rank()).nonzero()[:, 0]
             result = self._score_rows(rollout, my_rows.tolist(), given, begun)
-        values = self._values(rollout, my_rows.tolist(), result)
 
         wait_for_all(world)  # an error above ends the job
         names = self._column_names(result.metrics)
@@ -150,15 +149,8 @@ class Scorer:
         total, *columns = table.complete().view(torch.float64)
         terms = {name: column.tolist() for name, column in zip(names, columns, strict=True)}
         terms |= further
-        if any(name.endswith(f"/{PLACED}") for name in names):
-            tokens = self.groups.machine.table(rollout.shape, torch.float32)
-            for place, value in values.items():
-                tokens.entries[place] = value
-            rollout = replace(rollout, placed=tokens.complete())
-        if steps is not None:
-            weighted = steps * self.function.weights[REWARD_MODEL]
-            others = 0 if rollout.placed is None else rollout.placed
-            rollout = replace(rollout, placed=weighted + others)
+        if steps is not None or any(name.endswith(f"/{PLACED}") for name in names):
+            rollout = self._placed(rollout, my_rows.tolist(), result, steps)
 
         answers_of_ranks = all_gather_objects(result.answers, world) if with_answers else []
         answers = _join_answers(answers_of_ranks, _correctness_column(terms), owners.tolist())
@@ -255,18 +247,20 @@ class Scorer:
             evaluated.update(zip(fresh, results, strict=True))
         return [begun[row].evaluated.result() if row in begun else evaluated[row] for row in inputs]
 
-    def _values(
-        self, rollout: Rollout, rows: Sequence[int], result: RewardResult
-    ) -> dict[tuple[int, int], float]:
-        """The values that the terms have placed on the responses at `rows`, by row and token."""
-        values: dict[tuple[int, int], float] = {}
+    def _placed(
+        self, rollout: Rollout, rows: Sequence[int], result: RewardResult, steps: Tensor | None
+    ) -> Rollout:
+        """The rollout with `steps` and the values of the other terms; `rows` are this rank's."""
+        table = self.groups.machine.table(rollout.shape, torch.float32)
         for row, placed in zip(rows, result.placed, strict=True):
             if placed:
                 response = Response.of_row(rollout, row, int(rollout.response_mask[row].sum()))
-                tokens = response.places(placed, self.tokenizer)
-                for token, (_, _, value) in zip(tokens, placed, strict=True):
-                    values[row, token] = values.get((row, token), 0.0) + value
-        return values
+                for token, value in response.places(placed, self.tokenizer):
+                    table.entries[row, token] += value
+        every = table.complete()
+        if steps is not None:
+            every = every + steps * self.function.weights[REWARD_MODEL]
+        return replace(rollout, placed=every)
 
     def _input(self, rollout: Rollout, row: int, lengths: Sequence[int]) -> RewardInput:
         """The terms' input for the response at `row`; `lengths` covers all responses."""

@@ -116,7 +116,7 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, list[float]]:
         spec = load_spec(section.path, "scalar")
         engine = ModelEngine(section, spec, groups, CPU)
         engine.load(section.path, seed=0, needs_head=True)
-        model = RewardModel(engine, [FREQUENT, EOS], head_bias(section.path, spec))
+        model = RewardModel(engine, [FREQUENT, EOS], head_bias(section.path))
         scores[f"{STEPS} tp {tp}"] = model.step_scores(_steps_rollout()).tolist()
     return scores
 

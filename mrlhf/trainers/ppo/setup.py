@@ -217,7 +217,7 @@ def build_reward_model(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Rew
         return None
     engine = role_engine(config, run, "reward_model", "scalar")
     ends = [] if section.at is None else tokenizer.holding(section.at)
-    return RewardModel(engine, ends, head_bias(section.path, engine.spec))
+    return RewardModel(engine, ends, head_bias(section.path))
 
 
 def role_engine(
