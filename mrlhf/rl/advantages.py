@@ -29,7 +29,7 @@ from mrlhf.rl.group_advantages import (
 )
 from mrlhf.rl.masking import working_dtype
 from mrlhf.rl.names import AdvantageEstimator
-from mrlhf.rl.preference import PairLogprobs, online_dpo
+from mrlhf.rl.preference import PairLogprobs, dpo_loss, online_dpo
 from mrlhf.rl.token_baselines import (
     TokenProbabilities,
     optimal_token_baseline,
@@ -87,7 +87,7 @@ class AdvantageOptions:
     f_norm: float = 1.0  # divisor of `gpg`
     # the weight of each component in `gdpo`; None: 1 for all
     component_weights: tuple[float, ...] | None = None
-    pair_loss: Callable[[PairLogprobs], Tensor] | None = None  # of `online_dpo`
+    pair_loss: Callable[[PairLogprobs], Tensor] = dpo_loss  # of `online_dpo`
 
 
 Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
@@ -214,8 +214,8 @@ def _gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndRe
 
 
 def _online_dpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-    if inputs.logprobs is None or options.pair_loss is None:
-        raise ValueError("online_dpo needs logprobs of policy and reference, and a loss of pairs")
+    if inputs.logprobs is None:
+        raise ValueError("online_dpo needs logprobs: those of the policy and of a reference")
     groups = inputs.prompt_groups
     return online_dpo(inputs.rewards, inputs.mask, groups, inputs.logprobs, options.pair_loss)
 

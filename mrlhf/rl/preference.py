@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mrlhf.rl.masking import masked_sum
+from mrlhf.rl.masking import masked_sum, working_dtype
 from mrlhf.rl.names import PairLossName
 
 
@@ -67,6 +68,8 @@ def ipo_loss(pairs: PairLogprobs, options: PairLossOptions) -> Tensor:
     return (averages[:, 0] - averages[:, 1] - 1 / (2 * options.beta)).square()
 
 
+dpo_loss = partial(sigmoid_loss, options=PairLossOptions(beta=0.1, label_smoothing=0.0))
+
 PairLoss = Callable[[PairLogprobs, PairLossOptions], Tensor]
 
 PAIR_LOSSES: dict[PairLossName, PairLoss] = {"sigmoid": sigmoid_loss, "ipo": ipo_loss}
@@ -113,14 +116,14 @@ def online_dpo(
     both = [(rows[scores[rows].argmax()], rows[scores[rows].argmin()]) for rows in groups]
     pairs = torch.tensor([[*pair] for pair in both if scores[pair[0]] > scores[pair[1]]])
     if len(pairs) == 0:
-        return torch.zeros_like(rewards), torch.zeros_like(rewards)
+        return 2 * (torch.zeros_like(rewards, dtype=working_dtype(rewards)),)
 
     with torch.enable_grad():
         policy = logprobs[0].detach().double().requires_grad_()
         own, other = (masked_sum(x.double(), mask, dim=1)[pairs] for x in (policy, logprobs[1]))
         mean = loss(PairLogprobs(own, other, mask.sum(dim=1)[pairs])).mean()
-        advantages = -len(scores) * torch.autograd.grad(mean, policy)[0].to(rewards.dtype)
-    return advantages, advantages
+        gradient = torch.autograd.grad(mean, policy)[0].to(working_dtype(rewards))
+    return -len(scores) * gradient, -len(scores) * gradient
 
 
 @dataclass(frozen=True)

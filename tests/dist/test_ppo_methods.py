@@ -132,6 +132,57 @@ def test_gdpo_compares_each_term_by_itself(runs: Runs) -> None:
     )
 
 
+ONLINE = [
+    *WITHOUT_KL,
+    "actor.use_kl_loss=false",
+    "actor.kl_loss_coef=0.001",
+    "algorithm.adv_estimator=online_dpo",
+    "algorithm.pair_beta=0.5",
+    "actor.policy_loss.loss_mode=gpg",
+    "actor.loss_agg_mode=seq-mean-token-sum",
+    "actor.ppo_mini_batch_size=8",
+    "actor.ppo_epochs=1",
+    "rollout.n=3",
+]
+ONLINE_WIDE = Scenario("online dpo, dp4", ONLINE)
+ONLINE_DEEP = Scenario("online dpo, tp2 pp2", [*TP2_PP2, "rollout.tp=2", *ONLINE])
+_IPO = [*ONLINE, "algorithm.pair_loss=ipo"]
+ONLINE_LONG = Scenario("online ipo, cp2", ["actor.cp=2", "actor.share_prompts=true", *_IPO])
+
+
+def test_pairs_that_the_policy_draws_are_the_same_on_every_layout(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, ONLINE_WIDE, ONLINE_DEEP)
+
+
+@pytest.mark.parametrize("scenario", [ONLINE_DEEP, ONLINE_LONG], ids=lambda run: run.name)
+def test_the_gradient_is_that_of_the_drawn_pairs_loss(runs: Runs, scenario: Scenario) -> None:
+    step = runs.steps(scenario)[0]
+    rollout = step.experience.rollout
+    policy = runs.load()
+    ref_logprobs, _ = plain_tables.evaluate(runs.load("-ref"), rollout)
+    losses = []
+    for scores, rows in zip(
+        step.experience.scores.view(-1, 3), torch.arange(24).view(-1, 3), strict=True
+    ):
+        assert len(set(scores.tolist())) == 3
+        ratios, means = [], []
+        for row in (int(rows[scores.argmax()]), int(rows[scores.argmin()])):
+            log_p = plain_tables.distribution(policy, rollout, row)
+            own = plain_tables.drawn(log_p, rollout, row)
+            ratios.append(own.sum() - ref_logprobs[row].sum())
+            means.append(ratios[-1] / len(own))
+        if scenario is ONLINE_LONG:
+            losses.append((means[0] - means[1] - 1 / (2 * 0.5)).square())
+        else:
+            losses.append(-torch.nn.functional.logsigmoid(0.5 * (ratios[0] - ratios[1])))
+    torch.stack(losses).mean().backward()
+
+    squares = [weight.grad.square().sum() for weight in policy.parameters()]
+    norm = torch.stack(squares).sum().sqrt().item()
+    assert step.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert step.metrics["training/equal_groups"] == 0.0
+
+
 WITHOUT_ACC = Scenario(
     "likelihood of right responses, which nothing tells",
     [
