@@ -162,7 +162,7 @@ def _is_no_dpo(self: Any, actor: Any, data: Any) -> bool:
     """Whether the gradient would not be that of the pairs' loss."""
     one_step = (actor.ppo_mini_batch_size, actor.ppo_epochs) == (data.train_batch_size, 1)
     loss = (actor.policy_loss.loss_mode, actor.agg_mode, self.rollout_correction.bypass_mode)
-    prefers = estimator_traits(self.adv_estimator).prefers_pairs
+    prefers = estimator_traits(self.adv_estimator).pairs
     return prefers and not (one_step and loss == ("gpg", "seq-mean-token-sum", False))
 
 

@@ -213,11 +213,10 @@ def _gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndRe
     )
 
 
-def _online_dpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-    if inputs.logprobs is None:
+def _online_dpo(x: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
+    if x.logprobs is None:
         raise ValueError("online_dpo needs logprobs: those of the policy and of a reference")
-    groups = inputs.prompt_groups
-    return online_dpo(inputs.rewards, inputs.mask, groups, inputs.logprobs, options.pair_loss)
+    return online_dpo(x.rewards, x.mask, x.prompt_groups, x.logprobs, options.pair_loss)
 
 
 def _token_baseline(function: TokenBaseline) -> Estimator:

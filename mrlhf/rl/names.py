@@ -51,7 +51,7 @@ class EstimatorTraits:
     # so that what shapes the sum has no effect
     compares_terms: bool = False
     # whether it prefers one response to a prompt to another, compared with a reference
-    prefers_pairs: bool = False
+    pairs: bool = False
 
 
 ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
@@ -73,9 +73,7 @@ ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
     "tir_optimal_token_baseline": EstimatorTraits(
         sums_later_rewards=True, needs_squared_probabilities=True, compares_within_prompt=True
     ),
-    "online_dpo": EstimatorTraits(
-        compares_answers=True, compares_within_prompt=True, prefers_pairs=True
-    ),
+    "online_dpo": EstimatorTraits(compares_answers=True, compares_within_prompt=True, pairs=True),
 }
 OWN_ESTIMATOR = EstimatorTraits()
 """The traits of a user's estimator: nothing is asked of the run."""

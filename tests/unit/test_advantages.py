@@ -211,7 +211,7 @@ def test_an_estimator_does_what_its_traits_say(name):
         "greedy_scores": traits.needs_greedy_answer,
         "components": traits.compares_terms,
         "probabilities": traits.needs_squared_probabilities,
-        "logprobs": traits.prefers_pairs,
+        "logprobs": traits.pairs,
     }
     for field, needed in needs.items():
         without = replace(inputs, **{field: None})
