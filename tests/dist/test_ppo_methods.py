@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mrlhf.batch import Sequences
+from mrlhf.rl import advantages
 from mrlhf.rl.token_baselines import TokenProbabilities, optimal_token_baseline
 from tests.dist.ppo_runs import (
     REWARD_WEIGHT,
@@ -150,12 +151,23 @@ _IPO = [*ONLINE, "algorithm.pair_loss=ipo"]
 ONLINE_LONG = Scenario("online ipo, cp2", ["actor.cp=2", "actor.share_prompts=true", *_IPO])
 
 
+def _prefer_other_rows(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The advantages of drawn pairs are those of the rows before."""
+    right = advantages.online_dpo
+    patch.setattr(
+        advantages, "online_dpo", lambda *given: tuple(x.roll(1, 0) for x in right(*given))
+    )
+
+
+ONLINE_OFF = Scenario("online dpo, other rows", ONLINE, _prefer_other_rows)
+
+
 def test_pairs_that_the_policy_draws_are_the_same_on_every_layout(runs: Runs) -> None:
     assert_same_on_every_layout(runs, ONLINE_WIDE, ONLINE_DEEP)
 
 
-@pytest.mark.parametrize("scenario", [ONLINE_DEEP, ONLINE_LONG], ids=lambda run: run.name)
-def test_the_gradient_is_that_of_the_drawn_pairs_loss(runs: Runs, scenario: Scenario) -> None:
+def _assert_gradient_of_pairs(runs: Runs, scenario: Scenario) -> None:
+    """The norm of the gradient is that of the pairs' loss with transformers."""
     step = runs.steps(scenario)[0]
     rollout = step.experience.rollout
     policy = runs.load()
@@ -179,8 +191,15 @@ def test_the_gradient_is_that_of_the_drawn_pairs_loss(runs: Runs, scenario: Scen
 
     squares = [weight.grad.square().sum() for weight in policy.parameters()]
     norm = torch.stack(squares).sum().sqrt().item()
-    assert step.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert step.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), "grad_norm"
     assert step.metrics["training/equal_groups"] == 0.0
+
+
+def test_the_gradient_is_that_of_the_drawn_pairs_loss(runs: Runs) -> None:
+    for scenario in (ONLINE_DEEP, ONLINE_LONG):
+        _assert_gradient_of_pairs(runs, scenario)
+    with pytest.raises(AssertionError, match="grad_norm"):
+        _assert_gradient_of_pairs(runs, ONLINE_OFF)
 
 
 WITHOUT_ACC = Scenario(
