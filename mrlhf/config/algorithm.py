@@ -198,6 +198,16 @@ def _need_correctness(self: Any, reward: Any, actor: Any, trainer: Any) -> list[
     return [{"user": user} for user in users]
 
 
+class ReturnsSection(Section):
+    """From rewards to the targets of a critic that is trained on stored rollouts."""
+
+    gamma: Fraction = 1.0
+    """discount from one token to the next"""
+    lam_critic: Fraction = 1.0
+    """lambda of the targets; 1: Monte-Carlo returns; below 1: lambda-returns of the values that the
+    model itself has before each optimizer step"""
+
+
 class AlgorithmSection(Section):
     """From scores to advantages."""
 

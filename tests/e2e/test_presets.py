@@ -31,11 +31,12 @@ FITTED: dict[str, list[str]] = {
     "gdpo": ["rollout.n=8"],
     "optimal_token_baseline": [],
     "online_dpo": ["actor.ppo_mini_batch_size=64"],
+    "sao": ["trainer.critic_warmup=5", "data.train_batch_size=256"],
     "vapo": ["rollout.n=8", "trainer.critic_warmup=5", "algorithm.lam_length_alpha=1.0"],
 }
 # No core is as fast as this peak.
 EXTRA: dict[str, list[str]] = {"ppo": ["trainer.val_n=4", "trainer.peak_tflops=10"]}
-CRITICS = ("ppo", "vapo")
+CRITICS = ("ppo", "vapo", "sao")
 SPREAD = ("mean", "max", "min")
 PHASES = (
     "gen",

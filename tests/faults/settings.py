@@ -92,6 +92,7 @@ def write_inputs(rank: int, world_size: int, directory: str) -> None:
         ("ppo", _ppo(root)),
         ("sft", _sft(root)),
         ("rm", _rm(root)),
+        ("critic", _critic(root)),
         ("dpo", _dpo(root)),
     ):
         (root / f"{name}.yaml").write_text(yaml.safe_dump(content))
@@ -179,6 +180,11 @@ def reward_model(inputs: Path) -> Setting:
     return Setting("rm", "rm", ["--config", str(inputs / "rm.yaml")])
 
 
+def critic(inputs: Path) -> Setting:
+    """Training of a critic on stored rollouts."""
+    return Setting("critic", "critic", ["--config", str(inputs / "critic.yaml")])
+
+
 def dpo(inputs: Path) -> Setting:
     """DPO against another policy than the one that is trained."""
     return Setting("dpo", "dpo", ["--config", str(inputs / "dpo.yaml")])
@@ -238,6 +244,17 @@ def _rm(root: Path) -> dict[str, Any]:
     content = _preference_keys(root)
     content["optim"] |= {"name": "muon", "head_lr": 5e-3}
     return content
+
+
+def _critic(root: Path) -> dict[str, Any]:
+    content = _preference_keys(root)
+    rows = [json.loads(line) for line in (root / "data" / "sft.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["score"] = number % 3 / 2
+    write_rows(root / "data" / "scored.jsonl", rows)
+    content["data"]["train_files"] = str(root / "data" / "scored.jsonl")
+    content["optim"]["head_lr"] = 5e-3
+    return {**content, "algorithm": {"gamma": 0.99}}
 
 
 def _preference_keys(root: Path) -> dict[str, Any]:
