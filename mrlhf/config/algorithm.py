@@ -29,6 +29,7 @@ from mrlhf.rl.names import (
     FilterMetric,
     KlControllerKind,
     KlPlacement,
+    PairLossName,
     RewardKlKind,
     RewardNorm,
     estimator_traits,
@@ -157,6 +158,14 @@ def _differing_tokens(self: Any, actor: Any, reads: Any) -> dict[str, str] | Non
     return None
 
 
+def _is_no_dpo(self: Any, actor: Any, data: Any) -> bool:
+    """Whether the gradient would not be that of the pairs' loss."""
+    one_step = (actor.ppo_mini_batch_size, actor.ppo_epochs) == (data.train_batch_size, 1)
+    loss = (actor.policy_loss.loss_mode, actor.agg_mode, self.rollout_correction.bypass_mode)
+    prefers = estimator_traits(self.adv_estimator).pairs
+    return prefers and not (one_step and loss == ("gpg", "seq-mean-token-sum", False))
+
+
 def _named_again(self: Any) -> list[dict[str, object]]:
     """The scores that gdpo is given more than once."""
     names = self.gdpo_reward_keys or []
@@ -235,6 +244,10 @@ class AlgorithmSection(Section):
         Annotated[list[float], Field(min_length=1)] | None, by_estimator("gdpo")
     ] = None
     """gdpo: the weight of each of gdpo_reward_keys; null: 1 for each"""
+    pair_loss: Annotated[PairLossName, by_estimator("online_dpo")] = "sigmoid"
+    """online_dpo: the loss on pairs, as dpo.loss_type of train_dpo"""
+    pair_beta: Annotated[Positive, by_estimator("online_dpo")] = 0.1
+    """online_dpo: how strongly the policy is held to the reference, as dpo.beta of train_dpo"""
     use_kl_in_reward: Annotated[bool, _SHAPES_THE_SUM] = False
     """subtract coefficient x KL(old, reference) from the reward"""
     kl_penalty: Annotated[RewardKlKind, _IF_IN_REWARD] = "kl"
@@ -279,6 +292,9 @@ class AlgorithmSection(Section):
                 or policy_loss_traits(actor.policy_loss.loss_mode).uses_ratio
             )
         ),
+        "{adv_estimator} makes one step on the pairs that the policy has drawn; set "
+        "algorithm.preset=online_dpo, {actor.ppo_mini_batch_size} to {=data.train_batch_size} and "
+        "{actor.ppo_epochs} to 1, without bypass_mode": _is_no_dpo,
         "{lam_length_alpha} x {data.max_response_length} = {product} is not above 1, so lambda "
         "would be 0 for every response; raise lam_length_alpha above {least} or the "
         "length": lambda self, data: (

@@ -29,6 +29,7 @@ PresetName = Literal[
     "gdpo",
     "optimal_token_baseline",
     "vapo",
+    "online_dpo",
     "sao",
 ]
 

@@ -198,8 +198,9 @@ class PPOConfig(Root):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL to the reference is in use."""
-        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        """Whether a KL to the reference is in use, or a loss that compares with it."""
+        prefers = estimator_traits(self.algorithm.adv_estimator).pairs
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss or prefers
 
     @property
     def reference_is_policy(self) -> bool:
@@ -231,6 +232,7 @@ class PPOConfig(Root):
             correction.active
             or algorithm.use_kl_in_reward
             or estimator_traits(algorithm.adv_estimator).needs_squared_probabilities
+            or estimator_traits(algorithm.adv_estimator).pairs
             or policy_loss_traits(loss).selects_tokens
             or self.actor.router_replay != "none"
         )

@@ -72,6 +72,8 @@ def unknown_key(root_class: type[Root], name: str) -> str:
     if name.split(".")[0] == "actor_rollout_ref":
         return f"unknown key '{name}'; {_without_verls_section(name, known)}"
 
+    if name.partition(".")[0] == "rollout" and "dpo" in known:
+        return "unknown key 'rollout'; online DPO is train_ppo with algorithm.preset=online_dpo"
     near = _nearest(starred(name), known)
     for part in name.split("."):
         if near and part.isdecimal():

@@ -454,7 +454,7 @@ _IF_ENSEMBLE = read_if("ensemble", bool, "is empty", "name further reward models
 
 
 class RewardModelSection(RoleSection):
-    """A frozen sequence classifier (score.weight) that scores whole responses."""
+    """A frozen classifier with one output (score.weight) that scores responses, or their steps."""
 
     ensemble: Files = Field(default_factory=list)
     """further reward models, as path, which score too; all have this section's layout"""
@@ -467,5 +467,8 @@ class RewardModelSection(RoleSection):
         read_if("combine", lambda name: "minus" in name, "takes nothing off", "use mean_minus_std"),
     ] = 1.0
     """factor of the standard deviation or variance over the models"""
+    at: Annotated[str, Field(min_length=1)] | None = None
+    """text that ends a step of a response: the output at each token that holds it is a reward of
+    that token, and their sum is the response's score; null: it scores whole responses"""
     offload: OffloadFrozen = Field(default_factory=list)
     """what waits on the host while no phase needs it"""

@@ -171,6 +171,10 @@ class Tokenizer:
             return None
         return token
 
+    def holding(self, string: str) -> list[int]:
+        """The tokens in whose text `string` occurs, special tokens included."""
+        return [i for i in sorted(self.ids) if string in self.decode([i], False)]
+
     def is_ordinary(self, token: int) -> bool:
         """Whether a token is part of the vocabulary that was trained, and was not added to it."""
         return token not in self._backend.added_tokens_decoder

@@ -46,7 +46,7 @@ from mrlhf.episodes.read import (
     draw_episodes,
     read_environments,
 )
-from mrlhf.errors import DataError
+from mrlhf.errors import ConfigError, DataError
 from mrlhf.inputs.paths import absent_paths, awaits_tokenizer, has_tokenizer, present
 from mrlhf.inputs.vocabulary import (
     Endings,
@@ -333,7 +333,13 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
-    """Refuse models whose directories hold another tokenizer than the run's."""
+    """Refuse models with another tokenizer than the run's, and a separator that this lacks."""
+    model = config.reward_model if isinstance(config, PPOConfig) else None
+    if model is not None and model.at is not None and not tokenizer.holding(model.at):
+        raise ConfigError(
+            f"reward_model.at {model.at!r} is in none of the {len(tokenizer.ids)} tokens of "
+            "data.tokenizer; give a text that one of them holds whole"
+        )
     tokens: dict[str, int] = {}
     for name, role in config.roles().items():
         if role.path == config.data.tokenizer or not holds_vocabulary(Path(role.path)):

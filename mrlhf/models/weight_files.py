@@ -13,7 +13,9 @@ from mrlhf.models.families import family_of, stated_spec
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.hf import read_weights
 from mrlhf.weights.shard import Slot
-from mrlhf.weights.stored import ExpectedTensors, ModelFiles, match, survey
+from mrlhf.weights.stored import ExpectedTensors, ModelFiles, match, read_tensor, survey
+
+_BIAS = "score.bias"  # of the head of a token classifier
 
 
 def check_weight_files(path: str | Path, spec: ModelSpec, needs_head: bool) -> tuple[str, ...]:
@@ -30,7 +32,7 @@ def check_weight_files(path: str | Path, spec: ModelSpec, needs_head: bool) -> t
     stored = survey(Path(path))
     if spec.head == "scalar" and needs_head:
         _check_head(stored, spec)
-    match(stored, expected_tensors(spec))
+    match(stored, expected_tensors(spec, needs_head))
 
     if stated_spec(path, spec.head).output_is_embedding and not spec.output_is_embedding:
         untied = (
@@ -45,18 +47,24 @@ def read_model(path: str | Path, spec: ModelSpec, slots: Sequence[Slot], needs_h
     """Fill the `slots` from `path`; whether the head was there. As `check_weight_files`."""
     if spec.head == "scalar" and needs_head:
         _check_head(survey(Path(path)), spec)
-    return not read_weights(path, slots, expected_tensors(spec))
+    return not read_weights(path, slots, expected_tensors(spec, needs_head))
 
 
-def expected_tensors(spec: ModelSpec) -> ExpectedTensors:
-    """The tensors of a model, in all forms in which its files may hold them."""
+def head_bias(path: str | Path) -> float:
+    """The bias of the head of a token classifier in `path`; 0 if it has none."""
+    bias = survey(Path(path)).tensors.get(_BIAS)
+    return 0.0 if bias is None else float(read_tensor(bias))
+
+
+def expected_tensors(spec: ModelSpec, with_bias: bool = False) -> ExpectedTensors:
+    """The tensors of a model in all forms in which files may hold them, `with_bias` of the head."""
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
     embedding = family.embedding
     return ExpectedTensors(
         shapes,
         may_lack=(family.scalar_head,) if spec.head == "scalar" else (),
-        ignored=(family.language_head,),
+        ignored=(family.language_head, *([_BIAS] if with_bias else [])),
         ignored_prefixes=family.ignored_prefixes(spec),
         other_forms=family.other_forms(spec),
         # If the embeddings are tied, transformers takes either of the two tensors.

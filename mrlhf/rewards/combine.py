@@ -16,6 +16,7 @@ from mrlhf.rewards.chat_judge import ChatJudge
 from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import (
     Evaluated,
+    PlacedValue,
     RewardInput,
     RewardResult,
     Scored,
@@ -160,7 +161,8 @@ class RewardFunction:
 
         further: dict[str, list[float]] = {}
         answers: dict[str, list[str | None]] = {}
-        for name in self.weights:
+        placed: list[list[PlacedValue]] = [[] for _ in evaluated]
+        for name, weight in self.weights.items():
             if name in self.external:
                 continue
             results = [of_response[name] for of_response in evaluated]
@@ -169,16 +171,9 @@ class RewardFunction:
                 further[f"{name}/{key}"] = [result.further.get(key, math.nan) for result in results]
             if any(result.answer is not None for result in results):
                 answers[name] = [result.answer for result in results]
+            for own, result in zip(placed, results, strict=True):
+                own += [x._replace(value=weight * x.value) for x in result.placed]
 
-        placed = [
-            [
-                value._replace(value=weight * value.value)
-                for name, weight in self.weights.items()
-                if name in of_response
-                for value in of_response[name].placed
-            ]
-            for of_response in evaluated
-        ]
         mixed = mix(scores, self.weights, lambda row: f"the response with {inputs[row].title}")
         if len(mixed) != len(inputs):
             raise RewardError(

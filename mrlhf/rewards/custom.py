@@ -98,9 +98,8 @@ class CustomReward:
 
     def _checked(self, value: Any, row: RewardInput) -> Scored:
         try:
-            scored = split_score(value, f"reward function {self._title}")
-            check_places(scored.placed, row, f"reward function {self._title}")
-            return scored
+            name = f"reward function {self._title}"
+            return check_places(split_score(value, name), row, name)
         except RewardError as error:
             raise RewardError(f"{error}; on {row.title}") from None
 

@@ -6,7 +6,7 @@ It knows no rule, no process and no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -109,12 +109,10 @@ def check_score(score: float, what: str) -> None:
 def split_score(value: Any, name: str) -> Scored:
     """Split a rule's return value into "score", the answer under "pred", and further numbers.
 
-    Entries that are no numbers, or NaN, are left out. Values at places are read, and their sum is
-    the further number "placed".
+    Entries that are no numbers, or NaN, are left out. "placed" is the sum of values at places.
 
     Raises:
-        RewardError: there is no usable score, "acc" is not in 0..1, another number is infinite, or
-            positions are no pairs of a place and a number.
+        RewardError: there is no usable score, "acc" is not in 0..1, or another number is infinite.
     """
     fields = value if isinstance(value, Mapping) else {"score": value}
     if "score" not in fields:
@@ -150,15 +148,16 @@ def split_score(value: Any, name: str) -> Scored:
     return Scored(float(score), further, None if answer is None else str(answer), placed)
 
 
-def check_places(placed: Sequence[PlacedValue], row: RewardInput, name: str) -> None:
-    """Raise a RewardError for a place that the response does not have."""
+def check_places(scored: Scored, row: RewardInput, name: str) -> Scored:
+    """`scored`, or a RewardError for a place that the response does not have."""
     lengths = {"token": row.response_tokens, "character": len(row.solution_str)}
-    for unit, place, _ in placed:
+    for unit, place, _ in scored.placed:
         if not 0 <= place < lengths[unit]:
             raise RewardError(
                 f"{name} placed a value at {unit} {place} of a response of {lengths[unit]} "
                 f"{unit}s; places count from 0"
             )
+    return scored
 
 
 def _placed(fields: Mapping[str, Any], name: str) -> tuple[PlacedValue, ...]:

@@ -29,6 +29,7 @@ from mrlhf.rl.group_advantages import (
 )
 from mrlhf.rl.masking import working_dtype
 from mrlhf.rl.names import AdvantageEstimator
+from mrlhf.rl.preference import PairLogprobs, dpo_loss, online_dpo
 from mrlhf.rl.token_baselines import (
     TokenProbabilities,
     optimal_token_baseline,
@@ -57,6 +58,9 @@ class AdvantageInputs:
     # [terms, units], the scores of single terms of the reward, for `gdpo`. A user's estimator gets
     # those that `algorithm.gdpo_reward_keys` names. Else None.
     components: Tensor | None = None
+    # [units, response_len] each, log-probabilities under the policy that drew the responses and
+    # under the reference, for `online_dpo`
+    logprobs: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         assert self.rewards.shape == self.mask.shape, (
@@ -83,6 +87,7 @@ class AdvantageOptions:
     f_norm: float = 1.0  # divisor of `gpg`
     # the weight of each component in `gdpo`; None: 1 for all
     component_weights: tuple[float, ...] | None = None
+    pair_loss: Callable[[PairLogprobs], Tensor] = dpo_loss  # of `online_dpo`
 
 
 Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
@@ -208,6 +213,12 @@ def _gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndRe
     )
 
 
+def _online_dpo(x: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
+    if x.logprobs is None:
+        raise ValueError("online_dpo needs logprobs: those of the policy and of a reference")
+    return online_dpo(x.rewards, x.mask, x.prompt_groups, x.logprobs, options.pair_loss)
+
+
 def _token_baseline(function: TokenBaseline) -> Estimator:
     """Make an estimator of one of the functions of `token_baselines`."""
 
@@ -239,4 +250,5 @@ ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     "gdpo": _gdpo,
     "optimal_token_baseline": _token_baseline(optimal_token_baseline),
     "tir_optimal_token_baseline": _token_baseline(tir_optimal_token_baseline),
+    "online_dpo": _online_dpo,
 }

@@ -25,6 +25,7 @@ AdvantageEstimator = Literal[
     "gdpo",
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
+    "online_dpo",
 ]
 
 
@@ -49,6 +50,8 @@ class EstimatorTraits:
     # whether it is computed from the scores of single terms of the reward, and not from their sum,
     # so that what shapes the sum has no effect
     compares_terms: bool = False
+    # whether it prefers one response to a prompt to another, compared with a reference
+    pairs: bool = False
 
 
 ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
@@ -70,6 +73,7 @@ ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
     "tir_optimal_token_baseline": EstimatorTraits(
         sums_later_rewards=True, needs_squared_probabilities=True, compares_within_prompt=True
     ),
+    "online_dpo": EstimatorTraits(compares_answers=True, compares_within_prompt=True, pairs=True),
 }
 OWN_ESTIMATOR = EstimatorTraits()
 """The traits of a user's estimator: nothing is asked of the run."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from mrlhf.rl.masking import masked_sum, working_dtype
 from mrlhf.rl.names import PairLossName
 
 
@@ -67,6 +69,8 @@ def ipo_loss(pairs: PairLogprobs, options: PairLossOptions) -> Tensor:
     return (averages[:, 0] - averages[:, 1] - 1 / (2 * options.beta)).square()
 
 
+dpo_loss = partial(sigmoid_loss, options=PairLossOptions(beta=0.1, label_smoothing=0.0))
+
 PairLoss = Callable[[PairLogprobs, PairLossOptions], Tensor]
 
 PAIR_LOSSES: dict[PairLossName, PairLoss] = {"sigmoid": sigmoid_loss, "ipo": ipo_loss}
@@ -91,6 +95,36 @@ def measure_pairs(
         "logps/chosen": logprobs[:, 0],
         "logps/rejected": logprobs[:, 1],
     }
+
+
+def online_dpo(
+    rewards: Tensor,
+    mask: Tensor,
+    prompt_groups: Tensor,
+    logprobs: tuple[Tensor, Tensor],
+    loss: Callable[[PairLogprobs], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Advantages of DPO on drawn pairs, https://arxiv.org/abs/2402.04792; [batch, response_len].
+
+    A pair are the best and the worst response to a prompt, of equals the first; prompts with equal
+    scores have none. Minus the advantages times the log-probabilities, summed over a response and
+    averaged over responses, has the gradient of the mean loss of the pairs. The returns are equal.
+
+    `logprobs` are those of the policy that drew the responses, and of the reference.
+    """
+    scores = masked_sum(rewards.double(), mask, dim=1)
+    groups = [(prompt_groups == number).nonzero()[:, 0] for number in prompt_groups.unique()]
+    both = [(rows[scores[rows].argmax()], rows[scores[rows].argmin()]) for rows in groups]
+    pairs = torch.tensor([[*pair] for pair in both if scores[pair[0]] > scores[pair[1]]])
+    if len(pairs) == 0:
+        return 2 * (torch.zeros_like(rewards, dtype=working_dtype(rewards)),)
+
+    with torch.enable_grad():
+        policy = logprobs[0].detach().double().requires_grad_()
+        own, other = (masked_sum(x.double(), mask, dim=1)[pairs] for x in (policy, logprobs[1]))
+        mean = loss(PairLogprobs(own, other, mask.sum(dim=1)[pairs])).mean()
+        gradient = torch.autograd.grad(mean, policy)[0].to(working_dtype(rewards))
+    return -len(scores) * gradient, -len(scores) * gradient
 
 
 @dataclass(frozen=True)

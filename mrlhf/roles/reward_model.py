@@ -1,9 +1,9 @@
-"""The reward model: a frozen model with a scalar head that scores whole responses.
+"""The reward model: a frozen model with a scalar head that scores whole responses, or their steps.
 
-It scores the token that transformers' sequence classifiers score: the last one that is not
-`pad_token_id` of the model's `config.json`, and the last one of all where that is null. If a model
-pads with its end token, the token before the end is scored. This file does not know what a score
-is used for.
+Of a whole response it scores the token that transformers' sequence classifiers score: the last one
+that is not `pad_token_id` of the model's `config.json`, and the last one of all where that is null.
+If a model pads with its end token, the token before the end is scored. This file does not know what
+a score is used for.
 """
 
 from __future__ import annotations
@@ -22,13 +22,25 @@ from mrlhf.training.engine import ModelEngine
 
 
 class RewardModel:
-    """Takes the output at the last token of a sequence, padding left out, as its score."""
+    """Takes the output at the last token of a sequence, padding left out, as its score.
+
+    Or that at each of the tokens `ends`, which end steps, https://arxiv.org/abs/2305.20050.
+    """
 
     def __init__(
-        self, engines: Sequence[ModelEngine], combine: Combine = "mean", coefficient: float = 1.0
+        self,
+        members: Sequence[tuple[ModelEngine, float]],
+        combine: Combine = "mean",
+        coefficient: float = 1.0,
+        ends: Sequence[int] = (),
     ) -> None:
-        """Take the model, or an ensemble and how its scores become one."""
-        self.engines = engines
+        """Take the model, or an ensemble and how its scores become one.
+
+        Each member comes with the bias of its head.
+        """
+        self.engines = [engine for engine, _ in members]
+        self.ends = torch.tensor(ends, dtype=torch.int32)
+        self._members = members
         self._combine = combine
         self._coefficient = coefficient
 
@@ -40,10 +52,38 @@ class RewardModel:
         sequences = self.engines[0].groups.machine.compute_on_leader(
             lambda: rollout.sequences().last_of_rows()
         )
-        each = torch.stack([score_sequences(engine, sequences) for engine in self.engines])
+        each = torch.stack(
+            [score_sequences(engine, sequences) + bias for engine, bias in self._members]
+        )
+        return self._combined(each), None if len(each) == 1 else spread_of(each)
+
+    def step_scores(self, rollout: Rollout) -> Tensor:
+        """Each step's score at its last token, if drawn; else 0; float32 [batch, response_len]."""
+
+        def longer() -> Sequences:
+            # A longer prompt and one more token: the output before a column is that at its token.
+            sequences = rollout.sequences()
+            rows = [[*sequences[row].tolist(), 0] for row in range(len(sequences))]
+            return replace(
+                Sequences.of(rows, (sequences.prompt_lengths + 1).tolist()),
+                width=sequences.width,
+                rows=sequences.rows,
+                columns=sequences.columns,
+            )
+
+        sequences = self.engines[0].groups.machine.compute_on_leader(longer)
+        tables = []
+        for engine, bias in self._members:
+            packs = engine.cut(sequences, "response").packs
+            tables.append(engine.per_token(packs, rollout.shape, _scalar_output)[0] + bias)
+        ends = torch.isin(rollout.response_ids, self.ends) & rollout.loss_mask
+        return self._combined(torch.stack(tables)) * ends
+
+    def _combined(self, each: Tensor) -> Tensor:
+        """One table of those of all members."""
         if len(each) == 1:
-            return each[0], None
-        return combine_scores(self._combine, each, self._coefficient), spread_of(each)
+            return each[0]
+        return combine_scores(self._combine, each, self._coefficient)
 
 
 def score_sequences(

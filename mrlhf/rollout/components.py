@@ -20,8 +20,7 @@ from mrlhf.rewards.term_names import term_names
 from mrlhf.rollout.scoring import Scores
 
 KEY = "algorithm.gdpo_reward_keys"
-# the name of the sum of the rewards of an episode's turns, and of those placed on tokens
-TURN_REWARDS = "turn_rewards"
+TURN_REWARDS = "turn_rewards"  # the name of the sum of the rewards of turns, and of tokens
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from os.path import commonprefix
 from typing import Any
 
 from mrlhf.batch import Prompts, Rollout
@@ -48,8 +49,10 @@ class Response:
         begun = prompts.select([prompt]).begun_as([episode])
         return _response(begun, 0, token_ids, episode.last_turn)
 
-    def places(self, placed: Sequence[PlacedValue], tokenizer: Tokenizer) -> list[int]:
-        """The token of each value, counted among all of the response.
+    def places(
+        self, placed: Sequence[PlacedValue], tokenizer: Tokenizer
+    ) -> list[tuple[int, float]]:
+        """The token of each value, counted among all of the response, and the value.
 
         The token of a character is the one that completes it, since a character may be spread over
         several; its offset counts in the text that `read` gives.
@@ -62,20 +65,17 @@ class Response:
         text = tokenizer.decode(token_ids)
 
         @cache
-        def agreeing(tokens: int) -> int:
-            """How many characters the text of the first `tokens` tokens has in common with it."""
-            part = tokenizer.decode(token_ids[:tokens])
-            pairs = zip(text, part, strict=False)
-            return next((i for i, (a, b) in enumerate(pairs) if a != b), len(part))
+        def common(tokens: int) -> int:
+            return len(commonprefix([text, tokenizer.decode(token_ids[:tokens])]))  # noqa: RUF071
 
-        def characters(tokens: int) -> int:
+        def complete(tokens: int) -> int:
             # Some tokenizers decode no byte before a character of which up to 3 bytes are there.
-            return max(map(agreeing, range(max(tokens - 3, 0), tokens + 1)))
+            return max(map(common, range(max(tokens - 3, 0), tokens + 1)))
 
         counts = range(1, len(token_ids) + 1)
         return [
-            place if unit == "token" else begin + bisect_right(counts, place, key=characters)
-            for unit, place, _ in placed
+            (place if unit == "token" else begin + bisect_right(counts, place, key=complete), value)
+            for unit, place, value in placed
         ]
 
     def read(self, tokenizer: Tokenizer, reads_text: bool) -> RewardInput:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mrlhf.batch import Episode, Prompts, Rollout
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import RewardError
 from mrlhf.parallel.collectives import all_gather_objects, wait_for_all
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.phases import Phases
@@ -36,6 +35,7 @@ from mrlhf.rollout.response import Response
 T = TypeVar("T")
 REPORTED_CORRECTNESS = "acc"
 ENVIRONMENT = "environment"
+REWARD_MODEL = "reward_model"
 PLACED = "placed"  # the further number of a term that places values on tokens
 
 # Responses that are scored before a rank may stop; a user's function may take long for each.
@@ -123,11 +123,16 @@ class Scorer:
 
         given: dict[str, list[float]] = {}
         further: dict[str, list[float]] = {}
-        if self.reward_model is not None:
+        steps: Tensor | None = None
+        if self.reward_model is not None and len(self.reward_model.ends):
+            steps = self.reward_model.step_scores(rollout)
+            given[REWARD_MODEL] = [0.0] * len(rollout)
+            further[f"{REWARD_MODEL}/{PLACED}"] = steps.double().sum(dim=1).tolist()
+        elif self.reward_model is not None:
             scores, spread = self.reward_model.score(rollout)
-            given["reward_model"] = scores.tolist()
+            given[REWARD_MODEL] = scores.tolist()
             if spread is not None:
-                further["reward_model/std"] = spread.tolist()
+                further[f"{REWARD_MODEL}/std"] = spread.tolist()
         if rollout.episodes is not None and ENVIRONMENT in self.function.external:
             given[ENVIRONMENT] = [episode.score or 0.0 for episode in rollout.episodes]
             further |= _numbers_of(rollout.episodes)
@@ -136,7 +141,6 @@ class Scorer:
             owners, is_early = self._share_out(len(rollout), begun)
             my_rows = (owners == world.rank()).nonzero()[:, 0]
             result = self._score_rows(rollout, my_rows.tolist(), given, begun)
-        values = self._values(rollout, my_rows.tolist(), result)
 
         wait_for_all(world)  # an error above ends the job
         names = self._column_names(result.metrics)
@@ -148,11 +152,8 @@ class Scorer:
         total, *columns = table.complete().view(torch.float64)
         terms = {name: column.tolist() for name, column in zip(names, columns, strict=True)}
         terms |= further
-        if any(name.endswith(f"/{PLACED}") for name in names):
-            tokens = self.groups.machine.table(rollout.shape, torch.float32)
-            for place, value in values.items():
-                tokens.entries[place] = value
-            rollout = replace(rollout, placed=tokens.complete())
+        if steps is not None or any(name.endswith(f"/{PLACED}") for name in names):
+            rollout = self._placed(rollout, my_rows.tolist(), result, steps)
 
         answers_of_ranks = all_gather_objects(result.answers, world) if with_answers else []
         answers = _join_answers(answers_of_ranks, _correctness_column(terms), owners.tolist())
@@ -249,25 +250,20 @@ class Scorer:
             evaluated.update(zip(fresh, results, strict=True))
         return [begun[row].evaluated.result() if row in begun else evaluated[row] for row in inputs]
 
-    def _values(
-        self, rollout: Rollout, rows: Sequence[int], result: RewardResult
-    ) -> dict[tuple[int, int], float]:
-        """The values that the terms have placed on the responses at `rows`, by row and token."""
-        values: dict[tuple[int, int], float] = {}
+    def _placed(
+        self, rollout: Rollout, rows: Sequence[int], result: RewardResult, steps: Tensor | None
+    ) -> Rollout:
+        """The rollout with `steps` and the values of the other terms; `rows` are this rank's."""
+        table = self.groups.machine.table(rollout.shape, torch.float32)
         for row, placed in zip(rows, result.placed, strict=True):
-            if not placed:
-                continue
-            response = Response.of_row(rollout, row, int(rollout.response_mask[row].sum()))
-            tokens = response.places(placed, self.tokenizer)
-            for token, (_, _, value) in zip(tokens, placed, strict=True):
-                if not rollout.loss_mask[row, token] and rollout.loss_mask[row].any():
-                    raise RewardError(
-                        f"a term placed a value at token {token} of a response to prompt "
-                        f"{rollout.prompts.uid[row]}, which the policy did not draw; place values "
-                        "on tokens of its turns"
-                    )
-                values[row, token] = values.get((row, token), 0.0) + value
-        return values
+            if placed:
+                response = Response.of_row(rollout, row, int(rollout.response_mask[row].sum()))
+                for token, value in response.places(placed, self.tokenizer):
+                    table.entries[row, token] += value
+        every = table.complete()
+        if steps is not None:
+            every = every + steps * self.function.weights[REWARD_MODEL]
+        return replace(rollout, placed=every)
 
     def _input(self, rollout: Rollout, row: int, lengths: Sequence[int]) -> RewardInput:
         """The terms' input for the response at `row`; `lengths` covers all responses."""

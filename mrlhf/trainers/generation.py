@@ -114,7 +114,7 @@ def answer(
     sampling = sampling.greedy() if options.greedy else sampling
     scorer = None
     if reward is not None:
-        model = build_reward_model(config, run)
+        model = build_reward_model(config, run, inputs.tokenizer)
         scorer = Scorer(reward, inputs.tokenizer, model, policy.actor.groups, run.phases)
     asked = [row.fields["prompt"] for row in read_rows(config.data.val_files)]
     if run.is_main_rank:

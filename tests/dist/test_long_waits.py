@@ -70,7 +70,7 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
     result = RewardResult([1.0] * (len(RESPONSES) // 2), {}, {}, [[]] * (len(RESPONSES) // 2))
     function: Any = SimpleNamespace(
-        reads_text=False, external=(), evaluate=lambda rows: [{}] * len(rows)
+        reads_text=False, external=(), judge=None, evaluate=lambda rows: [{}] * len(rows)
     )
     function.combine = slowly(result, on=0)
     scorer = Scorer(function, None, None, groups)  # type: ignore[arg-type]

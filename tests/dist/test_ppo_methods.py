@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mrlhf.batch import Sequences
+from mrlhf.rl import advantages
 from mrlhf.rl.token_baselines import TokenProbabilities, optimal_token_baseline
 from tests.dist.ppo_runs import (
     DP4,
@@ -152,6 +153,75 @@ def test_gdpo_compares_each_term_by_itself(runs: Runs) -> None:
     torch.testing.assert_close(
         step.experience.advantages[mask].double(), wanted[mask], rtol=0, atol=2e-4
     )
+
+
+ONLINE = [
+    *WITHOUT_KL,
+    "actor.use_kl_loss=false",
+    "actor.kl_loss_coef=0.001",
+    "algorithm.adv_estimator=online_dpo",
+    "algorithm.pair_beta=0.5",
+    "actor.policy_loss.loss_mode=gpg",
+    "actor.loss_agg_mode=seq-mean-token-sum",
+    "actor.ppo_mini_batch_size=8",
+    "actor.ppo_epochs=1",
+    "rollout.n=3",
+]
+ONLINE_WIDE = Scenario("online dpo, dp4", ONLINE)
+ONLINE_DEEP = Scenario("online dpo, tp2 pp2", [*TP2_PP2, "rollout.tp=2", *ONLINE])
+_IPO = [*ONLINE, "algorithm.pair_loss=ipo"]
+ONLINE_LONG = Scenario("online ipo, cp2", ["actor.cp=2", "actor.share_prompts=true", *_IPO])
+
+
+def _prefer_other_rows(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The advantages of drawn pairs are those of the rows before."""
+    right = advantages.online_dpo
+    patch.setattr(
+        advantages, "online_dpo", lambda *given: tuple(x.roll(1, 0) for x in right(*given))
+    )
+
+
+ONLINE_OFF = Scenario("online dpo, other rows", ONLINE, _prefer_other_rows)
+
+
+def test_pairs_that_the_policy_draws_are_the_same_on_every_layout(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, ONLINE_WIDE, ONLINE_DEEP)
+
+
+def _assert_gradient_of_pairs(runs: Runs, scenario: Scenario) -> None:
+    """The norm of the gradient is that of the pairs' loss with transformers."""
+    step = runs.steps(scenario)[0]
+    rollout = step.experience.rollout
+    policy = runs.load()
+    ref_logprobs, _ = plain_tables.evaluate(runs.load("-ref"), rollout)
+    losses = []
+    for scores, rows in zip(
+        step.experience.scores.view(-1, 3), torch.arange(24).view(-1, 3), strict=True
+    ):
+        assert len(set(scores.tolist())) == 3
+        ratios, means = [], []
+        for row in (int(rows[scores.argmax()]), int(rows[scores.argmin()])):
+            log_p = plain_tables.distribution(policy, rollout, row)
+            own = plain_tables.drawn(log_p, rollout, row)
+            ratios.append(own.sum() - ref_logprobs[row].sum())
+            means.append(ratios[-1] / len(own))
+        if scenario is ONLINE_LONG:
+            losses.append((means[0] - means[1] - 1 / (2 * 0.5)).square())
+        else:
+            losses.append(-torch.nn.functional.logsigmoid(0.5 * (ratios[0] - ratios[1])))
+    torch.stack(losses).mean().backward()
+
+    squares = [weight.grad.square().sum() for weight in policy.parameters()]
+    norm = torch.stack(squares).sum().sqrt().item()
+    assert step.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), "grad_norm"
+    assert step.metrics["training/equal_groups"] == 0.0
+
+
+def test_the_gradient_is_that_of_the_drawn_pairs_loss(runs: Runs) -> None:
+    for scenario in (ONLINE_DEEP, ONLINE_LONG):
+        _assert_gradient_of_pairs(runs, scenario)
+    with pytest.raises(AssertionError, match="grad_norm"):
+        _assert_gradient_of_pairs(runs, ONLINE_OFF)
 
 
 WITHOUT_ACC = Scenario(

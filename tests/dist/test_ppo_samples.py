@@ -12,16 +12,21 @@ import torch
 
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.rollout.early_scores import EarlyScores
+from mrlhf.rollout.response import Response
 from tests.dist.ppo_runs import (
     DP4,
+    REWARD_MODEL,
+    REWARD_WEIGHT,
     TP2_PP2,
     WORLD_SIZE,
     Runs,
     Scenario,
+    Step,
     assert_close,
     assert_engine_and_trainer_agree,
     assert_same_on_every_layout,
 )
+from tests.oracle import plain_models
 
 LETTERS = ["reward.terms=[{name: CUSTOM:letters, weight: 2.0}]", "reward_model=null"]
 
@@ -180,48 +185,100 @@ def test_scores_are_the_same_if_the_engine_draws_meanwhile(
             assert "perf/scored_early" not in other.metrics
 
 
-_PLACES = ["reward.terms=[{name: CUSTOM:places, weight: 2.0}]", "reward_model=null"]
-_PLACES += ["algorithm.use_kl_in_reward=false", "rollout.overlap=true"]
-PLACES = Scenario("places dp4", [*_PLACES, *DP4[:2], "actor.share_prompts=true"])
-PLACES_DEEP = Scenario("places tp2 pp2", [*_PLACES, *TP2_PP2, "critic.cp=2"])
+_PLACES = [
+    "reward.terms=[{name: CUSTOM:places, weight: 2}, {name: reward_model, weight: 0.5}]",
+    "reward_model.at='1'",
+    "algorithm.use_kl_in_reward=false",
+    "rollout.overlap=true",
+    "rollout.dump_format=parquet",
+]
+PLACES = Scenario("places dp4", [*_PLACES, *DP4, "actor.share_prompts=true"])
+PLACES_DEEP = Scenario("places tp2 pp2", [*_PLACES, *TP2_PP2, "critic.cp=2", "reward_model.cp=2"])
 PLACES_PARTIAL = Scenario("places partial", [*_PLACES, *_PARTIAL, "actor.cp=2"])
 PLACES_GROUPS = Scenario("places rloo", [*_PLACES, "algorithm.adv_estimator=rloo"])
+
+
+def _step_scores(runs: Runs, step: Step) -> tuple[torch.Tensor, float]:
+    """transformers' output at each 1 of the responses, and the mean of their sums."""
+    judge = plain_models.load(runs.root / REWARD_MODEL)
+    rollout = step.experience.rollout
+    one = load_tokenizer(runs.root / "data" / "tokenizer").encode("1")
+    scores = torch.zeros(rollout.shape)
+    for row, tokens in enumerate(step.responses):
+        prompt = rollout.prompts.token_ids[row]
+        with torch.no_grad():
+            outputs = judge.score(judge.model(torch.tensor([[*prompt, *tokens]]))[0])[0, :, 0]
+        for place, token in enumerate(tokens):
+            if [token] == one:
+                scores[row, place] = outputs[len(prompt) + place]
+    return scores, scores.sum(dim=1).mean().item()
+
+
+def _last(mask: torch.Tensor) -> torch.Tensor:
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+
+
+def _assert_placed(runs: Runs, scenario: Scenario, number: int) -> None:
+    """The values of the function and of the reward model stand at their tokens, and are used."""
+    tokenizer = load_tokenizer(runs.root / "data" / "tokenizer")
+    step = runs.steps(scenario)[number - 1]
+    experience = step.experience
+    rewards = torch.zeros(experience.rollout.shape)
+    for row, tokens in enumerate(step.responses):
+        texts = [tokenizer.decode([token]) for token in tokens]  # one character, or none
+        text = "".join(texts)
+        rewards[row, len(tokens) - 1] += 2 * (0.5 + 0.5)
+        rewards[row, 0] -= 2 * 0.25
+        for place, letter in enumerate(text):
+            (token,) = [
+                i for i, own in enumerate(texts) if own and len("".join(texts[:i])) == place
+            ]
+            rewards[row, token] += 2 * 0.1 * (1 + place) * (letter in "02468+=")
+    mean = (rewards.sum() / len(rewards) / 2 - 0.5).item()
+    of_model, wanted_mean = _step_scores(runs, step)
+    rewards += REWARD_WEIGHT * of_model
+    measured = step.metrics["reward/reward_model/placed"]
+    assert measured == pytest.approx(wanted_mean, abs=1e-4) and wanted_mean
+
+    placed = experience.rollout.placed
+    assert placed is not None
+    assert_close(placed, rewards - 2 * 0.5 * _last(experience.rollout.loss_mask))
+    assert_close(experience.token_rewards, rewards)
+    assert_close(experience.scores, rewards.sum(dim=1))
+    written = runs.table(scenario, number).tokens["placed"]
+    assert written.tolist() == placed[experience.rollout.response_mask].tolist()
+    assert step.metrics["reward/places/placed"] == pytest.approx(mean, abs=1e-5)
+
+    if scenario is PLACES_GROUPS:  # the score is the sum, here against one other response
+        sums = rewards.sum(dim=1).view(-1, 2)
+        wanted = (sums - sums.flip(1)).view(-1, 1) * experience.rollout.loss_mask
+        assert_close(experience.advantages, wanted)
+    else:  # gamma = lambda = 1: all the reward to come
+        mask = experience.rollout.loss_mask
+        to_come = rewards.flip(1).cumsum(1).flip(1) * mask
+        assert_close(experience.returns, to_come)
+
+
+def _place_one_token_before(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Rank 1 places its values one token too early."""
+    right = Response.places
+
+    def wrong(*arguments: Any) -> list[tuple[int, float]]:
+        return [(max(token - (rank == 1), 0), value) for token, value in right(*arguments)]
+
+    patch.setattr(Response, "places", wrong)
+
+
+PLACES_OFF = Scenario("places off by one", [*_PLACES, *DP4], _place_one_token_before)
 
 
 def test_values_of_a_function_stand_at_their_tokens(runs: Runs) -> None:
     assert_same_on_every_layout(runs, PLACES, PLACES_DEEP)
     for scenario in (PLACES, PLACES_DEEP, PLACES_PARTIAL, PLACES_GROUPS):
-        tokenizer = load_tokenizer(runs.root / "data" / "tokenizer")
-        for number, step in enumerate(runs.steps(scenario), start=1):
-            experience = step.experience
-            rewards = torch.zeros(experience.rollout.shape)
-            for row, tokens in enumerate(step.responses):
-                texts = [tokenizer.decode([token]) for token in tokens]  # one character, or none
-                text = "".join(texts)
-                rewards[row, len(tokens) - 1] += 2 * (0.5 + 0.5)
-                rewards[row, 0] -= 2 * 0.25
-                for place, letter in enumerate(text):
-                    (token,) = [
-                        i for i, own in enumerate(texts) if own and len("".join(texts[:i])) == place
-                    ]
-                    rewards[row, token] += 2 * 0.1 * (1 + place) * (letter in "02468+=")
-            assert_close(experience.token_rewards, rewards)
-            assert_close(experience.scores, rewards.sum(dim=1))
-            placed = experience.rollout.placed
-            assert placed is not None
-            for row, sample in enumerate(runs.dumped(scenario, number)):
-                assert sample["placed"] == [[i, placed[row, i]] for i in placed[row].nonzero()]
-            mean = (rewards.sum() / len(rewards) / 2 - 0.5).item()
-            assert step.metrics["reward/places/placed"] == pytest.approx(mean, abs=1e-5)
-
-            if scenario is PLACES_GROUPS:  # the score is the sum, here against one other response
-                sums = rewards.sum(dim=1).view(-1, 2)
-                wanted = (sums - sums.flip(1)).view(-1, 1) * experience.rollout.loss_mask
-                assert_close(experience.advantages, wanted)
-            else:  # gamma = lambda = 1: all the reward to come
-                mask = experience.rollout.loss_mask
-                to_come = rewards.flip(1).cumsum(1).flip(1) * mask
-                assert_close(experience.returns, to_come)
+        for number in (1, 2):
+            _assert_placed(runs, scenario, number)
+    with pytest.raises(AssertionError, match="not close"):
+        _assert_placed(runs, PLACES_OFF, 1)
 
 
 RAISING = Scenario("raising", ["reward.terms=[{name: CUSTOM:breaks}]", "reward_model=null"])

@@ -12,24 +12,28 @@ import torch
 import transformers
 from torch import Tensor
 
-from mrlhf.batch import Sequences
+from mrlhf.batch import Prompts, Rollout, Sequences
 from mrlhf.config.sections import RewardModelSection
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import ModelSpec
+from mrlhf.models.weight_files import head_bias
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
+from mrlhf.roles.reward_model import RewardModel, score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import CPU
 from tests.oracle.plain_models import SIZES
+from tests.padding import pad_responses
 from tests.ranks import run_ranks
+from tests.rollouts import make_rollout, with_holes
 from tests.shards import tiny_spec
 from tests.tiny_task import write_tiny_task
 
 EOS = 2
 FREQUENT = 7  # a token of the text
+STEPS = "steps"  # a token classifier with one label, and a bias
 STATED_PADS = {"null": None, "eos": EOS, "other": 0, "frequent": FREQUENT, "negative": -1}
 TOKENIZER_PADS = {"none": None, "end": "eos", "own": "pad"}
 # What the exported config.json says, by the reward model's own pad and the tokenizer's.
@@ -63,6 +67,9 @@ def _save_models(root: Path) -> None:
         )
         model = transformers.AutoModelForSequenceClassification.from_config(config)
         model.save_pretrained(root / name)
+    steps = transformers.AutoModelForTokenClassification.from_config(config)
+    torch.nn.init.constant_(steps.score.bias, 0.75)
+    steps.save_pretrained(root / STEPS)
 
 
 def _save_tokenizers(root: Path) -> None:
@@ -105,7 +112,30 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, list[float]]:
             for tokenizer in TOKENIZER_PADS:
                 if (name, tokenizer) in EXPORTED:
                     _export(engine, tokenizer, Path(root) / f"{name}-{tokenizer}-tp{tp}", scores)
+        section = RewardModelSection(path=f"{root}/{STEPS}", tp=tp, dtype="float32")
+        spec = load_spec(section.path, "scalar")
+        engine = ModelEngine(section, spec, groups, CPU)
+        engine.load(section.path, seed=0, needs_head=True)
+        model = RewardModel([(engine, head_bias(section.path))], ends=[FREQUENT, EOS])
+        scores[f"{STEPS} tp {tp}"] = model.step_scores(_steps_rollout()).tolist()
     return scores
+
+
+def _steps_rollout() -> Rollout:
+    """All but the first token of each sequence is its response; one is told in the fourth."""
+    ids, mask = pad_responses([tokens[1:] for tokens in SEQUENCES], torch.int32)
+    size = len(SEQUENCES)
+    prompts = Prompts(
+        [tokens[:1] for tokens in SEQUENCES],
+        list(range(size)),
+        [""] * size,
+        [""] * size,
+        [None] * size,
+        [{}] * size,
+    )
+    stopped = torch.ones(size, dtype=torch.bool)
+    rollout = make_rollout(prompts, [0] * size, ids, mask, torch.zeros(mask.shape), stopped)
+    return with_holes(rollout, (torch.arange(size) == 3)[:, None] & (ids == FREQUENT))
 
 
 def _export(
@@ -160,6 +190,22 @@ def test_our_models_have_our_scores_there(run: Any, model: str, tokenizer: str, 
     assert transformers.AutoTokenizer.from_pretrained(path).pad_token_id == pad
     scores = torch.tensor(ours[path.name])
     torch.testing.assert_close(scores, _theirs(path, pad), rtol=0, atol=1e-5)
+
+
+def test_each_step_has_the_logit_of_their_token_classifier(run: Any) -> None:
+    root, ours = run
+    model = transformers.AutoModelForTokenClassification.from_pretrained(root / STEPS)
+    wanted = torch.zeros(_steps_rollout().shape)
+    for row, tokens in enumerate(SEQUENCES):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, :, 0]
+        for place, token in enumerate(tokens[1:]):
+            if token == EOS or (token == FREQUENT and row != 3):
+                wanted[row, place] = logits[1 + place]
+    assert (wanted != 0).sum() == 8 and wanted[wanted != 0].std() > 0.05
+    for tp in (1, 2):
+        found = torch.tensor(ours[f"{STEPS} tp {tp}"])
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_the_token_that_is_scored(run: Any) -> None:

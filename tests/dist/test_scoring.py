@@ -51,6 +51,7 @@ class OwnColumns:
     """Terms that report other numbers on each rank."""
 
     reads_text = False
+    judge = None
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

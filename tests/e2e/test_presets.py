@@ -30,6 +30,7 @@ FITTED: dict[str, list[str]] = {
     "cispo": ["rollout.n=8"],
     "gdpo": ["rollout.n=8"],
     "optimal_token_baseline": [],
+    "online_dpo": ["actor.ppo_mini_batch_size=64"],
     "sao": ["trainer.critic_warmup=5", "data.train_batch_size=256"],
     "vapo": ["rollout.n=8", "trainer.critic_warmup=5", "algorithm.lam_length_alpha=1.0"],
 }

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from mrlhf.config import PPOConfig, SFTConfig, flatten, load_config, verl_names
+from mrlhf.config.roots import DPOConfig
 from mrlhf.config.tree import nodes
 from mrlhf.errors import ConfigError
 from tests.unit.config_files import PPO, message, write
@@ -46,6 +47,12 @@ def test_an_unknown_key_names_its_file(tmp_path):
         f"{second}: unknown key 'actor.clip_rato'; did you mean 'actor.clip_ratio'?",
         f"{second}: unknown key 'algoritm'; did you mean 'algorithm'?",
     ]
+
+
+def test_pairs_that_are_drawn_are_told_where_online_dpo_is(tmp_path):
+    file = write(tmp_path / "dpo.yaml", "rollout: {n: 2}\n")
+    with pytest.raises(ConfigError, match="unknown key 'rollout'; online DPO is train_ppo with"):
+        load_config(DPOConfig, file)
 
 
 def test_every_missing_key_is_named_once_with_its_meaning():

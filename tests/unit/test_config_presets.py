@@ -21,6 +21,7 @@ ARGUMENTS = [
     "reward.terms=[{name: gsm8k}]",
     "data.train_files=a.jsonl",
     "data.max_response_length=20480",
+    "actor.ppo_mini_batch_size=1024",  # one optimizer step a batch, for online_dpo
     "trainer.output_dir=o",
 ]
 # A PPO run that has moved every number of its method.

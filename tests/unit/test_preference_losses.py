@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mrlhf.rl.preference import (
+    PAIR_LOSSES,
     PairLogprobs,
     PairLossOptions,
     ScoreLossOptions,
     ipo_loss,
     measure_pairs,
+    online_dpo,
     score_loss,
     sigmoid_loss,
 )
@@ -72,6 +75,50 @@ def test_gradients_by_hand() -> None:
     # 2 x (difference - 1) over the tokens of the side: 2 x -0.5 / 4, ...
     ipo = gradient("ipo", 0.5)
     assert ipo.flatten().tolist() == pytest.approx([-0.25, 0.5, -0.76, 3.8], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "ipo"])
+def test_advantages_of_drawn_pairs_have_the_gradient_of_the_pairs_loss(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    policy, reference = torch.randn(2, 8, 5, generator=generator) - 2
+    mask = torch.arange(5) < torch.tensor([5, 3, 1, 4, 2, 5, 4, 3])[:, None]
+    rewards = torch.zeros(8, 5)
+    rewards[:, 0] = torch.tensor([1.0, 3.0, 3.0, 0.5, 2.0, 2.0, 0.0, 7.0])
+    groups = torch.tensor([4, 4, 4, 4, 9, 9, 2, 2])  # of the second all scores are equal
+    options = PairLossOptions(beta=0.5, label_smoothing=0.0)
+
+    weights = policy.clone().requires_grad_()
+    losses = []
+    for chosen, rejected in ((1, 3), (7, 6)):
+        sides = [(weights[row, mask[row]], reference[row, mask[row]]) for row in (chosen, rejected)]
+        sums = [(own.double().sum() - other.double().sum()) for own, other in sides]
+        if name == "sigmoid":
+            losses.append(-logsigmoid(0.5 * (sums[0] - sums[1])))
+        else:
+            means = [total / len(own) for total, (own, _) in zip(sums, sides, strict=True)]
+            losses.append((means[0] - means[1] - 1).square())
+    (sum(losses) / 2).backward()
+
+    advantages, returns = online_dpo(
+        rewards, mask, groups, (policy, reference), partial(PAIR_LOSSES[name], options=options)
+    )
+    assert torch.equal(advantages, returns)
+    # `seq-mean-token-sum` of `gpg`: -advantage x log-probability, over 8 responses.
+    torch.testing.assert_close(-advantages / 8, weights.grad, rtol=1e-5, atol=1e-7)
+    equal = online_dpo(rewards * 0, mask, groups, (policy, reference), PAIR_LOSSES["ipo"])
+    assert not equal[0].any()
+
+
+def test_advantages_of_a_drawn_pair_by_hand() -> None:
+    # Beta 0.5 and log-ratios 1 and -1/2: the weight is 0.5 / (1 + e^0.75), for one pair of two.
+    mask = torch.tensor([[True, True], [True, False]])
+    policy = torch.tensor([[-4.0, -6.0], [-12.0, 0.0]])
+    reference = torch.tensor([[-5.0, -6.0], [-11.5, 0.0]])
+    rewards = torch.tensor([[0.0, 1.0], [0.5, 0.0]])
+    loss = partial(sigmoid_loss, options=PairLossOptions(beta=0.5, label_smoothing=0.0))
+    found, _ = online_dpo(rewards, mask, torch.tensor([0, 0]), (policy, reference), loss)
+    weight = 2 * 0.5 / (1 + math.exp(0.75))
+    assert found.flatten().tolist() == pytest.approx([weight, weight, -weight, 0.0], abs=1e-6)
 
 
 def test_small_differences_of_long_responses_are_kept() -> None:

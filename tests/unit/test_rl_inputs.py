@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrlhf.rl import advantages, group_advantages, kl, losses, masking, mismatch, shaping
+from mrlhf.rl import (
+    advantages,
+    group_advantages,
+    kl,
+    losses,
+    masking,
+    mismatch,
+    preference,
+    shaping,
+)
 from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
 from mrlhf.rl.names import KlKind, LossAggMode, Statistic
 from mrlhf.rl.policy_losses import (
@@ -90,6 +99,9 @@ CASES: dict[str, Case] = {
     "remax": lambda x, mask, row, prompts: group_advantages.remax(x, mask, row),
     "gdpo": lambda x, mask, row, prompts: group_advantages.gdpo(
         torch.stack([row, row]), (0.5, 0.25), x, mask, prompts, True
+    ),
+    "online_dpo": lambda x, mask, row, prompts: preference.online_dpo(
+        x, mask, prompts, (-x, x / 2), preference.dpo_loss
     ),
     "optimal_token_baseline": _baseline(optimal_token_baseline),
     "tir_optimal_token_baseline": _baseline(tir_optimal_token_baseline),

@@ -18,7 +18,7 @@ from mrlhf.config import SFTConfig
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import role_pieces
-from mrlhf.models.weight_files import check_weight_files, read_model
+from mrlhf.models.weight_files import check_weight_files, head_bias, read_model
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.preflight import check_models
 from mrlhf.weights.stored import INDEX, SINGLE
@@ -302,10 +302,6 @@ def test_quantised_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> No
         ({"v_head.weight": torch.ones(1, 32)}, "cannot score; v_head.weight is no head that tran"),
         ({"classifier.weight": torch.ones(2, 32)}, "classifier.weight is no head that transform"),
         ({"score.weight": torch.ones(2, 32)}, "score.weight is [2, 32] and not [1, 32]; a reward"),
-        (
-            {"score.weight": torch.ones(1, 32), "score.bias": torch.ones(1)},
-            "the model has no place for tensor score.bias",
-        ),
     ],
 )
 def test_a_reward_model_needs_its_head(extra: Tensors, message: str, tmp_path: Path) -> None:
@@ -323,6 +319,15 @@ def test_a_reward_model_needs_its_head(extra: Tensors, message: str, tmp_path: P
         check_weight_files(tmp_path, load_spec(tmp_path, "scalar"), needs_head=False)
         with pytest.raises(ConfigError, match=r"^reward_model: .*no score.weight"):
             check_models(config)
+
+
+def test_the_bias_of_a_reward_models_head_is_read_and_a_critic_has_none(tmp_path: Path) -> None:
+    head = {"score.weight": torch.ones(1, 32), "score.bias": torch.tensor([0.75])}
+    _save(tmp_path, _model(tmp_path) | head)
+    check_weight_files(tmp_path, load_spec(tmp_path, "scalar"), needs_head=True)
+    assert head_bias(tmp_path) == 0.75
+    refusal = _refusal(tmp_path, "scalar", needs_head=False)
+    assert "the model has no place for tensor score.bias" in refusal
 
 
 def test_models_are_checked_with_their_weights_before_a_run(

@@ -29,6 +29,7 @@ from mrlhf.rl.group_advantages import AdvantagesAndReturns
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.masking import local_moments, masked_mean, whiten
 from mrlhf.rl.names import estimator_traits
+from mrlhf.rl.preference import PAIR_LOSSES, PairLossOptions
 from mrlhf.rl.prompt_groups import PromptGroups
 from mrlhf.rl.shaping import token_rewards
 from mrlhf.rl.token_baselines import TokenProbabilities
@@ -201,6 +202,9 @@ def _advantage_inputs(
         return None if table is None else units.spread(table)
 
     policy = outputs.policy
+    both = None
+    if policy is not None and outputs.ref_logprobs is not None:
+        both = (units.spread(policy.logprobs), units.spread(outputs.ref_logprobs))
     probabilities = None
     if policy is not None and policy.sum_of_squares is not None:
         logprobs, squares = map(units.spread, (policy.logprobs, policy.sum_of_squares))
@@ -213,6 +217,7 @@ def _advantage_inputs(
         greedy_scores=spread(collected.greedy_scores),
         probabilities=probabilities,
         components=None if components is None else components.scores,
+        logprobs=both,
     )
 
 
@@ -252,6 +257,9 @@ def _advantage_options(
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         f_norm=algorithm.f_norm,
         component_weights=None if components is None else components.weights,
+        pair_loss=lambda pairs: PAIR_LOSSES[algorithm.pair_loss](
+            pairs, PairLossOptions(algorithm.pair_beta, label_smoothing=0.0)
+        ),
     )
 
 

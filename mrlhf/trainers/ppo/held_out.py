@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from mrlhf.batch import Rollout
 from mrlhf.config.trainer import PPOTrainerSection
 from mrlhf.metrics.tally import standard_errors
 from mrlhf.parallel.phases import Phases
@@ -86,14 +85,14 @@ class HeldOut:
                 title = "held-out prompts, greedy"
                 self._samples.show("held-out", title, greedy[split], scores)
                 self._samples.keep(number, greedy[split], scores, self._section.val_samples)
-            scores = _with_turn_rewards(scores, greedy[split])
+            scores = replace(scores, total=greedy[split].with_turn_rewards(scores.total))
             greedy_metrics = summarise(scores, sources, n=1)
             metrics |= prompt_errors(split, scores, sources, n=1)
             sampled_metrics: dict[str, float] = {}
             if split in sampled:
                 n = self._section.val_n
                 sampled[split], scores = score(sampled[split], with_answers=n > 1)
-                scores = _with_turn_rewards(scores, sampled[split])
+                scores = replace(scores, total=sampled[split].with_turn_rewards(scores.total))
                 sampled_metrics = summarise(scores, sources, n)
                 metrics |= prompt_errors(f"{split}_sampled", scores, sources, n)
             metrics |= held_out_metrics(split, greedy_metrics, sampled_metrics)
@@ -178,11 +177,6 @@ def prompt_errors(kind: str, scores: Scores, sources: Sequence[str], n: int) -> 
         name, values = ("acc@1", right) if source in right else ("reward_mean", rewards)
         means[f"{kind}/{source}/{name}"] = values[source]
     return standard_errors(means)
-
-
-def _with_turn_rewards(scores: Scores, rollout: Rollout) -> Scores:
-    """The same scores, with the rewards of turns in their totals."""
-    return replace(scores, total=rollout.with_turn_rewards(scores.total))
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> bool:

@@ -20,6 +20,7 @@ from mrlhf.inputs.vocabulary import Endings
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
+from mrlhf.models.weight_files import head_bias
 from mrlhf.rl.kl import KlController
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
@@ -83,7 +84,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
     )
 
-    reward_model = build_reward_model(config, run)
+    reward_model = build_reward_model(config, run, tokenizer)
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run, actor.engine)
@@ -209,14 +210,18 @@ def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | 
     return Reference(policy, temperature, as_it_began)
 
 
-def build_reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
+def build_reward_model(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> RewardModel | None:
     """The reward model, with all members of its ensemble, if there is one."""
     section = config.reward_model
     if section is None:
         return None
-    names = filter(is_reward_model, config.roles())
-    engines = [role_engine(config, run, name, "scalar") for name in names]
-    return RewardModel(engines, section.combine, section.combine_coef)
+    members = [
+        (role_engine(config, run, name, "scalar"), head_bias(role.path))
+        for name, role in config.roles().items()
+        if is_reward_model(name)
+    ]
+    ends = [] if section.at is None else tokenizer.holding(section.at)
+    return RewardModel(members, section.combine, section.combine_coef, ends)
 
 
 def role_engine(
