@@ -18,12 +18,12 @@ _VARYING = (
     # are parts of a larger tensor; single numbers are read of most
     "tables", "query_starts", "lengths", "positions", "places", "uniform", "likeliest", "targets",
     "sums", "tops", "table", "log_total", "ref_log_total", "entropy", "kl",
-    "grad_logprobs", "grad_entropy", "grad_kl",
+    "grad_logprobs", "grad_entropy", "grad_kl", "correction", "entries",
 )  # fmt: skip
-_kernel = triton.jit(do_not_specialize=_VARYING)
+kernel = triton.jit(do_not_specialize=_VARYING)
 
 
-@_kernel
+@kernel
 def add_rms_norm(
     hidden, delta, weight, out, scales, size, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -46,7 +46,7 @@ def add_rms_norm(
     tl.store(out + row + columns, (normal * gain).to(dtype), inside)
 
 
-@_kernel
+@kernel
 def rms_norm_backward(
     grad,
     x,
@@ -80,7 +80,7 @@ def rms_norm_backward(
     tl.store(grad_weights + program.to(tl.int64) * size + columns, of_weight, inside)
 
 
-@_kernel
+@kernel
 def gated(gate_up, out, size, BLOCK: tl.constexpr):
     """out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size]; a program a part of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -94,7 +94,7 @@ def gated(gate_up, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + columns, (active * up).to(dtype), inside)
 
 
-@_kernel
+@kernel
 def gated_backward(grad, gate_up, grad_gate_up, size, BLOCK: tl.constexpr):
     """The gradient of `gated`, laid out as `gate_up`."""
     row = tl.program_id(0).to(tl.int64)
@@ -119,7 +119,7 @@ def _rotated(x, other, cosine, sine, half, lanes):
     return tl.where(lanes < 2 * half, turned, x)
 
 
-@_kernel
+@kernel
 def rotate(
     x, cosines, sines, out, group, dim, half, token_stride, outer_stride, inner_stride, sign,
     BLOCK: tl.constexpr,
@@ -142,7 +142,7 @@ def rotate(
     tl.store(out + place + lanes, turned.to(out.dtype.element_ty), inside)
 
 
-@_kernel
+@kernel
 def rotate_store(
     qkv, q_norm, k_norm, cosines, sines, positions, places, q, keys, values,
     kv_heads, dim, half, eps,
@@ -227,7 +227,7 @@ def _add_keys(scores, value, top, total, context):
     return higher, total, context
 
 
-@_kernel
+@kernel
 def paged_attention(
     q, keys, values, tables, query_starts, lengths, out, parts, sums, tops,
     sequences, kv_heads, dim, table_stride, scale, window,
@@ -303,7 +303,7 @@ def paged_attention(
         tl.store(parts + split * size * dim + places, context, wanted)
 
 
-@_kernel
+@kernel
 def join_splits(parts, sums, tops, out, rows, splits, dim, DIM: tl.constexpr):
     """out [rows, dim] from the splits of `paged_attention`; one program a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -323,7 +323,7 @@ def join_splits(parts, sums, tops, out, rows, splits, dim, DIM: tl.constexpr):
     tl.store(out + row * dim + lanes, (context / total).to(out.dtype.element_ty), inside)
 
 
-@_kernel
+@kernel
 def logit_blocks(
     logits, tops, sums, likeliest, columns, blocks, stride, factor, COLUMNS: tl.constexpr
 ):
@@ -341,7 +341,7 @@ def logit_blocks(
     tl.store(likeliest + row * blocks + block, block * COLUMNS + tl.argmax(scaled, 0))
 
 
-@_kernel
+@kernel
 def draw(
     logits, tops, sums, likeliest, uniform, tokens, logprobs, columns, blocks, stride, factor,
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -384,7 +384,7 @@ def draw(
     tl.store(logprobs + row, (chosen - top) - tl.log(total).to(tl.float32))
 
 
-@_kernel
+@kernel
 def vocab_sums(
     table, logits, targets, ref_logits, first, valid, stride, table_stride, scale,
     COLUMNS: tl.constexpr,
@@ -438,7 +438,7 @@ def vocab_sums(
         tl.store(table + 7 * table_stride + row, difference)
 
 
-@_kernel
+@kernel
 def vocab_gradient(
     logits, targets, ref_logits, log_total, ref_log_total, entropy, kl,
     grad_logprobs, grad_entropy, grad_kl, first, valid, columns, scale,

@@ -11,14 +11,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrlhf.gpu.examples import OF_CACHE, Sizes, largest_gap
+from mrlhf.gpu.examples import Sizes, largest_gap, sizes_for
 
 _LIBRARY = torch.library.Library("mrlhf", "DEF")
 _MOST = 0.02  # of the largest number; bfloat16 rounds by 0.004
@@ -68,8 +67,9 @@ def try_kernels(sizes: Sizes) -> None:
     """
     known = fallen_back()
     for name in _forms:
-        if not _faults.get(name) and (sizes.page or name not in OF_CACHE):
-            _faults[name] = _fault(name, sizes if name in OF_CACHE else replace(sizes, page=0))
+        needed = sizes_for(name, sizes)
+        if needed is not None and not _faults.get(name):
+            _faults[name] = _fault(name, needed)
     text = fallen_back()
     if text != known and not (torch.cuda.is_available() and torch.cuda.current_device()):
         _log.warning("%s", text)

@@ -138,10 +138,12 @@ def decoding() -> Figures:
     figures: Figures = {}
     in_graph: dict[str, list[int]] = {name: [] for name in SAMPLINGS}
     with_adapters = []
+    with_experts = []
     for layers in (1, 2):
         adapted = engine_of(layers, lora=Lora(rank=4, alpha=32.0))
         greedy = SamplingParams(max_tokens=6, seed=1, **SAMPLINGS["greedy"])
         with_adapters.append(_decode_step(adapted, greedy).replayed)
+        with_experts.append(_decode_step(engine_of(layers, mixture=True), greedy).replayed)
         engines = engine_of(layers), engine_of(layers, never=(3, 5))
         for name, sampling in SAMPLINGS.items():
             engine = engines[name == LEFT_OUT]
@@ -158,6 +160,8 @@ def decoding() -> Figures:
     figures["decode: kernels a layer in the graph"] = two - one
     adapted_layer = with_adapters[1] - with_adapters[0]
     figures["decode: kernels a layer in the graph, with adapters"] = adapted_layer
+    of_experts = with_experts[1] - with_experts[0]
+    figures["decode: kernels a layer of experts in the graph"] = of_experts
     figures["decode: query heads of a group read its keys apart (1: yes)"] = float(
         DEVICE.decoded[UNPACKED] > 0
     )
@@ -278,9 +282,13 @@ def example(
 
 
 def engine_of(
-    layers: int, never: tuple[int, ...] = (), lora: Lora | None = None, eager: bool = False
+    layers: int,
+    never: tuple[int, ...] = (),
+    lora: Lora | None = None,
+    eager: bool = False,
+    mixture: bool = False,
 ) -> NativeEngine:
-    spec = replace(model_spec(layers), lora=lora)
+    spec = replace(model_spec(layers, mixture), lora=lora)
     limits = EngineLimits(
         max_num_seqs=8,
         max_length=600,
