@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ Form = Callable[..., Any]
 Numbers = Callable[..., Tensor]
 """Random numbers of the given shape, on the device and of the dtype that is tried."""
 
-_OF_CACHE = ("rotate_store", "paged_attention")  # operators on pages of the KV cache
-_OF_MIXTURE = ("choose_experts", "sort_by_expert", "join_experts")
+# Operators that only an engine needs: on pages of the KV cache, and on experts.
+OF_ENGINE = ("rotate_store", "paged_attention", "sort_by_expert", "join_experts")
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,6 @@ class Sizes:
     hidden: int = 96
     page: int = 16  # tokens; 0 without a KV cache
     dtype: torch.dtype = torch.bfloat16
-    experts: int = 12  # of a mixture; 0 without one
-
-
-def sizes_for(name: str, sizes: Sizes) -> Sizes | None:
-    """The sizes at which an operator is tried for a model; None if the model does not need it."""
-    in_engine = name in _OF_CACHE + _OF_MIXTURE
-    if not in_engine:
-        return replace(sizes, page=0, experts=0)
-    return sizes if sizes.page and (sizes.experts or name in _OF_CACHE) else None
 
 
 _LENGTHS = (40, 3)  # of two sequences
@@ -106,25 +97,6 @@ def _vocab_gradient(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
     return logits, targets, others, *totals, *terms, 100, _VALID, 0.7
 
 
-def _scores(numbers: Numbers, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Logits of three tokens for an even number of experts, and a correction."""
-    logits = numbers(4, max(4, sizes.experts - sizes.experts % 2)).float()
-    return logits[:3], logits[3]
-
-
-def _routed(numbers: Numbers) -> Tensor:
-    """Two of experts 0 to 6 for each of three tokens."""
-    return torch.tensor([[4, 2], [2, 6], [0, 4]], device=numbers(1).device)
-
-
-def _join_experts(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
-    places, ends = (
-        torch.tensor(values, dtype=torch.int32, device=numbers(1).device)
-        for values in ([2, 0, 1, 4, 5, 3], [0, 2, 2, 4])
-    )
-    return numbers(6, sizes.hidden), places, ends, numbers(3, 2).float()
-
-
 EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
     "rms_norm": lambda x, s: (x(5, s.hidden), x(s.hidden), 1e-6),
     "rms_norm_backward": lambda x, s: (
@@ -137,16 +109,14 @@ EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
     "rotate_store": _rotate_store,
     "paged_attention": _paged_attention,
     "draw": _draw,
-    "choose_experts": lambda x, s: (*_scores(x, s), 2, 2, 1, False, True, 1.5),
-    "sort_by_expert": lambda x, s: (_routed(x), 2, 4),
-    "join_experts": _join_experts,
+    "sort_by_expert": lambda x, s: ((3 * x(5, 2).abs()).long(), 2, 4),
+    "join_experts": lambda x, s: (
+        x(6, s.hidden), x(6).argsort().int(), 2 + x(4).argsort().int(), x(3, 2).float(),
+    ),
     "vocab_sums": _vocab_sums,
     "vocab_gradient": _vocab_gradient,
 }  # fmt: skip
-_FURTHER: dict[str, list[Callable[[Numbers, Sizes], tuple[Any, ...]]]] = {
-    "paged_attention": [_decoding],
-    "choose_experts": [lambda x, s: (_scores(x, s)[0], None, 2, 1, 1, True, False, 1.0)],
-}
+_FURTHER = {"paged_attention": [_decoding]}
 
 
 def largest_gap(kernel: Form, form: Form, name: str, numbers: Numbers, sizes: Sizes) -> float:

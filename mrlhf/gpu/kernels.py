@@ -18,12 +18,12 @@ _VARYING = (
     # are parts of a larger tensor; single numbers are read of most
     "tables", "query_starts", "lengths", "positions", "places", "uniform", "likeliest", "targets",
     "sums", "tops", "table", "log_total", "ref_log_total", "entropy", "kl",
-    "grad_logprobs", "grad_entropy", "grad_kl", "correction", "entries",
+    "grad_logprobs", "grad_entropy", "grad_kl", "entries",
 )  # fmt: skip
-kernel = triton.jit(do_not_specialize=_VARYING)
+_kernel = triton.jit(do_not_specialize=_VARYING)
 
 
-@kernel
+@_kernel
 def add_rms_norm(
     hidden, delta, weight, out, scales, size, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -46,19 +46,11 @@ def add_rms_norm(
     tl.store(out + row + columns, (normal * gain).to(dtype), inside)
 
 
-@kernel
+@_kernel
 def rms_norm_backward(
-    grad,
-    x,
-    weight,
-    scales,
-    grad_x,
-    grad_weights,
-    rows,
-    size,
-    EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad, x, weight, scales, grad_x, grad_weights, rows, size,
+    EACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Gradients of EACH rows a program; `grad_weights` [programs, size] are parts of a sum."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -80,7 +72,7 @@ def rms_norm_backward(
     tl.store(grad_weights + program.to(tl.int64) * size + columns, of_weight, inside)
 
 
-@kernel
+@_kernel
 def gated(gate_up, out, size, BLOCK: tl.constexpr):
     """out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size]; a program a part of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -94,7 +86,7 @@ def gated(gate_up, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + columns, (active * up).to(dtype), inside)
 
 
-@kernel
+@_kernel
 def gated_backward(grad, gate_up, grad_gate_up, size, BLOCK: tl.constexpr):
     """The gradient of `gated`, laid out as `gate_up`."""
     row = tl.program_id(0).to(tl.int64)
@@ -119,7 +111,7 @@ def _rotated(x, other, cosine, sine, half, lanes):
     return tl.where(lanes < 2 * half, turned, x)
 
 
-@kernel
+@_kernel
 def rotate(
     x, cosines, sines, out, group, dim, half, token_stride, outer_stride, inner_stride, sign,
     BLOCK: tl.constexpr,
@@ -142,7 +134,7 @@ def rotate(
     tl.store(out + place + lanes, turned.to(out.dtype.element_ty), inside)
 
 
-@kernel
+@_kernel
 def rotate_store(
     qkv, q_norm, k_norm, cosines, sines, positions, places, q, keys, values,
     kv_heads, dim, half, eps,
@@ -227,7 +219,7 @@ def _add_keys(scores, value, top, total, context):
     return higher, total, context
 
 
-@kernel
+@_kernel
 def paged_attention(
     q, keys, values, tables, query_starts, lengths, out, parts, sums, tops,
     sequences, kv_heads, dim, table_stride, scale, window,
@@ -303,7 +295,7 @@ def paged_attention(
         tl.store(parts + split * size * dim + places, context, wanted)
 
 
-@kernel
+@_kernel
 def join_splits(parts, sums, tops, out, rows, splits, dim, DIM: tl.constexpr):
     """out [rows, dim] from the splits of `paged_attention`; one program a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -323,7 +315,7 @@ def join_splits(parts, sums, tops, out, rows, splits, dim, DIM: tl.constexpr):
     tl.store(out + row * dim + lanes, (context / total).to(out.dtype.element_ty), inside)
 
 
-@kernel
+@_kernel
 def logit_blocks(
     logits, tops, sums, likeliest, columns, blocks, stride, factor, COLUMNS: tl.constexpr
 ):
@@ -341,7 +333,7 @@ def logit_blocks(
     tl.store(likeliest + row * blocks + block, block * COLUMNS + tl.argmax(scaled, 0))
 
 
-@kernel
+@_kernel
 def draw(
     logits, tops, sums, likeliest, uniform, tokens, logprobs, columns, blocks, stride, factor,
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -384,7 +376,48 @@ def draw(
     tl.store(logprobs + row, (chosen - top) - tl.log(total).to(tl.float32))
 
 
-@kernel
+@_kernel
+def sort_by_expert(
+    chosen, tokens, places, ends, entries, per_token, first, count, BLOCK: tl.constexpr
+):
+    """Where the rows of one expert lie, and of which tokens they are; `count` stands for others."""
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    place = 0
+    for begin in range(0, entries, BLOCK):
+        number = tl.load(chosen + begin + lanes, begin + lanes < entries, -1) - first
+        place += tl.sum(((number >= 0) & (number < expert)).to(tl.int32), 0)
+
+    for begin in range(0, entries, BLOCK):
+        inside = begin + lanes < entries
+        number = tl.load(chosen + begin + lanes, inside, -1) - first
+        number = tl.where((number >= 0) & (number < count), number, count)
+        mine = inside & (number == expert)
+        after = place + tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(tokens + after - 1, (begin + lanes) // per_token, mine)
+        tl.store(places + begin + lanes, after - 1, mine)
+        place += tl.sum(mine.to(tl.int32), 0)
+    if expert < count:
+        tl.store(ends + expert, place)
+
+
+@_kernel
+def join_experts(outputs, places, ends, shares, out, per_token, count, size, BLOCK: tl.constexpr):
+    """out [tokens, size]: the sum of a token's outputs that lie before the last end, by shares."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = tl.load(ends + count - 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in range(per_token):
+        place = tl.load(places + token * per_token + choice)
+        share = tl.load(shares + token * per_token + choice)
+        here = columns < tl.where(place < held, size, 0)
+        output = tl.load(outputs + place.to(tl.int64) * size + columns, here, 0.0)
+        total += share * output.to(tl.float32)
+    tl.store(out + token * size + columns, total.to(out.dtype.element_ty), columns < size)
+
+
+@_kernel
 def vocab_sums(
     table, logits, targets, ref_logits, first, valid, stride, table_stride, scale,
     COLUMNS: tl.constexpr,
@@ -438,7 +471,7 @@ def vocab_sums(
         tl.store(table + 7 * table_stride + row, difference)
 
 
-@kernel
+@_kernel
 def vocab_gradient(
     logits, targets, ref_logits, log_total, ref_log_total, entropy, kl,
     grad_logprobs, grad_entropy, grad_kl, first, valid, columns, scale,

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mrlhf.gpu import kernels, mixture_kernels
+from mrlhf.gpu import kernels
 
 _LEAST_PART = 256  # keys of a sequence below which splitting them costs more than it brings
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
@@ -261,34 +261,6 @@ def draw(logits: Tensor, factor: float, uniform: Tensor) -> tuple[Tensor, Tensor
     return tokens, logprobs
 
 
-def choose_experts(
-    logits: Tensor,
-    correction: Tensor | None,
-    per_token: int,
-    groups: int,
-    kept: int,
-    softmax: bool,
-    normalised: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token, int64 [tokens, per_token], and their float32 shares.
-
-    `logits` are float32 [tokens, experts], `correction` [experts]; experts come from the `kept`
-    best of so many `groups`.
-    """
-    tokens, count = logits.shape
-    chosen = torch.empty(tokens, per_token, dtype=torch.int64, device=logits.device)
-    shares = torch.empty(tokens, per_token, dtype=torch.float32, device=logits.device)
-    if tokens:
-        mixture_kernels.choose_experts[(tokens,)](
-            logits, correction, chosen, shares, per_token, kept, groups, count // groups,
-            scale, SOFTMAX=softmax, NORMALISED=normalised,
-            GROUPS=triton.next_power_of_2(groups), SIZE=triton.next_power_of_2(count // groups),
-            CHOICES=triton.next_power_of_2(per_token), num_warps=1,
-        )  # fmt: skip
-    return chosen, shares
-
-
 def sort_by_expert(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort `chosen` [tokens, per_token] by expert; those outside `first` to + `count` come last.
 
@@ -298,7 +270,7 @@ def sort_by_expert(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tens
     """
     tokens, places = torch.empty(2, chosen.numel(), dtype=torch.int32, device=chosen.device)
     ends = torch.empty(count, dtype=torch.int32, device=chosen.device)
-    mixture_kernels.sort_by_expert[(count + 1,)](
+    kernels.sort_by_expert[(count + 1,)](
         chosen, tokens, places, ends, chosen.numel(), chosen.shape[1], first, count, BLOCK=_COLUMNS
     )
     return tokens, places, ends
@@ -310,13 +282,11 @@ def join_experts(outputs: Tensor, places: Tensor, ends: Tensor, shares: Tensor) 
     `outputs` are [rows, size], `places` and `ends` from `sort_by_expert`, `shares` float32 [tokens,
     per_token].
     """
-    tokens, per_token = shares.shape
-    out = outputs.new_empty(tokens, outputs.shape[1])
-    if tokens:
-        mixture_kernels.join_experts[_gated_grid(*out.shape)](
-            outputs, places, ends, shares, out, per_token, len(ends), out.shape[1],
-            BLOCK=_GATED_BLOCK,
-        )  # fmt: skip
+    out = outputs.new_empty(len(shares), outputs.shape[1])
+    sizes = (shares.shape[1], len(ends), out.shape[1])
+    kernels.join_experts[_gated_grid(*out.shape)](
+        outputs, places, ends, shares, out, *sizes, BLOCK=_GATED_BLOCK
+    )
     return out
 
 

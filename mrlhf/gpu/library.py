@@ -11,13 +11,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrlhf.gpu.examples import Sizes, largest_gap, sizes_for
+from mrlhf.gpu.examples import OF_ENGINE, Sizes, largest_gap
 
 _LIBRARY = torch.library.Library("mrlhf", "DEF")
 _MOST = 0.02  # of the largest number; bfloat16 rounds by 0.004
@@ -67,9 +68,8 @@ def try_kernels(sizes: Sizes) -> None:
     """
     known = fallen_back()
     for name in _forms:
-        needed = sizes_for(name, sizes)
-        if needed is not None and not _faults.get(name):
-            _faults[name] = _fault(name, needed)
+        if not _faults.get(name) and (sizes.page or name not in OF_ENGINE):
+            _faults[name] = _fault(name, sizes if name in OF_ENGINE else replace(sizes, page=0))
     text = fallen_back()
     if text != known and not (torch.cuda.is_available() and torch.cuda.current_device()):
         _log.warning("%s", text)

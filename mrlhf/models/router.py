@@ -99,7 +99,7 @@ class Router(torch.nn.Module):
         scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
 
         correction = self.correction if self._experts.has_correction else None
-        chosen = chosen_experts(scores.detach(), correction, *self._experts.choice)
+        chosen = chosen_experts(scores.detach(), correction, self._experts)
         if packed.routing is not None:
             chosen = self._replaced(chosen, packed.routing)
         weights = scores.gather(1, chosen)

@@ -48,11 +48,6 @@ class Experts:
     shared_gate: bool = False  # multiply that expert's output by the sigmoid of a linear layer
 
     @property
-    def choice(self) -> tuple[int, int, int]:
-        """Experts of a token, groups, and groups of a token."""
-        return self.per_token, self.groups, self.groups_per_token
-
-    @property
     def mixtures(self) -> int:
         """The number of layers that have a mixture."""
         return sum(self.layers)
@@ -211,8 +206,7 @@ class ModelSpec:
     def kernel_sizes(self, dtype: torch.dtype, page: int = 0) -> Sizes:
         """The sizes at which kernels are tried for this model; `page` is that of the KV cache."""
         group = self.num_heads // self.num_kv_heads
-        experts = 0 if self.experts is None else self.experts.count
-        return Sizes(self.head_dim, group, self.hidden_size, page, dtype, experts)
+        return Sizes(self.head_dim, group, self.hidden_size, page, dtype)
 
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding rows over all `tp` ranks, padding included."""

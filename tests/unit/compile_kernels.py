@@ -11,14 +11,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mrlhf.gpu import kernels, launch, mixture_kernels
+from mrlhf.gpu import kernels, launch
 
 L40S = 99 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB, an H100 227
 ARCHITECTURES = (80, 90)  # A100; H100 and H200
-KERNELS = vars(kernels) | vars(mixture_kernels)
 SIZES = (
     "rows", "size", "group", "dim", "half", "kv_heads", "sequences", "columns", "blocks", "window",
-    "first", "valid", "splits", "per_token", "kept", "groups", "count", "entries",
+    "first", "valid", "splits", "per_token", "count", "entries",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
@@ -29,7 +28,7 @@ TYPES = {
     **dict.fromkeys(["tables", "query_starts", "lengths", "likeliest"], "*i32"),
     **dict.fromkeys(["positions", "places", "tokens", "targets"], "*i64"),
     **dict.fromkeys(["table", "log_total", "ref_log_total", "entropy", "kl"], "*fp32"),
-    **dict.fromkeys(["correction", "shares"], "*fp32"),
+    **dict.fromkeys(["shares"], "*fp32"),
     **dict.fromkeys(["ends"], "*i32"),
     **dict.fromkeys(["grad_logprobs", "grad_entropy", "grad_kl"], "*fp32"),
     "uniform": "*fp64",
@@ -48,10 +47,6 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "join_splits": [{"DIM": 128}],
     "logit_blocks": [{"COLUMNS": 1024}],
     "draw": [{"COLUMNS": 1024, "BLOCKS": 256}],
-    "choose_experts": [
-        {"SOFTMAX": softmax, "NORMALISED": True, "GROUPS": groups, "SIZE": size, "CHOICES": 8}
-        for softmax, groups, size in ((True, 1, 128), (False, 8, 32))
-    ],
     "sort_by_expert": [{"BLOCK": 1024}],
     "join_experts": [{"BLOCK": 1024}],
     "vocab_sums": [{"COLUMNS": 1024}],
@@ -63,7 +58,7 @@ def compile_kernel(
     name: str, constants: dict[str, Any], architecture: int, numbers: str = "bf16", stages: int = 3
 ) -> Any:
     """Compile one form of a kernel to the machine code of an architecture."""
-    function = KERNELS[name]
+    function = getattr(kernels, name)
     signature = {}
     for argument in function.arg_names:
         kind = "constexpr" if argument in constants else TYPES.get(argument, f"*{numbers}")
@@ -101,7 +96,7 @@ def main() -> None:
     check_shared_memory()
     public = {
         name
-        for name, value in KERNELS.items()
+        for name, value in vars(kernels).items()
         if isinstance(value, triton.JITFunction) and not name.startswith("_")
     }
     assert public == set(FORMS), f"kernels without a form here: {public ^ set(FORMS)}"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mrlhf.gpu import library
 from mrlhf.gpu.examples import EXAMPLES, Sizes, largest_gap
-from mrlhf.inference.native import experts, mlp, operators, sampler
+from mrlhf.inference.native import experts, operators, sampler
 from mrlhf.inference.native.operators import Layer, StepInputs
 from mrlhf.models.attention import attend_gathered
 from mrlhf.models.ops import torch_gated, torch_rms_norm, torch_rotate
@@ -53,7 +53,7 @@ def seeded() -> None:
     "sizes", [Sizes(), Sizes(128, 7, 200, 64), Sizes(256, 1, 3000, 32)], ids=str
 )
 def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str, sizes: Sizes) -> None:
-    assert mlp and sampler and vocab_sums  # have defined the last of the operators
+    assert experts and sampler and vocab_sums  # have defined the last of the operators
     kernel = getattr(launch, name)
     assert largest_gap(kernel, getattr(torch.ops.mrlhf, name), name, torch.randn, sizes) < 1e-5
 
@@ -74,7 +74,7 @@ def test_a_gpu_without_triton_is_told_of(
     monkeypatch.setattr(library, "_has_triton", lambda: False)
     library.try_kernels(Sizes(hidden=97))
     (said,) = caplog.messages
-    assert said.startswith("14 of 14") and "(Triton is not installed)" in said
+    assert said.startswith("13 of 13") and "(Triton is not installed)" in said
 
 
 def test_kernels_that_fail_at_a_models_sizes_are_named_once(
@@ -98,8 +98,8 @@ def test_kernels_that_fail_at_a_models_sizes_are_named_once(
     library.try_kernels(large)
     library.try_kernels(large)
     training, engine = caplog.messages
-    assert training.startswith("1 of 14 kernels do not work here") and "rotate (Out" in training
-    assert "2 of 14" in engine and "paged_attention, rotate (Out" in engine
+    assert training.startswith("1 of 13 kernels do not work here") and "rotate (Out" in training
+    assert "2 of 13" in engine and "paged_attention, rotate (Out" in engine
     assert "\n" not in engine and engine == library.fallen_back() and "more slowly" in engine
 
     assert library._kernel_or_form("rotate") is library._forms["rotate"]
@@ -307,28 +307,6 @@ def test_tokens_are_drawn(launch: ModuleType, dtype: torch.dtype) -> None:
     assert torch.equal(tokens, wanted)
     chosen = exact.gather(-1, wanted[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), chosen, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("softmax", "count", "groups", "kept"),
-    [(True, 60, 1, 1), (False, 60, 1, 1), (False, 64, 8, 3), (True, 6, 2, 1)],
-)
-@pytest.mark.parametrize("corrected", [False, True])
-def test_experts_are_chosen(
-    launch: ModuleType, softmax: bool, count: int, groups: int, kept: int, corrected: bool
-) -> None:
-    logits = 4 * torch.randn(30, count)
-    correction = torch.randn(count) if corrected else None
-    form = (correction, 3, groups, kept, softmax, corrected, 2.5)
-    chosen, shares = launch.choose_experts(logits, *form)
-    wanted, wanted_shares = mlp._choose_by_torch(logits, *form)
-    assert torch.equal(chosen, wanted)
-    torch.testing.assert_close(shares, wanted_shares, atol=1e-6, rtol=1e-5)
-
-    logits[7, 2] = torch.nan
-    chosen, shares = launch.choose_experts(logits, *form)
-    assert shares[7].isnan().any() and not shares[:7].isnan().any()
-    assert int(chosen.min()) >= 0 and int(chosen.max()) < count
 
 
 @pytest.mark.parametrize(("tokens", "first", "count"), [(1, 0, 7), (400, 0, 7), (400, 2, 3)])

@@ -21,6 +21,11 @@ def linear_of(
 ) -> Linear:
     """Return the function of the parameter `weight` and its adapters, computed in `dtype`."""
     base: Linear = parameters.made_of(weight, lambda: linear(parameters[weight].to(dtype), bias))
+    return adapted(parameters, dtype, weight, base)
+
+
+def adapted(parameters: Parameters, dtype: torch.dtype, weight: str, base: Linear) -> Linear:
+    """Return the function `base` of the parameter `weight` with its adapters, in `dtype`."""
     added = factors_of(parameters, weight, dtype)
     if added is not None:
         added = Factors(*(parameters.kept(f"{weight} {i}", part) for i, part in enumerate(added)))

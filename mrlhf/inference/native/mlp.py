@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrlhf.gpu.library import operator
-from mrlhf.inference.native.adapters import factors_of, linear_of
+from mrlhf.host.products import gpu_gives_float32
+from mrlhf.inference.native.adapters import adapted, factors_of, linear_of
 from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
-from mrlhf.inference.native.linear import Linear, linear, linear_in_float32, with_added
+from mrlhf.inference.native.linear import Linear, linear, linear_in_float32
 from mrlhf.inference.native.operators import add_norm
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.models import spec as specs
@@ -64,32 +64,14 @@ class ExpertChoice:
             Numbers of experts, int64 [tokens, per_token], and float32 [tokens, per_token].
         """
         experts = self._experts
-        softmax = experts.scoring == "softmax"
-        weighting = (softmax, experts.normalised, experts.scale)
         logits = self._logits(x)
-        choose = _choose_experts if logits.is_cuda else _choose_by_torch
-        return choose(logits, self._correction, *experts.choice, *weighting)
+        scores = logits.softmax(dim=-1) if experts.scoring == "softmax" else sigmoid(logits)
+        chosen = chosen_experts(scores, self._correction, experts)
 
-
-def _choose_by_torch(
-    logits: Tensor, correction: Tensor | None, per_token: int, groups: int, kept: int,
-    softmax: bool, normalised: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`mrlhf.gpu.launch.choose_experts` on torch's operators."""
-    scores = logits.softmax(dim=-1) if softmax else sigmoid(logits)
-    chosen = chosen_experts(scores, correction, per_token, groups, kept)
-
-    shares = scores.gather(-1, chosen)
-    if normalised:
-        shares = shares / (shares.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
-    return chosen, shares if scale == 1.0 else shares * scale
-
-
-_choose_experts = operator(
-    "choose_experts(Tensor logits, Tensor? correction, int per_token, int groups, int kept, "
-    "bool softmax, bool normalised, float scale) -> (Tensor, Tensor)",
-    _choose_by_torch,
-)
+        shares = scores.gather(-1, chosen)
+        if experts.normalised:
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+        return chosen, shares if experts.scale == 1.0 else shares * experts.scale
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -160,9 +142,12 @@ def mlp_of_layer(
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
     # Rounded scores would choose other experts.
     name = prefix + "router.weight"
-    logits = parameters.made_of(name, lambda: linear_in_float32(parameters[name]))
-    added = factors_of(parameters, name, torch.float32)
-    router = ExpertChoice(experts, with_added(logits, added), correction)
+    weight = parameters[name]
+    if weight.is_cuda and weight.dtype == torch.bfloat16 and not gpu_gives_float32():
+        weight = parameters.kept(name, weight.float())
+    logits = parameters.made_of(name, lambda: linear_in_float32(weight))
+    logits = adapted(parameters, torch.float32, name, logits)
+    router = ExpertChoice(experts, logits, correction)
 
     shared = None
     shared_gate = None

@@ -91,10 +91,7 @@ class Parameters:
         return self._of_base[name]
 
     def kept(self, name: str, copy: Tensor) -> Tensor:
-        """The `copy`, made for this version, where the last one of this `name` lay.
-
-        CUDA graphs read it there.
-        """
+        """The `copy`, made for this version, where the last one of its `name` lies for graphs."""
         if not copy.is_cuda:
             return copy
         place = self._kept.setdefault(name, copy)
