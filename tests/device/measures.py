@@ -6,6 +6,7 @@ costs, what each pack costs beside its layers, and what is done once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -70,6 +71,7 @@ def figures_of_two() -> Figures:
         label = f"pipeline of 2 ranks, {name}: waits of {MANY_PACKS} micro-batches in all"
         figures[label] = float(counts.stops)
     figures |= _mixture("experts on 2 ranks", AxisSizes(ep=2))
+    figures["experts of 2 replicas: matrices apart from the others"] = _apart(AxisSizes())
 
     ours = torch.tensor(list(figures.values()), dtype=torch.float64, device="cpu")
     dist.all_reduce(ours, dist.ReduceOp.MAX)
@@ -85,6 +87,20 @@ def _mixture(title: str, sizes: AxisSizes) -> Figures:
         label = f"{title}, {name}: waits a layer and micro-batch"
         figures[label] = waits / (MANY_PACKS - FEW_PACKS)
     return figures
+
+
+def _apart(sizes: AxisSizes) -> float:
+    """How many matrices of experts do not lie right after the one of the expert before."""
+    engine, _ = actor_of(FEW_PACKS, 2, sizes, mixture=True)
+    engine.attach_optimizer(OPTIM, total_updates=100)
+    parameters = {slot.piece.parameter: slot.parameter for slot in engine.slots}
+    apart = 0
+    for name, parameter in parameters.items():
+        found = re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)
+        if found is not None and found[2] != "0":
+            before = parameters[f"{found[1]}{int(found[2]) - 1}{found[3]}"]
+            apart += before.data_ptr() + before.nbytes != parameter.data_ptr()
+    return float(apart)
 
 
 def lines() -> dict[str, Counts]:

@@ -248,7 +248,7 @@ class NativeEngine:
         Raises:
             EngineError: there is not enough memory.
         """
-        # A GPU's `commit` stacks the experts of a mixture; the cache gets the memory that is left.
+        # A GPU's `commit` copies experts that lie apart; the cache gets the memory that is left.
         stacks_experts = self._device.type == "cuda" and self._spec.experts is not None
         if self._cache is not None or (stacks_experts and self._decoder is None):
             return
