@@ -328,6 +328,6 @@ class _KnownGradients(torch.autograd.Function):
                 # Replicas exchange a gradient once autograd has given one, to which the embedding
                 # may add. megatron-core then adds it only where that can be.
                 ctx.weight.grad_added_to_main_grad = True
-                grad_weight = grad_weight.new_zeros(1).expand_as(grad_weight)
+                grad_weight = ctx.weight.new_zeros(1).expand_as(ctx.weight)
             grad_weight = grad_weight.to(ctx.weight.dtype)
         return None, grad_hidden.mul_(grad_loss), grad_weight, None, None, None
