@@ -49,10 +49,11 @@ FOLDERS = MappingProxyType(
         VALIDATION: ("step_*.jsonl",),
         PROFILES: ("step_*.json.gz", ".step_*.json.gz*", "out_of_memory_rank_*.pickle"),
         "hangs": ("*",),
+        "judge": ("rank_*.jsonl",),
         "wandb": ("*",),
     }
 )
-_MODELS = ("actor", "actor_best", "actor_merged", "model", "model_best", "model_merged")
+_MODELS = ("actor", "actor_best", "actor_merged", "critic", "model", "model_best", "model_merged")
 # Patterns of all that a run and its report leave, by folder; `trainer.overwrite` deletes these.
 WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, model_validator
 
 from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.config.critic import CriticSection, ScalarOptimSection
 from mrlhf.config.data import (
     AnyPromptsSection,
     PreferenceDataSection,
@@ -22,18 +23,16 @@ from mrlhf.config.data import (
 from mrlhf.config.fields import Rows, Section, Seed
 from mrlhf.config.pair_losses import DPOSection, RewardLossSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf
-from mrlhf.config.reward import AnyRewardSection, RewardSection
+from mrlhf.config.reward import AnyRewardSection, JudgeSection, RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
     AdaptedSection,
-    CriticSection,
     OptimSection,
     ReferenceSection,
     RewardModelSection,
     RoleSection,
     RouterSection,
-    ScalarOptimSection,
 )
 from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
 from mrlhf.config.tree import nodes
@@ -168,6 +167,8 @@ class PPOConfig(Root):
     """a frozen model that scores responses; null: none"""
     reward: RewardSection
     """the score of a response"""
+    judge: JudgeSection
+    """the reward term `judge`: a generative model that is asked"""
     rollout: RolloutSection
     """generation"""
     data: PromptDataSection
@@ -296,6 +297,10 @@ class TrainedModelSection(AdaptedSection, RouterSection, RoleSection):
         "model.lora trains adapters of the model in model.path, and model.init is random; set "
         "model.init to checkpoint, or model.lora.rank to 0": lambda self: (
             self.lora.is_on and self.init == "random"
+        ),
+        "model.freeze keeps weights of model.path, and model.init is random; set model.init to "
+        "checkpoint, or leave out model.freeze": lambda self: (
+            bool(self.freeze) and self.init == "random"
         ),
         "optim.name muon is for whole matrices, and model.lora trains adapters; set optim.name to "
         "adamw, or leave out model.lora": lambda self, optim: (

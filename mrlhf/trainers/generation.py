@@ -84,7 +84,9 @@ def generate(options: GenerationOptions, config: PPOConfig) -> None:
     """Answer the prompts; every rank calls it."""
     inputs = read_engine_inputs(config)
     _, prompts = read_prompts(config, inputs)["val"]
-    reward = load_rewards(config.reward) if config.reward.terms else None
+    reward = load_rewards(config) if config.reward.terms else None
+    if reward is not None and reward.judge is not None:
+        reward.judge.reach()
     with start_without_directory(config) as run:
         answer(options, config, run, inputs, prompts, reward)
     if reward is not None:
@@ -130,7 +132,7 @@ def answer(
         seconds += time.perf_counter() - began
         tokens += int(rollout.loss_mask.sum())
 
-        scores = None if scorer is None else scorer.score(rollout)
+        rollout, scores = (rollout, None) if scorer is None else scorer.score(rollout)
         if run.is_main_rank:
             rows = _samples(rollout, scores, inputs.tokenizer, asked, n)
             with options.partial.open("a", encoding="utf-8") as file:

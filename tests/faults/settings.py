@@ -24,12 +24,14 @@ import time
 
 def digits(data_source, solution_str, ground_truth, extra_info):
     count = sum(character.isdigit() for character in solution_str)
-    return {"score": count / 4, "acc": float(count > 2)}
+    values = [(i, 0.25) for i, letter in enumerate(solution_str) if letter.isdigit()]
+    return {"score": count / 4, "acc": float(count > 2), "character_positions": values}
 
 
 def waits(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.05)
-    return len(solution_str) / 8
+    last = extra_info["response_tokens"] - 1
+    return {"score": len(solution_str) / 8, "token_positions": [(last, 0.5)]}
 
 
 def fails(data_source, solution_str, ground_truth, extra_info):
@@ -142,8 +144,17 @@ def partial(inputs: Path) -> Setting:
 
 
 def bypass(inputs: Path) -> Setting:
-    """Without a pass before the update, which may end early."""
+    """Without a pass before the update, which may end early; with weights that do not train.
+
+    The critic takes 3 x 1 optimizer steps for at most 2 x 2 of the actor.
+    """
     keys = [
+        'actor.freeze=["model.layers.0.*", model.embed_tokens.weight]',
+        'critic.freeze=["*.self_attn.*"]',
+        "critic.ppo_epochs=3",
+        "critic.ppo_mini_batch_size=8",
+        "critic.optim.lr_warmup_steps=2",
+        "trainer.export_critic=true",
         "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.filter_groups.enable=false",
         "actor.target_kl_stop=0.001",
@@ -217,7 +228,7 @@ def _ppo(root: Path) -> dict[str, Any]:
 
 def _sft(root: Path) -> dict[str, Any]:
     keys = sft_keys(root, max_length=16)
-    keys["model"] |= {"tp": 1, "micro_batch_tokens": 32}
+    keys["model"] |= {"tp": 1, "micro_batch_tokens": 32, "freeze": ["*.layers.1.self_attn.*"]}
     keys["optim"]["lr_decay_style"] = "cosine"
     keys["data"]["val_files"] = keys["data"]["train_files"]
     return keys | {"trainer": _trainer()}

@@ -16,6 +16,7 @@ from mrlhf.config.imports.source import System, read_source, read_table
 from mrlhf.config.imports.translate import name_of, translate
 from mrlhf.config.roots import PROGRAMS, Program
 from mrlhf.config.tree import nodes
+from mrlhf.preflight import dry_run
 from tests.oracle import plain_models
 from tests.pages import commands_of
 from tests.tiny_task import write_tiny_task
@@ -224,6 +225,37 @@ def test_options_in_an_array_of_a_script(tmp_path: Path) -> None:
     assert (sft["model.path"], sft["model.tp"], sft["model.recompute"]) == ("dir", 2, "full")
     # What OpenRLHF takes where nothing is said.
     assert (sft["data.batch_size"], sft["optim.lr"], sft["trainer.total_epochs"]) == (128, 5e-6, 2)
+
+
+def test_the_last_ppo_of_trl_becomes_a_run(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the command of its `ppo_tldr.py`, with models and data that are here."""
+    script = tmp_path / "my_ppo.sh"
+    script.write_text(
+        "accelerate launch --config_file zero2.yaml trl/experimental/ppo/ppo_tldr.py \\\n"
+        f" --dataset_name {task}/data/train.jsonl \\\n"
+        f" --output_dir {tmp_path}/out --per_device_train_batch_size 16 \\\n"
+        " --gradient_accumulation_steps 4 --total_episodes 100000 \\\n"
+        f" --model_name_or_path {task}/llama --sft_model_path {task}/llama \\\n"
+        f" --reward_model_path {task}/llama-critic --local_rollout_forward_batch_size 16 \\\n"
+        " --missing_eos_penalty 1.0 --stop_token eos\n"
+    )
+    out = tmp_path / "ppo.yaml"
+    [command] = commands_of("docs/choosing.md", "import-config")
+    command = command.replace("my_ppo.sh", str(script)).replace("ppo.yaml", str(out))
+    # The tiny models do not reach the prompts' default length, which TRL's command does not say.
+    assert import_config.main(shlex.split(command)[2:]) == 1
+    assert "a response ends at the tokenizer's end token" in capsys.readouterr().out
+
+    config = load_config(
+        PPOConfig, out, ["data.max_prompt_length=6", "data.max_response_length=12"]
+    )
+    assert dry_run(config, 8).missing == ()
+    assert config.critic.path == config.reward_model.path == str(task / "llama-critic")
+    assert config.actor.path == str(task / "llama")
+    assert (config.data.train_batch_size, config.trainer.total_steps) == (512, 196)
+    assert config.algorithm.missing_eos_penalty == 1.0
 
 
 def test_trainers_of_trl_that_are_not_grpo(tmp_path: Path) -> None:

@@ -87,8 +87,9 @@ def call(command: Command) -> Call | None:
     if words[0] == "python":
         words = words[1:]
     if words[0] == "mrlhf":
-        name, _, ranks, *arguments = words[1:]
-        return Call(name.replace("-", "_"), arguments, int(ranks))
+        name, *arguments = words[1:]
+        ranks = int(arguments[1]) if arguments[0] == "-n" else None
+        return Call(name.replace("-", "_"), arguments[2:] if ranks else arguments, ranks)
     program = Path(words[0]).stem.removeprefix("mrlhf-").replace("-", "_")
     if program == "torchrun":
         options = get_args_parser().parse_args(words[1:])

@@ -88,6 +88,11 @@ def translate(source: Source, world_size: int) -> Imported:
     }
     if not any(name is not None and name.ours for key, name in named.items() if key in given):
         raise ConfigError(f"none of its {len(given)} keys is known of {source.system}")
+    if source.trainer == "ppo_trainer" and "sft_model_path" not in given:
+        result.notes.append(
+            "the policy is model_name_or_path; TRL's own scripts train sft_model_path, which is "
+            "EleutherAI/pythia-160m where it is not given"
+        )
     for keys, note in table.get("notes", {}).items():
         found = [source.values[key] for key in given if re.fullmatch(keys, key)]
         if any(value not in (False, None, *table.get("own_files", ())) for value in found):
@@ -207,6 +212,8 @@ def _needed(source: Source, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any,
         for role in _trained(ours):
             yield f"{role}.tp", ours["rollout.tp"], remark
     if source.trainer == "ppo_trainer":
+        if "reward_model.path" in ours:
+            yield "critic.path", ours["reward_model.path"], "there values start from the scores"
         for key in filter(re.compile(r"actor\.optim\.").match, ours):
             yield key.replace("actor", "critic", 1), ours[key], "there one optimizer is for both"
 
