@@ -14,6 +14,7 @@ import argparse
 import gc
 import importlib.util
 import random
+import resource
 import statistics
 import sys
 import time
@@ -35,7 +36,7 @@ from transformers import Qwen3Config
 
 from mrlhf.batch import Experience, Prompts, Rollout
 from mrlhf.config.sections import ActorOptimSection, ActorSection
-from mrlhf.device import Device, pick_device
+from mrlhf.device import Device, Fetch, pick_device
 from mrlhf.gpu.library import fallen_back
 from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
@@ -88,7 +89,7 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        for measure in (train, decode, mixed):
+        for measure in (train, decode, mixed, offload):
             for row in _rows_or_reason(measure, size, device, arguments.strict):
                 print(row, flush=True)
                 rows.append(row)
@@ -133,19 +134,8 @@ def _rows_or_reason(
 def train(size: str, device: Device) -> Iterator[dict[str, Any]]:
     """The actor's update, and its evaluation, over one batch."""
     spec, _ = _model(size)
-    section = ActorSection(
-        path="random",
-        dtype="bfloat16",
-        micro_batch_tokens=WORK[size].micro_batch_tokens,
-        ppo_epochs=1,
-        loss_scale_factor=1.0,
-        optim=ActorOptimSection(lr=1e-6),
-    )
-    layout = ParallelLayout.for_world("actor", 1, AxisSizes(tp=1, pp=1))
-    groups = GroupFactory(timeout_s=600.0).role_groups(layout)
-    engine = ModelEngine(section, spec, groups, device)
-    engine.initialise(seed=1)
-    engine.attach_optimizer(section.optim, total_updates=100)
+    section = _section(size)
+    engine = _trained(section, size, device)
     actor = Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
 
     rollout = _rollout(size, spec.vocab_size)
@@ -186,6 +176,53 @@ def train(size: str, device: Device) -> Iterator[dict[str, Any]]:
     }
 
 
+def offload(size: str, device: Device) -> Iterator[dict[str, Any]]:
+    """Bytes that leave the GPU, and by how many the process grows on the host for them."""
+    if device.kind == "cpu":
+        return
+    before = _resident()
+    engine = _trained(_section(size, ["params", "grads", "optimizer"]), size, device)
+    device.synchronize()
+    taken = _resident() - before
+    nbytes = engine.residency.nbytes
+    yield {
+        "what": "offload",
+        "size": size,
+        "pinned_bytes_asked": nbytes["params"] + nbytes["optimizer"],
+        "pinned_bytes_taken": taken,
+    }
+    engine.residency.close()
+
+
+def _resident() -> int:
+    """Bytes of the process in memory."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * resource.getpagesize()
+
+
+def _section(size: str, offloaded: Sequence[str] = ()) -> ActorSection:
+    return ActorSection(
+        path="random",
+        dtype="bfloat16",
+        micro_batch_tokens=WORK[size].micro_batch_tokens,
+        ppo_epochs=1,
+        loss_scale_factor=1.0,
+        optim=ActorOptimSection(lr=1e-6),
+        offload=list(offloaded),
+    )
+
+
+def _trained(section: ActorSection, size: str, device: Device) -> ModelEngine:
+    """A policy with random weights and an optimizer."""
+    spec, _ = _model(size)
+    layout = ParallelLayout.for_world("actor", 1, AxisSizes(tp=1, pp=1))
+    groups = GroupFactory(timeout_s=600.0).role_groups(layout)
+    engine = ModelEngine(section, spec, groups, device)
+    engine.initialise(seed=1)
+    engine.attach_optimizer(section.optim, total_updates=100)
+    return engine
+
+
 def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
     """Tokens that the native engine decodes, against what reading the weights and cache allows."""
     spec, config = _model(size)
@@ -215,7 +252,11 @@ def decode(size: str, device: Device) -> Iterator[dict[str, Any]]:
 
 
 def mixed(size: str, device: Device) -> Iterator[dict[str, Any]]:
-    """Samples of unlike lengths that wait for places; which share of passes is no CUDA graph."""
+    """Samples of unlike lengths that wait for places.
+
+    The row says which share of passes is no CUDA graph, and how long the host works for a pass: all
+    the time but that in which it waits for what was drawn.
+    """
     spec, _ = _model(size)
     _, prompt_length, longest, *_, (prompts, samples, at_once) = WORK[size]
     engine = _engine(size, at_once, device)
@@ -229,14 +270,22 @@ def mixed(size: str, device: Device) -> Iterator[dict[str, Any]]:
     ]
 
     run = Runner.run
+    wait = Fetch.wait
     captured: list[bool] = []
+    waited: list[float] = []
 
     def counted(self: Runner, arrays: Any, origins: Any, sampling: SamplingParams) -> Any:
         captured.append(origins is not None)
         return run(self, arrays, origins, sampling)
 
+    def timed(self: Fetch) -> list[Tensor]:
+        began = time.perf_counter()
+        found = wait(self)
+        waited.append(time.perf_counter() - began)
+        return found
+
     generate(engine, requests)  # captures the graphs
-    with mock.patch.object(Runner, "run", counted):
+    with mock.patch.object(Runner, "run", counted), mock.patch.object(Fetch, "wait", timed):
         began = time.perf_counter()
         found = generate(engine, requests).samples
         seconds = time.perf_counter() - began
@@ -247,6 +296,7 @@ def mixed(size: str, device: Device) -> Iterator[dict[str, Any]]:
         "tokens_per_s": sum(len(sample.token_ids) for sample in found) / seconds,
         "passes": len(captured),
         "eager_share": 1 - sum(captured) / len(captured),
+        "host_us": (seconds - sum(waited)) / len(captured) * 1e6,
     }
 
 

@@ -21,7 +21,15 @@ WARM = 10  # steps of a run until memory is no longer expected to grow
 # Of the rows of gpu.py.
 SPEEDS = (
     *("size", "what", "sequences", "tokens_per_s", "mfu", "share_of_memory_limit", "peak_bytes"),
-    *("eager_share", "compilations", "compile_seconds"),
+    *("eager_share", "host_us", "compilations", "compile_seconds"),
+    *("pinned_bytes_asked", "pinned_bytes_taken"),
+)
+# benchmarks/baselines of PrimeIntellect-ai/prime-rl at 767aaadf: one H100, all weights of
+# Qwen3-0.6B, two packs a step, FlashAttention 3, activations computed again.
+PRIME_RL = (
+    {"trainer": "rl", "tokens of a pack": 16384, "tokens_per_s": 11896.0, "mfu": 0.1108},
+    {"trainer": "rl", "tokens of a pack": 65536, "tokens_per_s": 10147.5, "mfu": 0.2680},
+    {"trainer": "sft", "tokens of a pack": 16384, "tokens_per_s": 25486.1, "mfu": 0.2374},
 )
 
 
@@ -55,6 +63,7 @@ def report(results: Mapping[str, Any]) -> str:
         "The machine": _table([{"fact": name, "is": value} for name, value in facts.items()]),
         "Whole steps of PPO, medians": _table(_medians(steps)),
         "Update, log-probabilities, decoding": _table(_speeds(steps)),
+        "Updates that prime-rl publishes for Qwen3-0.6B on an H100": _table(PRIME_RL),
         "Decoding beside others": _table(_contest(steps)),
         "The kernel of paged attention: as it is, and the best of the sweep": _table(_best(steps)),
         "One step, profiled, by phase": _table(phases),

@@ -13,7 +13,8 @@ Form = Callable[..., Any]
 Numbers = Callable[..., Tensor]
 """Random numbers of the given shape, on the device and of the dtype that is tried."""
 
-OF_CACHE = ("rotate_store", "paged_attention")  # operators on pages of the KV cache
+# Operators that only an engine needs: on pages of the KV cache, and on experts.
+OF_ENGINE = ("rotate_store", "paged_attention", "sort_by_expert", "join_experts")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,10 @@ EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
     "rotate_store": _rotate_store,
     "paged_attention": _paged_attention,
     "draw": _draw,
+    "sort_by_expert": lambda x, s: ((3 * x(5, 2).abs()).long(), 2, 4),
+    "join_experts": lambda x, s: (
+        x(6, s.hidden), x(6).argsort().int(), 2 + x(4).argsort().int(), x(3, 2).float(),
+    ),
     "vocab_sums": _vocab_sums,
     "vocab_gradient": _vocab_gradient,
 }  # fmt: skip

@@ -18,7 +18,7 @@ _VARYING = (
     # are parts of a larger tensor; single numbers are read of most
     "tables", "query_starts", "lengths", "positions", "places", "uniform", "likeliest", "targets",
     "sums", "tops", "table", "log_total", "ref_log_total", "entropy", "kl",
-    "grad_logprobs", "grad_entropy", "grad_kl",
+    "grad_logprobs", "grad_entropy", "grad_kl", "entries",
 )  # fmt: skip
 _kernel = triton.jit(do_not_specialize=_VARYING)
 
@@ -48,17 +48,9 @@ def add_rms_norm(
 
 @_kernel
 def rms_norm_backward(
-    grad,
-    x,
-    weight,
-    scales,
-    grad_x,
-    grad_weights,
-    rows,
-    size,
-    EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad, x, weight, scales, grad_x, grad_weights, rows, size,
+    EACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Gradients of EACH rows a program; `grad_weights` [programs, size] are parts of a sum."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -382,6 +374,47 @@ def draw(
         chosen = top
     tl.store(tokens + row, drawn)
     tl.store(logprobs + row, (chosen - top) - tl.log(total).to(tl.float32))
+
+
+@_kernel
+def sort_by_expert(
+    chosen, tokens, places, ends, entries, per_token, first, count, BLOCK: tl.constexpr
+):
+    """Where the rows of one expert lie, and of which tokens they are; `count` stands for others."""
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    place = 0
+    for begin in range(0, entries, BLOCK):
+        number = tl.load(chosen + begin + lanes, begin + lanes < entries, -1) - first
+        place += tl.sum(((number >= 0) & (number < expert)).to(tl.int32), 0)
+
+    for begin in range(0, entries, BLOCK):
+        inside = begin + lanes < entries
+        number = tl.load(chosen + begin + lanes, inside, -1) - first
+        number = tl.where((number >= 0) & (number < count), number, count)
+        mine = inside & (number == expert)
+        after = place + tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(tokens + after - 1, (begin + lanes) // per_token, mine)
+        tl.store(places + begin + lanes, after - 1, mine)
+        place += tl.sum(mine.to(tl.int32), 0)
+    if expert < count:
+        tl.store(ends + expert, place)
+
+
+@_kernel
+def join_experts(outputs, places, ends, shares, out, per_token, count, size, BLOCK: tl.constexpr):
+    """out [tokens, size]: the sum of a token's outputs that lie before the last end, by shares."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = tl.load(ends + count - 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in range(per_token):
+        place = tl.load(places + token * per_token + choice)
+        share = tl.load(shares + token * per_token + choice)
+        here = columns < tl.where(place < held, size, 0)
+        output = tl.load(outputs + place.to(tl.int64) * size + columns, here, 0.0)
+        total += share * output.to(tl.float32)
+    tl.store(out + token * size + columns, total.to(out.dtype.element_ty), columns < size)
 
 
 @_kernel

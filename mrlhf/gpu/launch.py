@@ -261,6 +261,35 @@ def draw(logits: Tensor, factor: float, uniform: Tensor) -> tuple[Tensor, Tensor
     return tokens, logprobs
 
 
+def sort_by_expert(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort `chosen` [tokens, per_token] by expert; those outside `first` to + `count` come last.
+
+    Returns:
+        The token of each row, int32 [rows]; the row of each choice, int32 [choices]; and the end of
+        each expert's rows, int32 [count].
+    """
+    tokens, places = torch.empty(2, chosen.numel(), dtype=torch.int32, device=chosen.device)
+    ends = torch.empty(count, dtype=torch.int32, device=chosen.device)
+    kernels.sort_by_expert[(count + 1,)](
+        chosen, tokens, places, ends, chosen.numel(), chosen.shape[1], first, count, BLOCK=_COLUMNS
+    )
+    return tokens, places, ends
+
+
+def join_experts(outputs: Tensor, places: Tensor, ends: Tensor, shares: Tensor) -> Tensor:
+    """Return the sums [tokens, size] of share * output over a token's choices with an expert here.
+
+    `outputs` are [rows, size], `places` and `ends` from `sort_by_expert`, `shares` float32 [tokens,
+    per_token].
+    """
+    out = outputs.new_empty(len(shares), outputs.shape[1])
+    sizes = (shares.shape[1], len(ends), out.shape[1])
+    kernels.join_experts[_gated_grid(*out.shape)](
+        outputs, places, ends, shares, out, *sizes, BLOCK=_GATED_BLOCK
+    )
+    return out
+
+
 def vocab_sums(
     table: Tensor,
     logits: Tensor,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrlhf.gpu.examples import OF_CACHE, Sizes, largest_gap
+from mrlhf.gpu.examples import OF_ENGINE, Sizes, largest_gap
 
 _LIBRARY = torch.library.Library("mrlhf", "DEF")
 _MOST = 0.02  # of the largest number; bfloat16 rounds by 0.004
@@ -68,8 +68,8 @@ def try_kernels(sizes: Sizes) -> None:
     """
     known = fallen_back()
     for name in _forms:
-        if not _faults.get(name) and (sizes.page or name not in OF_CACHE):
-            _faults[name] = _fault(name, sizes if name in OF_CACHE else replace(sizes, page=0))
+        if not _faults.get(name) and (sizes.page or name not in OF_ENGINE):
+            _faults[name] = _fault(name, sizes if name in OF_ENGINE else replace(sizes, page=0))
     text = fallen_back()
     if text != known and not (torch.cuda.is_available() and torch.cuda.current_device()):
         _log.warning("%s", text)

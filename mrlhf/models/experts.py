@@ -7,7 +7,7 @@ experts are chosen, nor how tokens are shared out over tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from mrlhf.host.products import linear
 from mrlhf.models.adapters import Adapters
 from mrlhf.models.expert_choice import occurrences
-from mrlhf.models.grouped_products import grouped_products, has_kernel
+from mrlhf.models.grouped_products import grouped_products, has_kernel, stacked
 from mrlhf.models.linear import adapted
 from mrlhf.models.ops import gated
 from mrlhf.models.router import Routing
@@ -99,6 +99,25 @@ class RoutedExperts(torch.nn.ModuleDict):
         )
         self._count = experts.count
         self._group = groups.ep
+
+    def named_modules(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+        """Name the first matrices of all experts before the second ones, and the last expert first.
+
+        megatron-core's buffers hold parameters in the reverse order, so that there too the matrices
+        lie in a row.
+        """
+        found = list(super().named_modules(*arguments, **options))[::-1]
+        yield from sorted(found, key=lambda module: ".linear_fc2" in module[0])
+
+    def _apply(self, function: Any, recurse: bool = True) -> RoutedExperts:
+        """Apply `function` as any module does, then lay matrices in a row: see `stacked`."""
+        super()._apply(function, recurse)
+        for name in ("linear_fc1.weight", "linear_fc2.weight"):
+            weights = [expert.get_parameter(name) for expert in self.values()]
+            rows = stacked([weight.detach() for weight in weights])
+            for weight, row in zip(weights, rows, strict=True):
+                weight.data = row
+        return self
 
     def forward(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for `tokens` [tokens, hidden]."""

@@ -54,7 +54,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _GroupedProducts(torch.autograd.Function):
-    """Stacks the matrices again for the backward pass, so that no copy is kept.
+    """If matrices do not lie in a row, they are copied again for the backward pass.
 
     Without rows it gives gradients of zero in the same order as with rows: replicas of the matrices
     may exchange them as soon as they exist.
@@ -65,7 +65,7 @@ class _GroupedProducts(torch.autograd.Function):
         context.save_for_backward(rows, ends, *matrices)
         if not len(rows):
             return rows.new_empty(0, len(matrices[0]))
-        return F.grouped_mm(rows, torch.stack(matrices).transpose(1, 2), offs=ends)
+        return F.grouped_mm(rows, stacked(matrices).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,7 +75,7 @@ class _GroupedProducts(torch.autograd.Function):
             zeros = [None if are_frozen else torch.zeros_like(matrix) for matrix in matrices]
             return torch.zeros_like(rows), None, *zeros
         grad = grad.contiguous()
-        grad_rows = F.grouped_mm(grad, torch.stack(matrices), offs=ends)
+        grad_rows = F.grouped_mm(grad, stacked(matrices), offs=ends)
         if are_frozen:
             return grad_rows, None, *(None for _ in matrices)
         # Not every version of the kernel writes the zeros of a group without rows.

@@ -312,7 +312,7 @@ class _KnownGradients(torch.autograd.Function):
     ) -> Tensor:
         ctx.gradients = (grad_hidden, grad_weight)
         ctx.main_grad = main_grad
-        ctx.dtype = weight.dtype
+        ctx.weight = weight
         return loss.clone()
 
     @staticmethod
@@ -325,6 +325,9 @@ class _KnownGradients(torch.autograd.Function):
             grad_weight.mul_(grad_loss)
             if ctx.main_grad is not None:
                 ctx.main_grad.add_(grad_weight)
-                grad_weight.zero_()  # replicas exchange a gradient once autograd has given it
-            grad_weight = grad_weight.to(ctx.dtype)
+                # Replicas exchange a gradient once autograd has given one, to which the embedding
+                # may add. megatron-core then adds it only where that can be.
+                ctx.weight.grad_added_to_main_grad = True
+                grad_weight = ctx.weight.new_zeros(1).expand_as(ctx.weight)
+            grad_weight = grad_weight.to(ctx.weight.dtype)
         return None, grad_hidden.mul_(grad_loss), grad_weight, None, None, None

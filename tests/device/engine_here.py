@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from mrlhf.config.sections import ActorSection
 from mrlhf.device import Fetch
 from mrlhf.inference.base import (
     EngineLimits,
@@ -22,6 +23,9 @@ from mrlhf.inference.base import (
 )
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import FAMILIES
+from mrlhf.models.lora import is_adapter
+from mrlhf.models.spec import Lora
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training import optimizer_states
 from mrlhf.weights.init import initialise
 from tests.device import measures
@@ -189,6 +193,42 @@ def graphs() -> dict[str, Any]:
     return found
 
 
+def graphs_of_copies() -> dict[str, Any]:
+    """Captures and copies of experts at three versions of an actor with experts or adapters."""
+    measures.join()
+    found: dict[str, Any] = {}
+    for name, mixture in (("experts", True), ("adapters", False), ("both", True)):
+        lora = None if name == "experts" else Lora(rank=4, alpha=32.0)
+        spec = replace(measures.model_spec(2, mixture), lora=lora)
+        section = ActorSection(path="random", dtype="bfloat16", ppo_epochs=1, loss_scale_factor=1.0)
+        layout = ParallelLayout.for_world("actor", 1, AxisSizes())
+        trained = measures.build_actor(section, spec, layout)[0]
+        engine = NativeEngine(spec, None, DEVICE.device, torch.bfloat16, _limits(8 * MiB))
+        rows = []
+        for version in (1, 2, 3):
+            for slot in trained.slots:  # a base is frozen
+                if lora is None:
+                    slot.parameter.data.mul_(-1.1)
+                elif is_adapter(slot.piece.name):
+                    slot.parameter.data.add_(0.1 * version)
+            before = [slot.parameter.data_ptr() for slot in trained.slots]
+            for slot in trained.slots:
+                engine.bind(slot.piece.parameter, slot.parameter.detach())
+            engine.commit(version)
+            with DEVICE.counted() as counts:
+                ours = _samples(engine)
+            other = NativeEngine(spec, None, DEVICE.device, torch.bfloat16, _limits(8 * MiB))
+            for slot in trained.slots:
+                other.bind(slot.piece.parameter, slot.parameter.detach())
+            other.commit(version)
+            assert engine._decoder is not None
+            apart = [x for x in engine._decoder.stacks if x.data_ptr() not in before]
+            row = {"captures": counts.captures, "right": ours == _samples(other)}
+            rows.append({**row, "copied": len(apart), "samples": ours})
+        found[name] = rows
+    return found
+
+
 def _held() -> int:
     gc.collect()
     return DEVICE.memory.allocated
@@ -205,10 +245,14 @@ def _training() -> dict[str, Tensor]:
 
 
 def _engine(cache_bytes: int | None) -> NativeEngine:
-    limits = EngineLimits(
+    spec = measures.model_spec(2)
+    return NativeEngine(spec, None, DEVICE.device, torch.bfloat16, _limits(cache_bytes))
+
+
+def _limits(cache_bytes: int | None) -> EngineLimits:
+    return EngineLimits(
         max_num_seqs=6, max_length=320, max_prefill_tokens=64, cache_bytes=cache_bytes
     )
-    return NativeEngine(measures.model_spec(2), None, DEVICE.device, torch.bfloat16, limits)
 
 
 def _hand_over(

@@ -6,6 +6,7 @@ costs, what each pack costs beside its layers, and what is done once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -70,6 +71,7 @@ def figures_of_two() -> Figures:
         label = f"pipeline of 2 ranks, {name}: waits of {MANY_PACKS} micro-batches in all"
         figures[label] = float(counts.stops)
     figures |= _mixture("experts on 2 ranks", AxisSizes(ep=2))
+    figures["experts of 2 replicas: matrices apart from the others"] = _apart(AxisSizes())
 
     ours = torch.tensor(list(figures.values()), dtype=torch.float64, device="cpu")
     dist.all_reduce(ours, dist.ReduceOp.MAX)
@@ -85,6 +87,20 @@ def _mixture(title: str, sizes: AxisSizes) -> Figures:
         label = f"{title}, {name}: waits a layer and micro-batch"
         figures[label] = waits / (MANY_PACKS - FEW_PACKS)
     return figures
+
+
+def _apart(sizes: AxisSizes) -> float:
+    """How many matrices of experts do not lie right after the one of the expert before."""
+    engine, _ = actor_of(FEW_PACKS, 2, sizes, mixture=True)
+    engine.attach_optimizer(OPTIM, total_updates=100)
+    parameters = {slot.piece.parameter: slot.parameter for slot in engine.slots}
+    apart = 0
+    for name, parameter in parameters.items():
+        found = re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)
+        if found is not None and found[2] != "0":
+            before = parameters[f"{found[1]}{int(found[2]) - 1}{found[3]}"]
+            apart += before.data_ptr() + before.nbytes != parameter.data_ptr()
+    return float(apart)
 
 
 def lines() -> dict[str, Counts]:
@@ -138,10 +154,12 @@ def decoding() -> Figures:
     figures: Figures = {}
     in_graph: dict[str, list[int]] = {name: [] for name in SAMPLINGS}
     with_adapters = []
+    with_experts = []
     for layers in (1, 2):
         adapted = engine_of(layers, lora=Lora(rank=4, alpha=32.0))
         greedy = SamplingParams(max_tokens=6, seed=1, **SAMPLINGS["greedy"])
         with_adapters.append(_decode_step(adapted, greedy).replayed)
+        with_experts.append(_decode_step(engine_of(layers, mixture=True), greedy).replayed)
         engines = engine_of(layers), engine_of(layers, never=(3, 5))
         for name, sampling in SAMPLINGS.items():
             engine = engines[name == LEFT_OUT]
@@ -158,6 +176,8 @@ def decoding() -> Figures:
     figures["decode: kernels a layer in the graph"] = two - one
     adapted_layer = with_adapters[1] - with_adapters[0]
     figures["decode: kernels a layer in the graph, with adapters"] = adapted_layer
+    of_experts = with_experts[1] - with_experts[0]
+    figures["decode: kernels a layer of experts in the graph"] = of_experts
     figures["decode: query heads of a group read its keys apart (1: yes)"] = float(
         DEVICE.decoded[UNPACKED] > 0
     )
@@ -278,9 +298,13 @@ def example(
 
 
 def engine_of(
-    layers: int, never: tuple[int, ...] = (), lora: Lora | None = None, eager: bool = False
+    layers: int,
+    never: tuple[int, ...] = (),
+    lora: Lora | None = None,
+    eager: bool = False,
+    mixture: bool = False,
 ) -> NativeEngine:
-    spec = replace(model_spec(layers), lora=lora)
+    spec = replace(model_spec(layers, mixture), lora=lora)
     limits = EngineLimits(
         max_num_seqs=8,
         max_length=600,

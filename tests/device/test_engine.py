@@ -62,6 +62,15 @@ def test_graphs_are_kept_while_what_they_read_stays(device: Devices) -> None:
     assert found["other weight"]["moved"]
 
 
+def test_experts_are_not_copied_and_graphs_stay_over_versions(device: Devices) -> None:
+    (found,) = device.run(f"{BODIES}:graphs_of_copies")
+    for name, rows in found.items():
+        assert rows[0]["captures"] > 0, name
+        assert [row["captures"] for row in rows[1:]] == [0, 0], (name, rows)
+        assert all(row["right"] and not row["copied"] for row in rows), (name, rows)
+        assert rows[0]["samples"] != rows[1]["samples"], name
+
+
 def test_a_step_is_launched_before_the_one_before_it_is_read(device: Devices) -> None:
     (found,) = device.run(f"{BODIES}:overlap")
     for name, case in found.items():

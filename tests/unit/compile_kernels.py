@@ -17,7 +17,7 @@ L40S = 99 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB, an
 ARCHITECTURES = (80, 90)  # A100; H100 and H200
 SIZES = (
     "rows", "size", "group", "dim", "half", "kv_heads", "sequences", "columns", "blocks", "window",
-    "first", "valid", "splits",
+    "first", "valid", "splits", "per_token", "count", "entries",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
@@ -28,6 +28,8 @@ TYPES = {
     **dict.fromkeys(["tables", "query_starts", "lengths", "likeliest"], "*i32"),
     **dict.fromkeys(["positions", "places", "tokens", "targets"], "*i64"),
     **dict.fromkeys(["table", "log_total", "ref_log_total", "entropy", "kl"], "*fp32"),
+    **dict.fromkeys(["shares"], "*fp32"),
+    **dict.fromkeys(["ends"], "*i32"),
     **dict.fromkeys(["grad_logprobs", "grad_entropy", "grad_kl"], "*fp32"),
     "uniform": "*fp64",
     "logprobs": "*fp32",
@@ -45,6 +47,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "join_splits": [{"DIM": 128}],
     "logit_blocks": [{"COLUMNS": 1024}],
     "draw": [{"COLUMNS": 1024, "BLOCKS": 256}],
+    "sort_by_expert": [{"BLOCK": 1024}],
+    "join_experts": [{"BLOCK": 1024}],
     "vocab_sums": [{"COLUMNS": 1024}],
     "vocab_gradient": [{"COLUMNS": 1024}],
 }

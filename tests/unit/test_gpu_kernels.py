@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mrlhf.gpu import library
 from mrlhf.gpu.examples import EXAMPLES, Sizes, largest_gap
-from mrlhf.inference.native import operators, sampler
+from mrlhf.inference.native import experts, operators, sampler
 from mrlhf.inference.native.operators import Layer, StepInputs
 from mrlhf.models.attention import attend_gathered
 from mrlhf.models.ops import torch_gated, torch_rms_norm, torch_rotate
@@ -53,7 +53,7 @@ def seeded() -> None:
     "sizes", [Sizes(), Sizes(128, 7, 200, 64), Sizes(256, 1, 3000, 32)], ids=str
 )
 def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str, sizes: Sizes) -> None:
-    assert sampler and vocab_sums  # have defined the last of the operators
+    assert experts and sampler and vocab_sums  # have defined the last of the operators
     kernel = getattr(launch, name)
     assert largest_gap(kernel, getattr(torch.ops.mrlhf, name), name, torch.randn, sizes) < 1e-5
 
@@ -74,7 +74,7 @@ def test_a_gpu_without_triton_is_told_of(
     monkeypatch.setattr(library, "_has_triton", lambda: False)
     library.try_kernels(Sizes(hidden=97))
     (said,) = caplog.messages
-    assert said.startswith("11 of 11") and "(Triton is not installed)" in said
+    assert said.startswith("13 of 13") and "(Triton is not installed)" in said
 
 
 def test_kernels_that_fail_at_a_models_sizes_are_named_once(
@@ -98,8 +98,8 @@ def test_kernels_that_fail_at_a_models_sizes_are_named_once(
     library.try_kernels(large)
     library.try_kernels(large)
     training, engine = caplog.messages
-    assert training.startswith("1 of 11 kernels do not work here") and "rotate (Out" in training
-    assert "2 of 11" in engine and "paged_attention, rotate (Out" in engine
+    assert training.startswith("1 of 13 kernels do not work here") and "rotate (Out" in training
+    assert "2 of 13" in engine and "paged_attention, rotate (Out" in engine
     assert "\n" not in engine and engine == library.fallen_back() and "more slowly" in engine
 
     assert library._kernel_or_form("rotate") is library._forms["rotate"]
@@ -307,6 +307,31 @@ def test_tokens_are_drawn(launch: ModuleType, dtype: torch.dtype) -> None:
     assert torch.equal(tokens, wanted)
     chosen = exact.gather(-1, wanted[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), chosen, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("tokens", "first", "count"), [(1, 0, 7), (400, 0, 7), (400, 2, 3)])
+def test_rows_are_sorted_by_expert_and_joined(
+    launch: ModuleType, tokens: int, first: int, count: int
+) -> None:
+    """The second case has more choices than a program reads at once; expert 5 gets none."""
+    chosen = torch.rand(tokens, 6).topk(3).indices
+    chosen[chosen == 5] = 6
+    shares = torch.rand(tokens, 3)
+    sorted_rows = launch.sort_by_expert(chosen, first, count)
+    for found, wanted in zip(
+        sorted_rows, experts._sort_by_torch(chosen, first, count), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+    of_rows, places, ends = sorted_rows
+    outputs = torch.randn(tokens * 3, 1030)
+    outputs[ends[-1] :] = torch.nan  # what no expert here has computed
+    local = (chosen >= first) & (chosen < first + count)
+    by_choice = torch.where(local[..., None], outputs[places].view(tokens, 3, -1), 0.0)
+    close(
+        launch.join_experts(outputs, places, ends, shares), (by_choice * shares[..., None]).sum(1)
+    )
+    assert torch.equal(of_rows[places.long()].view(tokens, 3)[:, 0], torch.arange(tokens).int())
 
 
 def test_few_sequences_are_split_over_the_processors(

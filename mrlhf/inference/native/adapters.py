@@ -21,7 +21,15 @@ def linear_of(
 ) -> Linear:
     """Return the function of the parameter `weight` and its adapters, computed in `dtype`."""
     base: Linear = parameters.made_of(weight, lambda: linear(parameters[weight].to(dtype), bias))
-    return with_added(base, factors_of(parameters, weight, dtype))
+    return adapted(parameters, dtype, weight, base)
+
+
+def adapted(parameters: Parameters, dtype: torch.dtype, weight: str, base: Linear) -> Linear:
+    """Return the function `base` of the parameter `weight` with its adapters, in `dtype`."""
+    added = factors_of(parameters, weight, dtype)
+    if added is not None:
+        added = Factors(*(parameters.kept(f"{weight} {i}", part) for i, part in enumerate(added)))
+    return with_added(base, added)
 
 
 def factors_of(parameters: Parameters, weight: str, dtype: torch.dtype) -> Factors | None:

@@ -144,10 +144,6 @@ class NativeEngine:
             self._spec, self._parameters, self._parallel, self._tables, self._dtype
         )
         self._runner = None
-        copies = self._spec.experts is not None or self._spec.lora is not None
-        if self._graphs is not None and copies:
-            # Each commit copies adapters and routers, and most often experts.
-            self._graphs.move_to((), spare_block=0)
         self._version = version
 
     @property
@@ -252,7 +248,7 @@ class NativeEngine:
         Raises:
             EngineError: there is not enough memory.
         """
-        # A GPU's `commit` stacks the experts of a mixture; the cache gets the memory that is left.
+        # A GPU's `commit` copies experts that lie apart; the cache gets the memory that is left.
         stacks_experts = self._device.type == "cuda" and self._spec.experts is not None
         if self._cache is not None or (stacks_experts and self._decoder is None):
             return
@@ -272,7 +268,7 @@ class NativeEngine:
         if self._runner is None:
             self.take_cache()
             assert self._cache is not None
-            weights = [slot.parameter for slot in self.weight_slots()]
+            weights = [*(slot.parameter for slot in self.weight_slots()), *decoder.stacks]
             self._runner = Runner(
                 decoder, self._cache, self._parallel, self._sampler, self._graphs, weights
             )

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrlhf.gpu.library import operator
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
 from mrlhf.inference.native.linear import Factors, linear, panels, with_added
 from mrlhf.models.grouped_products import ALIGNMENT, has_kernel, stacked
-from mrlhf.models.ops import gated, torch_gated
+from mrlhf.models.ops import gated
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ expert(x), shaped as x [tokens, hidden], in its dtype.
 `chosen` are the numbers of the experts, int64 [tokens, per_token]; `shares` are the factors of
 their outputs, float32 [tokens, per_token].
 """
+
+
+Keep = Callable[[str, Tensor], Tensor]
+"""The function (name, copy) -> the copy, where the last one of this name lay if graphs read it."""
 
 
 class HostExperts:
@@ -94,14 +99,19 @@ class TorchExperts:
     On a GPU, no pass of one token for each sequence waits for the host, so it can be captured.
     """
 
-    def __init__(self, experts: LocalExperts, dtype: torch.dtype) -> None:
-        """Stack the weights, without a copy if they lie one after another in `dtype`."""
+    def __init__(
+        self, experts: LocalExperts, dtype: torch.dtype, keep: Keep = lambda _, copy: copy
+    ) -> None:
+        """Stack the weights, without a copy if they lie one after another in `dtype`.
+
+        What adapters add is given to `keep`, with a name.
+        """
         self.stack = ExpertStack(
             experts.first,
             stacked(experts.fc1).to(dtype),
             stacked(experts.fc2).to(dtype),
-            _stacked_factors(experts.fc1_factors),
-            _stacked_factors(experts.fc2_factors),
+            _stacked_factors(experts.fc1_factors, keep, "fc1"),
+            _stacked_factors(experts.fc2_factors, keep, "fc2"),
         )
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -113,13 +123,15 @@ class TorchExperts:
         return one_by_one(self.stack, x, chosen, shares)
 
 
-def make_experts(experts: LocalExperts, dtype: torch.dtype) -> Experts:
-    """Return the fastest experts that this machine has for `dtype`."""
+def make_experts(
+    experts: LocalExperts, dtype: torch.dtype, keep: Keep = lambda _, copy: copy
+) -> Experts:
+    """Return the fastest experts that this machine has for `dtype`; see `TorchExperts`."""
     on_host = experts.fc1[0].device.type == "cpu"
     if on_host and any((*experts.fc1_factors, *experts.fc2_factors)):
         return _experts_as_layers(experts, dtype)
     host = kernels.find(dtype) if on_host else None
-    return TorchExperts(experts, dtype) if host is None else HostExperts(host, experts, dtype)
+    return TorchExperts(experts, dtype, keep) if host is None else HostExperts(host, experts, dtype)
 
 
 def _experts_as_layers(experts: LocalExperts, dtype: torch.dtype) -> Experts:
@@ -170,7 +182,7 @@ def _mlp(experts: ExpertStack, product: Callable[[Tensor, Tensor], Tensor], x: T
         out = product(x, weights)
         return out if added is None else out.add_(product(product(x, added.first), added.second))
 
-    inner = torch_gated(layer(x, experts.fc1, experts.fc1_factors))
+    inner = gated(layer(x, experts.fc1, experts.fc1_factors))
     return layer(inner, experts.fc2, experts.fc2_factors)
 
 
@@ -186,25 +198,42 @@ def all_at_once(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor)
 
 def grouped(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Sort tokens by expert and use torch's grouped products; nothing waits for the host."""
-    count = len(experts.fc1)
-    local = chosen.flatten() - experts.first
-    is_here = (local >= 0) & (local < count)
-    local = torch.where(is_here, local, count)
-
-    # Rows for experts of other ranks come last, after the end of the last group.
-    order = local.argsort(stable=True)
-    numbers = torch.arange(count, device=x.device)
-    ends = torch.searchsorted(local[order], numbers, right=True).to(torch.int32)
-    rows = x[order // chosen.shape[1]]
+    tokens, places, ends = _sort_by_expert(chosen, experts.first, len(experts.fc1))
+    rows = x.index_select(0, tokens)
     outputs = _mlp(experts, lambda x, m: F.grouped_mm(x, m.transpose(1, 2), offs=ends), rows)
-
-    by_token = torch.empty_like(outputs)
-    by_token[order] = outputs
-    by_token = by_token.masked_fill(~is_here[:, None], 0).view(*chosen.shape, -1)
-    return (by_token.float() * shares[..., None]).sum(dim=1).to(x.dtype)
+    return _join_experts(outputs, places, ends, shares)
 
 
-def _stacked_factors(factors: Sequence[Factors | None]) -> Factors | None:
+def _sort_by_torch(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`mrlhf.gpu.launch.sort_by_expert` on torch's operators."""
+    local = chosen.flatten() - first
+    local = torch.where((local >= 0) & (local < count), local, count)
+    order = local.argsort(stable=True)
+    places = torch.empty_like(order, dtype=torch.int32)
+    places[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    numbers = torch.arange(count, device=order.device)
+    ends = torch.searchsorted(local[order], numbers, right=True).to(torch.int32)
+    return (order // chosen.shape[1]).to(torch.int32), places, ends
+
+
+def _join_by_torch(outputs: Tensor, places: Tensor, ends: Tensor, shares: Tensor) -> Tensor:
+    """`mrlhf.gpu.launch.join_experts` on torch's operators."""
+    of_choices = outputs[places].masked_fill((places >= ends[-1])[:, None], 0)
+    of_choices = of_choices.view(*shares.shape, -1).float()
+    return (of_choices * shares[..., None]).sum(dim=1).to(outputs.dtype)
+
+
+_sort_by_expert = operator(
+    "sort_by_expert(Tensor chosen, int first, int count) -> (Tensor, Tensor, Tensor)",
+    _sort_by_torch,
+)
+_join_experts = operator(
+    "join_experts(Tensor outputs, Tensor places, Tensor ends, Tensor shares) -> Tensor",
+    _join_by_torch,
+)
+
+
+def _stacked_factors(factors: Sequence[Factors | None], keep: Keep, name: str) -> Factors | None:
     """Stack the factors of all experts, with zeros up to a rank that grouped products take."""
     some = [each for each in factors if each is not None]
     if not some:
@@ -215,7 +244,9 @@ def _stacked_factors(factors: Sequence[Factors | None]) -> Factors | None:
     every = [each or nothing for each in factors]
     first = [F.pad(each.first, (0, 0, 0, ranks - len(each.first))) for each in every]
     second = [F.pad(each.second, (0, ranks - len(each.first))) for each in every]
-    return Factors(torch.stack(first), torch.stack(second))
+    return Factors(
+        keep(f"{name} first", torch.stack(first)), keep(f"{name} second", torch.stack(second))
+    )
 
 
 def _gate_up_panels(weight: Tensor, columns: int) -> Tensor:

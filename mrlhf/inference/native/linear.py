@@ -66,7 +66,7 @@ def with_added(base: Linear, added: Factors | None) -> Linear:
         return base
     first = linear(added.first)
     second = linear(added.second)
-    return lambda x: base(x).add_(second(first(x)))
+    return lambda x: base(x).add_(second(first(x.to(added.first.dtype))))
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

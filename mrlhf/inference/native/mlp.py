@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrlhf.inference.native.adapters import factors_of, linear_of
+from mrlhf.host.products import gpu_gives_float32
+from mrlhf.inference.native.adapters import adapted, factors_of, linear_of
 from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
-from mrlhf.inference.native.linear import Linear, linear
+from mrlhf.inference.native.linear import Linear, linear, linear_in_float32
 from mrlhf.inference.native.operators import add_norm
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.models import spec as specs
@@ -63,7 +64,7 @@ class ExpertChoice:
             Numbers of experts, int64 [tokens, per_token], and float32 [tokens, per_token].
         """
         experts = self._experts
-        logits = self._logits(x.float())
+        logits = self._logits(x)
         scores = logits.softmax(dim=-1) if experts.scoring == "softmax" else sigmoid(logits)
         chosen = chosen_experts(scores, self._correction, experts)
 
@@ -140,7 +141,12 @@ def mlp_of_layer(
 
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
     # Rounded scores would choose other experts.
-    logits = linear_of(parameters, torch.float32, prefix + "router.weight")
+    name = prefix + "router.weight"
+    weight = parameters[name]
+    if weight.is_cuda and weight.dtype == torch.bfloat16 and not gpu_gives_float32():
+        weight = parameters.kept(name, weight.float())
+    logits = parameters.made_of(name, lambda: linear_in_float32(weight))
+    logits = adapted(parameters, torch.float32, name, logits)
     router = ExpertChoice(experts, logits, correction)
 
     shared = None
@@ -149,5 +155,5 @@ def mlp_of_layer(
         shared = dense(prefix + "shared.", None, biased=False)
     if experts.shared_gate:
         shared_gate = linear(parameters[prefix + "shared_gate.weight"].to(dtype))
-    here = make_experts(local, dtype)
+    here = make_experts(local, dtype, lambda name, copy: parameters.kept(prefix + name, copy))
     return MixtureMlp(norm, spec.norm_eps, router, here, shared, shared_gate)

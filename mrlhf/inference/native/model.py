@@ -16,8 +16,9 @@ from torch import Tensor
 
 from mrlhf.inference.native.adapters import linear_of
 from mrlhf.inference.native.attention import Attention
+from mrlhf.inference.native.experts import TorchExperts
 from mrlhf.inference.native.linear import Linear, linear_in_float32
-from mrlhf.inference.native.mlp import Mlp, mlp_of_layer
+from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.tensor_parallel import TensorParallel
@@ -85,6 +86,13 @@ class Decoder:
         rows = len(self._embedding)
         self.vocab_start = parallel.rank * rows
         self._vocab_rows = max(0, min(rows, spec.vocab_size - self.vocab_start))
+
+    @property
+    def stacks(self) -> list[Tensor]:
+        """The experts of each mixture; a stack may be a copy made for this version."""
+        mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, MixtureMlp)]
+        experts = [mlp.experts.stack for mlp in mixtures if isinstance(mlp.experts, TorchExperts)]
+        return [tensor for stack in experts for tensor in (stack.fc1, stack.fc2)]
 
     def forward(
         self, inputs: StepInputs, cache: list[Layer], record: Tensor | None = None

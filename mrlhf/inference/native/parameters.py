@@ -48,6 +48,7 @@ class Parameters:
         self._tensors: dict[str, Tensor] = {}
         self._bound: set[str] = set()
         self._of_base: dict[str, Any] = {}
+        self._kept: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -88,6 +89,13 @@ class Parameters:
         if name not in self._of_base:
             self._of_base[name] = make()
         return self._of_base[name]
+
+    def kept(self, name: str, copy: Tensor) -> Tensor:
+        """The `copy`, made for this version, where the last one of its `name` lies for graphs."""
+        if not copy.is_cuda:
+            return copy
+        place = self._kept.setdefault(name, copy)
+        return place if place is copy else place.copy_(copy)
 
     def free(self, keeps: Callable[[str], bool]) -> None:
         """Free the parameters stored here, except those of which it `keeps` all tensors."""
