@@ -85,18 +85,8 @@ def _logits(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _vocab_sums(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
-    logits, *rest = _logits(numbers)
-    return (
-        logits.new_ones(8, 3, dtype=torch.float32),
-        logits,
-        *rest,
-        100,
-        _VALID,
-        0.7,
-        True,
-        True,
-        False,
-    )
+    table = numbers(8, 3).float()
+    return table, *_logits(numbers), 100, _VALID, 0.7, True, True, False
 
 
 def _vocab_gradient(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
