@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, model_validator
 
 from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.config.critic import CriticSection, ScalarOptimSection
 from mrlhf.config.data import (
     AnyPromptsSection,
     PreferenceDataSection,
@@ -27,13 +28,11 @@ from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
     AdaptedSection,
-    CriticSection,
     OptimSection,
     ReferenceSection,
     RewardModelSection,
     RoleSection,
     RouterSection,
-    ScalarOptimSection,
 )
 from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
 from mrlhf.config.tree import nodes

@@ -94,8 +94,8 @@ def _one_response(place: KeyPlace) -> NotRead | None:
 _IF_ADAMW = read_if("name", lambda name: name == "adamw", "is muon", "use adamw")
 _IF_MUON = read_if("name", lambda name: name == "muon", "is adamw", "use muon")
 _UNLESS_BOTH_BOUNDS = ReadIf(_beside_bounds)
-_IF_NORMALISED = ReadIf(_not_normalised)
-_Divisor = Annotated[float, Field(ge=1e-6, le=2**24)]
+IF_NORMALISED = ReadIf(_not_normalised)
+Divisor = Annotated[float, Field(ge=1e-6, le=2**24)]
 
 
 class OptimSection(Section):
@@ -168,14 +168,6 @@ class ActorOptimSection(OptimSection):
 
     lr: UpToOne = 1e-6
     """peak learning rate; 0: nothing is learned"""
-
-
-class ScalarOptimSection(OptimSection):
-    """The optimizer of a model with a scalar head."""
-
-    head_lr: UpToOne | None = None
-    """peak learning rate of the scalar head, with the schedule of lr; a fresh head on trained
-    weights may need 100 times theirs; null: as lr"""
 
 
 class RoleSection(Section):
@@ -273,7 +265,7 @@ class StoredAdapterSection(Section):
     modules_to_save: list[str] = Field(default_factory=list)
 
 
-_MUON_OF_ADAPTERS = {
+MUON_OF_ADAPTERS = {
     "{section}.optim.name muon is for whole matrices, and {section}.lora trains adapters; set "
     "{section}.optim.name to adamw, or leave out {section}.lora": lambda self: (
         self.lora.is_on and self.optim.name == "muon"
@@ -369,7 +361,7 @@ class ActorSection(AdaptedSection, RouterSection, RoleSection):
     loss_agg_mode: LossAggMode | None = None
     """how the losses of the tokens become one number; null: seq-mean-token-mean for gspo, sapo and
     geo_mean, else token-mean"""
-    loss_scale_factor: Annotated[_Divisor | None, _IF_NORMALISED] = None
+    loss_scale_factor: Annotated[Divisor | None, IF_NORMALISED] = None
     """divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"""
     router_replay: RouterReplay = "none"
     """mixture of experts: the experts to which the passes over the policy send tokens; none: those
@@ -377,7 +369,7 @@ class ActorSection(AdaptedSection, RouterSection, RoleSection):
     the pass that gave the old log-probabilities"""
 
     refused: ClassVar[Rows] = {
-        **_MUON_OF_ADAPTERS,
+        **MUON_OF_ADAPTERS,
         "actor.router_replay rollout needs the experts that the engine chose, which "
         "{rollout.engine} does not record; set rollout.engine to native, or "
         "actor.router_replay to old or none": lambda self, rollout: (
@@ -408,33 +400,6 @@ class ActorSection(AdaptedSection, RouterSection, RoleSection):
     def clip_high(self) -> float:
         """Distance of the upper clip bound from 1."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
-
-class CriticSection(AdaptedSection, RouterSection, RoleSection):
-    """The value model.
-
-    It starts from the weights of path, with a fresh scalar head unless they hold one.
-    """
-
-    optim: ScalarOptimSection
-    """optimizer"""
-    ppo_mini_batch_size: Count = 256
-    """prompts in one optimizer step (x rollout.n = samples)"""
-    ppo_epochs: Count = 1
-    """passes over the batch in each training step"""
-    cliprange_value: Positive = 0.5
-    """clip distance: a value counts as moved by at most this from the old value"""
-    loss_agg_mode: LossAggMode = "token-mean"
-    """how the losses of the tokens become one number"""
-    loss_scale_factor: Annotated[_Divisor | None, _IF_NORMALISED] = None
-    """divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"""
-
-    refused: ClassVar[Rows] = _MUON_OF_ADAPTERS
-
-    @property
-    def agg_mode(self) -> LossAggMode:
-        """How the losses of the tokens become one number."""
-        return self.loss_agg_mode
 
 
 def _without_start(place: KeyPlace) -> NotRead | None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
-from mrlhf.config.sections import CriticSection
+from mrlhf.config.critic import CriticSection
 from mrlhf.errors import Interrupted
 from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch

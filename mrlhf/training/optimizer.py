@@ -29,7 +29,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mrlhf.config.sections import OptimizerName, OptimSection, ScalarOptimSection
+from mrlhf.config.critic import ScalarOptimSection
+from mrlhf.config.sections import OptimizerName, OptimSection
 from mrlhf.errors import TrainingError
 from mrlhf.models.megatron_versions import grads_for_norm
 from mrlhf.models.parameters import is_hidden_matrix

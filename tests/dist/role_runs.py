@@ -17,16 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
+from mrlhf.config.critic import CriticSection, ScalarOptimSection
 from mrlhf.config.roots import TrainedModelSection
 from mrlhf.config.sections import (
     ActorOptimSection,
     ActorSection,
-    CriticSection,
     LoraSection,
     OptimSection,
     PolicyLossSection,
     ReferenceSection,
-    ScalarOptimSection,
 )
 from mrlhf.device import Device
 from mrlhf.models.adapter_choice import spec_of_role

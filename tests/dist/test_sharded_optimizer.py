@@ -17,7 +17,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrlhf.config.sections import ScalarOptimSection
+from mrlhf.config.critic import ScalarOptimSection
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.training.data_parallel import data_parallel

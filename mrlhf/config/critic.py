@@ -1,0 +1,55 @@
+"""The section of the critic, and the optimizer of a model with a scalar head.
+
+A section checks its own fields. It does not know other sections, models, ranks or files.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from mrlhf.config.fields import Count, Positive, Rows, UpToOne
+from mrlhf.config.sections import (
+    IF_NORMALISED,
+    MUON_OF_ADAPTERS,
+    AdaptedSection,
+    Divisor,
+    OptimSection,
+    RoleSection,
+    RouterSection,
+)
+from mrlhf.rl.names import LossAggMode
+
+
+class ScalarOptimSection(OptimSection):
+    """The optimizer of a model with a scalar head."""
+
+    head_lr: UpToOne | None = None
+    """peak learning rate of the scalar head, with the schedule of lr; a fresh head on trained
+    weights may need 100 times theirs; null: as lr"""
+
+
+class CriticSection(AdaptedSection, RouterSection, RoleSection):
+    """The value model.
+
+    It starts from the weights of path, with a fresh scalar head unless they hold one.
+    """
+
+    optim: ScalarOptimSection
+    """optimizer"""
+    ppo_mini_batch_size: Count = 256
+    """prompts in one optimizer step (x rollout.n = samples)"""
+    ppo_epochs: Count = 1
+    """passes over the batch in each training step"""
+    cliprange_value: Positive = 0.5
+    """clip distance: a value counts as moved by at most this from the old value"""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """how the losses of the tokens become one number"""
+    loss_scale_factor: Annotated[Divisor | None, IF_NORMALISED] = None
+    """divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"""
+
+    refused: ClassVar[Rows] = MUON_OF_ADAPTERS
+
+    @property
+    def agg_mode(self) -> LossAggMode:
+        """How the losses of the tokens become one number."""
+        return self.loss_agg_mode
