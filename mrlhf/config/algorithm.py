@@ -23,6 +23,7 @@ from mrlhf.config.fields import (
 )
 from mrlhf.config.presets import PresetName
 from mrlhf.config.reads import ESTIMATOR, KeyPlace, NotRead, ReadIf, by_estimator, read_if
+from mrlhf.config.teacher import DistillationSection
 from mrlhf.rl.names import (
     CORRECTNESS_TERMS,
     AdvantageEstimator,
@@ -245,6 +246,8 @@ class AlgorithmSection(Section):
     """penalty of long responses"""
     filter_groups: FilterGroupsSection
     """dynamic sampling: prompts that teach nothing are replaced"""
+    distillation: DistillationSection
+    """what the policy learns from a teacher"""
     rollout_correction: RolloutCorrectionSection
     """correction of the difference between the engine's policy and the trainer's"""
 

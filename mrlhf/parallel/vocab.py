@@ -293,6 +293,8 @@ class _Projection:
             if ref_logits is not None:
                 assert tokens.ref_layer is not None and tokens.ref_hidden is not None
                 mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), ref_logits)
+                if tokens.ref_layer.scale != self._layer.scale:  # sums scale both by the latter
+                    ref_logits.mul_(tokens.ref_layer.scale / self._layer.scale)
             self._held = rows
         return logits, ref_logits
 
