@@ -279,8 +279,10 @@ class AlgorithmSection(Section):
             and {"product": f"{product:g}", "least": f"{1 / data.max_response_length:g}"}
         ),
         "reward.terms gives every term the weight 0 ({names}), so every score would be 0 and "
-        "nothing could be learned; give at least one term another weight": lambda self, reward: (
+        "nothing could be learned; give at least one term another weight, or set "
+        "teacher.path": lambda self, reward, teacher: (
             self.gdpo_reward_keys is None
+            and teacher is None
             and not any(term.weight for term in reward.terms)
             and {"names": ", ".join(reward.names)}
         ),
