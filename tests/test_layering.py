@@ -37,6 +37,7 @@ DOORS = {
     "yaml": {"config"},
     "tree_sitter": {"config"},
     "tree_sitter_bash": {"config"},
+    "jinja2": {"data", "rewards"},
     "sentencepiece": {"data"},
     "pyarrow": {"data"},
     "rich": {"run"},

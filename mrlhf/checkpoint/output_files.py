@@ -49,6 +49,7 @@ FOLDERS = MappingProxyType(
         VALIDATION: ("step_*.jsonl",),
         PROFILES: ("step_*.json.gz", ".step_*.json.gz*", "out_of_memory_rank_*.pickle"),
         "hangs": ("*",),
+        "judge": ("rank_*.jsonl",),
         "wandb": ("*",),
     }
 )

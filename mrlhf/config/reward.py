@@ -1,6 +1,6 @@
-"""The section of the reward: its terms, and the limits of a user's functions.
+"""The sections of the reward: its terms, the limits of a user's functions, and a judge.
 
-It does not know models, files or ranks.
+They do not know models, files or ranks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from pydantic import Field, model_validator
 
 from mrlhf.config.fields import (
     MOST,
+    Count,
+    CountOrZero,
     FunctionReference,
+    Name,
+    NotNegative,
     Number,
     Rows,
     Seconds,
     Section,
+    Tokens,
     known_or_own,
 )
 from mrlhf.config.reads import read_if
@@ -27,7 +32,7 @@ class RewardTermSection(Section):
     """One part of the reward."""
 
     name: Annotated[RewardName | FunctionReference, known_or_own(get_args(RewardName))]
-    """a rule, reward_model, environment (what rollout.environment says of an episode), or
+    """a rule, reward_model, judge, environment (what rollout.environment says of an episode), or
     path/to/file.py:function: your own"""
     weight: Number = 1.0
     """factor of this term in the sum"""
@@ -67,6 +72,12 @@ class RewardSection(Section):
         "or remove it": lambda self, reward_model: (
             "reward_model" not in self.names and reward_model is not None
         ),
+        "reward.terms holds 'judge' but nothing judges; set judge.address and judge.model, or "
+        "remove the term": lambda self, judge: (
+            "judge" in self.names and None in (judge.address, judge.model)
+        ),
+        "judge is set but no reward term uses it; add {name: judge} to reward.terms or remove "
+        "it": lambda self, judge: "judge" not in self.names and bool(judge.model_fields_set),
         "reward.terms holds 'environment' but there is none; set rollout.environment or remove the "
         "term": lambda self, rollout: "environment" in self.names and not rollout.environment,
     }
@@ -75,6 +86,51 @@ class RewardSection(Section):
     def names(self) -> list[str]:
         """The names of the terms."""
         return [term.name for term in self.terms]
+
+
+_Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
+_IF_NUMBERS = read_if("verdicts", lambda verdicts: not verdicts, "has words", "leave that out")
+
+
+class JudgeSection(Section):
+    """The reward term `judge`: a generative model that is asked about each response."""
+
+    address: Annotated[str, Field(pattern=r"^https?://[\w\[]\S*$")] | None = None
+    """server that speaks OpenAI's protocol, such as http://host:8000/v1"""
+    model: Name | None = None
+    """the server's name for the model"""
+    api_key_variable: Name | None = None
+    """environment variable that holds the API key, which is written nowhere"""
+    template: str = ""
+    """jinja2 template of the message: {{ response }} in it, and {{ prompt }} as the policy saw it,
+    {{ ground_truth }}, {{ data_source }}, {{ extra_info }}"""
+    pattern: Name = r"Rating:\s*(\d+(?:\.\d+)?)"
+    """regular expression with one group, which holds the verdict; the last match counts"""
+    range: Annotated[_Ends, _IF_NUMBERS] = Field(default_factory=lambda: [1.0, 10.0])
+    """the numbers that become the scores 0 and 1; those between lie on the line, and others are no
+    verdicts"""
+    verdicts: dict[str, Number] = Field(default_factory=dict)
+    """score of each word that is a verdict, in capitals or not; empty: verdicts are numbers"""
+    unparsed: Number | None = None
+    """score of an answer without a verdict; null: it ends the run"""
+    n: Count = 1
+    """answers for each response, whose scores are averaged"""
+    temperature: NotNegative = 0.0
+    """temperature of the answers"""
+    max_tokens: Tokens = 512
+    """most tokens of an answer"""
+    timeout_s: Seconds = 120.0
+    """longest time of a request, and longest wait before another try, seconds"""
+    retries: CountOrZero = 5
+    """tries after the first, if the server is busy, fails or gives no answer"""
+    requests_at_once: Count = 16
+    """most open requests of each rank"""
+
+    refused: ClassVar[Rows] = {
+        "{n} answers of {temperature} are alike; lower the first to 1 or raise the second": (
+            lambda self: self.n > 1 and self.temperature == 0
+        ),
+    }
 
 
 class AnyRewardSection(RewardSection):

@@ -33,8 +33,8 @@ _IF_PARQUET = read_if(
 _IF_ADAPTED = read_if("actor.lora", lambda lora: lora.is_on, "has rank 0", "set actor.lora.rank")
 _IF_OWN_FUNCTION = read_if(
     "reward.terms",
-    lambda terms: any(is_reference(term.name) for term in terms),
-    "holds no function of your own",
+    lambda terms: any(is_reference(term.name) or term.name == "judge" for term in terms),
+    "holds no function of your own and no judge",
     "name one there",
 )
 _UNLESS_SIZED = read_if(
@@ -202,8 +202,8 @@ class RolloutSection(Section):
     """most episodes of a replica whose tools run at the same time; others wait. Fewer where tools
     compute, more where they wait"""
     overlap: Annotated[bool, _IF_OWN_FUNCTION] = False
-    """call functions of your own that are terms of the reward while the engine draws other
-    responses; the scores are the same"""
+    """call functions of your own that are terms of the reward, and the server of a judge, while the
+    engine draws other responses; the scores are the same"""
     partial: PartialSection
     """begin more prompts than a step needs, and go on later with those that are not done"""
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None

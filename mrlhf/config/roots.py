@@ -23,7 +23,7 @@ from mrlhf.config.data import (
 from mrlhf.config.fields import Rows, Section, Seed
 from mrlhf.config.pair_losses import DPOSection, RewardLossSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf
-from mrlhf.config.reward import AnyRewardSection, RewardSection
+from mrlhf.config.reward import AnyRewardSection, JudgeSection, RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
@@ -170,6 +170,8 @@ class PPOConfig(Root):
     """a frozen model that scores responses; null: none"""
     reward: RewardSection
     """the score of a response"""
+    judge: JudgeSection
+    """the reward term `judge`: a generative model that is asked"""
     rollout: RolloutSection
     """generation"""
     data: PromptDataSection

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from mrlhf.batch import Prompts
 from mrlhf.config.data import SupervisedDataSection
-from mrlhf.config.reward import RewardSection
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
 from mrlhf.data.prompts import PromptDataset
@@ -42,6 +41,7 @@ from mrlhf.inputs.vocabulary import (
 )
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
+from mrlhf.rewards.chat_judge import ChatJudge
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.rules import answer_rules
 from mrlhf.workers.process import Limits
@@ -104,7 +104,7 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
         prompts=prompts,
         held_out={split: rows for split, (_, rows) in splits.items()},
         steps=_ppo_steps(config, len(prompts)),
-        reward=load_rewards(config.reward),
+        reward=load_rewards(config),
     )
 
 
@@ -184,7 +184,7 @@ def _check_present_inputs(config: AnyConfig) -> None:
     if isinstance(here, PPOConfig):
         read_generation_config(here.actor.path)
         if here.reward.terms:
-            load_rewards(here.reward).close()
+            load_rewards(here).close()
 
 
 def _tokenizer_and_endings(config: PPOConfig) -> tuple[Tokenizer, Endings]:
@@ -262,11 +262,13 @@ def _pairs_and_held_out(
     return pairs, held_out
 
 
-def load_rewards(section: RewardSection) -> RewardFunction:
+def load_rewards(config: PPOConfig) -> RewardFunction:
     """Load the terms of the reward and start users' functions; ConfigError or RewardError."""
+    section = config.reward
     return RewardFunction(
         [(term.name, term.weight) for term in section.terms],
         limits=Limits(section.timeout_s, section.memory_mb),
+        judge=ChatJudge(config.judge) if "judge" in section.names else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The reward of a response: a weighted sum of rules, users' functions and given scores.
+"""The reward of a response: a weighted sum of rules, users' functions, a judge and given scores.
 
 It is given text, and numbers by name. It does not know tokens, nor how a reward model computes its
 score.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 
 from mrlhf.errors import ConfigError, RewardError
+from mrlhf.rewards.chat_judge import ChatJudge
 from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import (
     Evaluated,
@@ -24,8 +25,8 @@ from mrlhf.rewards.interface import (
 from mrlhf.rewards.rules import ANSWERS, RULES
 from mrlhf.rewards.term_names import term_names
 
-EXTERNAL_TERMS = ("reward_model", "environment")
-"""Terms whose scores the caller computes."""
+EXTERNAL_TERMS = ("reward_model", "environment", "judge")
+"""Terms whose scores the caller computes; a judge that is a server is none of them."""
 
 
 def mix(
@@ -72,7 +73,13 @@ class RewardFunction:
         weights: each term's weight, under its name as `term_names` gives it.
     """
 
-    def __init__(self, terms: Sequence[tuple[str, float]], *, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        terms: Sequence[tuple[str, float]],
+        *,
+        limits: Limits | None = None,
+        judge: ChatJudge | None = None,
+    ) -> None:
         """Load the terms; a user's function starts its process here.
 
         Args:
@@ -80,6 +87,7 @@ class RewardFunction:
                 "path/to/file.py:function".
             limits: the resources of each user's function; None: no limit but a minute for each
                 call.
+            judge: the server that is the term `judge`, if one is.
 
         Raises:
             ConfigError: a name is unknown or given twice, or a weight is not finite.
@@ -90,9 +98,12 @@ class RewardFunction:
         names = term_names(references)
         self.weights = {name: float(weight) for name, (_, weight) in zip(names, terms, strict=True)}
         self._rules = {name: RULES[name] for name in references if name in RULES}
+        self.judge = judge
         self._in_use = Lock()
 
-        self._custom: dict[str, CustomReward] = {}
+        self._custom: dict[str, CustomReward | ChatJudge] = {}
+        if judge is not None:
+            self._custom["judge"] = judge
         try:
             for name, reference in zip(names, references, strict=True):
                 if ":" in reference:
@@ -109,7 +120,8 @@ class RewardFunction:
     @property
     def external(self) -> list[str]:
         """The terms whose scores the caller must give to `score`."""
-        return [name for name in self.weights if name in EXTERNAL_TERMS]
+        given = set(EXTERNAL_TERMS).difference(self._custom)
+        return [name for name in self.weights if name in given]
 
     def score(
         self,
@@ -127,7 +139,7 @@ class RewardFunction:
         Raises:
             RewardError: a term fails.
         """
-        own = [name for name in self.weights if name not in EXTERNAL_TERMS]
+        own = [name for name in self.weights if name not in self.external]
         with self._in_use:
             columns = [self._evaluate(name, inputs) for name in own]
         return [
@@ -149,7 +161,7 @@ class RewardFunction:
         further: dict[str, list[float]] = {}
         answers: dict[str, list[str | None]] = {}
         for name in self.weights:
-            if name in EXTERNAL_TERMS:
+            if name in self.external:
                 continue
             results = [of_response[name] for of_response in evaluated]
             scores[name] = [result.score for result in results]

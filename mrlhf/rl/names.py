@@ -175,7 +175,7 @@ PairLossName = Literal["sigmoid", "ipo"]
 """Losses on pairs of responses."""
 
 RewardRule = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format"]
-RewardName = Literal[RewardRule, "reward_model", "environment"]
+RewardName = Literal[RewardRule, "reward_model", "environment", "judge"]
 """The terms of a reward that are not a user's function."""
 CORRECTNESS_TERMS: tuple[RewardRule, ...] = ("exact_match", "gsm8k")
 """The rules that say which responses are right."""

@@ -85,7 +85,8 @@ class Scores:
             means["perf/scored_early"] = fmean(self.early)
         for name, column in self.terms.items():
             numbers = [x for x in column if not math.isnan(x)]
-            means[f"reward/{name}"] = math.fsum(numbers) / len(numbers) if numbers else math.nan
+            title = name if name.startswith("judge/") else f"reward/{name}"
+            means[title] = math.fsum(numbers) / len(numbers) if numbers else math.nan
         return means
 
 
@@ -208,12 +209,14 @@ class Scorer:
         parts = []
         lengths = rollout.response_lengths
         with self.phases.interruptible() as may_begin:
-            for unit, begin in enumerate(range(0, len(rows), _UNIT_ROWS)):
+            judge = self.function.judge
+            together = _UNIT_ROWS if judge is None else max(_UNIT_ROWS, judge.rows_at_once)
+            for unit, begin in enumerate(range(0, len(rows), together)):
                 self.phases.advance(begin, len(rows), "responses")
                 if not may_begin(unit):
                     break
 
-                some = rows[begin : begin + _UNIT_ROWS]
+                some = rows[begin : begin + together]
                 external = {name: [column[row] for row in some] for name, column in given.items()}
                 inputs = {
                     row: begun[row].given if row in begun else self._input(rollout, row, lengths)

@@ -84,7 +84,9 @@ def generate(options: GenerationOptions, config: PPOConfig) -> None:
     """Answer the prompts; every rank calls it."""
     inputs = read_engine_inputs(config)
     _, prompts = read_prompts(config, inputs)["val"]
-    reward = load_rewards(config.reward) if config.reward.terms else None
+    reward = load_rewards(config) if config.reward.terms else None
+    if reward is not None and reward.judge is not None:
+        reward.judge.reach()
     with start_without_directory(config) as run:
         answer(options, config, run, inputs, prompts, reward)
     if reward is not None:

@@ -115,6 +115,7 @@ SENSIBLE = {
     ("actor.policy_loss.clip_cov_lb", -1),
     ("actor.entropy_coeff", -1),
     ("reward.terms.0.weight", -1),
+    ("judge.unparsed", -1),
     ("rollout.top_k", -1),
 }
 

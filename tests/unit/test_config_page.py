@@ -40,6 +40,7 @@ KEYWORDS = {
     "items",
     "maximum",
     "minimum",
+    "maxItems",
     "minItems",
     "minLength",
     "pattern",
@@ -66,8 +67,8 @@ def fits(schema, value, root):
     if isinstance(value, dict):
         return fields_fit(schema, value, root)
     if isinstance(value, list):
-        long_enough = len(value) >= schema.get("minItems", 0)
-        return long_enough and all(fits(schema["items"], item, root) for item in value)
+        fits_in = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return fits_in and all(fits(schema["items"], item, root) for item in value)
 
     if "enum" in schema and value not in schema["enum"]:
         return False
@@ -83,7 +84,9 @@ def fits(schema, value, root):
 
 
 def fields_fit(schema, fields, root):
-    assert schema["additionalProperties"] is False
+    of_any = schema["additionalProperties"]
+    if of_any is not False:  # keys of the user's own
+        return all(fits(of_any, value, root) for value in fields.values())
     if not set(schema.get("required", ())) <= set(fields) <= set(schema["properties"]):
         return False
     return all(fits(schema["properties"][name], value, root) for name, value in fields.items())

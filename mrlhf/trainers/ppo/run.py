@@ -27,11 +27,16 @@ def train_ppo(config: PPOConfig) -> None:
     """Run PPO as configured; every rank calls it."""
     # Bad input is refused before the output directory is touched.
     inputs = read_ppo_inputs(config)
+    judge = inputs.reward.judge
+    if judge is not None:
+        judge.reach()
     with start(config) as run:
         checkpoint = find_checkpoint(run)
         parts = assemble(config, inputs, run, initial=checkpoint is None)
         ppo = PPORun(config, run, parts, checkpoint)
         run.begin()
+        if judge is not None:
+            judge.keep_answers(run.output_dir / "judge" / f"rank_{run.rank}.jsonl")
         ppo.fit()
 
 
