@@ -220,7 +220,8 @@ class AlgorithmSection(Section):
     ] = None
     """gdpo: the scores that are compared one by one, as reward/<name> reports them; a number that
     only one function reports needs no function's name, and turn_rewards is the sum of those of an
-    episode's turns; null: reward.terms, with their weights, and turn_rewards if there are any"""
+    episode's turns and of values at positions; null: reward.terms, with their weights, and
+    turn_rewards if there are any"""
     gdpo_reward_weights: Annotated[
         Annotated[list[float], Field(min_length=1)] | None, by_estimator("gdpo")
     ] = None

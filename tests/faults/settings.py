@@ -24,12 +24,14 @@ import time
 
 def digits(data_source, solution_str, ground_truth, extra_info):
     count = sum(character.isdigit() for character in solution_str)
-    return {"score": count / 4, "acc": float(count > 2)}
+    values = [(i, 0.25) for i, letter in enumerate(solution_str) if letter.isdigit()]
+    return {"score": count / 4, "acc": float(count > 2), "character_positions": values}
 
 
 def waits(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.05)
-    return len(solution_str) / 8
+    last = extra_info["response_tokens"] - 1
+    return {"score": len(solution_str) / 8, "token_positions": [(last, 0.5)]}
 
 
 def fails(data_source, solution_str, ground_truth, extra_info):
