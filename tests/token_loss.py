@@ -1,9 +1,12 @@
-"""The loss of all tokens, from a function that gives the loss of some of them."""
+"""The loss of all tokens, from a function that gives the loss of some of them; and the divergence
+of two distributions, by its formula.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from mrlhf.parallel.vocab import LossPart, LossParts, OutputLayer, Tokens
@@ -22,3 +25,14 @@ def token_loss(
     for part in parts:
         parts.add(part, objective(part, part.numbers))
     return parts.total()
+
+
+def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """The divergence of https://arxiv.org/abs/2306.13649 from log-probabilities [tokens, vocab]."""
+    p, q = log_p.exp(), log_q.exp()
+    if beta == 0:
+        return (q * (log_q - log_p)).sum(dim=1)
+    if beta == 1:
+        return (p * (log_p - log_q)).sum(dim=1)
+    log_m = torch.log(beta * q + (1 - beta) * p)
+    return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(dim=1)

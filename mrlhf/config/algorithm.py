@@ -23,6 +23,7 @@ from mrlhf.config.fields import (
 )
 from mrlhf.config.presets import PresetName
 from mrlhf.config.reads import ESTIMATOR, KeyPlace, NotRead, ReadIf, by_estimator, read_if
+from mrlhf.config.teacher import DistillationSection
 from mrlhf.rl.names import (
     CORRECTNESS_TERMS,
     AdvantageEstimator,
@@ -269,6 +270,8 @@ class AlgorithmSection(Section):
     """penalty of long responses"""
     filter_groups: FilterGroupsSection
     """dynamic sampling: prompts that teach nothing are replaced"""
+    distillation: DistillationSection
+    """what the policy learns from a teacher"""
     rollout_correction: RolloutCorrectionSection
     """correction of the difference between the engine's policy and the trainer's"""
 
@@ -303,8 +306,10 @@ class AlgorithmSection(Section):
             and {"product": f"{product:g}", "least": f"{1 / data.max_response_length:g}"}
         ),
         "reward.terms gives every term the weight 0 ({names}), so every score would be 0 and "
-        "nothing could be learned; give at least one term another weight": lambda self, reward: (
+        "nothing could be learned; give at least one term another weight, or set "
+        "teacher.path": lambda self, reward, teacher: (
             self.gdpo_reward_keys is None
+            and teacher is None
             and not any(term.weight for term in reward.terms)
             and {"names": ", ".join(reward.names)}
         ),

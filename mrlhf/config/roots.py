@@ -33,6 +33,7 @@ from mrlhf.config.sections import (
     RoleSection,
     RouterSection,
 )
+from mrlhf.config.teacher import TeacherSection
 from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
 from mrlhf.config.tree import nodes
 from mrlhf.rl.names import RowKind, estimator_traits, policy_loss_traits
@@ -167,6 +168,8 @@ class PPOConfig(Root):
     """the value model; built where advantages need values"""
     reference: ReferenceSection
     """the frozen policy that the KL is measured from"""
+    teacher: TeacherSection | None = None
+    """a frozen policy that the trained one learns from, see algorithm.distillation; null: none"""
     reward_model: RewardModelSection | None = None
     """a frozen model that scores responses; null: none"""
     reward: RewardSection
@@ -187,7 +190,7 @@ class PPOConfig(Root):
     @property
     def unbuilt(self) -> frozenset[str]:
         """The sections of models that this run does not use."""
-        unused = {"critic", "reference", "reward_model"}.difference(self.roles())
+        unused = {"critic", "reference", "teacher", "reward_model"}.difference(self.roles())
         return frozenset(unused - {"reference"} if self.needs_reference else unused)
 
     @property
@@ -223,6 +226,11 @@ class PPOConfig(Root):
         return self.full_kl_in_reward or self.full_kl_in_loss
 
     @property
+    def distils_in(self) -> Literal["loss", "reward"] | None:
+        """Where the policy meets the teacher; None without one."""
+        return None if self.teacher is None else self.algorithm.distillation.mode
+
+    @property
     def needs_old_logprobs_early(self) -> bool:
         """Whether more than the update needs the log-probabilities from before it."""
         algorithm = self.algorithm
@@ -231,6 +239,7 @@ class PPOConfig(Root):
         return (
             correction.active
             or algorithm.use_kl_in_reward
+            or self.distils_in == "reward"
             or estimator_traits(algorithm.adv_estimator).needs_squared_probabilities
             or estimator_traits(algorithm.adv_estimator).pairs
             or policy_loss_traits(loss).selects_tokens
@@ -263,6 +272,8 @@ class PPOConfig(Root):
         roles: dict[str, RoleSection] = {**self.trained()}
         if self.needs_reference and not self.reference_is_policy:
             roles["reference"] = self.reference
+        if self.teacher is not None:
+            roles["teacher"] = self.teacher
         return roles | self._reward_models()
 
     def _reward_models(self) -> dict[str, RoleSection]:

@@ -86,15 +86,15 @@ def _logits(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _vocab_sums(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
-    logits, *rest = _logits(numbers)
-    return logits.new_ones(8, 3, dtype=torch.float32), logits, *rest, 100, _VALID, 0.7, True, True
+    table = numbers(8, 3).float()
+    return table, *_logits(numbers), 100, _VALID, 0.7, True, True, False
 
 
 def _vocab_gradient(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
     logits, targets, others = _logits(numbers)
     totals = [(0.7 * x.float()).logsumexp(1) for x in (logits, others)]
     terms = [numbers(3).float() for _ in range(5)]
-    return logits, targets, others, *totals, *terms, 100, _VALID, 0.7
+    return logits, targets, others, *totals, *terms, 100, _VALID, 0.7, 1.0
 
 
 EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {

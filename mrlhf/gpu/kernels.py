@@ -420,7 +420,7 @@ def join_experts(outputs, places, ends, shares, out, per_token, count, size, BLO
 @_kernel
 def vocab_sums(
     table, logits, targets, ref_logits, first, valid, stride, table_stride, scale,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
     """The sums of one row of logits, read once: they are kept relative to the highest so far."""
     row = tl.program_id(0).to(tl.int64)
@@ -446,10 +446,15 @@ def vocab_sums(
             ref_above = tl.maximum(ref_top, tl.max(tl.where(inside, y, -1e30), 0))
             ref_moved = ref_top - ref_above
             y = tl.where(inside, y - ref_above, 0.0)
-            difference += (moved - ref_moved) * total
-            difference = difference * shrunk + tl.sum(weight * (x - y), 0)
-            ref_total *= tl.exp(ref_moved)
-            ref_total += tl.sum(tl.where(inside, tl.exp(y), 0.0), 0)
+            ref_shrunk = tl.exp(ref_moved)
+            ref_weight = tl.where(inside, tl.exp(y), 0.0)
+            if FORWARD:
+                difference += (ref_moved - moved) * ref_total
+                difference = difference * ref_shrunk + tl.sum(ref_weight * (y - x), 0)
+            else:
+                difference += (moved - ref_moved) * total
+                difference = difference * shrunk + tl.sum(weight * (x - y), 0)
+            ref_total = ref_total * ref_shrunk + tl.sum(ref_weight, 0)
             ref_top = ref_above
         weighted = (weighted + moved * total) * shrunk + tl.sum(weight * x, 0)
         squares = squares * shrunk * shrunk + tl.sum(weight * weight, 0)
@@ -474,8 +479,8 @@ def vocab_sums(
 @_kernel
 def vocab_gradient(
     logits, targets, ref_logits, log_total, ref_log_total, entropy, kl,
-    grad_logprobs, grad_entropy, grad_kl, first, valid, columns, scale,
-    COLUMNS: tl.constexpr,
+    grad_logprobs, grad_entropy, grad_kl, first, valid, columns, scale, beta,
+    COLUMNS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient over a part of a row of logits, and zeros over padding."""
     row = tl.program_id(0).to(tl.int64)
@@ -491,7 +496,15 @@ def vocab_gradient(
         below -= tl.load(grad_entropy + row) * p * (x + tl.load(entropy + row))
     if grad_kl is not None:
         y = tl.load(ref_logits + row * columns + places, inside, 0.0).to(tl.float32) * scale
-        ratio = x - (y - tl.load(ref_log_total + row))
-        below += tl.load(grad_kl + row) * p * (ratio - tl.load(kl + row))
+        y -= tl.load(ref_log_total + row)
+        if KIND == "forward":
+            slope = p - tl.exp(y)
+        elif KIND == "reverse":
+            slope = p * (x - y - tl.load(kl + row))
+        else:
+            above = tl.maximum(x, y)
+            mixed = above + tl.log(beta * tl.exp(y - above) + (1 - beta) * tl.exp(x - above))
+            slope = (1 - beta) * p * (x - mixed - tl.load(kl + row))
+        below += tl.load(grad_kl + row) * slope
     result = tl.where(inside, below * scale, 0.0).to(logits.dtype.element_ty)
     tl.store(mine, result, places < columns)

@@ -300,6 +300,7 @@ def vocab_sums(
     scale: float,
     entropy: bool,
     squares: bool,
+    forward: bool,
 ) -> None:
     """Write all rows of `mrlhf.parallel.vocab_sums.LocalSums`, also those not asked for.
 
@@ -308,7 +309,7 @@ def vocab_sums(
     if len(logits):
         kernels.vocab_sums[(len(logits),)](
             table, logits, targets, ref_logits, first, valid, logits.shape[1], table.stride(0),
-            scale, COLUMNS=_COLUMNS,
+            scale, COLUMNS=_COLUMNS, FORWARD=forward,
         )  # fmt: skip
 
 
@@ -326,6 +327,7 @@ def vocab_gradient(
     first: int,
     valid: int,
     scale: float,
+    beta: float,
 ) -> None:
     """Write `mrlhf.parallel.vocab_sums.write_gradient` over the logits [tokens, columns].
 
@@ -337,9 +339,10 @@ def vocab_gradient(
             None if gradient is None else gradient.contiguous()
             for gradient in (grad_logprobs, grad_entropy, grad_kl)
         )
+        kind = {0.0: "forward", 1.0: "reverse"}.get(beta, "mixture")
         kernels.vocab_gradient[(rows, triton.cdiv(columns, _COLUMNS))](
             logits, targets, ref_logits, log_total, ref_log_total, entropy, kl, *gradients,
-            first, valid, columns, scale, COLUMNS=_COLUMNS,
+            first, valid, columns, scale, beta, COLUMNS=_COLUMNS, KIND=kind,
         )  # fmt: skip
 
 

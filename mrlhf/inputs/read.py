@@ -8,6 +8,7 @@ the conditions between these. It does not know how a file is read, nor how its r
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -324,6 +325,11 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
 
     full_kl = isinstance(config, PPOConfig) and config.needs_full_kl
     check_vocabularies(sizes, tokenizer.highest_id, ("actor", "reference") if full_kl else ())
+    if sizes.get("teacher", math.inf) < sizes.get("actor", 0):
+        raise ConfigError(
+            f"teacher's vocab_size {sizes['teacher']} is less than the actor's {sizes['actor']}, "
+            "so it gives some tokens no probability; use a teacher that has all of them"
+        )
     if "actor" in sizes:
         warn_of_undrawn(sizes["actor"], tokenizer.ids)
     policy = "actor" if isinstance(config, PPOConfig) else "model"

@@ -58,6 +58,9 @@ POLICY = Chapter(
            below=0.5, curve=True, verl=SAME),
     Metric("actor/pg_clipfrac_lower", "mean", "tokens", "share",
            "tokens under the dual clip", verl=SAME),
+    Metric("actor/distillation_kl", "mean", "mini-batches", _NATS,
+           "`teacher`: divergence from the teacher, aggregated as the loss; with "
+           "`algorithm.distillation.mode` reward the mean of log(policy / teacher)"),
     Metric("actor/positive_lm_loss", "mean", "mini-batches", _NATS,
            "`actor.positive_lm_coef`: −log-likelihood of right responses"),
     Metric("actor/kl_stopped", "whole", "", "0 or 1",

@@ -28,6 +28,7 @@ from mrlhf.parallel.vocab_sums import (
     Normalisers,
     NumbersToCompute,
     TokenNumbers,
+    add_mixture,
     write_gradient,
 )
 
@@ -226,7 +227,34 @@ class _Projection:
         for rows in chunks:
             logits, ref_logits = self._project(rows)
             sums.add(rows.start - first, logits, tokens.targets[rows], ref_logits)
-        return sums.combine(self._layer.group)
+        numbers, normalisers = sums.combine(self._layer.group)
+        return (
+            self._mixed(chunks, numbers, normalisers)
+            if self._wanted.mixes
+            else (numbers, normalisers)
+        )
+
+    def _mixed(
+        self, chunks: Sequence[slice], numbers: TokenNumbers, normalisers: Normalisers
+    ) -> tuple[TokenNumbers, Normalisers]:
+        """Both with the divergence from a mixture, which takes a second pass over the logits."""
+        first = chunks[0].start
+        sums = torch.zeros(2, len(numbers.logprobs), device=numbers.logprobs.device)
+        for rows in chunks:
+            logits, ref_logits = self._project(rows)
+            assert ref_logits is not None
+            inside = slice(rows.start - first, rows.stop - first)
+            add_mixture(
+                sums[:, inside],
+                logits,
+                ref_logits,
+                self._columns,
+                normalisers[inside],
+                self._wanted.beta,
+            )
+        if self._layer.group is not None and self._layer.group.size() > 1:
+            dist.all_reduce(sums, group=self._layer.group)
+        return replace(numbers, full_kl=sums[0]), replace(normalisers, to_mixture=sums[1])
 
     def grad_logits(
         self, part: LossPart, grad_numbers: TokenNumbers
@@ -247,6 +275,7 @@ class _Projection:
                 part.numbers.tokens(inside),
                 grad_numbers.tokens(inside),
                 part.normalisers[inside],
+                self._wanted.beta,
             )
 
             # The gradient has been written over the logits.
@@ -264,6 +293,8 @@ class _Projection:
             if ref_logits is not None:
                 assert tokens.ref_layer is not None and tokens.ref_hidden is not None
                 mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), ref_logits)
+                if tokens.ref_layer.scale != self._layer.scale:  # sums scale both by the latter
+                    ref_logits.mul_(tokens.ref_layer.scale / self._layer.scale)
             self._held = rows
         return logits, ref_logits
 

@@ -9,6 +9,7 @@ from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,16 @@ class NumbersToCompute:
 
     entropy: bool = False  # the entropy of each distribution
     squares: bool = False  # the sum of the squared probabilities of the vocabulary
-    kl: bool = False  # the KL to a reference over the whole vocabulary
+    kl: bool = False  # the divergence from a reference over the whole vocabulary
+    # of that divergence, with p the policy and q the reference, as in
+    # https://arxiv.org/abs/2306.13649: 1: KL(p || q); 0: KL(q || p); between: the generalised
+    # Jensen-Shannon divergence beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p
+    beta: float = 1.0
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the divergence is measured from a mixture of both distributions."""
+        return self.kl and 0 < self.beta < 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ class TokenNumbers:
 
     logprobs: Tensor  # the log-probability of the target token
     entropy: Tensor | None  # in nats
-    full_kl: Tensor | None  # KL(p || q) = sum of p (log p - log q), q the reference
+    full_kl: Tensor | None  # KL(p || q) = sum of p (log p - log q), q the reference; see `beta`
     sum_of_squares: Tensor | None  # of all probabilities; it has no gradient
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenNumbers:
@@ -81,10 +91,12 @@ class Normalisers:
 
     policy: Tensor  # of the scaled logits
     reference: Tensor  # of the reference's, or zeros where there is none
+    to_mixture: Tensor | None = None  # KL(p || m) where the divergence has a mixture m
 
     def __getitem__(self, rows: slice) -> Normalisers:
         """The normalisers of some tokens."""
-        return Normalisers(self.policy[rows], self.reference[rows])
+        to_mixture = None if self.to_mixture is None else self.to_mixture[rows]
+        return Normalisers(self.policy[rows], self.reference[rows], to_mixture)
 
 
 class LocalSums:
@@ -116,6 +128,7 @@ class LocalSums:
             write(
                 self._table[:, begin : begin + len(logits)], logits, targets, ref_logits,
                 columns.first, columns.valid, columns.scale, wanted.entropy, wanted.squares,
+                wanted.beta == 0,
             )  # fmt: skip
 
     def combine(self, group: dist.ProcessGroup | None) -> tuple[TokenNumbers, Normalisers]:
@@ -143,9 +156,16 @@ class LocalSums:
             ref_maxima = parts[:, self.REF_MAXIMUM]
             ref_maximum = ref_maxima.amax(dim=0)
             ref_moved = ref_maxima - ref_maximum
-            ref_log_total = (parts[:, self.REF_TOTAL] * ref_moved.exp()).sum(dim=0).log()
-            difference = parts[:, self.DIFFERENCE] + (moved - ref_moved) * parts[:, self.TOTAL]
-            kl = (difference * factors).sum(dim=0) / total - log_total + ref_log_total
+            ref_factors = ref_moved.exp()
+            ref_total = (parts[:, self.REF_TOTAL] * ref_factors).sum(dim=0)
+            ref_log_total = ref_total.log()
+            if self._wanted.beta == 0:
+                difference = parts[:, self.DIFFERENCE]
+                difference = difference + (ref_moved - moved) * parts[:, self.REF_TOTAL]
+                kl = (difference * ref_factors).sum(dim=0) / ref_total - ref_log_total + log_total
+            else:
+                difference = parts[:, self.DIFFERENCE] + (moved - ref_moved) * parts[:, self.TOTAL]
+                kl = (difference * factors).sum(dim=0) / total - log_total + ref_log_total
             reference = ref_maximum + ref_log_total
 
         logprobs = parts[:, self.TARGET].sum(dim=0) - maximum - log_total
@@ -169,26 +189,65 @@ def write_gradient(
     numbers: TokenNumbers,
     gradients: TokenNumbers,
     normalisers: Normalisers,
+    beta: float,
 ) -> None:
     """Overwrite the logits [tokens, vocab_shard] with the gradient of a loss.
 
     With x the scaled logits, d log p(t) / dx_j = [j = t] - p_j, dH / dx_j = -p_j (log p_j + H), and
-    d KL / dx_j = p_j (log p_j - log q_j - KL). The reference's logits stay as they are; they are
-    None where the loss has no gradient in the KL. `gradients` are those of the loss in the
-    `numbers`, None for a number that it does not depend on.
+    of the divergence with this `beta`
+
+        1:        d KL(p || q) / dx_j = p_j (log p_j - log q_j - KL(p || q))
+        0:        d KL(q || p) / dx_j = p_j - q_j
+        between:  d JSD / dx_j = (1 - beta) p_j (log p_j - log m_j - KL(p || m))
+
+    The reference's logits stay as they are; they are None where no divergence is computed.
+    `gradients` are those of the loss in the `numbers`, None for a number that it does not depend
+    on.
     """
     write = _write_gradient if serves(logits) else _write_gradient_by_torch
+    to_mixture = normalisers.to_mixture
     write(
         logits, targets, ref_logits, normalisers.policy, normalisers.reference,
-        numbers.entropy, numbers.full_kl,
+        numbers.entropy, numbers.full_kl if to_mixture is None else to_mixture,
         gradients.logprobs, gradients.entropy, gradients.full_kl,
-        columns.first, columns.valid, columns.scale,
+        columns.first, columns.valid, columns.scale, beta,
     )  # fmt: skip
+
+
+def add_mixture(
+    sums: Tensor,
+    logits: Tensor,
+    ref_logits: Tensor,
+    columns: Columns,
+    normalisers: Normalisers,
+    beta: float,
+) -> None:
+    """Write this rank's part of each token's divergence and of KL(p || m) to `sums` [2, tokens].
+
+    It needs the normalisers of all ranks, so it is a second pass over the logits; the sums over
+    ranks are the caller's. It has no kernel of its own on a GPU.
+    """
+    if not columns.valid:
+        return
+    for rows in blocks(logits):
+        log_p = columns.scaled(logits[rows]).sub_(normalisers.policy[rows, None])
+        log_q = columns.scaled(ref_logits[rows]).sub_(normalisers.reference[rows, None])
+        log_m = _log_mixture(log_p, log_q, beta)
+        p, q = log_p.exp(), log_q.exp()
+        of_policy = torch.linalg.vecdot(p, log_p.sub_(log_m))
+        of_reference = torch.linalg.vecdot(q, log_q.sub_(log_m))
+        sums[0, rows] = beta * of_reference + (1 - beta) * of_policy
+        sums[1, rows] = of_policy
+
+
+def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """log(beta q + (1 - beta) p)."""
+    return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
 
 
 def _write_sums_by_torch(
     table: Tensor, logits: Tensor, targets: Tensor, ref_logits: Tensor | None,
-    first: int, valid: int, scale: float, entropy: bool, squares: bool,
+    first: int, valid: int, scale: float, entropy: bool, squares: bool, forward: bool,
 ) -> None:  # fmt: skip
     """Write the rows of `LocalSums` for some tokens to `table` [8, tokens]."""
     columns = Columns(first, valid, scale)
@@ -212,15 +271,19 @@ def _write_sums_by_torch(
             y = columns.scaled(ref_logits[rows])
             torch.amax(y, dim=1, out=sums[LocalSums.REF_MAXIMUM])
             y.sub_(sums[LocalSums.REF_MAXIMUM][:, None])
-            torch.linalg.vecdot(weight, x.sub_(y), out=sums[LocalSums.DIFFERENCE])
-            torch.sum(y.exp_(), dim=1, out=sums[LocalSums.REF_TOTAL])
+            difference = x.sub_(y)
+            ref_weight = y.exp_()
+            torch.sum(ref_weight, dim=1, out=sums[LocalSums.REF_TOTAL])
+            if forward:
+                weight = ref_weight.neg_()
+            torch.linalg.vecdot(weight, difference, out=sums[LocalSums.DIFFERENCE])
 
 
 def _write_gradient_by_torch(
     logits: Tensor, targets: Tensor, ref_logits: Tensor | None,
     log_total: Tensor, ref_log_total: Tensor, entropy: Tensor | None, kl: Tensor | None,
     grad_logprobs: Tensor, grad_entropy: Tensor | None, grad_kl: Tensor | None,
-    first: int, valid: int, scale: float,
+    first: int, valid: int, scale: float, beta: float,
 ) -> None:  # fmt: skip
     """`write_gradient`, with each of its tensors."""
     columns = Columns(first, valid, scale)
@@ -241,8 +304,14 @@ def _write_gradient_by_torch(
         if grad_kl is not None:
             assert ref_logits is not None and kl is not None
             log_q = columns.scaled(ref_logits[rows]).sub_(ref_log_total[rows, None])
-            difference = log_p.sub_(log_q).sub_(kl[rows, None])
-            grad_x.add_(difference.mul_(p).mul_((grad_kl[rows] * scale)[:, None]))
+            if beta == 0:
+                slope = p - log_q.exp_()
+            elif beta == 1:
+                slope = log_p.sub_(log_q).sub_(kl[rows, None]).mul_(p)
+            else:
+                log_m = _log_mixture(log_p, log_q, beta)
+                slope = log_p.sub_(log_m).sub_(kl[rows, None]).mul_(p).mul_(1 - beta)
+            grad_x.add_(slope.mul_((grad_kl[rows] * scale)[:, None]))
 
         at_target = grad_logprobs[rows] * is_local[rows, None]
         grad_x.scatter_add_(1, local[rows, None], at_target)
@@ -251,13 +320,13 @@ def _write_gradient_by_torch(
 
 _write_sums = operator(
     "vocab_sums(Tensor(a!) table, Tensor logits, Tensor targets, Tensor? ref_logits, int first, "
-    "int valid, float scale, bool entropy, bool squares) -> ()",
+    "int valid, float scale, bool entropy, bool squares, bool forward) -> ()",
     _write_sums_by_torch,
 )
 _write_gradient = operator(
     "vocab_gradient(Tensor(a!) logits, Tensor targets, Tensor? ref_logits, Tensor log_total, "
     "Tensor ref_log_total, Tensor? entropy, Tensor? kl, Tensor grad_logprobs, "
-    "Tensor? grad_entropy, Tensor? grad_kl, int first, int valid, float scale) -> ()",
+    "Tensor? grad_entropy, Tensor? grad_kl, int first, int valid, float scale, float beta) -> ()",
     _write_gradient_by_torch,
 )
 

@@ -157,6 +157,12 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
 
     if isinstance(config, PPOConfig):
         _add_generation(found, config, shares["actor"])
+        if config.distils_in == "loss":
+            actor, teacher = shares["actor"], shares["teacher"]
+            rows = -(-actor.spec.vocab_size // actor.layout.tp)
+            is_last = actor.stage == actor.layout.pp - 1
+            nbytes = rows * teacher.spec.hidden_size * teacher.itemsize if is_last else 0
+            found.phases[update_of("actor")]["teacher/output layer"] = nbytes
     return found
 
 

@@ -15,7 +15,9 @@ from mrlhf.batch import Experience
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.methods import find_method
 from mrlhf.config.sections import ActorSection
+from mrlhf.config.teacher import DistillationSection
 from mrlhf.parallel.packs import Pack, lay_flat
+from mrlhf.parallel.vocab_sums import NumbersToCompute
 from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
 from mrlhf.rl.losses import token_weights
 from mrlhf.rl.names import policy_loss_traits
@@ -74,12 +76,19 @@ class PolicyLossSettings:
     # where the experience already holds all correction
     bypass: Correction | None
     needs_mini_batch_pass: bool  # see the function of this name
+    # the divergence from a teacher that is part of the loss; None: none is
+    distillation: DistillationSection | None = None
 
     @staticmethod
-    def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
-        """The settings that these two sections of the configuration ask for."""
+    def of(
+        actor: ActorSection,
+        correction: RolloutCorrectionSection,
+        distillation: DistillationSection | None = None,
+    ) -> PolicyLossSettings:
+        """The settings that these sections of the configuration ask for."""
         name = correction.trained_loss(actor.policy_loss.loss_mode)
-        return PolicyLossSettings.named(name, actor, configured_bypass(correction))
+        settings = PolicyLossSettings.named(name, actor, configured_bypass(correction))
+        return replace(settings, distillation=distillation)
 
     @staticmethod
     def named(name: str, section: ActorSection, bypass: Correction | None) -> PolicyLossSettings:
@@ -95,10 +104,12 @@ class PolicyLossSettings:
         corrects_packs = self.bypass is not None and not self.needs_mini_batch_pass
         return not policy_loss_traits(self.name).needs_sequences and not corrects_packs
 
-    @property
-    def wants_full_kl(self) -> bool:
-        """Whether the loss holds a KL over the whole vocabulary."""
-        return self.section.use_kl_loss and self.section.kl_loss_type == "full"
+    def numbers(self, entropy: bool) -> NumbersToCompute:
+        """The numbers of each token that the loss needs; at most one is over two vocabularies."""
+        if self.distillation is not None:
+            return NumbersToCompute(entropy, kl=True, beta=self.distillation.divergence_beta)
+        full_kl = self.section.use_kl_loss and self.section.kl_loss_type == "full"
+        return NumbersToCompute(entropy, kl=full_kl)
 
     @property
     def options(self) -> PolicyLossOptions:

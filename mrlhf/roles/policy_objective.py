@@ -15,7 +15,7 @@ from torch import Tensor
 from mrlhf.metrics import Tally
 from mrlhf.parallel.packs import Pack, gather_rows, lay_in_rows
 from mrlhf.parallel.vocab import LossPart
-from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
+from mrlhf.parallel.vocab_sums import TokenNumbers
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.masking import masked_sum
@@ -51,7 +51,9 @@ class PolicyMiniBatch:
 
 
 class PolicyObjective:
-    """Policy loss, entropy bonus, KL to the reference, and likelihood of right responses."""
+    """Policy loss, entropy bonus, KL to the reference, divergence from a teacher, and likelihood of
+    right responses.
+    """
 
     def __init__(self, settings: PolicyLossSettings, mini_batch: PolicyMiniBatch) -> None:
         self._settings = settings
@@ -95,6 +97,13 @@ class PolicyObjective:
             loss = loss + section.kl_loss_coef * kl_loss
             tally.add("actor/kl_loss", kl_loss, share)
 
+        distillation = self._settings.distillation
+        if distillation is not None:
+            assert numbers.full_kl is not None
+            divergence = self._aggregate(numbers.full_kl, batch)
+            loss = loss + distillation.coef * divergence
+            tally.add("actor/distillation_kl", divergence, share)
+
         if batch.right is not None and section.positive_lm_coef:
             # Mean negative log-likelihood of the tokens that the policy drew in right responses,
             # as in VAPO, https://arxiv.org/abs/2504.05118.
@@ -104,7 +113,8 @@ class PolicyObjective:
         return loss, tally
 
     def _kl(self, batch: PolicyBatch, numbers: TokenNumbers) -> Tensor:
-        if numbers.full_kl is not None:
+        if self._section.kl_loss_type == "full":
+            assert numbers.full_kl is not None
             return numbers.full_kl
         assert batch.ref_logprobs is not None
         return kl_penalty(numbers.logprobs, batch.ref_logprobs, self._section.kl_loss_type)
@@ -146,7 +156,7 @@ class MiniBatchLoss:
         pack = self._packs[number]
         keeps = settings.bypass is not None or self._mini_batch.packs[number].old_logprobs is None
         with_entropy = keeps or settings.section.entropy_coeff != 0
-        wanted = NumbersToCompute(entropy=with_entropy, kl=settings.wants_full_kl)
+        wanted = settings.numbers(with_entropy)
         reference = None if self._ref_states is None else self._ref_states[number]
         parts = self._token_logprobs.loss_parts(hidden, pack, wanted, settings.by_token, reference)
 

@@ -1,16 +1,19 @@
-"""The reference: the frozen policy that the KL is measured from."""
+"""The reference, the frozen policy that the KL is measured from; and the teacher, another one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from mrlhf.batch import Rollout
 from mrlhf.parallel.microbatch import BatchCut
+from mrlhf.parallel.token_exchange import bring_tokens
 from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
 from mrlhf.training.engine import ModelEngine
+from mrlhf.training.output_shard import OutputShard
 
 
 class Reference:
@@ -43,3 +46,34 @@ class Reference:
 
         with self._as_reference():
             return self.engine.forward(cut.packs, keep)
+
+
+class Teacher(Reference):
+    """A reference in a layout of its own, whose distributions another model is compared with."""
+
+    def __init__(self, engine: ModelEngine, temperature: float, student: ModelEngine) -> None:
+        """Take the model, and give the ranks of `student` its output layer."""
+        super().__init__(engine, temperature)
+        self._student = student
+        self._shard = OutputShard(engine, student, temperature)
+
+    def states_for(self, cut: BatchCut, asked: BatchCut) -> list[ReferenceStates]:
+        """The hidden states for each of this rank's packs of `asked`, which is the student's cut.
+
+        `cut` is the teacher's. The states are on the host, on the student's last stage alone.
+        """
+        evaluated = self.engine.forward(cut.packs, lambda hidden, number: hidden.cpu())
+        none = torch.empty(0, self.engine.spec.hidden_size, dtype=self.engine.dtype)
+        held = [(none, torch.empty(0, dtype=torch.int64))]
+        for pack, hidden in zip(cut.packs, evaluated, strict=False):  # none on earlier stages
+            if hidden is not None:
+                held.append((hidden, pack.places))
+        states, places = (torch.cat(column) for column in zip(*held, strict=True))
+
+        packs = asked.packs if self._student.groups.is_last_stage else []
+        wanted = torch.cat([held[0][1], *(pack.places for pack in packs)])
+        groups = self.engine.groups
+        brought = bring_tokens(states, places, wanted, groups.world, self.engine.device)
+        each = brought.split([len(pack.target_ids) for pack in packs]) if packs else ()
+        shard = self._shard
+        return [ReferenceStates(shard.residency, shard.layer, hidden) for hidden in each]

@@ -26,6 +26,7 @@ LOSSES: dict[str, dict[str, Any]] = {
             "entropy_coeff": 0.05,
         },
         "corrected": True,
+        "teacher": {"kl": "jsd", "beta": 0.3, "coef": 0.7},
     },
     "full KL": {
         "agg": "seq-mean-token-sum-norm",
@@ -38,7 +39,12 @@ LOSSES: dict[str, dict[str, Any]] = {
         "holes": True,
         "contexts": True,
     },
-    "whole sequences": {"agg": "seq-mean-token-mean", "loss": "gspo", "clip_grad": 1.0},
+    "whole sequences": {
+        "agg": "seq-mean-token-mean",
+        "loss": "gspo",
+        "clip_grad": 1.0,
+        "teacher": {"kl": "forward", "coef": 0.4},
+    },
 }
 """By name, what a `tests.oracle.plain_ppo.Case` says of the policy's loss."""
 

@@ -20,8 +20,10 @@ from mrlhf.config.pair_losses import RewardLossSection
 from mrlhf.config.sections import RoleSection
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.roles.actor import Actor
-from mrlhf.roles.reference import Reference
+from mrlhf.roles.reference import Reference, Teacher
+from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.trainers.critic import ValueLearning
 from mrlhf.trainers.reward_model import PreferenceLearning
@@ -38,6 +40,7 @@ from tests.dist.role_runs import (
     build_critic,
     build_reference,
     build_supervised,
+    build_teacher,
     cut_responses,
     load_experience,
     tables_of,
@@ -148,7 +151,13 @@ def train_row(root: Path, factory: GroupFactory, row: Row, out: Path) -> RowResu
     experience = load_experience(root, case)
     cut = cut_responses(critic, experience.rollout, plain_ppo.MINI_BATCH)
     of_critic = critic.update(experience, cut)
-    of_actor = _update_actor(setting, case, actor, reference)
+    other: Reference | Teacher | None = reference if case.has_full_kl else None
+    if case.teacher:
+        # Its ranks are others than those of most rows.
+        sizes = AxisSizes(tp=2, pp=2)
+        groups = factory.role_groups(ParallelLayout.for_world("teacher", row["ranks"], sizes))
+        other = build_teacher(setting, case, groups, actor)
+    of_actor = _update_actor(setting, case, actor, other)
     trained = {
         "sft": _train_sft(setting, case),
         "rm": _train_reward_model(setting, case),
@@ -162,28 +171,37 @@ def train_row(root: Path, factory: GroupFactory, row: Row, out: Path) -> RowResu
         assert without_row(metrics) == []
         results[role] = Trained(metrics, _digests(engine))
         engine.export(out / name_of(row) / role, 10**9)
-    fresh = _fresh_step(setting, case, actor, reference)
+    fresh = _fresh_step(setting, case, actor, other)
     return RowResult({name: table.tolist() for name, table in tables.items()}, results, fresh)
 
 
 def _update_actor(
-    setting: Setting, case: Case, actor: Actor, reference: Reference
+    setting: Setting, case: Case, actor: Actor, other: Reference | Teacher | None
 ) -> dict[str, float]:
     experience = load_experience(setting.root, case)
     cut = cut_responses(actor, experience.rollout, plain_ppo.MINI_BATCH)
-    states = reference.states(cut) if case.has_full_kl else None
+    states = _states_of(other, experience.rollout, cut)
     return actor.update(experience, cut, states).metrics
 
 
+def _states_of(
+    other: Reference | Teacher | None, rollout: Rollout, cut: BatchCut
+) -> list[ReferenceStates] | None:
+    """What the actor's loss needs of the other model."""
+    if isinstance(other, Teacher):
+        return other.states_for(cut_responses(other, rollout), cut)
+    return None if other is None else other.states(cut)
+
+
 def _fresh_step(
-    setting: Setting, case: Case, actor: Actor, reference: Reference
+    setting: Setting, case: Case, actor: Actor, other: Reference | Teacher | None
 ) -> dict[str, float]:
     """Evaluate the whole batch as one mini-batch, and train on it once."""
     experience = load_experience(setting.root, case)
     rollout = experience.rollout
     cut = cut_responses(actor, rollout)
     logprobs = actor.evaluate(rollout, cut).logprobs
-    states = reference.states(cut) if case.has_full_kl else None
+    states = _states_of(other, rollout, cut)
 
     # All epochs but one are done.
     progress = UpdateProgress(mini_batches=plain_ppo.EPOCHS - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from mrlhf.config.sections import (
     PolicyLossSection,
     ReferenceSection,
 )
+from mrlhf.config.teacher import DistillationSection, TeacherSection
 from mrlhf.device import Device
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.spec import Head
@@ -37,7 +38,7 @@ from mrlhf.rl.correction import Correction, Criterion
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.policy_loss import PolicyLossSettings
-from mrlhf.roles.reference import Reference
+from mrlhf.roles.reference import Reference, Teacher
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.training.engine import ModelEngine
 from tests.oracle import (
@@ -276,6 +277,8 @@ def build_actor(setting: Setting, case: Case, **keys: Any) -> Actor:
     section = ActorSection(**values)
     bypass = None if case.bypass is None else _BYPASS[case.bypass]
     loss = PolicyLossSettings.named(case.loss, section, bypass)
+    if case.teacher:
+        loss = replace(loss, distillation=DistillationSection(**case.teacher))
 
     engine = _build_engine(setting, section, "lm")
     engine.attach_optimizer(section.optim, total_updates=1)
@@ -372,6 +375,19 @@ def build_reference(setting: Setting, case: Case) -> Reference:
         keys["offload"] = ["params"]
     section = ReferenceSection(path=path, **keys)
     return Reference(_build_engine(setting, section, "lm"), plain_tables.TEMPERATURE)
+
+
+def build_teacher(setting: Setting, case: Case, groups: RoleGroups, student: Actor) -> Teacher:
+    """A teacher in a layout of its own, with the weights of the case's reference."""
+    section = TeacherSection(
+        path=str(setting.root / f"{case.model}-ref"),
+        tp=groups.layout.tp,
+        pp=groups.layout.pp,
+        micro_batch_tokens=40,
+        offload=["params"],
+    )
+    engine = _build_engine(replace(setting, groups=groups), section, "lm")
+    return Teacher(engine, plain_tables.TEMPERATURE, student.engine)
 
 
 def _optim(make: type[Optim], setting: Setting, case: Case) -> Optim:

@@ -11,7 +11,7 @@ from mrlhf.parallel import vocab
 from mrlhf.parallel.vocab import LossPart, OutputLayer, Tokens, token_numbers
 from mrlhf.parallel.vocab_sums import Normalisers, NumbersToCompute, TokenNumbers
 from tests.ranks import run_ranks
-from tests.token_loss import token_loss
+from tests.token_loss import divergence, token_loss
 
 TOKENS = 9
 HIDDEN = 6
@@ -36,14 +36,15 @@ def _all_sizes(
     vocab._CHUNK_BYTES["cpu"] = 1
     vocab._LEAST_CHUNK_TOKENS = LEAST_ROWS
     return [
-        _shard_results(rank, world_size, vocab_size, by_token)
+        _shard_results(rank, world_size, vocab_size, by_token, beta)
         for vocab_size in vocab_sizes
+        for beta in (1.0, 0.0, 0.4)
         for by_token in (True, False)
     ]
 
 
 def _shard_results(
-    rank: int, world_size: int, vocab_size: int, by_token: bool
+    rank: int, world_size: int, vocab_size: int, by_token: bool, beta: float
 ) -> tuple[float, float, float]:
     """Compare one shard with the whole vocabulary in float64.
 
@@ -61,19 +62,19 @@ def _shard_results(
     layer = OutputLayer(whole[mine].clone().requires_grad_(), group, vocab_size, SCALE)
     ref_layer = OutputLayer(reference[mine].clone(), group, vocab_size, SCALE)
     tokens = Tokens(hidden, targets, LENGTHS, ref_layer, _random(TOKENS, 4))
-    numbers, calls = _counted(
-        lambda: token_numbers(layer, tokens, NumbersToCompute(entropy=True, squares=True, kl=True))
-    )
-    assert calls == 1, "one gather for all chunks"
+    wanted = NumbersToCompute(entropy=True, squares=True, kl=True, beta=beta)
+    numbers, calls = _counted(lambda: token_numbers(layer, tokens, wanted))
+    each = 1 + wanted.mixes
+    assert calls == each, "one gather for all chunks, and one sum of a mixture's divergence"
     seen = []
 
     def objective(part: LossPart, current: TokenNumbers) -> Tensor:
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
-    wanted = NumbersToCompute(entropy=True, kl=True)
-    loss, calls = _counted(lambda: token_loss(layer, tokens, wanted, objective, by_token))
-    assert calls == (3 if by_token else 2), "one gather for each part that has a loss"
+    trained = NumbersToCompute(entropy=True, kl=True, beta=beta)
+    loss, calls = _counted(lambda: token_loss(layer, tokens, trained, objective, by_token))
+    assert calls == each * (3 if by_token else 2), "as many for each part that has a loss"
     assert torch.equal(torch.cat(seen), numbers.logprobs)
     loss.backward()
     dist.all_reduce(hidden.grad)  # as the model does
@@ -87,7 +88,7 @@ def _shard_results(
     expected = TokenNumbers(
         logprobs=log_p.gather(1, targets[:, None])[:, 0],
         entropy=-(p * log_p).sum(dim=1),
-        full_kl=(p * (log_p - log_q)).sum(dim=1),
+        full_kl=divergence(log_p, log_q, beta),
         sum_of_squares=p.square().sum(dim=1),
     )
     no_sums = Normalisers(torch.empty(0), torch.empty(0))
@@ -107,25 +108,25 @@ def _shard_results(
 
 def _counted(function):
     """What the function gives, and how many collective operations it took."""
-    calls = 0
-    all_gather = dist.all_gather
+    calls = []
+    originals = {name: getattr(dist, name) for name in ("all_gather", "all_reduce")}
 
-    def counting(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        return all_gather(*args, **kwargs)
+    def counting(name):
+        return lambda *args, **kwargs: calls.append(name) or originals[name](*args, **kwargs)
 
-    dist.all_gather = counting
+    for name in originals:
+        setattr(dist, name, counting(name))
     result = function()
-    dist.all_gather = all_gather
-    return result, calls
+    for name, original in originals.items():
+        setattr(dist, name, original)
+    return result, len(calls)
 
 
 @pytest.mark.parametrize(("world_size", "vocab_sizes"), [(2, (33,)), (4, (41, 5))])
 def test_shards_equal_the_whole(world_size: int, vocab_sizes: tuple[int, ...]) -> None:
     """With 41 columns the last shard has padding; with 5 the last of four shards is all padding."""
     for results_of_rank in run_ranks(world_size, _all_sizes, vocab_sizes):
-        assert len(results_of_rank) == 2 * len(vocab_sizes)
+        assert len(results_of_rank) == 6 * len(vocab_sizes)
         for value_error, gradient_error, padding in results_of_rank:
             assert value_error < 5e-5
             assert gradient_error < 1e-4

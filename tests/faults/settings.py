@@ -127,6 +127,9 @@ def episodes(inputs: Path) -> Setting:
         f"data.chat_template={inputs / 'chat.jinja'}",
         "data.max_prompt_length=12",
         "data.max_response_length=24",
+        # A teacher in another layout than the actor's, asked again where the update goes on.
+        f"teacher.path={inputs / 'llama-ref'}",
+        "teacher.pp=2",
     ]
     return Setting("episodes", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
 

@@ -22,6 +22,7 @@ from tests.oracle.plain_models import critic_of, load, weights_of
 from tests.oracle.plain_optimizer import LR, Outcome, differentiate, make_optimizer
 from tests.oracle.plain_routers import Routers
 from tests.oracle.plain_tables import distribution, drawn, entropy, kl_between, values
+from tests.token_loss import divergence
 
 MINI_BATCH = 4
 EPOCHS = 2
@@ -54,6 +55,7 @@ class Case:
     router_losses: bool = False  # whether the routers of a mixture have losses of their own
     lora: bool = False  # whether adapters are trained, and not the models
     optimizer: str = "adamw"  # or "muon"
+    teacher: dict[str, Any] = field(default_factory=dict)  # keys of the distillation, if any
     freeze: bool = False  # whether what `FROZEN` matches does not train
 
     @property
@@ -96,6 +98,14 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
                 for row, log_p in zip(numbers, distributions, strict=True)
             ]
             total = _sum_of_tables(total, settings["kl_loss_coef"], tables["actor/kl_loss"])
+        if case.teacher:
+            kind = case.teacher["kl"]
+            beta = {"forward": 0.0, "reverse": 1.0}.get(kind, case.teacher.get("beta"))
+            tables["actor/distillation_kl"] = [
+                divergence(log_p, distribution(reference, experience.rollout, row), beta)
+                for row, log_p in zip(numbers, distributions, strict=True)
+            ]
+            total = _sum_of_tables(total, case.teacher["coef"], tables["actor/distillation_kl"])
         tables["total"] = total
 
         if settings.get("positive_lm_coef"):
@@ -115,7 +125,8 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
             ]
         return tables | _metrics(rows, losses)
 
-    outcome = _train("actor", policy, case, mini_batch, ("actor/pg_loss", "actor/kl_loss"))
+    losses = ("actor/pg_loss", "actor/kl_loss", "actor/distillation_kl")
+    outcome = _train("actor", policy, case, mini_batch, losses)
     outcome.metrics["actor/approx_kl"] = outcome.metrics["actor/ppo_kl"]
     return outcome
 

@@ -22,7 +22,7 @@ SIZES = (
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
     **dict.fromkeys(["outer_stride", "inner_stride"], "i32"),
-    **dict.fromkeys(["eps", "sign", "scale", "factor"], "fp32"),
+    **dict.fromkeys(["eps", "sign", "scale", "factor", "beta"], "fp32"),
     **dict.fromkeys(["scales", "sums", "tops", "grad_weights", "cosines", "sines"], "*fp32"),
     **dict.fromkeys(["parts"], "*fp32"),
     **dict.fromkeys(["tables", "query_starts", "lengths", "likeliest"], "*i32"),
@@ -49,8 +49,10 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "draw": [{"COLUMNS": 1024, "BLOCKS": 256}],
     "sort_by_expert": [{"BLOCK": 1024}],
     "join_experts": [{"BLOCK": 1024}],
-    "vocab_sums": [{"COLUMNS": 1024}],
-    "vocab_gradient": [{"COLUMNS": 1024}],
+    "vocab_sums": [{"COLUMNS": 1024, "FORWARD": forward} for forward in (True, False)],
+    "vocab_gradient": [
+        {"COLUMNS": 1024, "KIND": kind} for kind in ("forward", "reverse", "mixture")
+    ],
 }
 
 

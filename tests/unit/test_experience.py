@@ -38,10 +38,10 @@ def _collected(scores=(1.0, 0.0)):
     )
 
 
-def _experience(algorithm, old=TRAINER, values=VALUES, ref=None):
+def _experience(algorithm, old=TRAINER, values=VALUES, ref=None, teacher=None):
     collected = _collected()
     policy = None if old is None else Evaluation(old, torch.zeros(2, 3), None)
-    outputs = ModelOutputs(policy, ref, values)
+    outputs = ModelOutputs(policy, ref, values, teacher)
     return make_experience(
         collected, collected.scores.total, outputs, AlgorithmSection.model_validate(algorithm), 0.1
     )
@@ -105,6 +105,15 @@ def test_the_kl_is_that_of_the_trainer_and_goes_off_each_token():
     wanted = torch.tensor([[-0.05, 0.0, 0.9], [0.0, -0.025, 0.0]])
     assert torch.allclose(experience.token_rewards, wanted, atol=1e-6)
     assert kl == pytest.approx((1.5 / 3 + 0.25 / 2) / 2, abs=1e-6)
+
+
+def test_a_teacher_adds_its_log_ratio_to_each_drawn_token():
+    teacher = TRAINER + torch.tensor([[0.5, 0.0, -1.0], [0.0, 0.25, 9.0]])
+    algorithm = {"distillation": {"mode": "reward", "coef": 0.5}}
+    experience, kl = _experience(algorithm, teacher=teacher)
+    wanted = torch.tensor([[0.25, 0.0, 0.5], [0.0, 0.125, 0.0]])  # the score is 1 at the third
+    assert torch.allclose(experience.token_rewards, wanted, atol=1e-6)
+    assert kl is None
 
 
 def test_whitened_rewards_keep_their_mean():

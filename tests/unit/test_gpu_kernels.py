@@ -168,8 +168,9 @@ def test_rotation_and_back(launch: ModuleType, dtype: torch.dtype) -> None:
 @both_dtypes
 @pytest.mark.parametrize("has_reference", [True, False])
 @pytest.mark.parametrize("valid", [2500, 2600, 0])  # of three blocks of columns
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
 def test_sums_over_a_vocabulary_and_their_gradient(
-    launch: ModuleType, dtype: torch.dtype, has_reference: bool, valid: int
+    launch: ModuleType, dtype: torch.dtype, has_reference: bool, valid: int, beta: float
 ) -> None:
     # The highest logit is in the last block, in the first, and anywhere.
     logits = (8 * torch.randn(3, 2600)).to(dtype)
@@ -180,11 +181,10 @@ def test_sums_over_a_vocabulary_and_their_gradient(
     sizes = (100, valid, 0.7)
 
     found, wanted = torch.zeros(2, 8, 5).unbind()
-    launch.vocab_sums(found[:, 1:4], logits, targets, ref_logits, *sizes, True, True)
+    flags = (True, True, beta == 0)
+    launch.vocab_sums(found[:, 1:4], logits, targets, ref_logits, *sizes, *flags)
     if valid:
-        vocab_sums._write_sums_by_torch(
-            wanted[:, 1:4], logits, targets, ref_logits, *sizes, True, True
-        )
+        vocab_sums._write_sums_by_torch(wanted[:, 1:4], logits, targets, ref_logits, *sizes, *flags)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
     totals = [torch.tensor([20.0, 21.0, 22.0]), torch.tensor([19.0, 18.0, 23.0])]
@@ -195,7 +195,7 @@ def test_sums_over_a_vocabulary_and_their_gradient(
     for write, out in zip(
         (launch.vocab_gradient, vocab_sums._write_gradient_by_torch), both, strict=True
     ):
-        write(out, targets, ref_logits, *totals, *terms, *sizes)
+        write(out, targets, ref_logits, *totals, *terms, *sizes, beta)
     close(*both)
     assert not both[0][:, valid:].any()
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mrlhf.parallel import vocab, vocab_sums
 from mrlhf.parallel.vocab import LossPart, OutputLayer, Tokens, token_numbers
 from mrlhf.parallel.vocab_sums import Normalisers, NumbersToCompute, TokenNumbers
-from tests.token_loss import token_loss
+from tests.token_loss import divergence, token_loss
 
 VOCABULARY = 37
 TOKENS = 11
@@ -62,6 +62,15 @@ def test_two_tokens_by_hand() -> None:
     # ln 0.75; -(0.25 ln 0.25 + 0.75 ln 0.75); ln 2 minus that; 0.25^2 + 0.75^2
     assert found == pytest.approx([math.log(0.75), 0.5623351, 0.1308120, 0.625], abs=1e-6)
 
+    def of(beta: float) -> float:
+        wanted = NumbersToCompute(kl=True, beta=beta)
+        return float(token_numbers(layer, tokens, wanted).full_kl)
+
+    # From the other side -ln 2 - (ln 0.25 + ln 0.75) / 2. With m = (0.375, 0.625) half of
+    # 0.5 ln (0.5 / 0.375) + 0.5 ln (0.5 / 0.625) and of the same with 0.25 and 0.75.
+    assert of(0.0) == pytest.approx(0.1438410, abs=1e-6)
+    assert of(0.5) == pytest.approx((0.0322692 + 0.0353749) / 2, abs=1e-6)
+
 
 @pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize(
@@ -69,7 +78,10 @@ def test_two_tokens_by_hand() -> None:
     [(1, 1, 11, 4), (2, 50, 7, 4), (4, 100, 3, 3), (128, 1 << 17, 1, 1)],
     ids=["one", "less than a sequence", "some", "all"],
 )
-@pytest.mark.parametrize(("padded", "scale"), [(VOCABULARY, 1.0), (40, 1.6)])
+@pytest.mark.parametrize(
+    ("padded", "scale", "beta"),
+    [(VOCABULARY, 1.0, 1.0), (40, 1.6, 1.0), (40, 1.6, 0.0), (40, 1.6, 0.3)],
+)
 def test_numbers_and_gradients_equal_float64(
     monkeypatch: pytest.MonkeyPatch,
     rows: int,
@@ -78,6 +90,7 @@ def test_numbers_and_gradients_equal_float64(
     sequence_parts: int,
     padded: int,
     scale: float,
+    beta: float,
     by_token: bool,
 ) -> None:
     _small_chunks(monkeypatch, rows, block)
@@ -86,14 +99,16 @@ def test_numbers_and_gradients_equal_float64(
     hidden = _random(TOKENS, 3).requires_grad_()
     tokens = Tokens(hidden, TARGETS, LENGTHS, reference, _random(TOKENS, 4))
 
-    numbers = token_numbers(layer, tokens, NumbersToCompute(entropy=True, squares=True, kl=True))
+    wanted = NumbersToCompute(entropy=True, squares=True, kl=True, beta=beta)
+    numbers = token_numbers(layer, tokens, wanted)
     seen = []
 
     def objective(part: LossPart, current: TokenNumbers) -> Tensor:
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
-    loss = token_loss(layer, tokens, NumbersToCompute(entropy=True, kl=True), objective, by_token)
+    wanted = NumbersToCompute(entropy=True, kl=True, beta=beta)
+    loss = token_loss(layer, tokens, wanted, objective, by_token)
     (3 * loss).backward()
 
     slow_hidden = hidden.detach().double().requires_grad_()
@@ -104,7 +119,7 @@ def test_numbers_and_gradients_equal_float64(
     expected = TokenNumbers(
         logprobs=log_p.gather(1, TARGETS[:, None])[:, 0],
         entropy=-(p * log_p).sum(dim=1),
-        full_kl=(p * (log_p - log_q)).sum(dim=1),
+        full_kl=divergence(log_p, log_q, beta),
         sum_of_squares=p.square().sum(dim=1),
     )
     numbers_32 = expected.map(lambda number: number.float())
@@ -269,7 +284,8 @@ def test_policy_and_reference_of_different_dtypes(
     torch.testing.assert_close(hidden.grad.double(), of_hidden, atol=tolerance, rtol=0.02)
 
 
-def test_kl_of_equal_distributions_is_exactly_zero() -> None:
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_kl_of_equal_distributions_is_exactly_zero(beta: float) -> None:
     layer = _layer(1, VOCABULARY, 1.4)
     hidden = _random(TOKENS, 3).requires_grad_()
     tokens = Tokens(hidden, TARGETS, LENGTHS, layer, hidden.detach())
@@ -280,7 +296,9 @@ def test_kl_of_equal_distributions_is_exactly_zero() -> None:
         seen.append(numbers.full_kl.detach())
         return numbers.full_kl.sum()
 
-    token_loss(layer, tokens, NumbersToCompute(kl=True), objective, by_token=True).backward()
+    token_loss(
+        layer, tokens, NumbersToCompute(kl=True, beta=beta), objective, by_token=True
+    ).backward()
     assert torch.equal(torch.cat(seen), torch.zeros(TOKENS))
     assert not hidden.grad.any() and not layer.weight.grad.any()
 

@@ -50,11 +50,13 @@ class ModelOutputs:
     policy: Evaluation | None
     ref_logprobs: Tensor | None  # log-probabilities under the reference, or None without one
     values: Tensor | None  # the critic's predictions, or None without a critic
+    # log-probabilities under the teacher; None where none is part of the reward
+    teacher_logprobs: Tensor | None = None
 
     def tables(self) -> list[Tensor]:
         """The tensors that an experience refers to; it needs no copies of them."""
         logprobs = None if self.policy is None else self.policy.logprobs
-        every = (logprobs, self.ref_logprobs, self.values)
+        every = (logprobs, self.ref_logprobs, self.values, self.teacher_logprobs)
         return [table for table in every if table is not None]
 
 
@@ -94,7 +96,12 @@ def make_experience(
 
     kl = _reward_kl(old_logprobs, outputs, algorithm) if algorithm.use_kl_in_reward else None
     units = RewardUnits.of(rollout)
-    rewards = _rewards(shaped, rollout, units, kl, kl_coef, algorithm)
+    praise = None
+    if outputs.teacher_logprobs is not None:
+        # A sample of -KL(policy, teacher) at each token, as in https://arxiv.org/abs/2306.13649.
+        assert old_logprobs is not None
+        praise = outputs.teacher_logprobs - old_logprobs
+    rewards = _rewards(shaped, rollout, units, kl, kl_coef, algorithm, praise)
     loss_mask, weights = _corrected(policy, rollout, algorithm.rollout_correction)
 
     inputs = _advantage_inputs(collected, units, outputs, rewards, weights, components)
@@ -164,11 +171,17 @@ def _rewards(
     kl: Tensor | None,
     kl_coef: float,
     algorithm: AlgorithmSection,
+    praise: Tensor | None,
 ) -> Tensor:
-    """The reward of each token, [units, response_len]; those of turns are not shaped."""
+    """The reward of each token, [units, response_len]; those of turns are not shaped.
+
+    `praise` [batch, response_len] is what a teacher adds, before its factor.
+    """
     drawn = units.mask
     kl = None if kl is None else units.spread(kl)
     rewards = token_rewards(units.spread(shaped), drawn, kl, kl_coef, algorithm.kl_placement)
+    if praise is not None:
+        rewards = rewards + algorithm.distillation.coef * units.spread(praise) * drawn
     turn_rewards = rollout.turn_rewards()
     if turn_rewards is not None:
         rewards = rewards + units.spread(turn_rewards) * drawn

@@ -26,7 +26,7 @@ from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.policy_loss import PolicyLossSettings
-from mrlhf.roles.reference import Reference
+from mrlhf.roles.reference import Reference, Teacher
 from mrlhf.roles.reward_model import RewardModel
 from mrlhf.rollout.collector import Collector, GroupSampler
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
@@ -55,6 +55,7 @@ class PPOParts:
     actor: Actor
     critic: Critic | None  # None if the advantage estimator needs no values
     reference: Reference | None  # None if no KL is asked for
+    teacher: Teacher | None  # None if the policy learns from none
     generator: Generator
     scorer: Scorer
     shaper: RewardShaper  # makes the scores that train from the scores of a batch
@@ -88,6 +89,10 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run, actor.engine)
+    teacher = None
+    if config.teacher is not None:
+        engine = role_engine(config, run, "teacher", "lm")
+        teacher = Teacher(engine, config.rollout.temperature, actor.engine)
     early = EarlyScores(inputs.reward.evaluate) if config.rollout.overlap else None
     scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups, run.phases, early)
 
@@ -124,6 +129,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         actor=actor,
         critic=critic,
         reference=reference,
+        teacher=teacher,
         generator=generator,
         scorer=scorer,
         shaper=shaper,
@@ -187,7 +193,9 @@ def _collector(
 
 def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
     engine = role_engine(config, run, "actor", "lm", initial)
-    settings = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
+    algorithm = config.algorithm
+    distillation = algorithm.distillation if config.distils_in == "loss" else None
+    settings = PolicyLossSettings.of(config.actor, algorithm.rollout_correction, distillation)
     return Actor(engine, settings, config.rollout.temperature)
 
 

@@ -53,7 +53,7 @@ class PPOTrainer:
                 self.state = state
             else:
                 cuts = work.cut(state.collected.rollout)
-                ref_states = work.reference_states(cuts)
+                ref_states = work.states_in_loss(state.collected.rollout, cuts)
             self.update(state, cuts, ref_states)
         self.parts.generator.end_step()
 
@@ -74,8 +74,8 @@ class PPOTrainer:
     ) -> tuple[Updating, Sequence[ReferenceStates] | None]:
         """Make experience of the responses.
 
-        The second result are the reference's states of this rank's packs, if the actor's loss needs
-        them.
+        The second result are the states of the reference, or of a teacher, for this rank's packs,
+        if the actor's loss needs them.
         """
         work = self._work
         number = drawing.number
@@ -91,13 +91,14 @@ class PPOTrainer:
         if not self._config.full_kl_in_loss:
             ref_states = None  # they are large, so they go as soon as nobody needs them
         values = work.values(rollout, cuts)
-        outputs = ModelOutputs(policy, ref_logprobs, values)
+        teacher_logprobs, teacher_states = work.teacher(rollout, cuts)
+        outputs = ModelOutputs(policy, ref_logprobs, values, teacher_logprobs)
         experience, shaped = work.advantages(collected, outputs)
 
         updating = Updating(number, drawing.metrics | measured | shaped, collected, experience)
         if policy is not None and self._config.rollout.dump_is_due(number):
             updating.entropy = policy.entropy
-        return updating, ref_states
+        return updating, teacher_states or ref_states
 
     def update(
         self, updating: Updating, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None

@@ -96,8 +96,23 @@ class Work:
             del cut  # its packs take more memory than the batch, and nobody needs them again
             return logprobs, reference.states(cuts.actor) if self.config.needs_full_kl else None
 
-    def reference_states(self, cuts: Cuts) -> Sequence[ReferenceStates] | None:
-        """The reference's states, if the actor's loss needs them."""
+    def teacher(
+        self, rollout: Rollout, cuts: Cuts
+    ) -> tuple[Tensor | None, Sequence[ReferenceStates] | None]:
+        """The teacher's log-probabilities for the reward, or its states for the actor's loss."""
+        teacher = self.parts.teacher
+        if teacher is None:
+            return None, None
+        with self.phases.enter("teacher"):
+            cut = teacher.engine.cut(cuts.sequences, "response")
+            if self.config.distils_in == "reward":
+                return teacher.logprobs(rollout, cut), None
+            return None, teacher.states_for(cut, cuts.actor)
+
+    def states_in_loss(self, rollout: Rollout, cuts: Cuts) -> Sequence[ReferenceStates] | None:
+        """The states of another model that the actor's loss needs, if it needs any."""
+        if self.config.distils_in == "loss":
+            return self.teacher(rollout, cuts)[1]
         if not self.config.full_kl_in_loss:
             return None
         assert self.parts.reference is not None
@@ -211,6 +226,10 @@ class Work:
         if policy is not None and policy.experts is not None:
             experience = replace(experience, experts=policy.experts)
 
+        if outputs.teacher_logprobs is not None:
+            assert experience.old_logprobs is not None
+            log_ratio = experience.old_logprobs - outputs.teacher_logprobs
+            metrics["actor/distillation_kl"] = float(selected(log_ratio, rollout.loss_mask).mean())
         if kl is not None:
             controller.update(kl, len(rollout))
             metrics["actor/reward_kl_penalty"] = kl

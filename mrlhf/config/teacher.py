@@ -1,0 +1,66 @@
+"""The sections of a teacher, and of what the policy learns from it.
+
+A section checks its own fields, and knows no model and no rank.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from mrlhf.config.fields import Positive, Rows, Section
+from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
+from mrlhf.config.sections import OffloadFrozen, RoleSection
+
+
+def _without_teacher(place: KeyPlace) -> NotRead | None:
+    """A key of the distillation where there is no teacher."""
+    if place.config.teacher is not None:
+        return None
+    return NotRead(", since there is no teacher", "set teacher.path", ("teacher",))
+
+
+_IF_THERE_IS_ONE = ReadIf(_without_teacher)
+_IN_LOSS = read_if("mode", lambda mode: mode == "loss", "is reward", "use loss")
+
+
+class TeacherSection(RoleSection):
+    """A frozen policy that the trained one learns from, in a layout of its own."""
+
+    offload: OffloadFrozen = Field(default_factory=list)
+    """what waits on the host while no phase needs it"""
+
+
+class DistillationSection(Section):
+    """What the policy learns from the teacher, on its own responses."""
+
+    mode: Annotated[Literal["loss", "reward"], _IF_THERE_IS_ONE] = "loss"
+    """loss: a divergence from the teacher over the whole vocabulary is added to the loss; reward:
+    log(teacher / policy) of the drawn token is added to its reward"""
+    kl: Annotated[Literal["forward", "reverse", "jsd"], _IF_THERE_IS_ONE, _IN_LOSS] = "reverse"
+    """loss: the divergence; reverse: KL(policy, teacher); forward: KL(teacher, policy); jsd: the
+    generalised Jensen-Shannon divergence"""
+    beta: Annotated[
+        Annotated[float, Field(gt=0, lt=1)],
+        _IF_THERE_IS_ONE,
+        read_if("kl", lambda kl: kl == "jsd", "is not jsd", "use jsd"),
+    ] = 0.5
+    """jsd: the teacher's share of the mixture, and of the divergences from it"""
+    coef: Annotated[Positive, _IF_THERE_IS_ONE] = 1.0
+    """factor of the divergence, or of the reward"""
+
+    refused: ClassVar[Rows] = {
+        "algorithm.distillation.mode loss and KL 'full' both take the loss over the whole "
+        "vocabulary from another model; use another kl_loss_type and kl_penalty, such as "
+        "low_var_kl": lambda self, teacher, needs_full_kl: _both(self, teacher, needs_full_kl),
+    }
+
+    @property
+    def divergence_beta(self) -> float:
+        """The teacher's share of the mixture; see `NumbersToCompute.beta`."""
+        return {"forward": 0.0, "reverse": 1.0, "jsd": self.beta}[self.kl]
+
+
+def _both(section: DistillationSection, teacher: Any, needs_full_kl: bool) -> bool:
+    return teacher is not None and section.mode == "loss" and needs_full_kl
