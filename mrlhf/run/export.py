@@ -75,8 +75,8 @@ def export_result(
             raise CheckpointError(
                 f"{error}; the trained model is in {kept}: once the cause is gone, start the same "
                 f"command again, or with trainer.resume={kept} and another trainer.output_dir, or "
-                f"run tools/convert_checkpoint.py {kept} --to huggingface --out DIR, and it is "
-                "written"
+                f"run tools/convert_checkpoint.py {kept} --to huggingface --role {directory.name} "
+                "--out DIR, and it is written"
             ) from error
 
         where = _rescue(model, directory.name)
