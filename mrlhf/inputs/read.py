@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from mrlhf.episodes.read import (
 )
 from mrlhf.errors import ConfigError, DataError
 from mrlhf.inputs.paths import absent_paths, awaits_tokenizer, has_tokenizer, present
+from mrlhf.inputs.repeated import warn_of_files_named_twice, warn_of_shared_rows
 from mrlhf.inputs.vocabulary import (
     Endings,
     check_tokens,
@@ -232,7 +232,7 @@ def _prompts_by_split(
             rows = _distinct(every, environments)
             for other, (_, known) in splits.items():
                 others = _distinct(known, environments)
-                _warn_of_shared_rows(f"data.{split}_files", rows, f"data.{other}_files", others)
+                warn_of_shared_rows(f"data.{split}_files", rows, f"data.{other}_files", others)
         splits[split] = (dataset, every)
     return splits
 
@@ -257,7 +257,7 @@ def _examples_and_held_out(
     held_out = _encoded(config, "data.val_files", held_out_rows, tokenizer)
     tokens = [tuple(example.token_ids) for example in held_out]
     others = (tuple(example.token_ids) for example in examples)
-    _warn_of_shared_rows("data.val_files", tokens, "data.train_files", others)
+    warn_of_shared_rows("data.val_files", tokens, "data.train_files", others)
     return examples, held_out
 
 
@@ -269,7 +269,7 @@ def _pairs_and_held_out(
     pairs = _pairs(config, train_rows, tokenizer)
     held_out = _pairs(config, held_out_rows, tokenizer)
     if pairs is not None and held_out is not None:
-        _warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
+        warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
     return pairs, held_out
 
 
@@ -363,7 +363,7 @@ def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
 
 
 def _rows(key: str, files: Sequence[str]) -> list[Row]:
-    _warn_of_files_named_twice(key, files)
+    warn_of_files_named_twice(key, files)
     return read_rows(files) if files else []
 
 
@@ -374,7 +374,7 @@ def _prompts(
     tokenizer: Tokenizer,
     environments: EnvironmentInputs | None,
 ) -> tuple[PromptDataset, Prompts]:
-    _warn_of_files_named_twice(f"data.{split}_files", files)
+    warn_of_files_named_twice(f"data.{split}_files", files)
     prompts = PromptDataset(
         files,
         tokenizer,
@@ -484,38 +484,4 @@ def _warn_of_uncorrected(config: PPOConfig) -> None:
             "rollout.partial.over %g lets older versions of the policy draw tokens, and nothing "
             "corrects for them; set algorithm.rollout_correction.rollout_is to token",
             config.rollout.partial.over,
-        )
-
-
-def _warn_of_files_named_twice(key: str, files: Sequence[str]) -> None:
-    """Warn if `key` names a file twice, by its name, a link or another path."""
-    first_as: dict[tuple[int, int], str] = {}
-    for file in files:
-        status = os.stat(file)
-        identity = (status.st_dev, status.st_ino)
-        first = first_as.get(identity)
-        if first is None:
-            first_as[identity] = file
-            continue
-        other = "" if first == file else f", also as {file}"
-        logger.warning("%s names %s twice%s; its rows count double", key, first, other)
-
-
-def _warn_of_shared_rows(
-    key: str, rows: Sequence[Hashable], other_key: str, others: Iterable[Hashable]
-) -> None:
-    """Warn if held-out rows (files of `key`) are in other data (files of `other_key`) too.
-
-    A warning alone: a small set may be trained and validated on, to see whether it can be learned
-    by heart. A row is the part that the model is given, in a form that is equal for equal rows.
-    """
-    known = set(others)
-    shared = sum(row in known for row in rows)
-    if shared:
-        logger.warning(
-            "%d of %d rows of %s are in %s too; they do not show what the model does with new rows",
-            shared,
-            len(rows),
-            key,
-            other_key,
         )
