@@ -28,6 +28,7 @@ from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
     AdaptedSection,
+    JudgeModelSection,
     OptimSection,
     ReferenceSection,
     RewardModelSection,
@@ -169,6 +170,8 @@ class PPOConfig(Root):
     """the score of a response"""
     judge: JudgeSection
     """the reward term `judge`: a generative model that is asked"""
+    judge_model: JudgeModelSection | None = None
+    """a frozen model that judges on the ranks; null: none"""
     rollout: RolloutSection
     """generation"""
     data: PromptDataSection
@@ -183,7 +186,7 @@ class PPOConfig(Root):
     @property
     def unbuilt(self) -> frozenset[str]:
         """The sections of models that this run does not use."""
-        unused = {"critic", "reference", "reward_model"}.difference(self.roles())
+        unused = {"critic", "reference", "reward_model", "judge_model"}.difference(self.roles())
         return frozenset(unused - {"reference"} if self.needs_reference else unused)
 
     @property
@@ -259,7 +262,26 @@ class PPOConfig(Root):
             roles["reference"] = self.reference
         if self.reward_model is not None:
             roles["reward_model"] = self.reward_model
+        if self.judge_model is not None:
+            roles["judge_model"] = self.judge_model
         return roles
+
+    def of_judge(self) -> GenerationConfig:
+        """The configuration whose policy is the judge on the ranks, for its engine."""
+        model = self.judge_model
+        assert model is not None
+        keys: dict[str, dict[str, Any]] = {
+            "rollout": {"engine": "native", "tp": model.tp, "ep": None, "environment": []}
+            | {"n": self.judge.n, "temperature": self.judge.temperature, "top_k": -1, "top_p": 1.0}
+            | {"stop": [], "stop_token_ids": [], "tools": []},
+            "data": {"tokenizer": model.path, "chat_template": None}
+            | {"max_prompt_length": model.max_prompt_tokens}
+            | {"max_response_length": self.judge.max_tokens},
+        }
+        changes = {name: self.value_of(name).model_copy(update=new) for name, new in keys.items()}
+        actor = ActorSection(**{key: model.value_of(key) for key in _OF_POLICY})
+        others = {"actor": actor, "reward": AnyRewardSection(), "judge_model": None}
+        return GenerationConfig.model_construct(**{**vars(self), **changes, **others})
 
 
 class GenerationConfig(PPOConfig):
@@ -282,8 +304,10 @@ class GenerationConfig(PPOConfig):
     def roles(self) -> dict[str, RoleSection]:
         """The models that are built, by the name of their section."""
         roles: dict[str, RoleSection] = {"actor": self.actor}
-        if any(term.name == "reward_model" for term in self.reward.terms) and self.reward_model:
+        if "reward_model" in self.reward.names and self.reward_model:
             roles["reward_model"] = self.reward_model
+        if "judge" in self.reward.names and self.judge_model:
+            roles["judge_model"] = self.judge_model
         return roles
 
 

@@ -157,6 +157,13 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
 
     if isinstance(config, PPOConfig):
         _add_generation(found, config, shares["actor"])
+    if isinstance(config, PPOConfig) and "judge_model" in shares:
+        judge = shares["judge_model"]
+        found.sizes["judge/params"] = _engine_bytes(judge, True, judge.layout.tp, 1)
+        found.phases["passes of judge_model"] |= {
+            "judge/params": found.sizes["judge/params"],
+            "judge/cache, at least": cache_needs(config.of_judge(), judge.spec).bytes,
+        }
     return found
 
 
