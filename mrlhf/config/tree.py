@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mrlhf.config.fields import Section
@@ -92,9 +91,10 @@ def leaves(
             yield full, value
 
 
-def flatten(config: BaseModel) -> dict[str, Any]:
-    """Every value of `config` by its dotted key; lists stay lists, an absent section is None."""
-    return dict(leaves(config.model_dump()))
+def flatten(config: Section) -> dict[str, Any]:
+    """Every value by its dotted key; lists and mappings stay whole, an absent section is None."""
+    known = nodes(type(config))
+    return dict(leaves(config.model_dump(), is_section=lambda name: known[name].is_section))
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
