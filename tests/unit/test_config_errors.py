@@ -105,6 +105,7 @@ def test_a_scalar_is_no_section(tmp_path):
 PPO_KEYS = [
     "actor.path=m",
     "reward_model.path=m",
+    "judge_model.path=m",
     "reward.terms=[{name: gsm8k}]",
     "data.train_files=a.jsonl",
     "trainer.output_dir=o",
