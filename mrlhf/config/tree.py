@@ -7,6 +7,7 @@ files.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -151,4 +152,6 @@ def in_yaml(value: object) -> str:
     """`value` as in a YAML file."""
     if value is None:
         return "null"
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)
