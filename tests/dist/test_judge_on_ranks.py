@@ -90,13 +90,13 @@ def test_a_message_that_is_too_long_has_no_verdict(runs: Runs) -> None:
     assert 14 in step.experience.scores.round().tolist()
 
 
-def _with_past(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """A judge whose weights come from the policy's layout of another rank: a fault to be seen."""
+def _mixed_up(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Each response gets the verdict on another one."""
     score = RankJudge.score
     patch.setattr(RankJudge, "score", lambda judge, rows: score(judge, [*rows[1:], rows[0]]))
 
 
-BROKEN = Scenario("broken", DEEP.overrides, _with_past)
+BROKEN = Scenario("broken", DEEP.overrides, _mixed_up)
 
 
 def test_a_break_is_seen(runs: Runs) -> None:
