@@ -40,10 +40,11 @@ class ChatJudge:
         self._judge = Judge(section)
         self._headers = {"Content-Type": "application/json"}
         variable = section.api_key_variable
-        if variable is not None and not os.environ.get(variable):
-            raise ConfigError(f"judge.api_key_variable {variable} is not set; export it with a key")
         if variable is not None:
-            self._headers["Authorization"] = f"Bearer {os.environ[variable]}"
+            key = os.environ.get(variable, "").strip()
+            if not (key and key.isascii() and key.isprintable()):
+                raise ConfigError(f"judge.api_key_variable {variable} is not set to a key")
+            self._headers["Authorization"] = f"Bearer {key}"
         self._answers: dict[str, list[Any]] = {}  # texts, and two counts, by what was asked
         self._file: Path | None = None
         self._writing = Lock()

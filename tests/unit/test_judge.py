@@ -110,7 +110,10 @@ def test_the_key_is_sent_and_not_written(tmp_path: Path, monkeypatch: pytest.Mon
     with judge_server(lambda *_: "Rating: 1") as server:
         with pytest.raises(ConfigError, match=r"judge.api_key_variable MY_KEY is not set"):
             judge_of(server, api_key_variable="MY_KEY")
-        monkeypatch.setenv("MY_KEY", "a secret")
+        monkeypatch.setenv("MY_KEY", "a\nsecret")
+        with pytest.raises(ConfigError, match=r"MY_KEY is not set to a key$"):
+            judge_of(server, api_key_variable="MY_KEY")
+        monkeypatch.setenv("MY_KEY", "a secret\n")
         judge = judge_of(server, api_key_variable="MY_KEY")
         judge.keep_answers(tmp_path / "rank_0.jsonl")
         judge.score(rows("2"))
