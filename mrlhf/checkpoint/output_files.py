@@ -53,7 +53,7 @@ FOLDERS = MappingProxyType(
         "wandb": ("*",),
     }
 )
-_MODELS = ("actor", "actor_best", "actor_merged", "model", "model_best", "model_merged")
+_MODELS = ("actor", "actor_best", "actor_merged", "critic", "model", "model_best", "model_merged")
 # Patterns of all that a run and its report leave, by folder; `trainer.overwrite` deletes these.
 WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -32,7 +32,8 @@ def check_shapes(
         if stored != wanted:
             raise CheckpointError(
                 f"{directory} holds another model as {role}: {name} is {stored or 'missing'} there "
-                f"and {wanted or 'missing'} in the model of {role}.path"
+                f"and {wanted or 'missing'} in the model of {role}.path, as {role}.freeze and "
+                f"{role}.lora have it"
             )
 
 

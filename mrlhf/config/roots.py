@@ -322,6 +322,10 @@ class TrainedModelSection(AdaptedSection, RouterSection, RoleSection):
         "model.init to checkpoint, or model.lora.rank to 0": lambda self: (
             self.lora.is_on and self.init == "random"
         ),
+        "model.freeze keeps weights of model.path, and model.init is random; set model.init to "
+        "checkpoint, or leave out model.freeze": lambda self: (
+            bool(self.freeze) and self.init == "random"
+        ),
         "optim.name muon is for whole matrices, and model.lora trains adapters; set optim.name to "
         "adamw, or leave out model.lora": lambda self, optim: (
             self.lora.is_on and optim.name == "muon"

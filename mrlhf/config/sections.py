@@ -279,6 +279,11 @@ class AdaptedSection(Section):
 
     lora: LoraSection
     """low-rank adapters"""
+    freeze: Texts = Field(default_factory=list)
+    """tensors that do not train, as patterns of a shell over whole names as Hugging Face has them,
+    such as "*.self_attn.*" (in YAML with quotes) or model.embed_tokens.weight; a layer with a
+    frozen matrix has no adapter
+    """
 
 
 class RouterSection(Section):

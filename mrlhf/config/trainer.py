@@ -44,7 +44,7 @@ def _nothing_held_out(place: KeyPlace) -> NotRead | None:
 
 
 def _no_critic(place: KeyPlace) -> NotRead | None:
-    """The warm-up of a critic that does not exist."""
+    """A key of a critic that does not exist."""
     if place.config.needs_critic:
         return None
     why = f" with {ESTIMATOR} {place.value(ESTIMATOR)}, which has no critic"
@@ -195,6 +195,9 @@ class PPOTrainerSection(TrainerSection):
     critic_warmup: Annotated[CountOrZero, ReadIf(_no_critic)] = 0
     """first training step that trains the actor; only the critic is trained before; 0: no
     warm-up"""
+    export_critic: Annotated[bool, ReadIf(_no_critic)] = False
+    """also write the final critic as a Hugging Face checkpoint, a sequence classifier with one
+    label, into critic in output_dir; critic.path takes it, and reward_model.path does"""
     val_before_train: Annotated[bool, _IF_HELD_OUT] = True
     """validate before the first training step"""
     val_sampled: Annotated[bool, _IF_HELD_OUT] = False

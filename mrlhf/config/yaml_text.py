@@ -63,4 +63,5 @@ def parse_yaml(text: str, source: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+        hint = "; put quotes around a text that begins with *" if "an alias" in str(error) else ""
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}{hint}") from None

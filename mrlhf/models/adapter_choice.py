@@ -14,18 +14,31 @@ from mrlhf.config.sections import ALL_LINEAR, AdaptedSection, LoraSection, RoleS
 from mrlhf.errors import ConfigError
 from mrlhf.models.adapter_files import EXPERTS, stored_lora
 from mrlhf.models.families import family_of, load_spec
+from mrlhf.models.freezing import check_frozen_tensors, with_frozen
 from mrlhf.models.lora import A
 from mrlhf.models.spec import Head, Lora, ModelSpec
 
 
 def spec_of_role(section: RoleSection, head: Head) -> ModelSpec:
-    """Return a section's model, with adapters if any; raises as `load_spec` and `with_lora`."""
+    """Return a section's model; raises as `load_spec` and `trained_spec`."""
     spec = load_spec(section.path, head)
-    return with_lora(spec, section.lora) if isinstance(section, AdaptedSection) else spec
+    if not isinstance(section, AdaptedSection):
+        return spec
+    return trained_spec(spec, section.lora, section.freeze)
+
+
+def trained_spec(spec: ModelSpec, lora: LoraSection, freeze: Sequence[str]) -> ModelSpec:
+    """Return the model with what a section says of it; raises as `with_frozen` and `with_lora`."""
+    chosen = with_lora(with_frozen(spec, freeze), lora)
+    if freeze:
+        check_frozen_tensors(chosen)
+    return chosen
 
 
 def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
     """Return the model with the adapters that a section asks for, if it asks for any.
+
+    A layer with a frozen matrix has none.
 
     Raises:
         ConfigError: a name of a layer is not one of the model's; or `path` holds no adapter of
@@ -37,16 +50,17 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
         return spec
 
     targets = section.target_modules
+    layers = family_of(spec).linear_layers(spec)
+    frozen = [layer for layer in layers if f"{layer}.weight" in spec.frozen]
     lora = Lora(
         rank=section.rank,
         alpha=section.alpha,
         targets=None if ALL_LINEAR in targets else frozenset(targets),
-        excluded=frozenset(section.exclude_modules),
+        excluded=frozenset(section.exclude_modules).union(frozen),
         rank_stabilised=section.use_rslora,
     )
-    layers = family_of(spec).linear_layers(spec)
     _check_names("target_modules", lora.targets or frozenset(), layers)
-    _check_names("exclude_modules", lora.excluded, layers)
+    _check_names("exclude_modules", frozenset(section.exclude_modules), layers)
 
     adapted = replace(spec, lora=lora)
     _check_rank(adapted)
@@ -56,7 +70,14 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
 
 def with_stored_lora(spec: ModelSpec, path: str | Path) -> ModelSpec:
     """Return the model with the adapters in a directory of peft; raises as `with_lora`."""
-    adapted = replace(spec, lora=stored_lora(Path(path), spec))
+    lora = stored_lora(Path(path), spec)
+    adapted = replace(spec, lora=lora)
+    for layer in family_of(spec).linear_layers(spec):
+        if lora.adapts(layer) and f"{layer}.weight" in spec.frozen:
+            raise ConfigError(
+                f"freeze holds {layer}.weight, and the adapter in lora.path is of that layer too; "
+                "leave the layer out of freeze, or merge the adapter first"
+            )
     _check_experts(str(path), adapted)
     return adapted
 
@@ -83,7 +104,9 @@ def _check_rank(spec: ModelSpec) -> None:
     shapes = family.base_shapes(spec)
     factors = [name for name in family.tensor_shapes(spec) if name.endswith(A)]
     if not factors:
-        raise ConfigError("lora.exclude_modules leaves no layer with an adapter; name fewer")
+        raise ConfigError(
+            "lora.exclude_modules and freeze leave no layer with an adapter; name fewer"
+        )
 
     assert spec.lora is not None
     for name in factors:

@@ -122,6 +122,7 @@ def adapter_config(spec: ModelSpec, base: str) -> dict[str, Any]:
     modules = _adapted(spec).difference(*parameters.values())
     ranks, alphas = _patterns(lora, parameters)
     is_scalar = spec.head == "scalar"
+    saved = [family.scalar_head.removesuffix(".weight")]
 
     return {
         "peft_type": "LORA",
@@ -135,7 +136,7 @@ def adapter_config(spec: ModelSpec, base: str) -> dict[str, Any]:
         "target_parameters": sorted(parameters) or None,
         "rank_pattern": ranks | dict(lora.ranks),
         "alpha_pattern": alphas | dict(lora.alphas),
-        "modules_to_save": [family.scalar_head.removesuffix(".weight")] if is_scalar else None,
+        "modules_to_save": saved if is_scalar and family.scalar_head not in spec.frozen else None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

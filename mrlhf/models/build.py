@@ -22,6 +22,7 @@ from mrlhf.models.adapters import SplitRanks, make_adapters
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.heads import GPTHiddenModel, GPTScalarModel
 from mrlhf.models.layer_numbers import LayerNumbers
+from mrlhf.models.lora import trained_shapes
 from mrlhf.models.parameters import chunk_prefix, chunks_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.transformer_engine import check_layer
@@ -92,6 +93,8 @@ def build_model(
         model = _build_chunk(spec, groups, config, chunk, number, transformer_engine)
         if spec.lora is not None:
             _adapt(model, spec, chunk, groups, config)
+        if spec.keeps_weights:
+            _freeze(model, spec, chunk)
         model.to(device.torch_device)
         chunks.append(HalfPrecision(config, model) if dtype == torch.bfloat16 else model)
     return BuiltModel(config, chunks)
@@ -135,18 +138,27 @@ def _adapt(
     groups: RoleGroups,
     config: TransformerConfig,
 ) -> None:
-    """Add the chunk's adapters, and freeze all else but a scalar head."""
+    """Add the chunk's adapters."""
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
     rules = family.base_rules(spec, chunk)
-    for name, parameter in list(model.named_parameters()):
-        parameter.requires_grad_(spec.head == "scalar" and name == "output_layer.weight")
+    for name, _ in list(model.named_parameters()):
         rule = rules[name]
         group = groups.collection.expt_tp if rule.of_expert else groups.collection.tp
         ranks = SplitRanks(group, config.sequence_parallel, rule.of_expert)
         adapters = make_adapters(spec, shapes, name, rule, ranks, config.params_dtype)
         if adapters is not None:
             model.get_submodule(name.removesuffix(".weight")).adapters = adapters
+
+
+def _freeze(model: torch.nn.Module, spec: ModelSpec, chunk: Chunk) -> None:
+    """Freeze what does not train."""
+    family = family_of(spec)
+    trained = trained_shapes(family.tensor_shapes(spec), spec, family.scalar_head)
+    rules = family.rules_of(spec, chunk)
+    for name, parameter in model.named_parameters():
+        if trained.keys().isdisjoint(rules[name].names):
+            parameter.requires_grad_(False)
 
     if chunk.is_first:
         # The backward pass of a stage, or of a layer that is recomputed, needs an input with a

@@ -13,8 +13,11 @@ The counts are those of Llama-like models. This file does not know devices or la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
+from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 
 _BACKWARD = 2  # products in the backward pass for each one in the forward pass
@@ -51,16 +54,35 @@ def _mlp_products(spec: ModelSpec, layer: int) -> int:
 def training_flops(spec: ModelSpec, sequences: Iterable[tuple[int, int]]) -> float:
     """Count the operations of one forward and backward pass.
 
-    Frozen weights have no gradient, and the products of adapters are not counted.
+    Frozen matrices have no gradient, and the products of adapters are not counted.
 
     For each sequence there are its tokens, and how many positions go through the output layer.
     """
-    total = 0
+    total = 0.0
     for length, outputs in sequences:
         total += (1 + _BACKWARD) * forward_flops(spec, length, outputs)
         if spec.lora is not None:
             total -= _linear_flops(spec, length, outputs)
-    return float(total)
+        elif spec.frozen:
+            of_token, of_output = _frozen_products(spec)
+            total -= 2 * (of_token * length + of_output * outputs)
+    return total
+
+
+@lru_cache(maxsize=4)
+def _frozen_products(spec: ModelSpec) -> tuple[float, int]:
+    """Count the multiplications for each token and each output with matrices that are frozen."""
+    family = family_of(spec)
+    shapes = family.base_shapes(spec)
+    head = family.embedding if spec.output_is_embedding else family.language_head
+    head = family.scalar_head if spec.head == "scalar" else head
+    chosen = 1.0 if spec.experts is None else spec.experts.per_token / spec.experts.count
+
+    of_token = 0.0
+    for name in spec.frozen:
+        if len(shapes[name]) == 2 and ".layers." in name:
+            of_token += math.prod(shapes[name]) * (chosen if ".experts." in name else 1.0)
+    return of_token, math.prod(shapes[head]) if head in spec.frozen else 0
 
 
 def sequence_flops(spec: ModelSpec, lengths: Sequence[int], outputs: Sequence[int]) -> list[int]:

@@ -26,8 +26,8 @@ def is_adapter(tensor: str) -> bool:
 
 
 def without_adapters(spec: ModelSpec) -> ModelSpec:
-    """Return the base model."""
-    return replace(spec, lora=None)
+    """Return the base model, of which all would train."""
+    return replace(spec, lora=None, frozen=frozenset())
 
 
 def linear_layers(rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
@@ -53,11 +53,12 @@ def adapted_layers(spec: ModelSpec, rule: Rule, shapes: Mapping[str, Shape]) -> 
 def trained_shapes(
     shapes: Mapping[str, Shape], spec: ModelSpec, scalar_head: str
 ) -> dict[str, Shape]:
-    """Return those of a model's tensors that are trained: adapters and a scalar head, or all."""
+    """Return the tensors that train: adapters and a scalar head, or all, but those frozen."""
+    trained = {name: shape for name, shape in shapes.items() if name not in spec.frozen}
     if spec.lora is None:
-        return dict(shapes)
+        return trained
     return {
-        name: shape for name, shape in shapes.items() if is_adapter(name) or name == scalar_head
+        name: shape for name, shape in trained.items() if is_adapter(name) or name == scalar_head
     }
 
 

@@ -162,6 +162,7 @@ class ModelSpec:
     logits_divisor: float = 1.0  # the logits are divided by it
     experts: Experts | None = None  # None in a dense model
     lora: Lora | None = None  # None if all weights are those of the checkpoint
+    frozen: frozenset[str] = frozenset()  # tensors of the base that do not train; see `freezing`
 
     @property
     def output_is_embedding(self) -> bool:
@@ -196,7 +197,12 @@ class ModelSpec:
         """Whether the model has what TransformerEngine's layers lack."""
         has_biases = self.o_bias or self.mlp_bias
         has_norms = self.norms_after or self.qk_norm == "projection"
-        return has_biases or has_norms or self.residual_multiplier != 1.0 or self.lora is not None
+        return has_biases or has_norms or self.residual_multiplier != 1.0 or self.keeps_weights
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights of `path` stay as they are in training, and in no checkpoint of it."""
+        return self.lora is not None or bool(self.frozen)
 
     @property
     def has_dense_layers(self) -> bool:

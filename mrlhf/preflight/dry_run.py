@@ -29,7 +29,7 @@ from mrlhf.inputs.paths import (
 from mrlhf.inputs.read import check_inputs
 from mrlhf.metrics.trackers import check_trackers
 from mrlhf.models.adapter_choice import spec_of_role
-from mrlhf.models.families import family_of
+from mrlhf.models.freezing import parameter_counts
 from mrlhf.models.published import published_model
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.batches import trained_models
@@ -147,11 +147,11 @@ def _least_bytes(config: AnyConfig, world_size: int) -> int:
         except (ConfigError, WeightError):
             continue  # other checks report that it is missing or wrong
 
-        shapes = family_of(spec).tensor_shapes(spec).values()
-        is_whole = name in trained_models(config) and spec.lora is None
+        trained, every = parameter_counts(spec)
         replicas = world_size // AxisSizes.of(role).ranks
-        of_weight = 8 * replicas + 8 if is_whole else 4 * replicas  # replicas share states
-        total += of_weight * sum(map(math.prod, shapes))
+        total += 4 * replicas * every
+        if name in trained_models(config):
+            total += (4 * replicas + 8) * trained  # replicas share states
     return total
 
 

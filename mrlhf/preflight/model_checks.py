@@ -30,7 +30,7 @@ from mrlhf.inference.sizes import (
 )
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.adapter_files import check_adapter
-from mrlhf.models.families import load_spec
+from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.published import published_model
@@ -144,7 +144,9 @@ def _check_weights(config: AnyConfig, name: str, spec: ModelSpec | None) -> list
     if spec is None or not (Path(role.path) / "config.json").is_file():
         return []
     base = without_adapters(spec)
-    remarks = [*check_weight_files(role.path, base, needs_head=name == "reward_model")]
+    keeps_head = family_of(spec).scalar_head in spec.frozen  # a new one would give 0 for ever
+    needs_head = name == "reward_model" or keeps_head
+    remarks = [*check_weight_files(role.path, base, needs_head)]
     adapter = role.directories().get("lora.path")
     if adapter is not None and _has_adapter(role):
         remarks += check_base(adapter, role.path)

@@ -37,6 +37,8 @@ def check_output(config: AnyConfig) -> None:
         models.append(f"{models[0]}_best")
     if config.trainer.export_merged:
         models.append(f"{models[0]}_merged")
+    if isinstance(config, PPOConfig) and config.trainer.export_critic:
+        models.append("critic")
 
     problem = (
         _problem(directory)

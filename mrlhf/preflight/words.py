@@ -11,6 +11,7 @@ from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
 from mrlhf.config.tree import flatten, in_yaml
 from mrlhf.config.unread import default_of
 from mrlhf.device import device_kind, dtype_on
+from mrlhf.models.freezing import parameter_counts
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
@@ -50,7 +51,9 @@ def describe_memory(
         needed = training_bytes(spec, layout, itemsize, *states_of)
         dtype = str(dtype_on(role.dtype, kind)).removeprefix("torch.")
         yield f"memory of {name} on a rank: {_sizes(needed)} ({dtype} {on})"
-        if spec.lora is not None:
+        if spec.keeps_weights:
+            trained, every = parameter_counts(spec)
+            yield f"  {trained:,} of {every:,} parameters train"
             needed = training_bytes(without_adapters(spec), layout, itemsize, *states_of)
             yield f"  if all weights were trained: {_sizes(needed)}"
             is_actor = isinstance(config, PPOConfig) and name == "actor"

@@ -135,7 +135,8 @@ def export_checkpoint(model: ExportedModel, directory: Path, merged: bool = Fals
     partial = place.with_name(f"{place.name}.partial")
 
     try:
-        shapes = base_shapes(engine) if merged else engine.trained_shapes
+        is_whole = merged or engine.spec.lora is None
+        shapes = base_shapes(engine) if is_whole else engine.trained_shapes
         needed = sum(map(math.prod, shapes.values())) * engine.dtype.itemsize
         prepared = _prepare(needed, place, partial) if is_main else None
         raise_together(prepared, CheckpointError, world)

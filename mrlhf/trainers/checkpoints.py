@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -73,7 +74,7 @@ class Checkpoints:
         for role, section in config.roles().items():
             if isinstance(section, AdaptedSection) and section.lora.is_on:
                 frozen[f"{role}.lora"] = fingerprint_of_start(section.lora)
-            if role not in models or f"{role}.lora" in frozen:
+            if role not in models or models[role].spec.keeps_weights:
                 frozen[role] = fingerprint(section.path)
         self._frozen = frozen
 
@@ -203,15 +204,21 @@ class Checkpoints:
         metrics: Mapping[str, float],
         state: Callable[[], Mapping[str, Any]],
         achievements: Callable[[], Mapping[str, Any]],
+        beside: Mapping[str, ExportedModel] = MappingProxyType({}),
     ) -> None:
         """Export the trained model, and report; `achievements` begin the summary.
 
-        If the export fails, a checkpoint of the last step is saved with `metrics` and `state`.
+        `beside` are more models, by the names of their directories. If an export fails, a
+        checkpoint of the last step is saved with `metrics` and `state`.
         """
         directory = self._run.output_dir / next(iter(self._models))
         last = self._last_step
         with self._run.phases.enter("export"):
-            export_result(model, directory, last, lambda: self.save_at_end(last, metrics, state()))
+            for name, exported in {directory.name: model, **beside}.items():
+                place = directory.with_name(name)
+                export_result(
+                    exported, place, last, lambda: self.save_at_end(last, metrics, state())
+                )
         if self._run.is_main_rank:
             self._run.require_directory(directory)
             summary = {

@@ -50,6 +50,7 @@ class _Files:
     model: str  # the directory with its config.json, and its weights unless there is a checkpoint
     tokenizer: str
     lora: Mapping[str, Any] = field(default_factory=lambda: {"rank": 0})
+    freeze: Sequence[str] = ()
     chat_template: str | None = None
     checkpoint: str = "never"  # the training checkpoint that holds its weights
 
@@ -67,7 +68,8 @@ def policy_config(
         ConfigError: a bad configuration, or no such policy; one line for each mistake.
     """
     found = _files_of(model)
-    keys = [f"actor.path={json.dumps(found.model)}", f"actor.lora={json.dumps(found.lora)}"]
+    of_actor = {"path": found.model, "lora": found.lora, "freeze": list(found.freeze)}
+    keys = [f"actor.{key}={json.dumps(value)}" for key, value in of_actor.items()]
     keys += ["trainer.output_dir=.", f"trainer.resume={json.dumps(found.checkpoint)}"]
     keys += ["data.train_files=[]", "data.test_files=[]"]
     config, _ = read_config(GenerationConfig, files, [*overrides, *keys])
@@ -126,9 +128,11 @@ def _of_checkpoint(place: Path) -> _Files:
             f"here; mrlhf convert {place} --to huggingface --out DIR writes the policy: give DIR"
         )
     lora = section["lora"]
-    if LoraSection(**lora).is_on:
+    freeze = section.get("freeze", ())  # before version 0.13 there was no such key
+    if freeze or LoraSection(**lora).is_on:
         check_frozen(manifest.frozen, {role: fingerprint(section["path"])})
-    return _Files(section["path"], data["tokenizer"], lora, data["chat_template"], str(place))
+    template = data["chat_template"]
+    return _Files(section["path"], data["tokenizer"], lora, freeze, template, str(place))
 
 
 def build_policy(config: PPOConfig, run: Run) -> ModelEngine:

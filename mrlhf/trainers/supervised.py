@@ -104,7 +104,7 @@ class SupervisedTrainer:
         self._engine = ModelEngine(config.model, spec, groups, run.device, run.phases)
         if checkpoint is None and config.model.init == "random":
             self._engine.initialise(config.seed)
-        elif checkpoint is None or spec.lora is not None:  # no checkpoint holds a base model
+        elif checkpoint is None or spec.keeps_weights:  # which no checkpoint holds
             self._engine.load(config.model.path, config.seed)
         self._engine.attach_optimizer(config.optim, self._steps)
         self._exported = ExportedModel(

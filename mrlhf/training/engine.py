@@ -8,6 +8,7 @@ minimises.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from mrlhf.models.adapter_files import read_adapter, write_adapter
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
 from mrlhf.models.flops import sequence_flops
+from mrlhf.models.freezing import parameter_counts
 from mrlhf.models.heads import GPTHiddenModel
 from mrlhf.models.lora import is_adapter, trained_shapes, without_adapters
 from mrlhf.models.spec import ModelSpec
@@ -55,6 +57,8 @@ from mrlhf.training.update_clock import UpdateClock
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Shape, Slot
+
+logger = logging.getLogger(__name__)
 
 
 class ModelEngine:
@@ -284,6 +288,9 @@ class ModelEngine:
         inference engine that shares them) must be connected afterwards. `end_update` will be called
         `total_updates` times in the whole run.
         """
+        if self.spec.keeps_weights and self.groups.world.rank() == 0:
+            trained, every = parameter_counts(self.spec)
+            logger.info("%s: %s of %s parameters train", self._name, f"{trained:,}", f"{every:,}")
         self.residency.close()
         self.chunks = data_parallel(self.chunks, self._config, self.groups, self.device, optim)
         self.residency = self._make_residency(optim.stream)

@@ -140,8 +140,9 @@ class ShardedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step, except for a head with its own."""
-        return max(group["lr"] for group in self._groups(with_default_lr=True))
+        """The learning rate of the next step, except for a head with its own; 0 if that is all."""
+        rates = [group["lr"] for group in self._groups(with_default_lr=True)]
+        return max(rates, default=0.0)
 
     @property
     def head_learning_rate(self) -> float | None:
@@ -312,7 +313,7 @@ class ShardedOptimizer:
         hidden = [
             (slot.piece, _main_of(slot.parameter))
             for slot in slots
-            if is_hidden_matrix(slot.piece.parameter)
+            if is_hidden_matrix(slot.piece.parameter) and slot.parameter.requires_grad
         ]
         every = groups.collection
         for optimizer in self._megatron_optimizers():
@@ -367,6 +368,8 @@ class ShardedOptimizer:
         self, parameter: Tensor, owners: Mapping[int, torch.optim.Optimizer]
     ) -> tuple[torch.optim.Optimizer, int, Tensor] | None:
         """Return the inner optimizer, first element and main weight of a parameter of the model."""
+        if not parameter.requires_grad:
+            return None
         for optimizer in self._megatron_optimizers():
             if isinstance(optimizer, DistributedOptimizer):
                 if parameter in optimizer.model_param_group_index_map:
@@ -387,7 +390,8 @@ class ShardedOptimizer:
         return [group for group in groups if group["default_config"] == with_default_lr]
 
     def _megatron_optimizers(self) -> list[MegatronOptimizer]:
-        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+        every = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        return [each for each in every if each.optimizer is not None]  # None if nothing trains
 
     def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
         return [optimizer.optimizer for optimizer in self._megatron_optimizers()]

@@ -64,6 +64,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "model": MODELS,
     "router_losses": (False, True),
     "lora": (False, True),
+    "freeze": (False, True),
     "optimizer": ("adamw", "muon"),
     "loss": tuple(LOSSES),
 }
@@ -106,6 +107,8 @@ RULES = [
     Rule(("model", "router_losses"), lambda model, losses: model in MIXTURES or not losses),
     # Muon takes whole matrices, and does not split its states.
     Rule(("optimizer", "lora"), lambda name, lora: name == "adamw" or not lora),
+    # The adapters of the tests are of all layers.
+    Rule(("freeze", "lora"), lambda freeze, lora: not (freeze and lora)),
     Rule(("optimizer", "offload"), lambda name, offload: name == "adamw" or offload != "streamed"),
     Rule(
         ("optimizer", "use_distributed_optimizer"),

@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mrlhf.weights.shard import Key
@@ -22,6 +23,7 @@ from tests.dist.invariance_runs import (
     plain_supervised_roles,
 )
 from tests.dist.role_runs import assert_metrics, assert_near, assert_weights, load_experience
+from tests.oracle.plain_models import critic_of, is_frozen
 from tests.oracle.plain_optimizer import Outcome
 from tests.oracle.plain_ppo import Case
 from tests.oracle.plain_tables import all_tables
@@ -35,13 +37,14 @@ class PlainRuns:
     """What the plain loops compute of the models and experiences in `root`, each once.
 
     Attributes:
+        root: holds them.
         tables: takes a model, and whether it has its adapter; what transformers says of the batch
             before training.
     """
 
     def __init__(self, root: Path) -> None:
         self.tables = cache(self._tables)
-        self._root = root
+        self.root = root
         self._supervised: dict[str, dict[str, Outcome]] = {}
         self._ppo: dict[str, dict[str, Outcome]] = {}
 
@@ -55,16 +58,17 @@ class PlainRuns:
             router_losses=case.router_losses,
             lora=case.lora,
             optimizer=case.optimizer,
+            freeze=case.freeze,
         )
         if str(supervised) not in self._supervised:
-            self._supervised[str(supervised)] = plain_supervised_roles(self._root, supervised)
+            self._supervised[str(supervised)] = plain_supervised_roles(self.root, supervised)
         if str(case) not in self._ppo:
-            self._ppo[str(case)] = plain_ppo_roles(self._root, case)
+            self._ppo[str(case)] = plain_ppo_roles(self.root, case)
         return self._supervised[str(supervised)] | self._ppo[str(case)]
 
     def _tables(self, model: str, adapted: bool) -> dict[str, Tensor]:
-        rollout = load_experience(self._root, Case(model, "token-mean")).rollout
-        return all_tables(self._root / model, rollout, adapted)
+        rollout = load_experience(self.root, Case(model, "token-mean")).rollout
+        return all_tables(self.root / model, rollout, adapted)
 
 
 def comparisons(
@@ -93,6 +97,10 @@ def comparisons(
         checks[f"{role} weights"] = partial(
             assert_weights, out / name / role, weights, WEIGHTS_DIFFER, title
         )
+        if row["freeze"]:
+            model = row["model"] if role in ("sft", "actor") else critic_of(row["model"])
+            places = (out / name / role, plain.root / model)
+            checks[f"{role} frozen"] = partial(_assert_frozen, *places, title)
         checks[f"{role} replicas"] = partial(_assert_replicas, trained, title)
 
     return checks
@@ -103,6 +111,15 @@ def _assert_tables(ranks: Sequence[RowResult], wanted: dict[str, Tensor], name: 
         assert tables.keys() == wanted.keys()
         for key, table in wanted.items():
             assert_near(torch.tensor(tables[key]), table, atol=2e-5, title=f"{name}: {key}")
+
+
+def _assert_frozen(trained: Path, start: Path, title: str) -> None:
+    """What does not train is as it was in the file, bit for bit; all else has moved."""
+    (before,), (after,) = (list(place.glob("*.safetensors")) for place in (start, trained))
+    stored = load_file(before)
+    for name, tensor in load_file(after).items():
+        fixed = is_frozen(name) or name.endswith("correction_bias")
+        assert torch.equal(tensor, stored[name]) == fixed, f"{title}: {name}"
 
 
 def _assert_replicas(ranks: Sequence[Trained], title: str) -> None:

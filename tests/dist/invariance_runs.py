@@ -79,8 +79,8 @@ class RowResult:
 
 
 def case_of(row: Row) -> Case:
-    """The row's model, losses, optimizer, and whether adapters are trained."""
-    own = {key: row[key] for key in ("router_losses", "lora", "optimizer")}
+    """The row's model, losses, optimizer, and what is trained."""
+    own = {key: row[key] for key in ("router_losses", "lora", "optimizer", "freeze")}
     return Case(row["model"], **own, **LOSSES[row["loss"]])
 
 

@@ -272,7 +272,7 @@ def build_actor(setting: Setting, case: Case, **keys: Any) -> Actor:
         "optim": actor_optim(setting, case),
     }
     values |= _form_keys(setting) | _router_keys(case) | case.settings | keys
-    values |= _lora_keys(setting, case, case.model)
+    values |= _trained_keys(setting, case, case.model)
     section = ActorSection(**values)
     bypass = None if case.bypass is None else _BYPASS[case.bypass]
     loss = PolicyLossSettings.named(case.loss, section, bypass)
@@ -347,7 +347,7 @@ def build_critic(setting: Setting, case: Case) -> Critic:
         optim=_optim(ScalarOptimSection, setting, case),
         **_form_keys(setting),
         **_router_keys(case),
-        **_lora_keys(setting, case, plain_models.critic_of(case.model)),
+        **_trained_keys(setting, case, plain_models.critic_of(case.model)),
     )
     engine = _build_engine(setting, section, "scalar")
     engine.attach_optimizer(section.optim, total_updates=1)
@@ -357,7 +357,7 @@ def build_critic(setting: Setting, case: Case) -> Critic:
 def build_supervised(setting: Setting, case: Case, name: str, head: Head) -> ModelEngine:
     """The checkpoint `name`, ready to be trained with another loss than those of roles."""
     path = str(setting.root / name)
-    keys = _form_keys(setting) | _router_keys(case) | _lora_keys(setting, case, name)
+    keys = _form_keys(setting) | _router_keys(case) | _trained_keys(setting, case, name)
     section = TrainedModelSection(path=path, **keys)
     engine = _build_engine(setting, section, head)
     engine.attach_optimizer(_optim(OptimSection, setting, case), total_updates=2)
@@ -402,7 +402,9 @@ def _router_keys(case: Case) -> dict[str, float]:
     return {"router_balance_coef": plain_routers.BALANCE, "router_z_coef": plain_routers.Z}
 
 
-def _lora_keys(setting: Setting, case: Case, model: str) -> dict[str, Any]:
+def _trained_keys(setting: Setting, case: Case, model: str) -> dict[str, Any]:
+    if case.freeze:
+        return {"freeze": list(plain_models.FROZEN)}
     if not case.lora:
         return {}
     return {"lora": LoraSection(path=str(adapter_of(setting.root / model)))}

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.batch import Experience, Sequences
+from mrlhf.models import build
 from mrlhf.models.experts import RoutedExperts
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.vocab_sums import LocalSums
@@ -67,6 +68,7 @@ PLAIN: Row = {
     "model": "llama",
     "router_losses": False,
     "lora": False,
+    "freeze": False,
     "optimizer": "adamw",
     "loss": "sampled KL",
 }
@@ -78,6 +80,15 @@ EXPERTS = PLAIN | {"tp": 2, "ep": 2, "etp": 1, "model": "qwen3-moe", "sequence_p
 ADAPTERS = TENSORS | {"lora": True, "model": "phi3"}
 # Both ranks hold a half of every expert.
 EXPERT_ADAPTERS = EXPERTS | {"lora": True, "ep": 1, "etp": None}
+# The first rank trains nothing.
+FROZEN = PLAIN | {"pp": 2, "freeze": True}
+FROZEN_REPLICAS = REPLICAS | {
+    "freeze": True,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "offload": "streamed",
+}
 MUON = TENSORS | {"optimizer": "muon"}
 MUON_REPLICAS = REPLICAS | {"optimizer": "muon"}
 OFFLOADED = TENSORS | {"offload": "offloaded"}
@@ -89,6 +100,8 @@ SOUND = {
     "ep": EXPERTS,
     "adapters": ADAPTERS,
     "adapters of experts": EXPERT_ADAPTERS,
+    "frozen": FROZEN,
+    "frozen, dp": FROZEN_REPLICAS,
     "offload": OFFLOADED,
     "muon, tp": MUON,
     "muon, dp": MUON_REPLICAS,
@@ -242,6 +255,11 @@ def _take_the_first_margins(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(PreferenceLearning, "_losses", wrong)
 
 
+def _freeze_nothing(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The weights that should not train have gradients, and an optimizer that moves them."""
+    patch.setattr(build, "_freeze", lambda *_: None)
+
+
 BREAKS = {
     "a rank's gradient is not summed": Break(
         REPLICAS, _lose_a_gradient, ("actor weights", "critic weights", "sft metrics", "rm weights")
@@ -288,6 +306,11 @@ BREAKS = {
     ),
     "a vocabulary that is not summed": Break(
         TENSORS, _normalise_alone, ("tables", "actor metrics", "sft metrics")
+    ),
+    "frozen weights train": Break(
+        FROZEN,
+        _freeze_nothing,
+        ("actor frozen", "critic frozen", "sft frozen", "rm frozen", "critic metrics"),
     ),
     "margins of other pairs": Break(
         REPLICAS, _take_the_first_margins, ("rm metrics", "rm weights")

@@ -60,6 +60,7 @@ DENSE = {
     "float32": Case("qwen2-tied", "token-mean"),
     "bfloat16": Case("phi3", "token-mean", ROUNDED),
     "adapters": Case("llama", "token-mean", ROUNDED, lora=True),
+    "frozen": Case("llama", "token-mean", ROUNDED, freeze=True),
     "muon": Case("phi3", "token-mean", ROUNDED, optimizer="muon"),
 }
 EXPERT_LAYOUTS = {

@@ -37,6 +37,7 @@ from tests.dist.role_runs import (
 from tests.models.checkpoints import assert_same_tensors, convert_quietly
 from tests.oracle import plain_ppo
 from tests.oracle.plain_lora import adapter_of
+from tests.oracle.plain_models import FROZEN, is_frozen
 from tests.oracle.plain_ppo import Case
 from tests.ranks import everyone, run_ranks
 
@@ -44,11 +45,13 @@ CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
     "bfloat16": Case("llama", "token-mean", {"dtype": "bfloat16"}),
     "adapters": Case("llama", "token-mean", {"dtype": "bfloat16"}, lora=True),
+    "frozen": Case("phi3", "token-mean", {"dtype": "bfloat16"}, freeze=True),
 }
 LAYOUTS = {
     "float32": ParallelLayout(tp=2, pp=1, dp=1),
     "bfloat16": ParallelLayout(tp=1, pp=2, dp=1),
     "adapters": ParallelLayout(tp=2, pp=1, dp=1),
+    "frozen": ParallelLayout(tp=2, pp=1, dp=1),
 }
 
 
@@ -64,9 +67,11 @@ def _train_and_save(rank: int, world_size: int, root: Path) -> None:
         model = root / case.model
         lora = LoraSection(path=str(adapter_of(model)) if case.lora else None)
         section = {"path": str(model), "lora": lora.model_dump()}
+        if case.freeze:
+            section["freeze"] = [*FROZEN]
         if case.lora:
             export_merged(actor.engine, root / dtype / "exported_merged", 10**9)
-        frozen = {"actor": fingerprint(model)} if case.lora else {}
+        frozen = {"actor": fingerprint(model)} if case.lora or case.freeze else {}
         data = {"tokenizer": str(model), "chat_template": None}
         identity = RunIdentity("test", {"actor": section, "data": data}, frozen)
         saver = Saver(root / dtype / "checkpoints", identity, everyone(), asynchronous=False)
@@ -90,7 +95,7 @@ def _ask(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_checkpoints_of_sharded_models_become_policies(tmp_path: Path) -> None:
-    save_inputs(tmp_path, models=["llama", "qwen2-tied"])
+    save_inputs(tmp_path, models=["llama", "phi3", "qwen2-tied"])
     run_ranks(2, _train_and_save, tmp_path)
     run_ranks(2, _ask, tmp_path)
     for dtype in CASES:
@@ -107,6 +112,9 @@ def test_checkpoints_of_sharded_models_become_policies(tmp_path: Path) -> None:
             _check_adapters(root)
             continue
         assert_same_tensors(root / "exported", root / "policy")
+        if CASES[dtype].freeze:
+            saved = read_manifest(root / "checkpoints" / "step_000003").models["actor"].tensors
+            assert not any(map(is_frozen, saved)) and "model.norm.weight" in saved
         step = root / "checkpoints" / "step_000003"
         assert (root / "policy" / "tokenizer.json").exists() == _has_tokenizer(step)
         assert load_file(root / "policy" / "model.safetensors")

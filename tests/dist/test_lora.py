@@ -4,6 +4,7 @@ bytes that training takes, and adapters of routers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_a_policy_is_its_own_reference_and_takes_the_bytes_foreseen(tmp_path: Pa
     found = run_ranks(2, _check, str(tmp_path))
 
     foreseen = found[0]["bytes"]
-    assert len(foreseen) == 8
+    assert len(foreseen) == 12
     for name, (predicted, measured, tensors) in foreseen.items():
         # megatron-core pads each tensor of a buffer to 64 numbers, and a buffer's end.
         padding = 256 * tensors + 4096
@@ -48,6 +49,10 @@ def test_a_policy_is_its_own_reference_and_takes_the_bytes_foreseen(tmp_path: Pa
         all_weights = foreseen[f"tp 2 {dtype} all"][1]
         assert few["weights"] < 1.5 * all_weights["weights"]
         assert few["optimizer"] < 0.5 * all_weights["optimizer"]
+        some = foreseen[f"tp 2 {dtype} some"][1]
+        assert some["weights"] == all_weights["weights"]
+        for owner in ("gradients", "optimizer"):
+            assert some[owner] < 0.9 * all_weights[owner]
 
 
 def _check(rank: int, world_size: int, root: str) -> dict[str, Any]:
@@ -60,10 +65,12 @@ def _check(rank: int, world_size: int, root: str) -> dict[str, Any]:
     found = {}
     for name in SIZES:
         for dtype in ("float32", "bfloat16"):
-            for case in (ADAPTED, Case(ADAPTED.model, "token-mean")):
+            whole = Case(ADAPTED.model, "token-mean")
+            for case in (ADAPTED, whole, replace(whole, freeze=True)):
                 form = Form(name, 1000, distributed_optimizer=True, dtype=dtype)
                 setting = Setting(Path(root), groups[name], form)
-                key = f"{name} {dtype} {'adapters' if case.lora else 'all'}"
+                which = "adapters" if case.lora else "some" if case.freeze else "all"
+                key = f"{name} {dtype} {which}"
                 found[key] = _bytes(setting, case)
     return {"bytes": found}
 

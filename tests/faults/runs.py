@@ -236,10 +236,11 @@ class Sequel:
         return rows
 
     def weights(self) -> dict[str, bytes]:
-        """The bytes of the exported weights, by file name."""
-        files = sorted(self.directory.glob("actor/*.safetensors"))
-        files += sorted(self.directory.glob("model/*.safetensors"))
-        return {file.name: file.read_bytes() for file in files}
+        """The bytes of the exported weights, by directory and file name."""
+        files: list[Path] = []
+        for name in ("actor", "critic", "model"):
+            files += sorted(self.directory.glob(f"{name}/*.safetensors"))
+        return {f"{file.parent.name}/{file.name}": file.read_bytes() for file in files}
 
 
 Undisturbed = Callable[[Setting], Sequel]

@@ -145,8 +145,17 @@ def partial(inputs: Path) -> Setting:
 
 
 def bypass(inputs: Path) -> Setting:
-    """Without a pass before the update, which may end early."""
+    """Without a pass before the update, which may end early; with weights that do not train.
+
+    The critic takes 3 x 1 optimizer steps for at most 2 x 2 of the actor.
+    """
     keys = [
+        'actor.freeze=["model.layers.0.*", model.embed_tokens.weight]',
+        'critic.freeze=["*.self_attn.*"]',
+        "critic.ppo_epochs=3",
+        "critic.ppo_mini_batch_size=8",
+        "critic.optim.lr_warmup_steps=2",
+        "trainer.export_critic=true",
         "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.filter_groups.enable=false",
         "actor.target_kl_stop=0.001",
@@ -220,7 +229,7 @@ def _ppo(root: Path) -> dict[str, Any]:
 
 def _sft(root: Path) -> dict[str, Any]:
     keys = sft_keys(root, max_length=16)
-    keys["model"] |= {"tp": 1, "micro_batch_tokens": 32}
+    keys["model"] |= {"tp": 1, "micro_batch_tokens": 32, "freeze": ["*.layers.1.self_attn.*"]}
     keys["optim"]["lr_decay_style"] = "cosine"
     keys["data"]["val_files"] = keys["data"]["train_files"]
     return keys | {"trainer": _trainer()}

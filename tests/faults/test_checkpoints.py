@@ -33,7 +33,7 @@ def test_the_newest_and_the_best_checkpoint_stay(
     assert run.checkpoints == [f"step_{best:06d}", f"step_{settings.STEPS:06d}"]
 
     newest = run.directory / "checkpoints" / run.checkpoints[-1] / "hf"
-    assert (newest / "model.safetensors").read_bytes() == run.weights()["model.safetensors"]
+    assert (newest / "model.safetensors").read_bytes() == run.weights()["actor/model.safetensors"]
     assert (newest / "tokenizer.json").is_file()
     run_ranks(1, _loads_in_transformers, str(newest))
 

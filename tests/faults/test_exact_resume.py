@@ -11,8 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from mrlhf.commands import convert_checkpoint
+from mrlhf.models.families import load_spec
+from mrlhf.models.weight_files import check_weight_files
 from tests.faults import faults, settings
 from tests.faults.faults import Fault
 from tests.faults.runs import (
@@ -24,7 +28,7 @@ from tests.faults.runs import (
     Undisturbed,
     assert_same_run,
 )
-from tests.models.checkpoints import assert_same_tensors
+from tests.models.checkpoints import assert_same_tensors, read_tensors
 
 BOTH_STOPPED = [QUEUE_AGAIN, QUEUE_AGAIN]
 
@@ -176,6 +180,31 @@ def test_an_update_in_bypass_mode_is_interrupted(
     stopped = [row["actor/kl_stopped"] for row in run.rows() if row["step"]]
     assert 1.0 in stopped, "choose a lower target_kl_stop"
     assert_same_run(run, undisturbed(run.setting))
+    _check_critic(run, inputs, tmp_path)
+
+
+def _check_critic(run: Sequel, inputs: Path, out: Path) -> None:
+    """It took its own number of optimizer steps, and its export holds what it has become."""
+    rows = [row for row in run.rows() if row["step"]]
+    assert [row["critic/optimizer_steps"] for row in rows] == [3.0] * 4
+    # Schedules count training steps: two of warm-up, and the decay ends after the fourth.
+    rates = [5e-4, 1e-3, 2e-3 / 3, 1e-3 / 3]
+    assert [row["critic/lr"] for row in rows] == pytest.approx(rates)
+    assert [row["critic/head_lr"] for row in rows] == pytest.approx([5 * rate for rate in rates])
+    assert [row["actor/lr"] for row in rows] == pytest.approx([8e-4, 6e-4, 4e-4, 2e-4])
+
+    words = [str(run.directory), "--role", "critic", "--to", "huggingface", "--out"]
+    assert convert_checkpoint.main([*words, str(out / "critic")]) == 0
+    exported = run.directory / "critic"
+    assert_same_tensors(out / "critic", exported)
+    before = read_tensors(inputs / "llama-critic")
+    for name, tensor in read_tensors(exported).items():
+        assert torch.equal(tensor, before[name]) == (".self_attn." in name), name
+
+    auto = transformers.AutoModelForSequenceClassification
+    critic, told = auto.from_pretrained(exported, output_loading_info=True)
+    assert not any(told.values()) and critic.config.num_labels == 1
+    check_weight_files(exported, load_spec(exported, "scalar"), needs_head=True)
 
 
 @pytest.mark.full

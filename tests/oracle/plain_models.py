@@ -5,6 +5,7 @@ They share no code with mrlhf.
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ SIZES: dict[str, Any] = {
 }
 DEEP = ("olmo2", "qwen2-tied")
 MIXTURES = ("qwen2-moe", "qwen3-moe", "glm4-moe")
+# With four stages, the first one trains nothing.
+FROZEN = ("*.self_attn.*", "model.embed_tokens.*", "model.layers.0.*")
 MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
 
 
@@ -148,10 +151,11 @@ def _randomise(model: Any, generator: torch.Generator) -> None:
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
-def load(path: Path, adapted: bool = False) -> Any:
+def load(path: Path, adapted: bool = False, freeze: bool = False) -> Any:
     """The checkpoint at `path` as transformers' model; a critic is a sequence classifier.
 
-    If `adapted`, only the adapter beside it is trained, and a critic's head.
+    If `adapted`, only the adapter beside it is trained, and a critic's head; if `freeze`, all but
+    what `FROZEN` matches.
     """
     auto = transformers.AutoModelForCausalLM
     if path.name.endswith("-critic"):
@@ -159,7 +163,16 @@ def load(path: Path, adapted: bool = False) -> Any:
     model = auto.from_pretrained(path, dtype=torch.float32, **EAGER).eval()
     if adapted:
         adapt(model, adapter_of(path))
+    if freeze:
+        for name, parameter in model.named_parameters():
+            if is_frozen(name):
+                parameter.requires_grad_(False)
     return model
+
+
+def is_frozen(name: str) -> bool:
+    """Whether a pattern of `FROZEN` matches a tensor."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in FROZEN)
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:

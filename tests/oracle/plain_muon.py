@@ -58,6 +58,8 @@ class Muon:
         self._matrices: list[tuple[Tensor, Callable[[Tensor], list[Tensor]], Tensor]] = []
         others = []
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             see = matrices_of(model, name)
             if see is None:
                 others.append(parameter)

@@ -54,6 +54,7 @@ class Case:
     router_losses: bool = False  # whether the routers of a mixture have losses of their own
     lora: bool = False  # whether adapters are trained, and not the models
     optimizer: str = "adamw"  # or "muon"
+    freeze: bool = False  # whether what `FROZEN` matches does not train
 
     @property
     def has_full_kl(self) -> bool:
@@ -68,7 +69,7 @@ class Case:
 
 def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
     """Update the policy: `EPOCHS` times each mini-batch."""
-    policy = load(model, case.lora)
+    policy = load(model, case.lora, case.freeze)
     reference = load(Path(f"{model}-ref")).requires_grad_(False)
     settings = case.settings
 
@@ -158,7 +159,7 @@ def _kl(kind: str, experience: Experience, row: int, log_p: Tensor, reference: A
 
 def train_critic(case: Case, model: Path, experience: Experience) -> Outcome:
     """Update the critic: `EPOCHS` times each mini-batch."""
-    critic = load(model.parent / critic_of(model.name), case.lora)
+    critic = load(model.parent / critic_of(model.name), case.lora, case.freeze)
     assert experience.values is not None
     old_values = experience.values
 

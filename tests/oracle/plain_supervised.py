@@ -63,7 +63,7 @@ def _shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
 
 def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcome:
     """One optimizer step for each of `SFT_STEPS`, and a validation on the first rows."""
-    policy = load(model, case.lora)
+    policy = load(model, case.lora, case.freeze)
 
     def losses(example: SftExample) -> Tensor:
         """Of each token of the response."""
@@ -93,7 +93,7 @@ def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outco
 
     The last step and the validation have the whole loss, the other steps plain Bradley-Terry.
     """
-    judge = load(model, case.lora)
+    judge = load(model, case.lora, case.freeze)
 
     def score(token_ids: list[int]) -> Tensor:
         """Of the last token."""

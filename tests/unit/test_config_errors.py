@@ -88,6 +88,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ("[" * 3000, "not YAML: maximum recursion depth exceeded"),
         (f"seed: {'9' * 5000}\n", "not YAML: Exceeds the limit"),
         ("seed: 2020-99-99\n", "not YAML: month must be in 1..12"),
+        ("critic: {freeze: [*.self_attn.*]}\n", "quotes around a text that begins with *"),
     ],
 )
 def test_files_that_are_not_sections(tmp_path, text, expected):

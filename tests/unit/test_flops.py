@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from mrlhf.models.families import spec_of as spec_of_config
 from mrlhf.models.flops import forward_flops, sequence_flops, training_flops, visible_pairs
+from mrlhf.models.freezing import with_frozen
 from mrlhf.models.spec import Lora
 from tests.models.engines import MODELS, hf_model, spec_of
 from tests.models.features import FEATURE_MODELS
@@ -65,6 +66,15 @@ def test_equals_what_torch_counts(name: str) -> None:
     both = forward.get_total_flops() + backward.get_total_flops()
     adapted = replace(spec, lora=Lora(8, 32.0))
     assert training_flops(adapted, [(LENGTH, LENGTH)]) == both - 3 * unseen
+
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".self_attn." not in name)
+    logits = model(inputs_embeds=inputs).logits
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    both = forward.get_total_flops() + backward.get_total_flops()
+    partly = with_frozen(spec, ["*.self_attn.*"])
+    assert training_flops(partly, [(LENGTH, LENGTH)]) == both - 3 * unseen
 
 
 def test_a_value_model_has_one_output() -> None:

@@ -136,6 +136,21 @@ def test_a_dry_run_says_what_adapters_save(tmp_path):
     assert 0 < float(more) <= sizes[1][0]
 
 
+def test_a_dry_run_says_what_is_frozen(tmp_path):
+    path = model_dir(tmp_path)
+    frozen = ["*.self_attn.*", "model.embed_tokens.weight"]
+    report = dry_run(ppo(actor__path=path, critic__freeze=frozen), 8).text
+    # Of 6 layers three matrices of 64 x 96 and two norms of 64, the last norm and the head; not q
+    # and o, 64 x 64, nor k and v, 64 x 32, nor the embedding, 128 x 64.
+    trained = 6 * (3 * 64 * 96 + 2 * 64) + 2 * 64
+    every = trained + 6 * (2 * 64 * 64 + 2 * 64 * 32) + 128 * 64
+    assert f"  {trained:,} of {every:,} parameters train" in report
+    (whole,) = re.findall(r"  if all weights were trained: (.*)", report)
+    (some,) = re.findall(r"memory of critic on a rank: (.*?) \(", report)
+    sizes = [_kilobytes(some), _kilobytes(whole)]
+    assert sizes[0][0] == sizes[1][0] and sizes[0][1] < sizes[1][1]
+
+
 def _kilobytes(text):
     units = {"B": 1e-3, "kB": 1, "MB": 1e3, "GB": 1e6}
     return [float(size) * units[unit] for size, unit in re.findall(r"([\d.]+) (\wB|B)\b", text)]

@@ -24,8 +24,14 @@ WITH_KEYS = [
 ]
 KEYS = {name for root in PROGRAMS.values() for name in nodes(root)}
 SECTIONS = {name.partition(".")[0] for name in KEYS if "." in name}
-# An item of a list, a key and a column of verl, and a file.
-OTHERS = {"reward.terms.0.weight", "trainer.val_only", "reward_model.ground_truth", "rm.yaml"}
+# An item of a list, a key and a column of verl, a file, and a tensor.
+OTHERS = {
+    "reward.terms.0.weight",
+    "trainer.val_only",
+    "reward_model.ground_truth",
+    "rm.yaml",
+    "model.embed_tokens.weight",
+}
 _KEY = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.\w+)+)(?:[=: ][^`]*)?`")
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*/README.md"))
 PAGES = [

@@ -1,8 +1,8 @@
 """Reads the weights of one model from our training checkpoints, one tensor at a time.
 
 A checkpoint of a run holds several models, and optimizer states. Of a model with adapters it holds
-these alone; the base is where the run's configuration says. It is read in one process, whatever the
-layout of the ranks that saved it.
+these alone, and no frozen weights; the rest is where the run's configuration says. It is read in
+one process, whatever the layout of the ranks that saved it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mrlhf.config.sections import LoraSection
 from mrlhf.data.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer
 from mrlhf.data.tokenizer_files import copy_files
 from mrlhf.errors import CheckpointError, ConfigError, DataError
-from mrlhf.models.adapter_choice import with_lora
+from mrlhf.models.adapter_choice import trained_spec
 from mrlhf.models.adapter_files import written_lora, written_ratios
 from mrlhf.models.families import family_of, spec_of
 from mrlhf.models.lora import is_adapter, trained_shapes
@@ -69,12 +69,14 @@ class TrainingSource(ModelSource):
         self.assets = assets
         self._path = Path(manifest.config.get(self._role, {}).get("path", ""))
         self._tokenizer = _tokenizer(directory, manifest.config) if assets is None else None
-        self.spec = _with_adapters(model_spec(model), directory, manifest, self._role)
+        self.spec = _as_trained(model_spec(model), directory, manifest, self._role)
         self.dtype = _DTYPES[model.dtype]
 
         family = family_of(self.spec)
-        shapes = trained_shapes(family.tensor_shapes(self.spec), self.spec, family.scalar_head)
-        check_shapes(directory, self._role, model, shapes)
+        every = family.tensor_shapes(self.spec)
+        trained = trained_shapes(every, self.spec, family.scalar_head)
+        check_shapes(directory, self._role, model, trained)
+        shapes = every if self.spec.lora is None else trained
         # Main weights are stored in float32; a model is used in the dtype of its parameters.
         self.tensors = {}
         for name, shape in shapes.items():
@@ -86,9 +88,14 @@ class TrainingSource(ModelSource):
             self._ratios = written_ratios(self.spec)
             self.spec = replace(self.spec, lora=written_lora(self.spec))
             self.base = self._open_base(directory, manifest, base)
+        self._kept: ModelSource | None = None  # holds the frozen weights of a whole model
+        if self.spec.lora is None and self.spec.frozen:
+            self._kept = self._open_base(directory, manifest, base)
 
     def read(self, name: str) -> Tensor:
         """One tensor, in its dtype in the model."""
+        if self._kept is not None and name in self.spec.frozen:
+            return self._kept.read(name)
         form = self.tensors[name]
         box = whole(name, form.shape)
         tensor = self._reader.read(self._role, WEIGHT, box).to(form.dtype).contiguous()
@@ -107,7 +114,7 @@ class TrainingSource(ModelSource):
         path = base or self._path
         if not path.is_dir():
             raise ConfigError(
-                f"{directory}: the base of its adapters, {path}, is no directory here; name it "
+                f"{directory}: the base of its weights, {path}, is no directory here; name it "
                 "with --base"
             )
         check_frozen(manifest.frozen, {self._role: fingerprint(path)})
@@ -155,10 +162,11 @@ def _pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
     return role
 
 
-def _with_adapters(spec: ModelSpec, directory: Path, manifest: Manifest, role: str) -> ModelSpec:
-    """The model with the adapters of the run's configuration, if the checkpoint has any."""
+def _as_trained(spec: ModelSpec, directory: Path, manifest: Manifest, role: str) -> ModelSpec:
+    """The model as the run's configuration trains it, with adapters if the checkpoint has any."""
+    freeze = manifest.config.get(role, {}).get("freeze", [])
     if not any(map(is_adapter, manifest.models[role].tensors)):
-        return spec
+        return trained_spec(spec, LoraSection(), freeze)
     try:
         section = LoraSection(**manifest.config[role]["lora"])
     except (LookupError, TypeError, ValueError) as error:
@@ -166,7 +174,7 @@ def _with_adapters(spec: ModelSpec, directory: Path, manifest: Manifest, role: s
             f"{directory} holds adapters, and its configuration does not say how {role} uses them"
         ) from error
     check_frozen(manifest.frozen, {f"{role}.lora": fingerprint_of_start(section)})
-    return with_lora(spec, section)
+    return trained_spec(spec, section, freeze)
 
 
 def model_spec(model: StoredModel) -> ModelSpec:

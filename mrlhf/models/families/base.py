@@ -90,7 +90,7 @@ class Family:
         if spec.lora is None:
             return shapes
         factors: dict[str, Shape] = {}
-        for rule in self._all_rules(spec).values():
+        for rule in self.all_rules(spec).values():
             factors |= adapter_shapes(spec, shapes, rule)
         return shapes | factors
 
@@ -98,7 +98,7 @@ class Family:
         """The names of all layers that can have an adapter."""
         shapes = self.base_shapes(spec)
         layers: list[str] = []
-        for rule in self._all_rules(spec).values():
+        for rule in self.all_rules(spec).values():
             layers += linear_layers(rule, shapes)
         return layers
 
@@ -114,8 +114,8 @@ class Family:
         rules = self.base_rules(spec, chunk)
         return rules if spec.lora is None else {**rules, **self._adapter_rules(spec, chunk)}
 
-    def _all_rules(self, spec: ModelSpec) -> Mapping[str, Rule]:
-        """The rules of the base as one chunk."""
+    def all_rules(self, spec: ModelSpec) -> Mapping[str, Rule]:
+        """The rules of the base's parameters as one chunk."""
         experts = range(0 if spec.experts is None else spec.experts.count)
         return self.base_rules(spec, Chunk(range(spec.num_layers), True, True, experts))
 

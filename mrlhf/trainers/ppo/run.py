@@ -56,13 +56,14 @@ class PPORun:
         self._parts_state = partial(parts_state, parts)
         self._config = config
         self._trainer = PPOTrainer(config, run, parts)
+        trainer = config.trainer
+        shared = (parts.tokenizer, trainer.max_shard_size_mb)
         self._exported = ExportedModel(
-            parts.actor.engine,
-            parts.tokenizer,
-            config.trainer.max_shard_size_mb,
-            parts.generation_config,
-            config.trainer.export_merged,
+            parts.actor.engine, *shared, parts.generation_config, trainer.export_merged
         )
+        self._beside: dict[str, ExportedModel] = {}  # by the name of its directory
+        if trainer.export_critic and parts.critic is not None:
+            self._beside["critic"] = ExportedModel(parts.critic.engine, *shared)
         self._checkpoints = Checkpoints(
             run,
             config,
@@ -70,7 +71,7 @@ class PPORun:
             parts.steps,
             partial(export_checkpoint, self._exported),
             "val" in parts.held_out,
-            config.trainer.critic_warmup,
+            trainer.critic_warmup,
         )
 
         self._completed = 0
@@ -80,7 +81,7 @@ class PPORun:
             self._restore(checkpoint)
 
     def fit(self) -> None:
-        """Train, validate, export the policy to `output_dir/actor`, and report.
+        """Train, validate, export what `trainer` says to `output_dir`, and report.
 
         Raises:
             Interrupted: the run was asked to stop; a checkpoint is saved.
@@ -99,6 +100,7 @@ class PPORun:
             self._last_metrics,
             self._parts_state,
             self._achievements,
+            self._beside,
         )
 
     def _achievements(self) -> dict[str, Any]:

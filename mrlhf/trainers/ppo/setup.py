@@ -242,6 +242,6 @@ def role_engine(
     section = config.roles()[name]
     spec = spec_of_role(section, head)
     engine = ModelEngine(section, spec, run.groups(name, section), run.device, run.phases, name)
-    if loads or spec.lora is not None:  # no checkpoint holds a base model
+    if loads or spec.keeps_weights:  # which no checkpoint holds
         engine.load(section.path, config.seed, needs_head=name == "reward_model")
     return engine
