@@ -81,6 +81,7 @@ setup(
             "mrlhf-prepare-data = mrlhf.commands.prepare_data:main",
             "mrlhf-report = mrlhf.commands.report:main",
             "mrlhf-torchrun = mrlhf.run.elastic:main",
+            "mrlhf-train-critic = mrlhf.commands.train:critic",
             "mrlhf-train-dpo = mrlhf.commands.train:dpo",
             "mrlhf-train-ppo = mrlhf.commands.train:ppo",
             "mrlhf-train-rm = mrlhf.commands.train:reward_model",

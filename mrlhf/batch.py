@@ -290,6 +290,8 @@ class Rollout:
     experts: ExpertRecord | None = None
     # What happened in each row beside its tokens; None without an environment.
     episodes: list[Episode] | None = None
+    # float32 [batch, response_len], rewards that terms have placed on tokens; None if none has
+    placed: Tensor | None = None
 
     def __post_init__(self) -> None:
         batch = len(self.prompts)
@@ -345,16 +347,17 @@ class Rollout:
         return lengths
 
     def turn_rewards(self) -> Tensor | None:
-        """The rewards of turns, each at the turn's last token; None if there are none.
+        """The rewards of turns, each at the turn's last token, and those placed on other tokens.
 
-        float32 [batch, response_len]
+        float32 [batch, response_len]; None if there are none.
         """
-        if self.episodes is None or not any(episode.turn_rewards for episode in self.episodes):
+        episodes = self.episodes or []
+        if self.placed is None and not any(episode.turn_rewards for episode in episodes):
             return None
-        rewards = torch.zeros(self.shape)
-        for row, episode in enumerate(self.episodes):
+        rewards = torch.zeros(self.shape) if self.placed is None else self.placed.clone()
+        for row, episode in enumerate(episodes):
             for end, reward in zip(episode.turns, episode.turn_rewards, strict=False):
-                rewards[row, end - 1] = reward
+                rewards[row, end - 1] += reward
         return rewards * self.loss_mask
 
     def with_turn_rewards(self, scores: Tensor) -> Tensor:
@@ -383,6 +386,7 @@ class Rollout:
             if self.experts is None
             else ExpertRecord.join([self.experts.of_rows(rows)]),
             episodes=None if self.episodes is None else [self.episodes[row] for row in rows],
+            placed=None if self.placed is None else self.placed[index],
         )
 
     @staticmethod
@@ -412,6 +416,9 @@ class Rollout:
             stopped=torch.cat([part.stopped for part in parts]),
             experts=None if not records else ExpertRecord.join(records),
             episodes=list(chain.from_iterable(episodes)) if episodes else None,
+            placed=None
+            if all(part.placed is None for part in parts)
+            else stack([torch.zeros(x.shape) if x.placed is None else x.placed for x in parts]),
         )
 
     def sequences(self) -> Sequences:

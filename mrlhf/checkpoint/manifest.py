@@ -131,6 +131,18 @@ def named_checkpoint(path: Path) -> Path | None:
     return None
 
 
+def critic_beside(export: Path) -> tuple[Path, str]:
+    """The newest checkpoint of the run that wrote `export`, and its model with a scalar head."""
+    for path in with_manifest(export.parent / CHECKPOINTS)[:1]:
+        for role, model in read_manifest(path).models.items():
+            if model.head == "scalar":
+                return path, role
+    raise CheckpointError(
+        f"critic.warm_start is state, and {export.parent} has no whole checkpoint of a critic; let "
+        "critic.path be the export of a run with trainer.save_freq, or set it to weights"
+    )
+
+
 def hidden_directories(directory: Path) -> list[Path]:
     """The remains in `directory` of saves and deletions that were cut short."""
     hidden: list[Path] = []

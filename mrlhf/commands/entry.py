@@ -49,6 +49,8 @@ SUBCOMMANDS = (
                "fine-tune a language model"),
     Subcommand("train", "train-rm", "mrlhf.commands.train", "reward_model",
                "train a reward model"),
+    Subcommand("train", "train-critic", "mrlhf.commands.train", "critic",
+               "train a critic on stored rollouts"),
     Subcommand("train", "train-dpo", "mrlhf.commands.train", "dpo",
                "train a policy on preference pairs"),
     Subcommand("train", "train-ppo", "mrlhf.commands.train", "ppo",

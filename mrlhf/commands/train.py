@@ -1,4 +1,4 @@
-"""The four programs that train, each started by torchrun on every rank.
+"""The five programs that train, each started by torchrun on every rank.
 
 Usage: torchrun --no-python --nproc-per-node=N mrlhf-train-ppo --config FILE [--config FILE ...]
            [key.path=value ...] [--dry-run [--world-size N] [--allow-missing]]
@@ -15,11 +15,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
+from mrlhf.config import (
+    CriticConfig,
+    DPOConfig,
+    PPOConfig,
+    RewardModelConfig,
+    SFTConfig,
+    parse_args,
+)
 from mrlhf.config.arguments import Arguments, DryRun
 from mrlhf.errors import ConfigError, HangError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging, quiet_transformers
@@ -51,53 +59,44 @@ from mrlhf.run.same_start import describe_start, require_same_start
 from mrlhf.run.terminal import console_of_log
 
 logger = logging.getLogger(__name__)
-ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
+ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, CriticConfig, DPOConfig)
 
 NOT_FOUND = 3
 
 
+def critic() -> int:
+    """Train a critic on stored rollouts."""
+    return _start(CriticConfig, "critic.train_critic")
+
+
 def dpo() -> int:
     """Train a policy on preference pairs."""
-
-    def train(config: DPOConfig) -> None:
-        from mrlhf.trainers.dpo import train_dpo
-
-        train_dpo(config)
-
-    return main(DPOConfig, train, sys.argv[1:])
+    return _start(DPOConfig, "dpo.train_dpo")
 
 
 def ppo() -> int:
     """Train a policy with PPO."""
-
-    def train(config: PPOConfig) -> None:
-        from mrlhf.trainers.ppo.run import train_ppo
-
-        train_ppo(config)
-
-    return main(PPOConfig, train, sys.argv[1:])
+    return _start(PPOConfig, "ppo.run.train_ppo")
 
 
 def reward_model() -> int:
     """Train a reward model."""
-
-    def train(config: RewardModelConfig) -> None:
-        from mrlhf.trainers.reward_model import train_reward_model
-
-        train_reward_model(config)
-
-    return main(RewardModelConfig, train, sys.argv[1:])
+    return _start(RewardModelConfig, "reward_model.train_reward_model")
 
 
 def sft() -> int:
     """Fine-tune a language model."""
+    return _start(SFTConfig, "sft.train_sft")
 
-    def train(config: SFTConfig) -> None:
-        from mrlhf.trainers.sft import train_sft
 
-        train_sft(config)
+def _start(root: type[ConfigT], trainer: str) -> int:
+    """Run `module.function` of the trainers, which is imported when the configuration is read."""
 
-    return main(SFTConfig, train, sys.argv[1:])
+    def train(config: ConfigT) -> None:
+        module, _, function = trainer.rpartition(".")
+        getattr(import_module(f"mrlhf.trainers.{module}"), function)(config)
+
+    return main(root, train, sys.argv[1:])
 
 
 def main(

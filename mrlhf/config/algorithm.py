@@ -189,6 +189,16 @@ def _need_correctness(self: Any, reward: Any, actor: Any, trainer: Any) -> list[
     return [{"user": user} for user in users]
 
 
+class ReturnsSection(Section):
+    """From rewards to the targets of a critic that is trained on stored rollouts."""
+
+    gamma: Fraction = 1.0
+    """discount from one token to the next"""
+    lam_critic: Fraction = 1.0
+    """lambda of the targets; 1: Monte-Carlo returns; below 1: lambda-returns of the values that the
+    model itself has before each optimizer step"""
+
+
 class AlgorithmSection(Section):
     """From scores to advantages."""
 
@@ -219,7 +229,8 @@ class AlgorithmSection(Section):
     ] = None
     """gdpo: the scores that are compared one by one, as reward/<name> reports them; a number that
     only one function reports needs no function's name, and turn_rewards is the sum of those of an
-    episode's turns; null: reward.terms, with their weights, and turn_rewards if there are any"""
+    episode's turns and of values at positions; null: reward.terms, with their weights, and
+    turn_rewards if there are any"""
     gdpo_reward_weights: Annotated[
         Annotated[list[float], Field(min_length=1)] | None, by_estimator("gdpo")
     ] = None

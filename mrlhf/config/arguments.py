@@ -1,4 +1,4 @@
-"""The command line of the four launchers: --config, key.path=value, --quiet, --dry-run, --help,
+"""The command line of the five launchers: --config, key.path=value, --quiet, --dry-run, --help,
 --version.
 
 It turns arguments into a configuration, and starts nothing.
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mrlhf.config.load import read_config
-from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, Root, SFTConfig
+from mrlhf.config.roots import AnyConfig, Root
 from mrlhf.config.schema import help_text
 from mrlhf.errors import ConfigError
 from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
-ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
+ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ A section checks its own fields. It does not know other sections, models, ranks 
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from mrlhf.config.fields import Count, Positive, Rows, UpToOne
 from mrlhf.config.sections import (
@@ -34,6 +34,9 @@ class CriticSection(AdaptedSection, RouterSection, RoleSection):
     It starts from the weights of path, with a fresh scalar head unless they hold one.
     """
 
+    warm_start: Literal["weights", "state"] = "weights"
+    """state: begin with the moments and the learning-rate schedule too, from the newest checkpoint
+    of the run that wrote path into its directory, in any layout"""
     optim: ScalarOptimSection
     """optimizer"""
     ppo_mini_batch_size: Count = 256
@@ -47,7 +50,15 @@ class CriticSection(AdaptedSection, RouterSection, RoleSection):
     loss_scale_factor: Annotated[Divisor | None, IF_NORMALISED] = None
     """divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"""
 
-    refused: ClassVar[Rows] = MUON_OF_ADAPTERS
+    refused: ClassVar[Rows] = {
+        **MUON_OF_ADAPTERS,
+        "{warm_start} goes on with a schedule that has begun; set critic.optim.lr_decay_steps to "
+        "the training steps of both runs, or {optim.lr_decay_style} to constant": lambda self: (
+            self.warm_start == "state"
+            and self.optim.lr_decay_style != "constant"
+            and self.optim.lr_decay_steps is None
+        ),
+    }
 
     @property
     def agg_mode(self) -> LossAggMode:

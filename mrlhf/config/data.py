@@ -85,6 +85,8 @@ class SupervisedDataSection(Section):
     """longest sequence, prompt and response together, tokens"""
     overlong: Overlong = "error"
     """error: refuse a longer sequence; drop: leave it out"""
+    batch_size: Count = 256
+    """rows in one optimizer step: sequences, pairs or responses"""
     shuffle: bool = True
     """use a new order in every epoch, made from seed"""
     chat_template: PathText | None = None
@@ -98,18 +100,9 @@ class SupervisedDataSection(Section):
         return bool(self.val_files)
 
 
-class SFTDataSection(SupervisedDataSection):
-    """Prompts with the responses to learn."""
+class SplitDataSection(SupervisedDataSection):
+    """Rows of which a part is held out."""
 
-    batch_size: Count = 256
-    """sequences in one optimizer step"""
-
-
-class PreferenceDataSection(SupervisedDataSection):
-    """Prompts with a chosen and a rejected response."""
-
-    batch_size: Count = 256
-    """pairs in one optimizer step"""
     held_out_fraction: Annotated[
         float, read_if("val_files", lambda files: not files, "is set", "leave that empty")
     ] = Field(0.1, ge=0, lt=1)

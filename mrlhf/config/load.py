@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from mrlhf.config.fields import Section
 from mrlhf.config.presets import (
     CORRECTION_PRESET,
+    OF_FEW,
     PRESET,
     PresetName,
     is_of_method,
@@ -148,7 +149,7 @@ def _lay(sources: Sources, root_class: type[Root], label: str, values: Mapping[s
     sources.replace(expanded, f", since {CORRECTION_PRESET} of {label} is {correction}")
     implied = set(expanded)
     if name == "defaults":  # as the files of the presets begin
-        implied |= {key for key in values if is_of_method(key)}
+        implied |= {key for key in values if is_of_method(key) or key.startswith(OF_FEW)}
     sources.lay(label, full, implied, expanded)
 
 

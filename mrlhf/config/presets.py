@@ -29,6 +29,7 @@ PresetName = Literal[
     "gdpo",
     "optimal_token_baseline",
     "vapo",
+    "sao",
 ]
 
 # Keys and sections, by the prefixes of their names.
@@ -48,6 +49,8 @@ _METHOD = (
 )
 _TASK = ("algorithm.reward_", "algorithm.missing_eos_penalty", "algorithm.rollout_correction")
 _CORRECTION = "algorithm.rollout_correction."
+# Keys that few methods set. A preset forgets those of an earlier preset, and leaves a user's own.
+OF_FEW = (_CORRECTION, "critic.freeze", "critic.ppo_epochs", "rollout.partial.")
 CORRECTION_PRESET = f"{_CORRECTION}preset"
 
 

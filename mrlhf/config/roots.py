@@ -1,4 +1,4 @@
-"""The four configurations, one for each launcher, and the keys that inherit from another key.
+"""The five configurations, one for each launcher, and the keys that inherit from another key.
 
 A root is a tree of sections. This file knows which sections a launcher has. It does not know what a
 key means; `preflight` checks the conditions between keys.
@@ -11,13 +11,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, model_validator
 
-from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.config.algorithm import AlgorithmSection, ReturnsSection
 from mrlhf.config.critic import CriticSection, ScalarOptimSection
 from mrlhf.config.data import (
     AnyPromptsSection,
-    PreferenceDataSection,
     PromptDataSection,
-    SFTDataSection,
+    SplitDataSection,
     SupervisedDataSection,
 )
 from mrlhf.config.fields import Rows, Section, Seed
@@ -356,6 +355,10 @@ class SupervisedConfig(Root):
         """Whether the model begins with stored weights."""
         return self.model.init != "random"
 
+    def head_of(self, role: str) -> Literal["lm", "scalar"]:
+        """The head of the model, for which there is an optimizer of its own kind."""
+        return "scalar" if isinstance(self.optim, ScalarOptimSection) else "lm"
+
     def optims(self) -> dict[str, OptimSection]:
         """The optimizer, by its key."""
         return {"optim": self.optim}
@@ -368,14 +371,14 @@ class SupervisedConfig(Root):
 class SFTConfig(SupervisedConfig):
     """The configuration of launch/train_sft.py."""
 
-    data: SFTDataSection
+    data: SupervisedDataSection
     """prompts with the responses to learn"""
 
 
 class PreferenceConfig(SupervisedConfig):
     """The keys of every training on preference pairs."""
 
-    data: PreferenceDataSection
+    data: SplitDataSection
     """prompts with a chosen and a rejected response"""
 
     @property
@@ -397,9 +400,16 @@ class RewardModelConfig(PreferenceConfig):
         """The column with the margin of each pair; None if pairs have none."""
         return self.rm.margin_column
 
-    def head_of(self, role: str) -> Literal["lm", "scalar"]:
-        """The head of the model."""
-        return "scalar"
+
+class CriticConfig(SupervisedConfig):
+    """The configuration of launch/train_critic.py."""
+
+    algorithm: ReturnsSection
+    """the targets of the critic"""
+    optim: ScalarOptimSection
+    """optimizer"""
+    data: SplitDataSection
+    """stored rollouts: parquet or jsonl dumps of a run, or rows of prompt, response and score"""
 
 
 class DPOConfig(PreferenceConfig):
@@ -426,11 +436,13 @@ class DPOConfig(PreferenceConfig):
         return {"model": self.model, "reference": self.reference}
 
 
-AnyConfig = PPOConfig | SFTConfig | PreferenceConfig
-Program = Literal["ppo", "sft", "rm", "dpo"]
+AnySupervised = SFTConfig | CriticConfig | PreferenceConfig
+AnyConfig = PPOConfig | AnySupervised
+Program = Literal["ppo", "sft", "rm", "critic", "dpo"]
 PROGRAMS: Mapping[Program, type[AnyConfig]] = {
     "ppo": PPOConfig,
     "sft": SFTConfig,
     "rm": RewardModelConfig,
+    "critic": CriticConfig,
     "dpo": DPOConfig,
 }

@@ -55,7 +55,8 @@ class Sources:
 
     def lay_preset(self, label: str, name: str, values: Mapping[str, Any]) -> None:
         """Replace the method by a preset; the source that names it is laid over it next."""
-        keys = [key for key in self.values if is_of_method(key)]
+        of_preset = self._implied - self._expanded
+        keys = [key for key in self.values if is_of_method(key) or key in of_preset]
         self.replace(keys, f", since {PRESET} of {label} is {name}")
         self._presets.add(len(self._labels))
         self.lay(f"the preset {name}", values, values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,17 +149,22 @@ def _check_differences(
 
 
 def split_by_prompt(
-    rows: Sequence[Row], held_out_fraction: float, seed: int
+    rows: Sequence[Row],
+    held_out_fraction: float,
+    seed: int,
+    prompt: Callable[[Row], object] | None = None,
 ) -> tuple[list[Row], list[Row]]:
     """Split rows into training and held-out ones, all rows of a prompt on the same side.
 
     The fraction is of the distinct prompts, rounded. The choice depends on the seed and the
-    prompts, not on the order of the rows. A DataError says that it leaves nothing to train on.
+    prompts, not on the order of the rows. `prompt` is that of a row; None: that of a pair. A
+    DataError says that it leaves nothing to train on.
     """
     if not 0.0 <= held_out_fraction < 1.0:
         raise DataError(f"data.held_out_fraction {held_out_fraction} is not in [0, 1)")
 
-    keys = [json.dumps(_parts(row)[0], sort_keys=True) for row in rows]
+    read = prompt or (lambda row: _parts(row)[0])
+    keys = [json.dumps(read(row), sort_keys=True) for row in rows]
     ranked = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
     held_out = set(ranked[: round(held_out_fraction * len(ranked))])
     if len(held_out) == len(ranked):

@@ -55,6 +55,7 @@ TOKEN_TYPES = {
     "advantage": pyarrow.float32(),
     "return": pyarrow.float32(),
     "reward": pyarrow.float32(),
+    "placed": pyarrow.float32(),
     "value": pyarrow.float32(),
     "old_logprob": pyarrow.float32(),
     "new_logprob": pyarrow.float32(),

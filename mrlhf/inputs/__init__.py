@@ -4,18 +4,18 @@ from mrlhf.inputs.read import (
     EngineInputs,
     PPOInputs,
     PreferenceInputs,
-    SFTInputs,
+    RowInputs,
     read_ppo_inputs,
     read_preference_inputs,
-    read_sft_inputs,
+    read_row_inputs,
 )
 
 __all__ = [
     "EngineInputs",
     "PPOInputs",
     "PreferenceInputs",
-    "SFTInputs",
+    "RowInputs",
     "read_ppo_inputs",
     "read_preference_inputs",
-    "read_sft_inputs",
+    "read_row_inputs",
 ]

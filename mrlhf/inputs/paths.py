@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, named_checkpoint
+from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, critic_beside, named_checkpoint
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.user_code import is_reference
@@ -49,6 +49,10 @@ def input_paths(config: AnyConfig) -> list[InputPath]:
     has_own = checkpoints_in(Path(config.trainer.output_dir) / CHECKPOINTS)
     if config.trainer.resume not in ("auto", "never") and not has_own:
         paths.append(InputPath("trainer.resume", config.trainer.resume, "directory"))
+    if isinstance(config, PPOConfig) and "critic" in config.trained() and not has_own:
+        start = Path(config.critic.path)
+        if config.critic.warm_start == "state" and start.exists():
+            critic_beside(start)  # which refuses a path without a checkpoint
 
     named = {path.key: path.path for path in paths}
     own = []

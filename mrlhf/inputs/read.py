@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mrlhf.batch import Prompts
-from mrlhf.config.data import SupervisedDataSection
-from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
+from mrlhf.config.data import SplitDataSection
+from mrlhf.config.roots import (
+    AnyConfig,
+    CriticConfig,
+    PPOConfig,
+    PreferenceConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
+from mrlhf.data.conversations import prompt_of
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
 from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.rollouts import encode_rollouts
 from mrlhf.data.rows import Row, read_rows
-from mrlhf.data.sft import SftExample, encode_sft
+from mrlhf.data.sft import encode_sft
 from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.episodes.read import (
@@ -72,13 +82,14 @@ class PPOInputs(EngineInputs):
 
 
 @dataclass(frozen=True)
-class SFTInputs:
-    """The inputs of supervised fine-tuning."""
+class RowInputs:
+    """The inputs of fine-tuning, or of a critic's training, on rows of a file."""
 
     tokenizer: Tokenizer
-    generation_config: str | None  # the text of the model's file of that name, if it has one
-    examples: list[SftExample]
-    held_out: list[SftExample]  # the validation rows
+    # the text of the model's file of that name, if it has one; None too if it generates nothing
+    generation_config: str | None
+    examples: list[Any]  # each is an `SftExample`, or a `ScoredResponse`
+    held_out: list[Any]  # the validation rows
     steps: int  # training steps of the run
 
 
@@ -131,13 +142,14 @@ def read_prompts(
     return splits
 
 
-def read_sft_inputs(config: SFTConfig) -> SFTInputs:
-    """Read the inputs of supervised fine-tuning, whose paths exist; raises as `check_inputs`."""
+def read_row_inputs(config: SFTConfig | CriticConfig) -> RowInputs:
+    """Read the inputs of such a training, whose paths exist; raises as `check_inputs`."""
     tokenizer = _tokenizer(config)
-    examples, held_out = _examples_and_held_out(config, tokenizer)
+    examples, held_out = _examples_and_held_out(config, tokenizer, not config.data.val_files)
     steps = _supervised_steps(config, len(examples), "rows")
-    generation_config = read_generation_config(config.model.path)
-    return SFTInputs(tokenizer, generation_config, examples, held_out, steps)
+    is_policy = isinstance(config, SFTConfig)
+    generation_config = read_generation_config(config.model.path) if is_policy else None
+    return RowInputs(tokenizer, generation_config, examples, held_out, steps)
 
 
 def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
@@ -171,8 +183,8 @@ def check_inputs(config: AnyConfig) -> tuple[int | None, list[str]]:
             every = inputs.prompts.batch(range(len(inputs.prompts)))
             shown = draw_episodes(inputs.environments, inputs.tokenizer, every)
         return inputs.steps, shown
-    if isinstance(config, SFTConfig):
-        return read_sft_inputs(config).steps, []
+    if isinstance(config, SFTConfig | CriticConfig):
+        return read_row_inputs(config).steps, []
     return read_preference_inputs(config).steps, []
 
 
@@ -183,8 +195,8 @@ def _check_present_inputs(config: AnyConfig) -> None:
         if isinstance(here, PPOConfig):
             engine = read_engine_inputs(here)
             _prompts_by_split(here, engine.tokenizer, engine.environments)
-        elif isinstance(here, SFTConfig):
-            _examples_and_held_out(here, _tokenizer(here))
+        elif isinstance(here, SFTConfig | CriticConfig):
+            _examples_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
         else:
             _pairs_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
 
@@ -235,14 +247,15 @@ def _distinct(prompts: Prompts, environments: EnvironmentInputs | None) -> list[
 
 
 def _examples_and_held_out(
-    config: SFTConfig, tokenizer: Tokenizer
-) -> tuple[list[SftExample], list[SftExample]]:
-    """The rows to train and to validate on."""
-    examples = _examples(config.data, "data.train_files", config.data.train_files, tokenizer)
-    held_out = _examples(config.data, "data.val_files", config.data.val_files, tokenizer)
-    rows = [tuple(example.token_ids) for example in held_out]
+    config: SFTConfig | CriticConfig, tokenizer: Tokenizer, split: bool
+) -> tuple[list[Any], list[Any]]:
+    """The rows to train and to validate on; `split`: a critic's latter are of the former's rows."""
+    train_rows, held_out_rows = _split_rows(config, split, prompt_of)
+    examples = _encoded(config, "data.train_files", train_rows, tokenizer)
+    held_out = _encoded(config, "data.val_files", held_out_rows, tokenizer)
+    tokens = [tuple(example.token_ids) for example in held_out]
     others = (tuple(example.token_ids) for example in examples)
-    _warn_of_shared_rows("data.val_files", rows, "data.train_files", others)
+    _warn_of_shared_rows("data.val_files", tokens, "data.train_files", others)
     return examples, held_out
 
 
@@ -250,23 +263,31 @@ def _pairs_and_held_out(
     config: PreferenceConfig, tokenizer: Tokenizer, split: bool
 ) -> tuple[PreferencePairs | None, PreferencePairs | None]:
     """The pairs to train and to validate on; `split`: the latter are some of the former's rows."""
-    data = config.data
-    train_rows = _rows("data.train_files", data.train_files)
-    held_out_rows = _rows("data.val_files", data.val_files)
-    if train_rows and split:
-        train_rows, held_out_rows = split_by_prompt(train_rows, data.held_out_fraction, config.seed)
-        if config.trainer.test_freq and not held_out_rows:
-            raise DataError(
-                f"trainer.test_freq {config.trainer.test_freq} needs rows to validate on, but "
-                f"data.held_out_fraction {data.held_out_fraction} of data.train_files keeps "
-                "none; raise it, or name data.val_files"
-            )
-
+    train_rows, held_out_rows = _split_rows(config, split)
     pairs = _pairs(config, train_rows, tokenizer)
     held_out = _pairs(config, held_out_rows, tokenizer)
     if pairs is not None and held_out is not None:
         _warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
     return pairs, held_out
+
+
+def _split_rows(
+    config: SupervisedConfig, split: bool, prompt: Callable[[Row], object] | None = None
+) -> tuple[list[Row], list[Row]]:
+    """The rows to train and to validate on; `split`: the latter may be some of the former."""
+    data = config.data
+    train_rows = _rows("data.train_files", data.train_files)
+    held_out_rows = _rows("data.val_files", data.val_files)
+    if train_rows and split and isinstance(data, SplitDataSection):
+        fraction = data.held_out_fraction
+        train_rows, held_out_rows = split_by_prompt(train_rows, fraction, config.seed, prompt)
+        if config.trainer.test_freq and not held_out_rows:
+            raise DataError(
+                f"trainer.test_freq {config.trainer.test_freq} needs rows to validate on, but "
+                f"data.held_out_fraction {fraction} of data.train_files keeps "
+                "none; raise it, or name data.val_files"
+            )
+    return train_rows, held_out_rows
 
 
 def load_rewards(config: PPOConfig) -> RewardFunction:
@@ -361,16 +382,17 @@ def _prompts(
     return prompts, every
 
 
-def _examples(
-    data: SupervisedDataSection, key: str, files: Sequence[str], tokenizer: Tokenizer
-) -> list[SftExample]:
-    rows = _rows(key, files)
+def _encoded(
+    config: SFTConfig | CriticConfig, key: str, rows: Sequence[Row], tokenizer: Tokenizer
+) -> list[Any]:
+    """The rows of `key` as tokens."""
     if not rows:
         return []
-    examples = encode_sft(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
-    tokens = [example.token_ids for example in examples]
-    warn_of_unknown_tokens(tokens, tokenizer, key)
-    return examples
+    encode: Any = encode_rollouts if isinstance(config, CriticConfig) else encode_sft
+    data = config.data
+    examples = encode(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
+    warn_of_unknown_tokens([example.token_ids for example in examples], tokenizer, key)
+    return list(examples)
 
 
 def _sides(pairs: PreferencePairs) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -416,7 +438,7 @@ def _ppo_steps(config: PPOConfig, rows: int) -> int:
     return steps
 
 
-def _supervised_steps(config: SFTConfig | PreferenceConfig, rows: int, noun: str) -> int:
+def _supervised_steps(config: SupervisedConfig, rows: int, noun: str) -> int:
     batch = config.data.batch_size
     if batch > rows:
         raise DataError(

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
 from mrlhf.metrics.tally import quotient
-from mrlhf.rl.masking import local_moments, selected
+from mrlhf.metrics.values import value_metrics
+from mrlhf.rl.masking import selected
 
 
 def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, float]:
@@ -35,17 +36,9 @@ def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, fl
     values = experience.values
     if values is not None:
         metrics |= _mean_max_min("critic/values", selected(values, mask))
-        metrics["critic/vf_explained_var"] = explained_variance(values, experience.returns, mask)
+        episodes = experience.rollout.episodes
+        metrics |= value_metrics("critic/vf_", values, experience.returns, mask, episodes)
     return metrics
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - var(returns - values) / var(returns) over `mask`, [batch, response_len]; NaN if empty."""
-    if not mask.any():
-        return math.nan
-
-    unexplained = local_moments(returns - values, mask).variance
-    return 1 - unexplained / (local_moments(returns, mask).variance + 1e-5)
 
 
 def throughput_metrics(

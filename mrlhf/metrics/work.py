@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from mrlhf.metrics.metric import SAME, Chapter, Metric
 
-_ROLES = "{actor,critic,sft,rm,dpo}"
+_ROLES = "{actor,critic,sft,rm,values,dpo}"
 
 # fmt: off
 # A row a metric: name; how it is reduced, over what; unit; meaning.
 OPTIMIZER = Chapter(
     "Optimizer steps",
-    "`sft`: fine-tuning; `rm`: reward modelling.",
+    "`sft`: fine-tuning; `rm`: reward modelling; `values`: training of a critic.",
     Metric("{actor,critic}/grad_norm", "mean", "optimizer steps", "norm",
            "before clipping, of steps that were taken", verl=SAME),
-    Metric("{sft,rm,dpo}/grad_norm", "mean", "optimizer steps", "norm",
+    Metric("{sft,rm,values,dpo}/grad_norm", "mean", "optimizer steps", "norm",
            "the same", curve=True, verl="train/grad_norm"),
     Metric("{actor,critic}/lr", "whole", "", "learning rate",
            "of the step", above=0.0, verl=SAME),
-    Metric("{sft,rm,dpo}/lr", "whole", "", "learning rate",
+    Metric("{sft,rm,values,dpo}/lr", "whole", "", "learning rate",
            "the same", above=0.0, curve=True, verl="train/lr"),
     Metric(f"{_ROLES}/head_lr", "whole", "", "learning rate",
            "of the scalar head, if it has its own"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.inference.sizes import engine_tp_problem
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
@@ -161,7 +161,7 @@ def _candidates(
 ) -> Iterator[dict[str, Any]]:
     """Layouts that the models and so many ranks allow, as keys."""
     policy, *others = trained_models(config)
-    if not isinstance(config, SFTConfig | RewardModelConfig):
+    if isinstance(config, PPOConfig | DPOConfig):
         others.append("reference")
 
     shares = [size for size in _POWERS[:4] if size == 1 or config.data.max_length >= size * _SHARE]

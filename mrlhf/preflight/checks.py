@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from mrlhf.config.data import PromptDataSection
 from mrlhf.config.reads import listed
-from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SupervisedConfig
 from mrlhf.config.unread import contradictions, unread_keys
 from mrlhf.errors import ConfigError
 from mrlhf.metrics.table import KINDS
@@ -25,8 +25,9 @@ from mrlhf.rewards.term_names import term_names
 _AXES_OF_RANKS = ("tp", "cp", "pp", "ep", "etp")
 # The prefixes of the metrics by which a step may be chosen.
 _TEST = ("test", "test_sampled")
-_PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "dpo", "se"))
+_PPO = tuple(kind for kind in KINDS if kind not in (*_TEST, "sft", "rm", "values", "dpo", "se"))
 _SUPERVISED = ("perf", "timing_s", "val")
+_OF = {"SFTConfig": "sft", "RewardModelConfig": "rm", "CriticConfig": "values", "DPOConfig": "dpo"}
 
 
 def check(config: AnyConfig, world_size: int) -> None:
@@ -230,7 +231,7 @@ def _term_problems(config: PPOConfig) -> Iterator[str]:
         yield str(error)
 
 
-def _supervised_problems(config: SFTConfig | PreferenceConfig, world_size: int) -> Iterator[str]:
+def _supervised_problems(config: SupervisedConfig, world_size: int) -> Iterator[str]:
     dp = AxisSizes.of(config.model).dp(world_size)
     if config.data.batch_size < dp:
         yield (
@@ -253,10 +254,8 @@ def _metric_problems(config: AnyConfig) -> Iterator[str]:
     """Names that no metric of such a run can have, one line each."""
     if isinstance(config, PPOConfig):
         kinds: tuple[str, ...] = _PPO
-    elif isinstance(config, SFTConfig):
-        kinds = ("sft", *_SUPERVISED)
     else:
-        kinds = ("dpo" if isinstance(config, DPOConfig) else "rm", *_SUPERVISED)
+        kinds = (_OF[type(config).__name__], *_SUPERVISED)
 
     trainer = config.trainer
     for key, name in (("keep_best", trainer.keep_best), ("export_best", trainer.export_best)):

@@ -110,6 +110,8 @@ def _quantities(tokens: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, Float
     old = tokens["old_logprob"]
     yield "advantage", tokens["advantage"]
     yield "reward", tokens["reward"]
+    if "placed" in tokens:
+        yield "placed by reward terms", tokens["placed"]
     if "ref_logprob" in tokens:
         yield "KL to reference", old - tokens["ref_logprob"]
     if "new_logprob" in tokens:

@@ -170,12 +170,21 @@ class RewardFunction:
             if any(result.answer is not None for result in results):
                 answers[name] = [result.answer for result in results]
 
+        placed = [
+            [
+                value._replace(value=weight * value.value)
+                for name, weight in self.weights.items()
+                if name in of_response
+                for value in of_response[name].placed
+            ]
+            for of_response in evaluated
+        ]
         mixed = mix(scores, self.weights, lambda row: f"the response with {inputs[row].title}")
         if len(mixed) != len(inputs):
             raise RewardError(
                 f"external terms brought {len(mixed)} scores for {len(inputs)} responses"
             )
-        return RewardResult(mixed, {**scores, **further}, answers)
+        return RewardResult(mixed, {**scores, **further}, answers, placed)
 
     def close(self) -> None:
         """End the processes of users' functions."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from mrlhf.config.user_code import UserCodeError, read_reference
 from mrlhf.errors import RewardError, UserTraceback
-from mrlhf.rewards.interface import RewardInput, Scored, split_score
+from mrlhf.rewards.interface import RewardInput, Scored, check_places, split_score
 from mrlhf.workers.process import Limits, WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -26,10 +26,10 @@ _MOST_STARTS = 3  # for one batch, if signals of the job end the process
 class CustomReward:
     """A user's function, called as `f(data_source=, solution_str=, ground_truth=, extra_info=)`.
 
-    It returns a number, or a dict with "score", further numbers and, as "acc" and "pred", whether
-    the response is right and its answer. What it prints goes to the log. The process starts with
-    the object and ends with `close`, with the object or with the trainer. If it was killed, the
-    next call starts another.
+    It returns a number, or a dict with "score", further numbers, values at places and, as "acc" and
+    "pred", whether the response is right and its answer. What it prints goes to the log. The
+    process starts with the object and ends with `close`, with the object or with the trainer. If it
+    was killed, the next call starts another.
     """
 
     def __init__(
@@ -98,7 +98,9 @@ class CustomReward:
 
     def _checked(self, value: Any, row: RewardInput) -> Scored:
         try:
-            return split_score(value, f"reward function {self._title}")
+            scored = split_score(value, f"reward function {self._title}")
+            check_places(scored.placed, row, f"reward function {self._title}")
+            return scored
         except RewardError as error:
             raise RewardError(f"{error}; on {row.title}") from None
 

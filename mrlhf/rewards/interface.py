@@ -6,18 +6,22 @@ It knows no rule, no process and no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mrlhf.errors import RewardError
 
 Rule = Callable[[str, str, Any, Mapping[str, Any]], float | Mapping[str, Any]]
 """f(data_source, solution_str, ground_truth, extra_info) -> score, or a mapping with "score".
 
-The mapping may also hold further numbers, the rightness of the response as "acc", and its answer as
-"pred".
+The mapping may also hold further numbers, the rightness of the response as "acc", its answer as
+"pred", and values at places of the response under the keys of `POSITIONS`.
 """
+
+Unit = Literal["token", "character"]
+POSITIONS: Mapping[str, Unit] = {"token_positions": "token", "character_positions": "character"}
+"""The keys of lists of pairs (place, value), and what a place counts, from 0."""
 
 _SHOWN_CHARACTERS = 200
 LARGEST_SCORE = 1e15
@@ -62,6 +66,14 @@ class RewardInput:
         }
 
 
+class PlacedValue(NamedTuple):
+    """A reward of one place of a response."""
+
+    unit: Unit
+    place: int  # of a token among those of the response, or of a character in `solution_str`
+    value: float
+
+
 @dataclass(frozen=True)
 class RewardResult:
     """Scores of a batch; every list is [batch]."""
@@ -72,6 +84,7 @@ class RewardResult:
     metrics: dict[str, list[float]]
     # for each term that extracts answers, the answers; None where there is none
     answers: dict[str, list[str | None]]
+    placed: list[list[PlacedValue]]  # the weighted values of all terms
 
 
 class Scored(NamedTuple):
@@ -80,6 +93,7 @@ class Scored(NamedTuple):
     score: float
     further: dict[str, float]
     answer: str | None = None
+    placed: tuple[PlacedValue, ...] = ()
 
 
 Evaluated = Mapping[str, Scored]
@@ -95,10 +109,12 @@ def check_score(score: float, what: str) -> None:
 def split_score(value: Any, name: str) -> Scored:
     """Split a rule's return value into "score", the answer under "pred", and further numbers.
 
-    Entries that are no numbers, or NaN, are left out.
+    Entries that are no numbers, or NaN, are left out. Values at places are read, and their sum is
+    the further number "placed".
 
     Raises:
-        RewardError: there is no usable score, "acc" is not in 0..1, or another number is infinite.
+        RewardError: there is no usable score, "acc" is not in 0..1, another number is infinite, or
+            positions are no pairs of a place and a number.
     """
     fields = value if isinstance(value, Mapping) else {"score": value}
     if "score" not in fields:
@@ -112,8 +128,13 @@ def split_score(value: Any, name: str) -> Scored:
 
     further = {}
     for key, number in fields.items():
-        if key in ("score", "pred") or number is None:
+        if key in ("score", "pred", *POSITIONS) or number is None:
             continue
+        if key == "positions" and not isinstance(number, (int, float)):
+            raise RewardError(
+                f"{name} returned 'positions', which does not say what a place counts; name it "
+                f"{' or '.join(POSITIONS)}"
+            )
         if key == "acc":
             _check_rightness(number, name)
         if isinstance(number, (int, float)) and not math.isnan(number):
@@ -122,8 +143,42 @@ def split_score(value: Any, name: str) -> Scored:
                 raise RewardError(
                     f"{name} returned {number} as {key!r}; return a finite number, or leave it out"
                 )
+    placed = _placed(fields, name)
+    if placed:
+        further["placed"] = math.fsum(value for _, _, value in placed)
     answer = fields.get("pred")
-    return Scored(float(score), further, None if answer is None else str(answer))
+    return Scored(float(score), further, None if answer is None else str(answer), placed)
+
+
+def check_places(placed: Sequence[PlacedValue], row: RewardInput, name: str) -> None:
+    """Raise a RewardError for a place that the response does not have."""
+    lengths = {"token": row.response_tokens, "character": len(row.solution_str)}
+    for unit, place, _ in placed:
+        if not 0 <= place < lengths[unit]:
+            raise RewardError(
+                f"{name} placed a value at {unit} {place} of a response of {lengths[unit]} "
+                f"{unit}s; places count from 0"
+            )
+
+
+def _placed(fields: Mapping[str, Any], name: str) -> tuple[PlacedValue, ...]:
+    placed = []
+    for key, unit in POSITIONS.items():
+        pairs = fields.get(key) or ()
+        if not (isinstance(pairs, (list, tuple)) and all(map(_is_pair, pairs))):
+            raise RewardError(
+                f"{name} returned {_shown(pairs)} as {key!r}; return a list of pairs of a place, "
+                "which is a whole number, and a value"
+            )
+        for place, value in pairs:
+            check_score(value, f"{name} returned at place {place:g} of {key!r}")
+            placed.append(PlacedValue(unit, int(place), float(value)))
+    return tuple(placed)
+
+
+def _is_pair(pair: Any) -> bool:
+    is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+    return is_pair and all(isinstance(x, (int, float)) for x in pair) and pair[0] % 1 == 0
 
 
 def _check_rightness(number: Any, name: str) -> None:

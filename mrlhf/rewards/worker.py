@@ -46,11 +46,16 @@ def _serve(
             child.send(connection, "score", value)
 
 
-def _plain(value: Any) -> Any:
-    """`value` in builtin types: a number of any library as a float, else its repr."""
+def _plain(value: Any, key: Any = None) -> Any:
+    """`value` in builtin types: a number of any library as a float, else its repr.
+
+    Lists stay lists below a `key` of positions.
+    """
+    if str(key).endswith("_positions") and isinstance(value, (list, tuple)):
+        return [_plain(item, key) for item in value]
     if isinstance(value, Mapping):
         return {
-            str(key): _text(item) if key == "pred" or item is None else _plain(item)
+            str(key): _text(item) if key == "pred" or item is None else _plain(item, key)
             for key, item in value.items()
         }
     if isinstance(value, (str, bytes)):

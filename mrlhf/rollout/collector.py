@@ -83,11 +83,12 @@ class Collector:
     def score(self, drawn: DrawnBatch, greedy: DrawnBatch | None) -> Collected:
         """Score the responses of `generate`; dynamic sampling has already scored its own."""
         metrics = dict(drawn.metrics)
+        rollout = drawn.rollout
         scores = drawn.scores
         greedy_scores = None
         with self.generator.phases.enter("reward"):
             if scores is None:
-                scores = self.scorer.score(drawn.rollout)
+                rollout, scores = self.scorer.score(rollout)
             if greedy is not None:
                 baseline = self._score_greedy(greedy.rollout)
                 greedy_scores = baseline.repeat_interleave(len(drawn.rollout) // len(baseline))
@@ -96,7 +97,7 @@ class Collector:
         generated = [drawn] if greedy is None else [drawn, greedy]
         engine_metrics = [numbers for batch in generated for numbers in batch.engine_metrics]
         return Collected(
-            rollout=drawn.rollout,
+            rollout=rollout,
             scores=scores,
             greedy_scores=greedy_scores,
             generated_tokens=sum(batch.generated_tokens for batch in generated),
@@ -120,8 +121,8 @@ class Collector:
 
     def _score_greedy(self, rollout: Rollout) -> Tensor:
         """Shaped score of each greedy response, float32 [prompts]."""
-        shaped = self.shaper.shape_each(self.scorer.score(rollout).total, rollout)
-        return rollout.with_turn_rewards(shaped)
+        rollout, scores = self.scorer.score(rollout)
+        return rollout.with_turn_rewards(self.shaper.shape_each(scores.total, rollout))
 
 
 def merge_engine_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -20,7 +20,8 @@ from mrlhf.rewards.term_names import term_names
 from mrlhf.rollout.scoring import Scores
 
 KEY = "algorithm.gdpo_reward_keys"
-TURN_REWARDS = "turn_rewards"  # the name of the sum of the rewards of an episode's turns
+# the name of the sum of the rewards of an episode's turns, and of those placed on tokens
+TURN_REWARDS = "turn_rewards"
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ def reward_components(
 
     `algorithm.gdpo_reward_keys` names them as `Scores.terms` does; a number that a user's function
     reports may be named without the function. Without keys they are the terms of the reward whose
-    weight is not 0. In episodes the sum of a response's turn rewards is a score too, compared with
-    the weight 1 if there are no keys.
+    weight is not 0. The sum of a response's turn rewards, and of the values that terms have placed
+    on its tokens, is a score too, compared with the weight 1 if there are no keys.
 
     Raises:
         RewardError: no score or more than one has such a name, or a response has no finite score.
     """
     keys = algorithm.gdpo_reward_keys
     terms = dict(scores.terms)
-    if rollout.episodes is not None:
+    if rollout.episodes is not None or rollout.placed is not None:
         terms[TURN_REWARDS] = rollout.with_turn_rewards(torch.zeros(len(rollout))).tolist()
 
     if keys is None:

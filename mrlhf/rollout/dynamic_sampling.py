@@ -106,7 +106,8 @@ class DynamicSampler:
                 self.generator.sleep()  # the reward model needs the memory
 
         with self.generator.phases.enter("reward"):
-            return batch, self.scorer.score(batch.rollout)
+            rollout, scores = self.scorer.score(batch.rollout)
+        return replace(batch, rollout=rollout), scores
 
     def _chosen_rows(self, rollouts: Sequence[Rollout], rows: Sequence[int]) -> Rollout:
         """The samples at `rows` of all rollouts joined; the ranks of a machine share them."""

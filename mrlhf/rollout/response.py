@@ -6,13 +6,15 @@ It does not know what a term is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.rewards.interface import RewardInput
+from mrlhf.rewards.interface import PlacedValue, RewardInput
 from mrlhf.rollout.drawn_sample import DrawnSample
 
 
@@ -45,6 +47,36 @@ class Response:
 
         begun = prompts.select([prompt]).begun_as([episode])
         return _response(begun, 0, token_ids, episode.last_turn)
+
+    def places(self, placed: Sequence[PlacedValue], tokenizer: Tokenizer) -> list[int]:
+        """The token of each value, counted among all of the response.
+
+        The token of a character is the one that completes it, since a character may be spread over
+        several; its offset counts in the text that `read` gives.
+        """
+        token_ids = self.token_ids.tolist()
+        begin = 0
+        if self.last_turn is not None:
+            begin = self.last_turn.start
+            token_ids = token_ids[begin : self.last_turn.stop]
+        text = tokenizer.decode(token_ids)
+
+        @cache
+        def agreeing(tokens: int) -> int:
+            """How many characters the text of the first `tokens` tokens has in common with it."""
+            part = tokenizer.decode(token_ids[:tokens])
+            pairs = zip(text, part, strict=False)
+            return next((i for i, (a, b) in enumerate(pairs) if a != b), len(part))
+
+        def characters(tokens: int) -> int:
+            # Some tokenizers decode no byte before a character of which up to 3 bytes are there.
+            return max(map(agreeing, range(max(tokens - 3, 0), tokens + 1)))
+
+        counts = range(1, len(token_ids) + 1)
+        return [
+            place if unit == "token" else begin + bisect_right(counts, place, key=characters)
+            for unit, place, _ in placed
+        ]
 
     def read(self, tokenizer: Tokenizer, reads_text: bool) -> RewardInput:
         """The terms' input; the response is decoded if a term `reads_text`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mrlhf.batch import Episode, Prompts, Rollout
 from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import RewardError
 from mrlhf.parallel.collectives import all_gather_objects, wait_for_all
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.phases import Phases
@@ -35,6 +36,7 @@ from mrlhf.rollout.response import Response
 T = TypeVar("T")
 REPORTED_CORRECTNESS = "acc"
 ENVIRONMENT = "environment"
+PLACED = "placed"  # the further number of a term that places values on tokens
 
 # Responses that are scored before a rank may stop; a user's function may take long for each.
 _UNIT_ROWS = 4
@@ -109,9 +111,10 @@ class Scorer:
         """Whether scoring runs a model, which needs the device's memory."""
         return self.reward_model is not None or self.judge is not None
 
-    def score(self, rollout: Rollout, with_answers: bool = False) -> Scores:
+    def score(self, rollout: Rollout, with_answers: bool = False) -> tuple[Rollout, Scores]:
         """Score every response; each rank calls it with the same rollout.
 
+        The first result is the rollout with the values that terms have placed on its tokens.
         Answers may be as long as responses, so they are gathered only `with_answers`.
 
         Raises:
@@ -138,6 +141,7 @@ class Scorer:
             owners, is_early = self._share_out(len(rollout), begun)
             my_rows = (owners == world.rank()).nonzero()[:, 0]
             result = self._score_rows(rollout, my_rows.tolist(), given, begun)
+        values = self._values(rollout, my_rows.tolist(), result)
 
         wait_for_all(world)  # an error above ends the job
         names = self._column_names(result.metrics)
@@ -149,10 +153,15 @@ class Scorer:
         total, *columns = table.complete().view(torch.float64)
         terms = {name: column.tolist() for name, column in zip(names, columns, strict=True)}
         terms |= further
+        if any(name.endswith(f"/{PLACED}") for name in names):
+            tokens = self.groups.machine.table(rollout.shape, torch.float32)
+            for place, value in values.items():
+                tokens.entries[place] = value
+            rollout = replace(rollout, placed=tokens.complete())
 
         answers_of_ranks = all_gather_objects(result.answers, world) if with_answers else []
         answers = _join_answers(answers_of_ranks, _correctness_column(terms), owners.tolist())
-        return Scores(total.to(torch.float32), terms, answers, is_early)
+        return rollout, Scores(total.to(torch.float32), terms, answers, is_early)
 
     def begin(self, drawn: DrawnSample, prompts: Prompts, n: int) -> None:
         """Score a response that this rank's replica has drawn, while it draws others.
@@ -245,6 +254,26 @@ class Scorer:
             evaluated.update(zip(fresh, results, strict=True))
         return [begun[row].evaluated.result() if row in begun else evaluated[row] for row in inputs]
 
+    def _values(
+        self, rollout: Rollout, rows: Sequence[int], result: RewardResult
+    ) -> dict[tuple[int, int], float]:
+        """The values that the terms have placed on the responses at `rows`, by row and token."""
+        values: dict[tuple[int, int], float] = {}
+        for row, placed in zip(rows, result.placed, strict=True):
+            if not placed:
+                continue
+            response = Response.of_row(rollout, row, int(rollout.response_mask[row].sum()))
+            tokens = response.places(placed, self.tokenizer)
+            for token, (_, _, value) in zip(tokens, placed, strict=True):
+                if not rollout.loss_mask[row, token] and rollout.loss_mask[row].any():
+                    raise RewardError(
+                        f"a term placed a value at token {token} of a response to prompt "
+                        f"{rollout.prompts.uid[row]}, which the policy did not draw; place values "
+                        "on tokens of its turns"
+                    )
+                values[row, token] = values.get((row, token), 0.0) + value
+        return values
+
     def _input(self, rollout: Rollout, row: int, lengths: Sequence[int]) -> RewardInput:
         """The terms' input for the response at `row`; `lengths` covers all responses."""
         response = Response.of_row(rollout, row, lengths[row])
@@ -265,7 +294,10 @@ def _join_results(parts: Sequence[RewardResult]) -> RewardResult:
     scores = [score for part in parts for score in part.scores]
     metrics = [(len(part.scores), part.metrics) for part in parts]
     answers = [(len(part.scores), part.answers) for part in parts]
-    return RewardResult(scores, _join_columns(metrics, math.nan), _join_columns(answers, None))
+    placed = [values for part in parts for values in part.placed]
+    return RewardResult(
+        scores, _join_columns(metrics, math.nan), _join_columns(answers, None), placed
+    )
 
 
 def _join_columns(

@@ -24,7 +24,8 @@ from mrlhf.checkpoint.frozen import (
     fingerprint_of_rows,
     fingerprint_of_start,
 )
-from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
+from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name, critic_beside
+from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint, set_aside
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
@@ -299,6 +300,14 @@ def find_checkpoint(run: Run) -> Checkpoint | None:
             "delete the run and begin anew"
         )
     return checkpoint
+
+
+def warm_start(engine: ModelEngine, path: Path) -> None:
+    """Give a critic weights, moments and schedule of the run that wrote `path`; on every rank."""
+    directory, role = critic_beside(path)
+    checkpoint = open_checkpoint(directory, _world())
+    load_slices(engine, directory, checkpoint.manifest, role)
+    engine.load_state_dict(checkpoint.state["models"][role])
 
 
 def _world() -> dist.ProcessGroup:

@@ -135,7 +135,7 @@ def answer(
         seconds += time.perf_counter() - began
         tokens += int(rollout.loss_mask.sum())
 
-        scores = None if scorer is None else scorer.score(rollout)
+        rollout, scores = (rollout, None) if scorer is None else scorer.score(rollout)
         if run.is_main_rank:
             rows = _samples(rollout, scores, inputs.tokenizer, asked, n)
             with options.partial.open("a", encoding="utf-8") as file:

@@ -13,28 +13,20 @@ from torch import Tensor
 from mrlhf.batch import Sequences
 from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
-from mrlhf.inputs import read_sft_inputs
+from mrlhf.inputs import read_row_inputs
 from mrlhf.metrics.tally import Tally, standard_errors
-from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.vocab_sums import NumbersToCompute
 from mrlhf.roles.token_logprobs import TokenLogprobs
-from mrlhf.run.startup import start
-from mrlhf.trainers.supervised import SupervisedTask, SupervisedTrainer
+from mrlhf.trainers.supervised import SupervisedTask, train_supervised
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.results import Loss, PackResult
 
 
 def train_sft(config: SFTConfig) -> None:
     """Run supervised fine-tuning as configured; every rank calls it."""
-    # Bad input is refused before the output directory is touched.
-    inputs = read_sft_inputs(config)
-    with start(config) as run:
-        task = FineTuning(inputs.examples, inputs.held_out)
-        spec = spec_of_role(config.model, "lm")
-        trainer = SupervisedTrainer(config, inputs, run, spec, task)
-        run.begin()
-        trainer.fit()
+    inputs = read_row_inputs(config)
+    train_supervised(config, inputs, FineTuning(inputs.examples, inputs.held_out))
 
 
 class FineTuning(SupervisedTask[Sequence[SftExample]]):

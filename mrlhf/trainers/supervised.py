@@ -15,10 +15,11 @@ from typing import Any, Generic, TypeVar
 
 from mrlhf.batch import Sequences
 from mrlhf.checkpoint.restorer import Checkpoint
-from mrlhf.config.roots import PreferenceConfig, SFTConfig
+from mrlhf.config.roots import AnySupervised
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
-from mrlhf.inputs import PreferenceInputs, SFTInputs
+from mrlhf.inputs import PreferenceInputs, RowInputs
+from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import wait_for_all
 from mrlhf.parallel.device_memory import memory_metrics
@@ -26,7 +27,7 @@ from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.phases import seconds_by_phase, timing_metrics
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.reporter import Reporter, ResumePoint
-from mrlhf.run.startup import Run
+from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.results import Loss
@@ -75,13 +76,22 @@ class SupervisedTask(ABC, Generic[RowsT]):
         """The few numbers by which the run is judged, from the last step's metrics."""
 
 
+def train_supervised(config: AnySupervised, inputs: RowInputs, task: SupervisedTask[Any]) -> None:
+    """Train a task; every rank calls it, after bad input was refused."""
+    with start(config) as run:
+        spec = spec_of_role(config.model, config.head_of("model"))
+        trainer = SupervisedTrainer(config, inputs, run, spec, task)
+        run.begin()
+        trainer.fit()
+
+
 class SupervisedTrainer:
     """The loop over training steps, and the state that it keeps between them."""
 
     def __init__(
         self,
-        config: SFTConfig | PreferenceConfig,
-        inputs: SFTInputs | PreferenceInputs,
+        config: AnySupervised,
+        inputs: RowInputs | PreferenceInputs,
         run: Run,
         spec: ModelSpec,
         task: SupervisedTask[Any],

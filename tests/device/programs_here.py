@@ -55,7 +55,13 @@ def run(program: str, arguments: list[str]) -> Outcome:
     from mrlhf.commands import train
     from mrlhf.parallel.phases import Phases
 
-    launchers = {"ppo": train.ppo, "sft": train.sft, "rm": train.reward_model, "dpo": train.dpo}
+    launchers = {
+        "ppo": train.ppo,
+        "sft": train.sft,
+        "rm": train.reward_model,
+        "critic": train.critic,
+        "dpo": train.dpo,
+    }
     real_enter = Phases.enter
     phases = ["start"]
 

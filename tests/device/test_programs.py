@@ -52,6 +52,7 @@ CASES = [
     Case("sft", 1),
     Case("sft", 2),
     Case("rm", 2),
+    Case("critic", 2),
     Case("dpo", 2),
 ]
 

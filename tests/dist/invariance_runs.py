@@ -1,4 +1,4 @@
-"""Trains a fine-tuned model, a reward model, a critic and an actor in a rank, row by row of the
+"""Trains a fine-tuned model, a reward model, critics and an actor in a rank, row by row of the
 invariance matrix, and once more with the plain loops.
 
 A test compares the two. This file starts no ranks.
@@ -15,6 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from mrlhf.batch import Rollout
+from mrlhf.config.algorithm import ReturnsSection
 from mrlhf.config.pair_losses import RewardLossSection
 from mrlhf.config.sections import RoleSection
 from mrlhf.parallel.groups import GroupFactory
@@ -22,6 +23,7 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.update_progress import UpdateProgress
+from mrlhf.trainers.critic import ValueLearning
 from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.trainers.sft import FineTuning
 from mrlhf.training import optimizer_states
@@ -47,14 +49,17 @@ from tests.oracle.plain_optimizer import Outcome
 from tests.oracle.plain_ppo import Case
 from tests.oracle.plain_supervised import (
     CENTRING,
+    GAMMA,
     HELD_OUT,
+    LAM,
     MARGINS,
     PAIR_STEPS,
     SFT_STEPS,
     SMOOTHING,
+    VALUE_STEPS,
 )
 
-ROLES = ("sft", "rm", "critic", "actor")
+ROLES = ("sft", "rm", "values", "critic", "actor")
 # What torch calls when gathers are coalesced, in its versions 2.11 to 2.13.
 COALESCED_GATHERS = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
@@ -99,10 +104,12 @@ def plain_supervised_roles(root: Path, case: Case) -> dict[str, Outcome]:
     rollout = _rollout(root, case)
     examples = plain_supervised.sft_examples(rollout)
     pairs = plain_supervised.preference_pairs(rollout)
+    responses = plain_supervised.scored_responses(rollout)
     critic = root / critic_of(case.model)
     return {
         "sft": plain_supervised.train_sft(root / case.model, examples, case),
         "rm": plain_supervised.train_reward_model(critic, pairs, case),
+        "values": plain_supervised.train_values(critic, responses, case),
     }
 
 
@@ -143,6 +150,7 @@ def train_row(root: Path, factory: GroupFactory, row: Row, out: Path) -> RowResu
     trained = {
         "sft": _train_sft(setting, case),
         "rm": _train_reward_model(setting, case),
+        "values": _train_values(setting, case),
         "critic": (critic.engine, of_critic),
         "actor": (actor.engine, of_actor),
     }
@@ -210,6 +218,17 @@ def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict
     section = RewardLossSection(centring=CENTRING, label_smoothing=SMOOTHING)
     task = PreferenceLearning(section, pairs, held_out)
     metrics = task.step(engine, PAIR_STEPS[-1])
+    return engine, metrics | task.validate(engine)
+
+
+def _train_values(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
+    engine = build_supervised(setting, case, critic_of(case.model), "scalar")
+    responses = plain_supervised.scored_responses(_rollout(setting.root, case))
+    metrics: dict[str, float] = {}
+    for rows, lam in zip(VALUE_STEPS, (1.0, LAM), strict=True):
+        section = ReturnsSection(gamma=GAMMA, lam_critic=lam)
+        task = ValueLearning(section, responses, responses[:HELD_OUT])
+        metrics = task.step(engine, rows)
     return engine, metrics | task.validate(engine)
 
 

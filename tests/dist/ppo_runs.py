@@ -73,6 +73,13 @@ def letters(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) / 10, "digits": sum(c.isdigit() for c in solution_str)}
 
 
+def places(data_source, solution_str, ground_truth, extra_info):
+    values = [(i, 0.1 * (1 + i)) for i, c in enumerate(solution_str) if c in "02468+="]
+    last = extra_info["response_tokens"] - 1
+    tokens = [(0, -0.25), (last, 0.5)]
+    return {"score": 0.5, "character_positions": values, "token_positions": tokens}
+
+
 def breaks(data_source, solution_str, ground_truth, extra_info):
     raise ZeroDivisionError("no such number")
 """

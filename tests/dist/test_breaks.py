@@ -28,6 +28,7 @@ from mrlhf.models.experts import RoutedExperts
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.vocab_sums import LocalSums
 from mrlhf.roles.actor import Actor
+from mrlhf.trainers import critic as critic_trainer
 from mrlhf.trainers.ppo import experience as experience_of_ppo
 from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.training import engine, first_weights, muon
@@ -260,6 +261,17 @@ def _freeze_nothing(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(build, "_freeze", lambda *_: None)
 
 
+def _begin_values_one_token_late(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Rank 1 takes the returns of the next tokens for its own."""
+    right = critic_trainer.lay_flat
+
+    def late(tables: Any, packs: Any) -> Any:
+        moved = {name: table.roll(-1, dims=1) for name, table in tables.items()}
+        return right(moved if rank == 1 else tables, packs)
+
+    patch.setattr(critic_trainer, "lay_flat", late)
+
+
 BREAKS = {
     "a rank's gradient is not summed": Break(
         REPLICAS, _lose_a_gradient, ("actor weights", "critic weights", "sft metrics", "rm weights")
@@ -311,6 +323,9 @@ BREAKS = {
         FROZEN,
         _freeze_nothing,
         ("actor frozen", "critic frozen", "sft frozen", "rm frozen", "critic metrics"),
+    ),
+    "returns of other tokens": Break(
+        CONTEXT, _begin_values_one_token_late, ("values metrics", "values weights")
     ),
     "margins of other pairs": Break(
         REPLICAS, _take_the_first_margins, ("rm metrics", "rm weights")

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mrlhf.checkpoint.manifest import critic_beside
 from mrlhf.checkpoint.restorer import open_checkpoint
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.checkpoint.slice_reader import SliceReader
@@ -26,11 +27,14 @@ from mrlhf.errors import CheckpointError
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.model_bytes import training_bytes
 from mrlhf.roles.actor import Actor
+from mrlhf.trainers.checkpoints import warm_start
 from tests.dist.role_runs import (
     STAGED,
     Form,
     Setting,
     build_actor,
+    build_critic,
+    cut_responses,
     load_experience,
     save_inputs,
     settings,
@@ -316,3 +320,39 @@ def _load_another_model(rank: int, world_size: int, root: Path) -> str:
     with pytest.raises(CheckpointError) as refusal:
         checkpoint.load_models({"actor": other.engine})
     return str(refusal.value)
+
+
+def test_a_critic_begins_with_the_state_of_the_run_that_trained_it(tmp_path: Path) -> None:
+    save_inputs(tmp_path, models=["llama"])
+    run_ranks(2, _warm_start_elsewhere, tmp_path)
+
+
+def _warm_start_elsewhere(rank: int, world_size: int, root: Path) -> None:
+    """A critic is trained and saved, and goes on in another layout as it would have."""
+    case = Case("llama", "token-mean")
+    run = root / "run"
+    saved = run / "checkpoints"
+    experience = load_experience(root, case)
+    trained, *others = settings(root, 2, (SHARDED, PLAIN), LAYOUTS)
+
+    critic = build_critic(trained, case)
+    cut = cut_responses(critic, experience.rollout, plain_ppo.MINI_BATCH)
+    critic.update(experience, cut)
+    state = {"models": {"model": critic.engine.state_dict()}}
+    _saver(saved, False).save(Contents(1, False, {"model": critic.engine}, state))
+    assert critic_beside(run / "model") == (saved / "step_000001", "model")
+    wanted = _without_layout(critic.update(experience, cut))
+
+    for number, setting in enumerate([trained, *others]):
+        other = build_critic(setting, case)
+        warm_start(other.engine, run / "model")
+        assert other.engine.state_dict() == state["models"]["model"] != critic.engine.state_dict()
+        again = root / f"again_{number}"
+        _saver(again, False).save(Contents(1, False, {"model": other.engine}, {}))
+        if rank == 0:
+            assert_equal_checkpoints(saved / "step_000001", again / "step_000001", "model")
+        cut = cut_responses(other, experience.rollout, plain_ppo.MINI_BATCH)
+        _assert_metrics_near(other.update(experience, cut), wanted, "float32", number == 0)
+
+    with pytest.raises(CheckpointError, match=r"elsewhere has no whole checkpoint of a critic"):
+        warm_start(critic.engine, root / "elsewhere" / "model")

@@ -68,13 +68,13 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     slowly(None, on=1)()
     found["round"] = rounds.goes_on([], False)
 
-    result = RewardResult([1.0] * (len(RESPONSES) // 2), {}, {})
+    result = RewardResult([1.0] * (len(RESPONSES) // 2), {}, {}, [[]] * (len(RESPONSES) // 2))
     function: Any = SimpleNamespace(
         reads_text=False, external=(), evaluate=lambda rows: [{}] * len(rows)
     )
     function.combine = slowly(result, on=0)
     scorer = Scorer(function, None, None, groups)  # type: ignore[arg-type]
-    found["scorer"] = scorer.score(rollout()).total.tolist()
+    found["scorer"] = scorer.score(rollout())[1].total.tolist()
 
     write = RankWriter.write
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.rollout.early_scores import EarlyScores
 from tests.dist.ppo_runs import (
     DP4,
@@ -41,7 +42,7 @@ PARTIAL = (WIDE, DEEP, MIXED, LONG, ONE)
 
 
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
-    of_several_versions = (*PARTIAL, LATE_PARTIAL, EARLY_PARTIAL)
+    of_several_versions = (*PARTIAL, PLACES_PARTIAL, LATE_PARTIAL, EARLY_PARTIAL)
     assert_engine_and_trainer_agree(runs, without=of_several_versions)
     for scenario in of_several_versions:
         for step in runs.steps(scenario):
@@ -177,6 +178,50 @@ def test_scores_are_the_same_if_the_engine_draws_meanwhile(
             share = one.metrics["perf/scored_early"]
             assert share == 1.0 if early.fault else 0.0 <= share <= 1.0
             assert "perf/scored_early" not in other.metrics
+
+
+_PLACES = ["reward.terms=[{name: CUSTOM:places, weight: 2.0}]", "reward_model=null"]
+_PLACES += ["algorithm.use_kl_in_reward=false", "rollout.overlap=true"]
+PLACES = Scenario("places dp4", [*_PLACES, *DP4[:2], "actor.share_prompts=true"])
+PLACES_DEEP = Scenario("places tp2 pp2", [*_PLACES, *TP2_PP2, "critic.cp=2"])
+PLACES_PARTIAL = Scenario("places partial", [*_PLACES, *_PARTIAL, "actor.cp=2"])
+PLACES_GROUPS = Scenario("places rloo", [*_PLACES, "algorithm.adv_estimator=rloo"])
+
+
+def test_values_of_a_function_stand_at_their_tokens(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, PLACES, PLACES_DEEP)
+    for scenario in (PLACES, PLACES_DEEP, PLACES_PARTIAL, PLACES_GROUPS):
+        tokenizer = load_tokenizer(runs.root / "data" / "tokenizer")
+        for number, step in enumerate(runs.steps(scenario), start=1):
+            experience = step.experience
+            rewards = torch.zeros(experience.rollout.shape)
+            for row, tokens in enumerate(step.responses):
+                texts = [tokenizer.decode([token]) for token in tokens]  # one character, or none
+                text = "".join(texts)
+                rewards[row, len(tokens) - 1] += 2 * (0.5 + 0.5)
+                rewards[row, 0] -= 2 * 0.25
+                for place, letter in enumerate(text):
+                    (token,) = [
+                        i for i, own in enumerate(texts) if own and len("".join(texts[:i])) == place
+                    ]
+                    rewards[row, token] += 2 * 0.1 * (1 + place) * (letter in "02468+=")
+            assert_close(experience.token_rewards, rewards)
+            assert_close(experience.scores, rewards.sum(dim=1))
+            placed = experience.rollout.placed
+            assert placed is not None
+            for row, sample in enumerate(runs.dumped(scenario, number)):
+                assert sample["placed"] == [[i, placed[row, i]] for i in placed[row].nonzero()]
+            mean = (rewards.sum() / len(rewards) / 2 - 0.5).item()
+            assert step.metrics["reward/places/placed"] == pytest.approx(mean, abs=1e-5)
+
+            if scenario is PLACES_GROUPS:  # the score is the sum, here against one other response
+                sums = rewards.sum(dim=1).view(-1, 2)
+                wanted = (sums - sums.flip(1)).view(-1, 1) * experience.rollout.loss_mask
+                assert_close(experience.advantages, wanted)
+            else:  # gamma = lambda = 1: all the reward to come
+                mask = experience.rollout.loss_mask
+                to_come = rewards.flip(1).cumsum(1).flip(1) * mask
+                assert_close(experience.returns, to_come)
 
 
 RAISING = Scenario("raising", ["reward.terms=[{name: CUSTOM:breaks}]", "reward_model=null"])

@@ -20,7 +20,7 @@ from mrlhf.batch import Prompts, Rollout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.rewards.combine import RewardFunction
-from mrlhf.rewards.interface import Evaluated, RewardInput, RewardResult
+from mrlhf.rewards.interface import Evaluated, PlacedValue, RewardInput, RewardResult
 from mrlhf.rollout.drawn_sample import DrawnSample, TokenRun
 from mrlhf.rollout.early_scores import EarlyScores
 from mrlhf.rollout.scoring import Scorer, Scores
@@ -60,9 +60,13 @@ class OwnColumns:
 
     def combine(self, inputs: list[Any], evaluated: Any, external: Any) -> RewardResult:
         numbers = [self._rank + 0.1 * number for number, _ in enumerate(inputs)]
-        return RewardResult(
-            numbers, {"both": numbers, f"of_{self._rank}": [-0.0] * len(inputs)}, {}
-        )
+        columns = {"both": numbers, f"of_{self._rank}": [-0.0] * len(inputs)}
+        values = []
+        if self._rank:  # rank 0 places nothing
+            values = [("character", 1, 0.5), ("token", 1, 0.25), ("token", 0, -1.0)]
+            columns["own/placed"] = numbers
+        placed = [[PlacedValue(*x) for x in values] if i == 1 else [] for i in range(len(inputs))]
+        return RewardResult(numbers, columns, {}, placed)
 
 
 # The rows that each rank has drawn; both have drawn row 0, and nobody row 4.
@@ -94,7 +98,7 @@ def score_early(rank: int, function: RewardFunction, plain: Scorer) -> tuple[Sco
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(function, "evaluate", lambda rows: late.extend(rows) or evaluate(rows))
-        scores = scorer.score(whole, with_answers=True)
+        _, scores = scorer.score(whole, with_answers=True)
     return scores, len(late)
 
 
@@ -105,11 +109,11 @@ def score(rank: int, world_size: int) -> dict[str, Any]:
     groups = GroupFactory(60.0).role_groups(ParallelLayout(tp=1, pp=1, dp=world_size))
 
     scorer = Scorer(function, tokenizer, None, groups)
-    with_answers = scorer.score(rollout(), with_answers=True)
-    without = scorer.score(rollout())
+    _, with_answers = scorer.score(rollout(), with_answers=True)
+    _, without = scorer.score(rollout())
     early, late = score_early(rank, function, scorer)
     scorer.close()
-    unlike = Scorer(own, tokenizer, None, groups).score(rollout())
+    scored, unlike = Scorer(own, tokenizer, None, groups).score(rollout())
 
     return {
         "total": with_answers.total.tolist(),
@@ -124,6 +128,7 @@ def score(rank: int, world_size: int) -> dict[str, Any]:
             early.answers == with_answers.answers,
         ),
         "share": early.metrics()["perf/scored_early"],
+        "placed": scored.placed.tolist() if scored.placed is not None else None,
         "unlike": str((unlike.total.tolist(), unlike.terms)),
         "metrics": summarise(with_answers, ["gsm8k"] * 3, 2),
     }
@@ -143,12 +148,17 @@ def test_answers_come_together_in_order() -> None:
     assert first["answers"] == ["7", "8", None, "8", "1000", "7"]
     assert first["without"] is None
 
+    placed = torch.zeros(6, len(max(RESPONSES, key=len)))
+    placed[3, :2] = torch.tensor([-1.0, 0.75])  # the second row of rank 1
+    assert first["placed"] == placed.tolist()
+
     total = [0.0, 1.0, 0.1, 1.1, 0.2, 1.2]
     nan = math.nan
     columns = {
         "both": total,
         "of_0": [-0.0, nan, -0.0, nan, -0.0, nan],
         "of_1": [nan, -0.0, nan, -0.0, nan, -0.0],
+        "own/placed": [nan, 1.0, nan, 1.1, nan, 1.2],
     }
     rounded = torch.tensor(total, dtype=torch.float32).tolist()
     assert first["unlike"] == str((rounded, columns)), "every bit, and NaN where a rank has none"

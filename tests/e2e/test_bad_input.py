@@ -97,7 +97,7 @@ def test_each_algorithm_fits_the_small_task(
     assert _main(PPOConfig, [*arguments, *overrides]) == 0
     output = capsys.readouterr().out
     assert output.endswith(" fits 2 ranks\n")
-    assert ("\n  critic  " in output) is (preset in ("ppo.yaml", "vapo.yaml"))
+    assert ("\n  critic  " in output) is (preset in ("ppo.yaml", "vapo.yaml", "sao.yaml"))
 
     if overrides:
         assert _main(PPOConfig, arguments) == 2  # the overrides are needed

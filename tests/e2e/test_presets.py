@@ -30,11 +30,12 @@ FITTED: dict[str, list[str]] = {
     "cispo": ["rollout.n=8"],
     "gdpo": ["rollout.n=8"],
     "optimal_token_baseline": [],
+    "sao": ["trainer.critic_warmup=5", "data.train_batch_size=256"],
     "vapo": ["rollout.n=8", "trainer.critic_warmup=5", "algorithm.lam_length_alpha=1.0"],
 }
 # No core is as fast as this peak.
 EXTRA: dict[str, list[str]] = {"ppo": ["trainer.val_n=4", "trainer.peak_tflops=10"]}
-CRITICS = ("ppo", "vapo")
+CRITICS = ("ppo", "vapo", "sao")
 SPREAD = ("mean", "max", "min")
 PHASES = (
     "gen",

@@ -43,7 +43,7 @@ FREE = ("timing_s/", "timing_per_token_ms/", "perf/", "reshard/seconds", "rollou
 FREE_WITH_ADAPTERS = (
     *("reshard/bytes_moved", "reshard/bytes_had_to_move", "reshard/peak_extra_bytes"),
 )
-Program = Literal["ppo", "sft", "rm", "dpo"]
+Program = Literal["ppo", "sft", "rm", "critic", "dpo"]
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,14 @@ import time
 
 def digits(data_source, solution_str, ground_truth, extra_info):
     count = sum(character.isdigit() for character in solution_str)
-    return {"score": count / 4, "acc": float(count > 2)}
+    values = [(i, 0.25) for i, letter in enumerate(solution_str) if letter.isdigit()]
+    return {"score": count / 4, "acc": float(count > 2), "character_positions": values}
 
 
 def waits(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.05)
-    return len(solution_str) / 8
+    last = extra_info["response_tokens"] - 1
+    return {"score": len(solution_str) / 8, "token_positions": [(last, 0.5)]}
 
 
 def fails(data_source, solution_str, ground_truth, extra_info):
@@ -93,6 +95,7 @@ def write_inputs(rank: int, world_size: int, directory: str) -> None:
         ("ppo", _ppo(root)),
         ("sft", _sft(root)),
         ("rm", _rm(root)),
+        ("critic", _critic(root)),
         ("dpo", _dpo(root)),
     ):
         (root / f"{name}.yaml").write_text(yaml.safe_dump(content))
@@ -180,6 +183,11 @@ def reward_model(inputs: Path) -> Setting:
     return Setting("rm", "rm", ["--config", str(inputs / "rm.yaml")])
 
 
+def critic(inputs: Path) -> Setting:
+    """Training of a critic on stored rollouts."""
+    return Setting("critic", "critic", ["--config", str(inputs / "critic.yaml")])
+
+
 def dpo(inputs: Path) -> Setting:
     """DPO against another policy than the one that is trained."""
     return Setting("dpo", "dpo", ["--config", str(inputs / "dpo.yaml")])
@@ -239,6 +247,17 @@ def _rm(root: Path) -> dict[str, Any]:
     content = _preference_keys(root)
     content["optim"] |= {"name": "muon", "head_lr": 5e-3}
     return content
+
+
+def _critic(root: Path) -> dict[str, Any]:
+    content = _preference_keys(root)
+    rows = [json.loads(line) for line in (root / "data" / "sft.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["score"] = number % 3 / 2
+    write_rows(root / "data" / "scored.jsonl", rows)
+    content["data"]["train_files"] = str(root / "data" / "scored.jsonl")
+    content["optim"]["head_lr"] = 5e-3
+    return {**content, "algorithm": {"gamma": 0.99}}
 
 
 def _preference_keys(root: Path) -> dict[str, Any]:

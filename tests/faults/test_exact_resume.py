@@ -252,6 +252,7 @@ def test_an_update_of_adapters_is_killed_and_interrupted(
     [
         settings.sft,
         pytest.param(settings.reward_model, marks=pytest.mark.full),
+        pytest.param(settings.critic, marks=pytest.mark.full),
         pytest.param(settings.dpo, marks=pytest.mark.full),
     ],
 )

@@ -1,4 +1,4 @@
-"""Fine-tuning and reward-model training as slow loops in one process, which ours have to equal.
+"""Fine-tuning, reward models and critics trained as slow loops in one process, which ours equal.
 
 They use transformers, compute one sequence at a time, and pack nothing. They
 share no code with mrlhf but the types of the rows.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mrlhf.batch import Rollout
 from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.rollouts import ScoredResponse
 from mrlhf.data.sft import SftExample
 from tests.oracle.plain_models import load, weights_of
 from tests.oracle.plain_optimizer import LR, Outcome, differentiate, make_optimizer
@@ -29,6 +30,10 @@ PAIR_STEPS = ((0, 1, 2, 3), (3, 1, 2, 0))
 MARGINS = (0.25, 1.5, -0.5, 0.75)
 CENTRING = 0.3
 SMOOTHING = 0.2
+VALUE_STEPS = ((0, 3, 5, 6, 7), (7, 1, 2, 4, 0, 3))
+# The targets of the last of these steps are lambda-returns, those of the first Monte-Carlo returns.
+GAMMA = 0.9
+LAM = 0.7
 # Fewer than some layouts have data-parallel ranks.
 HELD_OUT = 2
 
@@ -51,6 +56,17 @@ def preference_pairs(rollout: Rollout) -> PreferencePairs:
     pairs = zip(ids[0::2], ids[1::2], strict=True)
     lengths = [max(1, _shared_tokens(*pair)) for pair in pairs]
     return PreferencePairs(ids[0::2], ids[1::2], lengths, dropped=0, margins=[*MARGINS])
+
+
+def scored_responses(rollout: Rollout) -> list[ScoredResponse]:
+    """The rows with made-up rewards; in some the policy did not draw every third token."""
+    sequences = rollout.sequences()
+    responses = []
+    for row, length in enumerate(rollout.response_lengths):
+        drew = [row % 2 == 0 or i % 3 != 1 for i in range(length)]
+        rewards = [float((row + i) % 4 - 1) for i in range(length)]
+        responses.append(ScoredResponse(sequences[row].tolist(), drew, rewards))
+    return responses
 
 
 def _shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
@@ -134,6 +150,57 @@ def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outco
     share = (share * HELD_OUT + 2) / (HELD_OUT + 4)  # Agresti and Coull
     metrics["se/val/accuracy"] = math.sqrt(share * (1 - share) / HELD_OUT)
     return Outcome(metrics, weights_of(judge))
+
+
+def train_values(model: Path, responses: Sequence[ScoredResponse], case: Case) -> Outcome:
+    """One optimizer step for each of `VALUE_STEPS`, and a validation on the first rows."""
+    critic = load(model, case.lora, case.freeze)
+
+    def values(response: ScoredResponse) -> Tensor:
+        """Before each token that the policy drew."""
+        numbers = critic.score(critic.model(torch.tensor([response.token_ids]))[0])[0, :, 0]
+        before = numbers[len(response.token_ids) - len(response.drew) - 1 : -1]
+        return before[torch.tensor(response.drew)]
+
+    def targets(response: ScoredResponse, lam: float) -> Tensor:
+        """Lambda-returns, by their recursion from the end."""
+        rewards = [r for r, drew in zip(response.rewards, response.drew, strict=True) if drew]
+        after = [*values(response).tolist()[1:], 0.0]
+        found: list[float] = []
+        target = 0.0
+        for reward, value in zip(reversed(rewards), reversed(after), strict=True):
+            target = reward + GAMMA * ((1 - lam) * value + lam * target)
+            found.insert(0, target)
+        return torch.tensor(found)
+
+    def step(rows: Sequence[int]) -> tuple[Tensor, dict[str, float]]:
+        lam = LAM if rows == VALUE_STEPS[-1] else 1.0
+        errors = [values(responses[row]) - targets(responses[row], lam) for row in rows]
+        loss = (torch.cat(errors) ** 2).mean() / 2
+        return loss, {"values/vf_loss": loss.item()}
+
+    metrics = _train("values", critic, VALUE_STEPS, step, case)
+    with torch.no_grad():
+        pairs = [(values(response), targets(response, 1.0)) for response in responses[:HELD_OUT]]
+    metrics["val/loss"] = ((torch.cat([v - t for v, t in pairs])) ** 2).mean().item() / 2
+    parts: dict[str, list[tuple[float, float]]] = {"": []}
+    for predicted, wanted in pairs:
+        for i, both in enumerate(zip(predicted.tolist(), wanted.tolist(), strict=True)):
+            parts[""].append(both)
+            parts.setdefault(f"/quarter_{1 + 4 * i // len(wanted)}", []).append(both)
+    for part, numbers in parts.items():
+        differences = [target - value for value, target in numbers]
+        spread, whole = map(_variance, (differences, [target for _, target in numbers]))
+        if len({target for _, target in numbers}) > 1:
+            metrics[f"val/explained_var{part}"] = 1 - spread / (whole + 1e-5)
+        if part:
+            metrics[f"val/bias{part}"] = -sum(differences) / len(differences)
+    return Outcome(metrics, weights_of(critic))
+
+
+def _variance(numbers: Sequence[float]) -> float:
+    mean = sum(numbers) / len(numbers)
+    return sum((number - mean) ** 2 for number in numbers) / max(1, len(numbers) - 1)
 
 
 def _train(

@@ -13,13 +13,22 @@ from typing import Any
 import torch
 
 from mrlhf.batch import NO_VERSION, Prompts, Rollout
-from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
+from mrlhf.config.roots import (
+    AnyConfig,
+    AnySupervised,
+    CriticConfig,
+    DPOConfig,
+    PPOConfig,
+    SFTConfig,
+)
 from mrlhf.data.preferences import PreferencePairs
+from mrlhf.data.rollouts import ScoredResponse
 from mrlhf.data.sft import SftExample
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.batches import trained_models
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.scoring import REPORTED_CORRECTNESS, Scores
+from mrlhf.trainers.critic import ValueLearning
 from mrlhf.trainers.dpo import PreferenceOptimization, ScoredPairs
 from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.trainers.sft import FineTuning
@@ -100,13 +109,18 @@ def collected(config: PPOConfig, prompts: Prompts, needs_greedy: bool) -> Collec
     return Collected(rollout, scores, greedy, int(lengths.sum()), {})
 
 
-def task_of(config: SFTConfig | PreferenceConfig, rows: int) -> SupervisedTask[Any]:
+def task_of(config: AnySupervised, rows: int) -> SupervisedTask[Any]:
     """The task of a supervised training on so many rows."""
     longest = config.data.max_length
     sides = [[_TOKEN] * length for length in _lengths(rows, longest)]
     if isinstance(config, SFTConfig):
         mask = [[0] + [1] * (len(side) - 1) for side in sides]
         return FineTuning([SftExample(*both) for both in zip(sides, mask, strict=True)], None)
+    if isinstance(config, CriticConfig):
+        tokens = [len(side) - 1 for side in sides]
+        rewards = [([True] * count, [0.5] * count) for count in tokens]
+        responses = [ScoredResponse(x, *y) for x, y in zip(sides, rewards, strict=True)]
+        return ValueLearning(config.algorithm, responses, None)
     pairs = PreferencePairs(sides, sides, [1] * rows, dropped=0)
     if isinstance(config, DPOConfig):
         scored = ScoredPairs(pairs, torch.tensor([[0.0, 0.0]] * rows, dtype=torch.float64))

@@ -140,7 +140,7 @@ def test_page_and_schema_hold_every_key(launcher):
         others = re.findall(rf"^- the lists of (.+) for .*{where}", chapter, re.MULTILINE)
         if not found:
             there = [lists_that_name(chapter_of(page, other), section, name) for other in others]
-            found = sum(map(len, there))
+            found = int(any(there))  # of two chapters with such lists one may be led on from
         assert found == 1, key.name
         assert key.doc in page, key.name
 

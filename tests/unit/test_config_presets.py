@@ -52,7 +52,7 @@ critic: {cliprange_value: 0.3}
 rollout: {n: 3}
 trainer: {critic_warmup: 7}
 """
-METHOD = ("algorithm.", "actor.", "critic.", "rollout.n", "trainer.critic_warmup")
+METHOD = ("algorithm.", "actor.", "critic.", "rollout.n", "rollout.partial", "trainer.critic_")
 OF_THE_TASK = ("algorithm.reward_clip", "algorithm.reward_norm")
 
 
@@ -239,7 +239,7 @@ def test_a_name_that_is_no_preset_is_refused() -> None:
 
 def test_the_presets_differ() -> None:
     methods = [method(load(file)) for file in FILES]
-    assert len(methods) == 12
+    assert len(methods) == 13
     assert all(
         first != second for number, first in enumerate(methods) for second in methods[:number]
     )

@@ -59,6 +59,9 @@ def hangs_in_c(data_source, solution_str, ground_truth, extra_info):
 def returns_extra(data_source, solution_str, ground_truth, extra_info):
     return extra_info["value"]
 
+def places(solution_str, **rest):
+    return {"score": 1, "token_positions": [(Fraction(2), 0.5)], "character_positions": ((0, 2),)}
+
 def returns_the_answer(data_source, solution_str, ground_truth, extra_info):
     return {"score": 0, "pred": repr(ground_truth).strip("'")}
 
@@ -126,9 +129,39 @@ def test_scores_batches(load):
 
 
 def test_dicts_give_metrics_and_extra_info_tells_the_length(load):
-    score, further, answer = load("detailed").score(inputs("abc", level=3))[0]
+    score, further, answer, placed = load("detailed").score(inputs("abc", level=3))[0]
+    assert placed == ()
     assert score == 0.5 and answer is None
     assert further == {"length": 3.0, "exact": 1.0, "tokens": 3.0, "keys": 3.0}
+
+
+def test_values_at_places_come_back_with_what_their_places_count(load):
+    (found,) = load("places").score(inputs("abc"))
+    assert found.placed == (("token", 2, 0.5), ("character", 0, 2.0))
+    assert found.further == {"placed": 2.5}
+    with pytest.raises(RewardError, match="at token 2 of a response of 2 tokens; places count fro"):
+        load("places").score(inputs("ab"))
+
+
+PAIRS = "token_positions"
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ({"positions": [[0, 1]]}, "name it token_positions or character_positions"),
+        ({PAIRS: 3}, "returned 3.0 as 'token_positions'; return a list of pairs of a place"),
+        ({PAIRS: [[1, 2, 3]]}, r"returned \[\[1.0, 2.0, 3.0\]\] as 'token_positions'"),
+        ({PAIRS: [[0, "x"]]}, "as 'token_positions'; return a list of pairs.*solution '7'"),
+        ({PAIRS: [[0.5, 1]]}, "0.5.* which is a whole number"),
+        ({PAIRS: [[0, 1e16]]}, "at place 0 of 'token_positions' 1e.16; return a finite"),
+        ({PAIRS: [[-1, 1]]}, "at token -1 of a response of 1 tokens"),
+        ({"character_positions": [[1, 1]]}, "at character 1 of a response of 1 characters"),
+    ],
+)
+def test_places_that_are_none_are_refused(load, value, message):
+    with pytest.raises(RewardError, match=message):
+        load("returns_extra").score(inputs("7", value={"score": 0, **value}))
 
 
 def test_an_answer_comes_back_as_the_text_it_is(load):
@@ -151,7 +184,7 @@ def test_one_process_serves_all_calls_and_is_not_this_one(load, caplog):
 
     reward = load("process")
     with caplog.at_level("INFO"):
-        facts = [further for _ in range(2) for _, further, _ in reward.score(inputs("1", "2"))]
+        facts = [further for _ in range(2) for _, further, *_ in reward.score(inputs("1", "2"))]
     assert len({fact["pid"] for fact in facts}) == 1
     assert facts[0]["pid"] != os.getpid()
     assert facts[0]["torch"] == 0.0

@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mrlhf.batch import Episode, Experience, ExpertRecord, Prompts
 from mrlhf.config.rollout import RolloutSection
+from mrlhf.data.rollouts import ScoredResponse, encode_rollouts
+from mrlhf.data.rows import read_rows, write_rows
 from mrlhf.data.sample_table import read_samples
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
@@ -125,6 +127,51 @@ def test_a_parquet_file_has_a_row_for_each_sample_and_lists_of_its_tokens(tmp_pa
     table = read_samples(file)
     assert table.begins == [0, 1, 3, 6, 7]
     assert table.tokens["advantage"].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0]
+
+
+def test_a_dump_is_what_a_critic_learns_from(tmp_path, tokenizer):
+    rollout = with_holes(rollout_of([7, 9]), torch.tensor([[False, True, False]] * 4))
+    dump = dump_of(rollout)
+    rewards = torch.arange(12.0).view(4, 3) / 8
+    dump = replace(dump, experience=replace(dump.experience, token_rewards=rewards))
+    write_dump(tmp_path, dump, RolloutSection(dump_freq=1), tokenizer)
+    rows = read_rows([tmp_path / "rollouts" / "step_000004.parquet"])
+    read = encode_rollouts(rows, tokenizer, max_length=5)
+    assert read[2] == ScoredResponse([1, 3, 1, 3, 0], [True, False, True], [0.75, 0.875, 1.0])
+    assert [len(response.drew) for response in read] == [1, 2, 3, 1]
+
+    # From texts: the score belongs to the last token, which is eos unless the response was cut.
+    dump = dump_of(rollout_of([7, 9]))
+    write_dump(tmp_path, dump, RolloutSection(dump_freq=1, dump_format="jsonl"), tokenizer)
+    lines = [*(tmp_path / "rollouts" / "step_000004.jsonl").read_text().splitlines()]
+    texts = [json.loads(line) | {"prompt": "ab", "response": "ab"} for line in lines[1:3]]
+    texts.append({"prompt": "ab", "response": "", "token_ids": [3, 0], "reward": 2})
+    path = tmp_path / "texts.jsonl"
+    write_rows(path, texts)
+    assert encode_rollouts(read_rows([path]), tokenizer, max_length=5) == [
+        ScoredResponse([1, 2, 1, 2], [True] * 2, [0.0, 1.0]),
+        ScoredResponse([1, 2, 1, 2, 0], [True] * 3, [0.0, 0.0, 2.0]),
+        ScoredResponse([1, 2, 3, 0], [True] * 2, [0.0, 2.0]),
+    ]
+    assert len(encode_rollouts(read_rows([path]), tokenizer, max_length=4, overlong="drop")) == 2
+
+    write_rows(
+        path, [{"prompt_ids": [1], "response_ids": [2], "reward": [0], "loss_mask": [False]}]
+    )
+    with pytest.raises(DataError, match=r"no row of .*texts.jsonl fits .* and has a token that a"):
+        encode_rollouts(read_rows([path]), tokenizer, max_length=4)
+    for changed, words in (
+        ({}, "5 tokens, more than data.max_length 4"),
+        ({"score": None}, "'score' is null"),
+        ({"score": "1"}, "no finite number: '1'"),
+        ({"score": float("nan")}, "no finite number: nan"),
+        ({"token_ids": [6]}, "token 6 is not in the tokenizer, whose ids go up to 5"),
+        ({"token_ids": []}, "no token, or not a reward for each"),
+        ({"turns": [1, 3]}, "several turns or contexts"),
+    ):
+        write_rows(path, [texts[1] | changed])
+        with pytest.raises(DataError, match=f"texts.jsonl:1: .*{words}"):
+            encode_rollouts(read_rows([path]), tokenizer, max_length=4)
 
 
 def with_episodes(rollout):

@@ -43,7 +43,7 @@ def test_help_version_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> N
     for name, near in (
         ("train_ppo", "'train-ppo'"),
         ("convert-checkpoint", "'convert'"),
-        ("train", "'train-sft' or 'train-rm' or 'train-dpo' or 'train-ppo'"),
+        ("train", " or ".join(f"'train-{x}'" for x in ("sft", "rm", "critic", "dpo", "ppo"))),
         ("ppo", "'train-ppo'"),
     ):
         assert main([name]) == 2

@@ -1,6 +1,7 @@
 """How a scored rollout becomes an experience: correction, advantages and whitening, by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,3 +141,23 @@ def test_metrics_of_the_mismatch():
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(max(gaps), rel=1e-5)
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(sum(gaps) / 5, rel=1e-5)
     assert not any("rollout_rs" in name for name in metrics)
+
+
+def test_values_at_places_are_rewards_of_their_tokens():
+    placed = torch.tensor([[0.5, 0.0, 0.25], [0.0, -1.0, 0.0]])
+    collected = _collected()
+    collected = replace(collected, rollout=replace(collected.rollout, placed=placed))
+    outputs = ModelOutputs(Evaluation(TRAINER, torch.zeros(2, 3), None), None, VALUES)
+
+    def made(estimator):
+        algorithm = AlgorithmSection.model_validate({"adv_estimator": estimator, "gamma": 0.5})
+        return make_experience(collected, collected.scores.total, outputs, algorithm, 0.0)[0]
+
+    gae = made("gae")
+    assert gae.token_rewards.tolist() == [[0.5, 0.0, 1.25], [0.0, -1.0, 0.0]]
+    assert gae.scores.tolist() == [1.75, -1.0]
+    # lambda = 1: 0.5 + 0.25 * 1.25, 0.5 * 1.25, 1.25
+    wanted = [[0.8125, 0.625, 1.25], [-0.5, -1.0, 0.0]]
+    assert gae.returns.tolist() == wanted
+    assert made("reinforce_plus_plus").returns.tolist() == wanted
+    assert made("rloo").advantages.tolist() == [[2.75] * 3, [-2.75, -2.75, 0.0]]

@@ -15,7 +15,7 @@ import mrlhf
 from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.errors import MrlhfError
-from mrlhf.inputs import read_ppo_inputs, read_preference_inputs, read_sft_inputs
+from mrlhf.inputs import read_ppo_inputs, read_preference_inputs, read_row_inputs
 from mrlhf.preflight import dry_run, preflight
 from tests.unit.config_files import read_cases
 from tests.unit.configurations import changed, holds, read_changes
@@ -180,7 +180,7 @@ def test_the_inputs_of_each_program():
     assert list(inputs.reward.weights) == ["score"]
     inputs.reward.close()
 
-    sft = read_sft_inputs(supervised(SFTConfig, "train.jsonl"))
+    sft = read_row_inputs(supervised(SFTConfig, "train.jsonl"))
     assert (len(sft.examples), len(sft.held_out), sft.steps) == (8, 0, 6)
     pairs = read_preference_inputs(supervised(RewardModelConfig, "pairs.jsonl"))
     assert (len(pairs.pairs), len(pairs.held_out), pairs.steps) == (9, 1, 6)
@@ -221,7 +221,7 @@ def test_data_that_are_read_twice_are_told(place, caplog):
     ]
 
     for read, root, file, count in (
-        (read_sft_inputs, SFTConfig, "train.jsonl", 8),
+        (read_row_inputs, SFTConfig, "train.jsonl", 8),
         (read_preference_inputs, RewardModelConfig, "pairs.jsonl", 10),
     ):
         caplog.clear()
@@ -235,7 +235,7 @@ def test_data_that_are_read_twice_are_told(place, caplog):
 def test_another_end_token_than_the_models_is_told(place, caplog):
     shutil.copytree(place / "model", place / "ends")
     (place / "ends" / "config.json").write_text(json.dumps(MODEL | {"eos_token_id": [3, 4]}))
-    read_sft_inputs(supervised(SFTConfig, "train.jsonl", model__path="ends"))
+    read_row_inputs(supervised(SFTConfig, "train.jsonl", model__path="ends"))
     (line,) = caplog.messages
     assert line.startswith(
         "the tokenizer's end token is 2 ('</s>'), and config.json of the model names 3 and 4 as "
@@ -243,7 +243,7 @@ def test_another_end_token_than_the_models_is_told(place, caplog):
     )
 
     caplog.clear()
-    read_sft_inputs(supervised(SFTConfig, "train.jsonl"))
+    read_row_inputs(supervised(SFTConfig, "train.jsonl"))
     assert not caplog.messages
 
 

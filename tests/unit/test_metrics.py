@@ -6,8 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrlhf.batch import NO_VERSION, Experience, Prompts
-from mrlhf.metrics import Tally, data_metrics, explained_variance, throughput_metrics
+from mrlhf.batch import NO_VERSION, Episode, Experience, Prompts
+from mrlhf.metrics import (
+    Tally,
+    data_metrics,
+    explained_variance,
+    throughput_metrics,
+    value_metrics,
+)
+from mrlhf.metrics.values import quarters
 from tests.metric_rows import without_row
 from tests.rollouts import make_rollout
 
@@ -131,6 +138,9 @@ def test_data_metrics_of_a_literal_batch():
     flat["response/aborted_ratio"] = 0.0
     # returns - values: 0, 1, 2, -1 with variance 5/3; returns: 1, 3, 5, -1 with variance 20/3
     flat |= {"critic/vf_explained_var": 1 - (5 / 3) / (20 / 3 + 1e-5)}
+    # The first quarter has the first token of each response, the next two have one token.
+    flat |= {"critic/vf_explained_var/quarter_1": 1 - 0.5 / (2 + 1e-5)}
+    flat |= {f"critic/vf_bias/quarter_{n}": bias for n, bias in ((1, 0.5), (2, -1.0), (3, -2.0))}
 
     metrics = data_metrics(_experience(), max_prompt_length=3)
     assert metrics.keys() == flat.keys() and without_row(metrics) == []
@@ -142,9 +152,9 @@ def test_data_metrics_of_a_literal_batch():
 def test_without_a_critic_there_are_no_metrics_of_values():
     whole = data_metrics(_experience(), max_prompt_length=3)
     metrics = data_metrics(replace(_experience(), values=None), max_prompt_length=3)
-    assert whole.keys() - metrics.keys() == {
-        "critic/values/mean", "critic/values/max", "critic/values/min", "critic/vf_explained_var"
-    }  # fmt: skip
+    kinds = ("critic/values/", "critic/vf_explained_var", "critic/vf_bias/")
+    names = whole.keys() - metrics.keys()
+    assert names == {name for name in whole if name.startswith(kinds)} and len(names) == 8
 
 
 def test_a_rejected_token_is_in_no_metric_of_tokens():
@@ -190,6 +200,32 @@ def test_explained_variance_of_a_perfect_and_of_a_constant_critic():
     assert explained_variance(torch.full_like(returns, 2.0), returns, mask) == pytest.approx(
         0, abs=2e-5
     )
+
+
+def test_values_by_quarter_and_by_turn():
+    """Two responses; of the first the third token is a tool's, and it has three turns."""
+    values = torch.tensor([[1.0, 2.0, 99.0, 3.0, 4.0, 0.5], [1.0, 1.0, 3.0, 5.0, 5.0, 0.0]])
+    returns = torch.tensor([[2.0, 2.0, -99.0, 4.0, 4.0, 2.5], [0.0, 1.0, 2.0, 4.0, 7.0, 99.0]])
+    mask = torch.tensor([[True, True, False, True, True, True], [True] * 5 + [False]])
+    # By hand: five tokens a row that count, of which quarters hold the first two, the third, ...
+    assert quarters(mask)[mask].tolist() == [1, 1, 2, 3, 4, 1, 1, 2, 3, 4]
+    episode = Episode(turn_begins=[0, 3, 4, 4, 5], turns=[2, 4, 4, 5, 6])
+    found = value_metrics("v/", values, returns, mask, [episode, Episode()])
+
+    # Of value - return in the first quarter, -1, 0, 1 and 0, the mean is 0 and the variance 2 / 3;
+    # of the returns 2, 2, 0 and 1 it is 11 / 12.
+    assert found["v/bias/quarter_1"] == 0.0
+    assert found["v/explained_var/quarter_1"] == pytest.approx(1 - (2 / 3) / (11 / 12), abs=2e-5)
+    assert found["v/bias/quarter_2"] == 0.0 and found["v/bias/quarter_3"] == 0.5
+    assert found["v/bias/quarter_4"] == -2.0 and found["v/explained_var/quarter_4"] == 1.0
+    # The second response is one turn. The first one has two tokens of turn 1, one of turn 2, none
+    # of turn 3, and those of turns 4 and 5.
+    assert found["v/bias/turn_1"] == pytest.approx((-1 + 0 + 1 + 0 + 1 + 1 - 2) / 7)
+    assert found["v/bias/turn_2"] == -1.0 and found["v/bias/turn_4"] == -1.0
+    # Where the returns are equal, or there is one, nothing can be explained.
+    assert "v/bias/turn_3" not in found and len(found) == 1 + 2 * (4 + 3) - 2
+    assert not {"v/explained_var/quarter_3", "v/explained_var/turn_2"} & found.keys()
+    assert found["v/explained_var"] == explained_variance(values, returns, mask)
 
 
 def test_an_empty_mask_has_no_share_of_variance():

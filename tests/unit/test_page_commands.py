@@ -52,6 +52,7 @@ NOT_RUN = [
     ("README.md", "mrlhf train-ppo -n 8", "a model of 7B parameters on 8 GPUs"),
     ("docs/lora.md", "--nproc-per-node=8 launch/train_ppo.py", "README's model on 8 GPUs"),
     ("configs/recipes/rlvr_gsm8k/README.md", "--nproc-per-node=8", "a model on 8 GPUs"),
+    ("configs/recipes/critic/README.md", "compare.py", "twenty runs; e2e/test_critic has such"),
     ("docs/generation.md", "rollout.engine=vllm", "needs `make vllm`; tests/vllm trains with it"),
 ]
 

@@ -94,13 +94,18 @@ def test_numbers_that_were_not_measured_and_numbers_that_are_not_finite(run, tmp
         del tokens[name]
     tokens["advantage"] = tokens["advantage"].copy()
     tokens["advantage"][:2] = [math.nan, math.inf]
+    tokens["placed"] = np.zeros_like(tokens["reward"])
+    tokens["placed"][1] = -0.5
     file = tmp_path / "step_000001.parquet"
     write_samples(file, SampleTable(table.texts, tokens))
 
     packed = pack_samples({1: file}, most=10)
     assert packed.quantities == [
-        "advantage", "reward", "trainer - engine", "log-probability", "loss mask"
+        "advantage", "reward", "placed by reward terms", "trainer - engine", "log-probability",
+        "loss mask",
     ]  # fmt: skip
+    placed = opened(packed, 0)[1]["placed by reward terms"]
+    assert placed[:3].tolist() == [0.0, -0.5, 0.0]
     advantage = opened(packed, 0)[1]["advantage"]
     assert math.isnan(advantage[0]) and advantage[1] == math.inf
     assert np.isfinite(advantage[2:]).all()

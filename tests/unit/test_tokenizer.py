@@ -6,6 +6,7 @@ Also chat templates, and what is refused of a tokenizer, a template or a text.
 import json
 import os
 import random
+from array import array
 
 import pytest
 import sentencepiece
@@ -17,6 +18,8 @@ from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.data.subword import MODEL_FILE
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import DataError
+from mrlhf.rewards.interface import PlacedValue
+from mrlhf.rollout.response import Response
 
 CORPUS = [
     "Question: Natalia sold clips to 48 of her friends in April, and then she sold half as many in "
@@ -62,6 +65,28 @@ def assert_same(tokenizer, reference):
         assert tokenizer.decode(ids) == reference.Decode(ids), text
         if "▁" not in text:
             assert tokenizer.decode(ids) == text
+
+
+def test_a_character_is_held_by_the_token_that_completes_it(directory, reference):
+    tokenizer = load_tokenizer(directory)
+    texts = [text for text in strings() if text and text == text.strip()][::40]
+    assert any("😀" in text for text in texts)
+    for text in texts:
+        ids = reference.Encode(text)
+        parts = [reference.Decode(ids[: i + 1]) for i in range(len(ids))]
+        wanted = [
+            min(i for i, part in enumerate(parts) if part.startswith(text[: at + 1]))
+            for at in range(len(text))
+        ]
+        placed = [PlacedValue("character", at, 1.0) for at in range(len(text))]
+        placed.append(PlacedValue("token", 0, 1.0))
+        response = Response("", "", None, {}, array("i", [*ids, tokenizer.eos_id]), None)
+        assert response.places(placed, tokenizer) == [*wanted, 0], text
+        # In an episode the text is that of the last turn, and tokens count from the first turn.
+        turns = array("i", [*ids, 5, *ids])
+        response = Response("", "", None, {}, turns, range(len(ids) + 1, len(turns)))
+        later = [token + len(ids) + 1 for token in wanted]
+        assert response.places(placed, tokenizer) == [*later, 0], text
 
 
 def test_equals_sentencepiece(directory, reference):

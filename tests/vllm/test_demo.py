@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import write_rows
+from mrlhf.data.sample_table import read_samples
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
@@ -147,6 +148,22 @@ def test_vllm_draws_episodes_that_agree_with_training(start: Path) -> None:
         assert record["episodes/failed"] == 0
         assert record["episodes/turns/mean"] > 2.5
         assert 1.2 < record["episodes/contexts/mean"] < 1.8
+
+
+def test_the_critic_has_the_same_numbers_with_either_engine(start: Path) -> None:
+    """Greedy responses are the same, so nothing of the critic may tell which engine drew them."""
+    greedy = ("rollout.top_k=1", "actor.policy_loss.loss_mode=gpg")
+    keys = (*greedy, "trainer.critic_warmup=2", "rollout.dump_freq=1")
+    first = next(_RUNS) + 1
+    runs = [_ppo(start, engine, *keys) for engine in ("native", "vllm")]
+    files = [start / f"run{first + run}/rollouts/step_000002.parquet" for run in (0, 1)]
+    tables = [read_samples(file) for file in files]
+    for name in ("response_ids", "value", "return"):
+        assert tables[0].tokens[name].tolist() == tables[1].tokens[name].tolist(), name
+    for ours, theirs in zip(*runs, strict=True):
+        names = [name for name in ours if name.startswith("critic/")]
+        assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+    assert runs[0][-1]["critic/grad_norm"] > 0
 
 
 def _greedy(

@@ -20,6 +20,7 @@ TITLES = {
     "train_ppo": "PPO",
     "train_sft": "Supervised fine-tuning",
     "train_rm": "Reward-model training",
+    "train_critic": "Training of a critic",
     "train_dpo": "Direct preference optimization (DPO, IPO)",
 }
 _WORDS = {
@@ -33,7 +34,7 @@ _WORDS = {
 INTRODUCTION = """\
 # Configuration
 
-Every key of the four launchers, in brackets its default and the values it takes, then what it means
+Every key of the five launchers, in brackets its default and the values it takes, then what it means
 with its unit. `launch/train_ppo.py --help` prints the same list. `mrlhf/config/` has the fields
 from which `python tools/write_configuration_page.py` writes this page.
 

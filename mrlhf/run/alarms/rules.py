@@ -40,6 +40,7 @@ _SECTIONS = {
     "critic": ("critic", "critic.optim"),
     "sft": ("model", "optim"),
     "rm": ("model", "optim"),
+    "values": ("model", "optim"),
     "dpo": ("model", "optim"),
 }
 

@@ -126,6 +126,10 @@ def describe_sample(
     if rollout.episodes is not None:
         episode = vars(rollout.episodes[row])
         sample |= {name: episode[name] for name in EPISODES}
+    if rollout.placed is not None:
+        values = rollout.placed[row]
+        places = values.nonzero()[:, 0].tolist()
+        sample["placed"] = [[place, float(values[place])] for place in places]
     return sample
 
 
@@ -141,6 +145,7 @@ def _table(dump: Dump, rows: Sequence[int], tokenizer: Tokenizer) -> SampleTable
     texts: dict[str, list[Any]] = {name: [] for name in columns}
     for row, ids, pieces in zip(rows, responses, tokenizer.pieces(responses), strict=True):
         sample = _sample(dump, row, tokenizer)
+        sample.pop("placed", None)  # a column of the tokens
         stopped = sample.pop("stopped")
         finish_reason = "stop" if stopped else "length"
         if rollout.episodes is not None:
@@ -165,6 +170,7 @@ def _table(dump: Dump, rows: Sequence[int], tokenizer: Tokenizer) -> SampleTable
         "advantage": experience.advantages,
         "return": experience.returns,
         "reward": experience.token_rewards,
+        "placed": rollout.placed,
         "value": experience.values,
         "old_logprob": experience.old_logprobs,
         "new_logprob": dump.new_logprobs,

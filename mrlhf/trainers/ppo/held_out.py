@@ -81,7 +81,7 @@ class HeldOut:
         score = self._parts.scorer.score
         for split in splits:
             sources = prompts[split].data_source
-            scores = score(greedy[split])
+            greedy[split], scores = score(greedy[split])
             if split == "val":
                 title = "held-out prompts, greedy"
                 self._samples.show("held-out", title, greedy[split], scores)
@@ -92,7 +92,7 @@ class HeldOut:
             sampled_metrics: dict[str, float] = {}
             if split in sampled:
                 n = self._section.val_n
-                scores = score(sampled[split], with_answers=n > 1)
+                sampled[split], scores = score(sampled[split], with_answers=n > 1)
                 scores = _with_turn_rewards(scores, sampled[split])
                 sampled_metrics = summarise(scores, sources, n)
                 metrics |= prompt_errors(f"{split}_sampled", scores, sources, n)

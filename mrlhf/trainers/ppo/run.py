@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mrlhf.checkpoint.restorer import Checkpoint
@@ -17,7 +18,7 @@ from mrlhf.inputs import read_ppo_inputs
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.reporter import Reporter, ResumePoint, ppo_achievements
 from mrlhf.run.startup import Run, start
-from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
+from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint, warm_start
 from mrlhf.trainers.ppo.resume import Between, parts_state, restore, saved_state
 from mrlhf.trainers.ppo.setup import PPOParts, assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
@@ -79,6 +80,8 @@ class PPORun:
         self._resumed: ResumePoint | None = None
         if checkpoint is not None:
             self._restore(checkpoint)
+        elif parts.critic is not None and config.critic.warm_start == "state":
+            warm_start(parts.critic.engine, Path(config.critic.path))
 
     def fit(self) -> None:
         """Train, validate, export what `trainer` says to `output_dir`, and report.
