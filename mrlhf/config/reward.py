@@ -72,12 +72,15 @@ class RewardSection(Section):
         "or remove it": lambda self, reward_model: (
             "reward_model" not in self.names and reward_model is not None
         ),
-        "reward.terms holds 'judge' but nothing judges; set judge.address and judge.model, or "
-        "remove the term": lambda self, judge: (
-            "judge" in self.names and None in (judge.address, judge.model)
+        "reward.terms holds 'judge', which either judge.address and judge.model name or "
+        "judge_model.path; set one of these, or remove the term": lambda self, judge, judge_model: (
+            "judge" in self.names
+            and (None in (judge.address, judge.model)) == (judge_model is None)
         ),
-        "judge is set but no reward term uses it; add {name: judge} to reward.terms or remove "
-        "it": lambda self, judge: "judge" not in self.names and bool(judge.model_fields_set),
+        "judge or judge_model is set but no reward term uses it; add {name: judge} to reward.terms "
+        "or remove it": lambda self, judge, judge_model: (
+            "judge" not in self.names and bool(judge.model_fields_set or judge_model)
+        ),
         "reward.terms holds 'environment' but there is none; set rollout.environment or remove the "
         "term": lambda self, rollout: "environment" in self.names and not rollout.environment,
     }
@@ -88,6 +91,7 @@ class RewardSection(Section):
         return [term.name for term in self.terms]
 
 
+_IF_ADDRESS = read_if("address", bool, "is null", "set that")
 _Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 _IF_NUMBERS = read_if("verdicts", lambda verdicts: not verdicts, "has words", "leave that out")
 
@@ -96,10 +100,10 @@ class JudgeSection(Section):
     """The reward term `judge`: a generative model that is asked about each response."""
 
     address: Annotated[str, Field(pattern=r"^https?://[\w\[]\S*$")] | None = None
-    """server that speaks OpenAI's protocol, such as http://host:8000/v1"""
-    model: Name | None = None
+    """server that speaks OpenAI's protocol, as http://host:8000/v1; null: judge_model judges"""
+    model: Annotated[Name | None, _IF_ADDRESS] = None
     """the server's name for the model"""
-    api_key_variable: Name | None = None
+    api_key_variable: Annotated[Name | None, _IF_ADDRESS] = None
     """environment variable that holds the API key, which is written nowhere"""
     template: str = ""
     """jinja2 template of the message: {{ response }} in it, and {{ prompt }} as the policy saw it,
@@ -119,11 +123,11 @@ class JudgeSection(Section):
     """temperature of the answers"""
     max_tokens: Tokens = 512
     """most tokens of an answer"""
-    timeout_s: Seconds = 120.0
+    timeout_s: Annotated[Seconds, _IF_ADDRESS] = 120.0
     """longest time of a request, and longest wait before another try, seconds"""
-    retries: CountOrZero = 5
+    retries: Annotated[CountOrZero, _IF_ADDRESS] = 5
     """tries after the first, if the server is busy, fails or gives no answer"""
-    requests_at_once: Count = 16
+    requests_at_once: Annotated[Count, _IF_ADDRESS] = 16
     """most open requests of each rank"""
 
     refused: ClassVar[Rows] = {

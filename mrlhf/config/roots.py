@@ -27,6 +27,7 @@ from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
     AdaptedSection,
+    JudgeModelSection,
     OptimSection,
     ReferenceSection,
     RewardModelSection,
@@ -176,6 +177,8 @@ class PPOConfig(Root):
     """the score of a response"""
     judge: JudgeSection
     """the reward term `judge`: a generative model that is asked"""
+    judge_model: JudgeModelSection | None = None
+    """a frozen model that judges on the ranks; null: none"""
     rollout: RolloutSection
     """generation"""
     data: PromptDataSection
@@ -190,7 +193,8 @@ class PPOConfig(Root):
     @property
     def unbuilt(self) -> frozenset[str]:
         """The sections of models that this run does not use."""
-        unused = {"critic", "reference", "teacher", "reward_model"}.difference(self.roles())
+        models = {"critic", "reference", "teacher", "reward_model", "judge_model"}
+        unused = models.difference(self.roles())
         return frozenset(unused - {"reference"} if self.needs_reference else unused)
 
     @property
@@ -274,6 +278,8 @@ class PPOConfig(Root):
             roles["reference"] = self.reference
         if self.teacher is not None:
             roles["teacher"] = self.teacher
+        if self.judge_model is not None:
+            roles["judge_model"] = self.judge_model
         return roles | self._reward_models()
 
     def _reward_models(self) -> dict[str, RoleSection]:
@@ -286,6 +292,23 @@ class PPOConfig(Root):
             member = section.model_copy(update={"path": path})
             roles[f"reward_model.ensemble.{number}"] = member
         return roles
+
+    def of_judge(self) -> GenerationConfig:
+        """The configuration whose policy is the judge on the ranks, for its engine."""
+        model = self.judge_model
+        assert model is not None
+        keys: dict[str, dict[str, Any]] = {
+            "rollout": {"engine": "native", "tp": model.tp, "ep": None, "environment": []}
+            | {"n": self.judge.n, "temperature": self.judge.temperature, "top_k": -1, "top_p": 1.0}
+            | {"stop": [], "stop_token_ids": [], "tools": []},
+            "data": {"tokenizer": model.path, "chat_template": None}
+            | {"max_prompt_length": model.max_prompt_tokens}
+            | {"max_response_length": self.judge.max_tokens},
+        }
+        changes = {name: self.value_of(name).model_copy(update=new) for name, new in keys.items()}
+        actor = ActorSection(**{key: model.value_of(key) for key in _OF_POLICY})
+        others = {"actor": actor, "reward": AnyRewardSection(), "judge_model": None}
+        return GenerationConfig.model_construct(**{**vars(self), **changes, **others})
 
 
 class GenerationConfig(PPOConfig):
@@ -310,6 +333,8 @@ class GenerationConfig(PPOConfig):
         roles: dict[str, RoleSection] = {"actor": self.actor}
         if "reward_model" in self.reward.names:
             roles |= self._reward_models()
+        if "judge" in self.reward.names and self.judge_model:
+            roles["judge_model"] = self.judge_model
         return roles
 
 

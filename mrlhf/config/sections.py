@@ -26,6 +26,7 @@ from mrlhf.config.fields import (
     Rows,
     Section,
     Texts,
+    Tokens,
     UpToOne,
     known_or_own,
     on_or_off,
@@ -472,3 +473,10 @@ class RewardModelSection(RoleSection):
     that token, and their sum is the response's score; null: it scores whole responses"""
     offload: OffloadFrozen = Field(default_factory=list)
     """what waits on the host while no phase needs it"""
+
+
+class JudgeModelSection(RewardModelSection):
+    """A frozen language model that judges on the ranks; its engine has the sizes of `rollout`."""
+
+    max_prompt_tokens: Tokens = 4096
+    """most tokens of a message to it; a longer one gets no verdict"""

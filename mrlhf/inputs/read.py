@@ -62,6 +62,7 @@ from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.parallel.segments import Segments
 from mrlhf.rewards.chat_judge import ChatJudge
 from mrlhf.rewards.combine import RewardFunction
+from mrlhf.rewards.judge import Judge
 from mrlhf.rewards.rules import answer_rules
 from mrlhf.workers.process import Limits
 
@@ -87,6 +88,7 @@ class PPOInputs(EngineInputs):
     held_out: Mapping[str, Prompts]
     steps: int  # training steps of the run
     reward: RewardFunction  # users' functions are running
+    judge: EngineInputs | None = None  # of the judge on the ranks, if there is one
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
         held_out={split: rows for split, (_, rows) in splits.items()},
         steps=_ppo_steps(config, len(prompts)),
         reward=load_rewards(config),
+        judge=read_judge_inputs(config),
     )
 
 
@@ -133,6 +136,11 @@ def read_engine_inputs(config: PPOConfig) -> EngineInputs:
     tokenizer, endings = _tokenizer_and_endings(config)
     environments = read_environments(config, tokenizer, endings.token_ids)
     return EngineInputs(tokenizer, endings, environments)
+
+
+def read_judge_inputs(config: PPOConfig) -> EngineInputs | None:
+    """Read what the judge on the ranks needs beside its model, if there is one."""
+    return read_engine_inputs(config.of_judge()) if "judge_model" in config.roles() else None
 
 
 def read_prompts(
@@ -295,10 +303,11 @@ def _split_rows(
 def load_rewards(config: PPOConfig) -> RewardFunction:
     """Load the terms of the reward and start users' functions; ConfigError or RewardError."""
     section = config.reward
+    asks = "judge" in section.names and Judge(config.judge)  # refuses what it cannot read
     return RewardFunction(
         [(term.name, term.weight) for term in section.terms],
         limits=Limits(section.timeout_s, section.memory_mb),
-        judge=ChatJudge(config.judge) if "judge" in section.names else None,
+        judge=ChatJudge(config.judge) if asks and config.judge.address else None,
     )
 
 
@@ -318,7 +327,7 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
     sizes = {
         name: load_spec(role.path, config.head_of(name)).vocab_size
         for name, role in config.roles().items()
-        if Path(role.path).exists()
+        if Path(role.path).exists() and name != "judge_model"  # it has its own tokenizer
     }
     if config.loads_weights:
         _check_tokens(config, tokenizer)
@@ -349,6 +358,8 @@ def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
     tokens: dict[str, int] = {}
     for name, role in config.roles().items():
         if role.path == config.data.tokenizer or not holds_vocabulary(Path(role.path)):
+            continue
+        if name == "judge_model":
             continue
         try:
             own = load_vocabulary(role.path)

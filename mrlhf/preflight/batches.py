@@ -54,6 +54,8 @@ def role_work(config: AnyConfig, world_size: int) -> list[RoleWork]:
     """The work of each role on `world_size` ranks; its layout must fit them."""
     works = []
     for name, role in config.roles().items():
+        if name == "judge_model":
+            continue  # its engine has neither micro-batches nor rows of a batch
         dp = AxisSizes.of(role).dp(world_size)
         longest = longest_unit(config, role.cp)
         if not isinstance(config, PPOConfig):

@@ -163,6 +163,13 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
             is_last = actor.stage == actor.layout.pp - 1
             nbytes = rows * teacher.spec.hidden_size * teacher.itemsize if is_last else 0
             found.phases[update_of("actor")]["teacher/output layer"] = nbytes
+        if "judge_model" in shares:
+            judge = shares["judge_model"]
+            found.sizes["judge/params"] = _engine_bytes(judge, True, judge.layout.tp, 1)
+            found.phases["passes of judge_model"] |= {
+                "judge/params": found.sizes["judge/params"],
+                "judge/cache, at least": cache_needs(config.of_judge(), judge.spec).bytes,
+            }
     return found
 
 

@@ -221,6 +221,9 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
     spec = specs.get("rollout")
     if isinstance(config, PPOConfig) and spec is not None:
         yield from _engine_problems(config, spec, actor_fits)
+    judge = specs.get("judge_model")
+    if isinstance(config, PPOConfig) and judge is not None:
+        yield from _engine_problems(config.of_judge(), judge, actor_fits=False)
 
 
 def _transformer_engine_problems(config: AnyConfig, name: str, spec: ModelSpec) -> Iterator[str]:
@@ -298,11 +301,15 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
     reported: set[str] = set()
     for name, role in config.roles().items():
         spec = specs.get(name)
+        lengths = "the data's maximum lengths"
+        if isinstance(config, PPOConfig) and name == "judge_model":
+            longest = config.of_judge().data.max_length
+            lengths = "judge_model.max_prompt_tokens or judge.max_tokens"
         if spec is None or spec.max_positions >= longest or role.path in reported:
             continue
         reported.add(role.path)
         yield (
             f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's "
             f"max_position_embeddings {spec.max_positions} ({Path(role.path) / 'config.json'}); "
-            "lower the data's maximum lengths"
+            f"lower {lengths}"
         )

@@ -116,7 +116,7 @@ class RewardFunction:
     @property
     def reads_text(self) -> bool:
         """Whether a term reads the text of a response; external terms do not."""
-        return bool(self._rules or self._custom)
+        return bool(self._rules or self._custom or "judge" in self.weights)
 
     @property
     def external(self) -> list[str]:

@@ -82,6 +82,7 @@ class Generator:
     # the policy's mixtures, if the engine can record the experts that they choose
     experts: Experts | None = None
     sampler: Sampler = field(default_factory=Sampler)
+    name: str = "engine"  # its owner in the ledger of the device's memory
     # is called with each sample that has ended, its prompts and the number of samples of each; the
     # ranks of a replica take turns, so that each sample is given to one of them
     ended: Callable[[DrawnSample, Prompts, int], None] | None = None
@@ -242,8 +243,8 @@ class Generator:
         """Tell the ledger of the device's memory what the engine holds."""
         held = self.engine.held_bytes
         memory = self.phases.memory
-        memory.hold("engine/params", held.weights + self.hand_over.nbytes)
-        memory.hold("engine/cache", held.cache)
+        memory.hold(f"{self.name}/params", held.weights + self.hand_over.nbytes)
+        memory.hold(f"{self.name}/cache", held.cache)
 
     def assign(self, prompts: Prompts, sampling: SamplingParams, stream: str) -> list[Share]:
         """The samples that this replica draws."""

@@ -8,7 +8,7 @@ knows how shares are cut and gathered. It does not know what a score means: see 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -25,7 +25,7 @@ from mrlhf.parallel.collectives import all_gather_objects, wait_for_all
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.phases import Phases
 from mrlhf.rewards.combine import RewardFunction
-from mrlhf.rewards.interface import Evaluated, RewardInput, RewardResult
+from mrlhf.rewards.interface import Evaluated, RewardInput, RewardResult, Scored
 from mrlhf.rl.names import CORRECTNESS_TERMS
 from mrlhf.roles.reward_model import RewardModel
 from mrlhf.rollout.drawn_sample import DrawnSample
@@ -102,12 +102,14 @@ class Scorer:
     groups: RoleGroups  # responses are shared out among all ranks
     # is told how many of this rank's responses are scored; all ranks may stop after every few
     phases: Phases = field(default_factory=Phases)
+    # the judge on the ranks, if a term needs it; all ranks call it with all responses
+    judge: Callable[[Sequence[RewardInput]], list[Scored]] | None = None
     early: EarlyScores | None = None  # None: nothing is scored before its batch is drawn
 
     @property
     def has_model(self) -> bool:
         """Whether scoring runs a model, which needs the device's memory."""
-        return self.reward_model is not None
+        return self.reward_model is not None or self.judge is not None
 
     def score(self, rollout: Rollout, with_answers: bool = False) -> tuple[Rollout, Scores]:
         """Score every response; each rank calls it with the same rollout.
@@ -136,6 +138,12 @@ class Scorer:
         if rollout.episodes is not None and ENVIRONMENT in self.function.external:
             given[ENVIRONMENT] = [episode.score or 0.0 for episode in rollout.episodes]
             further |= _numbers_of(rollout.episodes)
+        if self.judge is not None:
+            lengths = rollout.response_lengths
+            rows = [self._input(rollout, row, lengths) for row in range(len(rollout))]
+            judged = self.judge(rows)
+            given["judge"] = [result.score for result in judged]
+            further["judge/unparsed"] = [result.further["unparsed"] for result in judged]
 
         with self._taking_early(rollout) as begun:
             owners, is_early = self._share_out(len(rollout), begun)

@@ -24,7 +24,7 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.inputs import EngineInputs
 from mrlhf.inputs.paths import input_paths
-from mrlhf.inputs.read import load_rewards, read_engine_inputs, read_prompts
+from mrlhf.inputs.read import load_rewards, read_engine_inputs, read_judge_inputs, read_prompts
 from mrlhf.printable import show
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rollout.scoring import Scorer, Scores
@@ -33,7 +33,7 @@ from mrlhf.run.startup import Run, start_without_directory
 from mrlhf.trainers.policy import name_of_policy, open_policy
 from mrlhf.trainers.ppo.dump import describe_sample
 from mrlhf.trainers.ppo.held_out import STREAMS
-from mrlhf.trainers.ppo.setup import build_reward_model
+from mrlhf.trainers.ppo.setup import build_judge, build_reward_model
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +85,11 @@ def generate(options: GenerationOptions, config: PPOConfig) -> None:
     inputs = read_engine_inputs(config)
     _, prompts = read_prompts(config, inputs)["val"]
     reward = load_rewards(config) if config.reward.terms else None
+    judge_inputs = read_judge_inputs(config)
     if reward is not None and reward.judge is not None:
         reward.judge.reach()
     with start_without_directory(config) as run:
-        answer(options, config, run, inputs, prompts, reward)
+        answer(options, config, run, inputs, prompts, reward, judge_inputs)
     if reward is not None:
         reward.close()
 
@@ -100,6 +101,7 @@ def answer(
     inputs: EngineInputs,
     prompts: Prompts,
     reward: RewardFunction | None,
+    judge_inputs: EngineInputs | None = None,
 ) -> None:
     """Answer the prompts that have no answer yet; None as the reward scores nothing."""
     facts = _facts(options, config, run.world_size)
@@ -115,7 +117,8 @@ def answer(
     scorer = None
     if reward is not None:
         model = build_reward_model(config, run, inputs.tokenizer)
-        scorer = Scorer(reward, inputs.tokenizer, model, policy.actor.groups, run.phases)
+        judge = build_judge(config, run, judge_inputs)
+        scorer = Scorer(reward, inputs.tokenizer, model, policy.actor.groups, run.phases, judge)
     asked = [row.fields["prompt"] for row in read_rows(config.data.val_files)]
     if run.is_main_rank:
         options.partial.write_bytes(b"".join(lines[: 1 + begun * n]))

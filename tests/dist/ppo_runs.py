@@ -8,6 +8,7 @@ trainer stands in this file.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,6 +216,8 @@ def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     """Write models, data, a user's reward functions and the base configuration to `root`; run."""
     plain_models.save_models(root)
     write_tiny_task(root / "data", train=20)
+    for part in (root / f"{MODEL}-ref", root / "data" / "tokenizer"):
+        shutil.copytree(part, root / "judge", dirs_exist_ok=True)
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
     (root / "episodes.py").write_text(EPISODES)
     (root / "chat.jinja").write_text(CHAT_TEMPLATE)

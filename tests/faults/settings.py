@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ def write_inputs(rank: int, world_size: int, directory: str) -> None:
     plain_models.save_models(root)
     write_tiny_task(root / "data")
     write_rows(root / "data" / "preferences.jsonl", _preferences(root / "data" / "sft.jsonl"))
+    for part in (root / "llama-ref", root / "data" / "tokenizer"):
+        shutil.copytree(part, root / "judge", dirs_exist_ok=True)
     (root / "rewards.py").write_text(REWARD)
     (root / "chat.jinja").write_text(TEMPLATE)
     for name, content in (

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from tests.faults import faults
 from tests.faults.faults import Fault
-from tests.faults.runs import QUEUE_AGAIN, Sequel, Setting, assert_same_run
+from tests.faults.runs import QUEUE_AGAIN, Sequel, Setting, Undisturbed, assert_same_run
 from tests.judge_server import JudgeServer, judge_server
 from tests.ports import free_ports
 
 # A run that goes on may know answers that the other paid for.
 FREE = ("judge/prompt_tokens", "judge/completion_tokens", "judge/cache_hits")
+JUDGING = "mrlhf.rollout.judging:RankJudge.score"
 GRPO = ["algorithm.adv_estimator=grpo", "rollout.n=4", "algorithm.use_kl_in_reward=false"]
 
 
@@ -30,6 +31,39 @@ def by_address(inputs: Path, address: str) -> Setting:
     keys = [*GRPO, 'reward.terms=[{"name": "judge"}]', f"judge={json.dumps(judge)}"]
     keys += ["rollout.overlap=true", "algorithm.filter_groups.enable=false"]
     return Setting("judged", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
+
+
+def on_ranks(inputs: Path) -> Setting:
+    """The judge is a model on the ranks, which draws two answers to choose prompts by."""
+    judge = {
+        "template": "{{ response }}+",
+        "pattern": r"(\d)",
+        "range": [0, 9],
+        "unparsed": 0.5,
+        "n": 2,
+        "temperature": 1.0,
+        "max_tokens": 4,
+    }
+    model = {"path": str(inputs / "judge"), "tp": 2, "max_prompt_tokens": 24}
+    keys = [*GRPO, 'reward.terms=[{"name": "judge"}]', f"judge={json.dumps(judge)}"]
+    keys += [f"judge_model={json.dumps(model)}"]
+    return Setting("judged on ranks", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
+
+
+def test_a_model_on_the_ranks_judges_a_run_that_is_killed_and_interrupted(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Sequel(on_ranks(inputs), tmp_path / "run")
+    ended = run.run(Fault(JUDGING, 3, "SIGKILL", rank=1))
+    assert ended.codes[1] == -9, ended.text
+    for fault in (Fault(JUDGING, 2, "SIGTERM", rank=0), Fault(faults.SCORING, 2, "SIGTERM")):
+        ended = run.run(fault)
+        assert ended.codes == [QUEUE_AGAIN] * 2, ended.text
+    run.finish()
+    whole = undisturbed(run.setting)
+    assert_same_run(run, whole)
+    rows = [json.loads(line) for line in (whole.directory / "metrics.jsonl").open()]
+    assert len({row["reward/judge"] for row in rows if "reward/judge" in row}) > 1
 
 
 @contextmanager

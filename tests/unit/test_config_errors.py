@@ -114,6 +114,7 @@ PPO_KEYS = [
     "actor.path=m",
     "reward_model.path=m",
     "teacher.path=m",
+    "judge_model.path=m",
     "reward.terms=[{name: gsm8k}]",
     "data.train_files=a.jsonl",
     "trainer.output_dir=o",

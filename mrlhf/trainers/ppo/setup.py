@@ -5,8 +5,8 @@ It knows which configuration key goes to which part. It runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mrlhf.batch import Prompts
@@ -15,12 +15,14 @@ from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.inference.base import SamplingParams
-from mrlhf.inputs import PPOInputs
+from mrlhf.inputs import EngineInputs, PPOInputs
 from mrlhf.inputs.vocabulary import Endings
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.models.weight_files import head_bias
+from mrlhf.rewards.interface import RewardInput, Scored
+from mrlhf.rewards.judge import Judge
 from mrlhf.rl.kl import KlController
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
@@ -32,6 +34,7 @@ from mrlhf.rollout.collector import Collector, GroupSampler
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.early_scores import EarlyScores
 from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.judging import RankJudge
 from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
@@ -94,7 +97,9 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         engine = role_engine(config, run, "teacher", "lm")
         teacher = Teacher(engine, config.rollout.temperature, actor.engine)
     early = EarlyScores(inputs.reward.evaluate) if config.rollout.overlap else None
-    scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups, run.phases, early)
+    judge = build_judge(config, run, inputs.judge)
+    groups = actor.engine.groups
+    scorer = Scorer(inputs.reward, tokenizer, reward_model, groups, run.phases, judge, early)
 
     # An optimizer moves the parameters, so the inference engine is connected after it.
     actor_updates = max(1, inputs.steps - max(0, config.trainer.critic_warmup - 1))
@@ -230,6 +235,20 @@ def build_reward_model(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Rew
     ]
     ends = [] if section.at is None else tokenizer.holding(section.at)
     return RewardModel(members, section.combine, section.combine_coef, ends)
+
+
+def build_judge(
+    config: PPOConfig, run: Run, inputs: EngineInputs | None
+) -> Callable[[Sequence[RewardInput]], list[Scored]] | None:
+    """The judge on the ranks, if there is one."""
+    if inputs is None:
+        return None
+    own = config.of_judge()
+    engine = role_engine(config, run, "judge_model", "lm")
+    generator = replace(build_generator(own, run, engine, inputs), name="judge")
+    sampling = replace(training_sampling(own, inputs.endings, engine), record_experts=False)
+    longest = own.data.max_prompt_length
+    return RankJudge(Judge(config.judge), generator, sampling, inputs.tokenizer, longest).score
 
 
 def role_engine(

@@ -1,0 +1,60 @@
+"""A judge on the ranks: a frozen model whose own engine answers messages about responses.
+
+All ranks call it together, and each replica of the engine answers its share. It does not know what
+a message or an answer means, nor what a score is used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from mrlhf.batch import Prompts
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.inference.base import SamplingParams
+from mrlhf.rewards.interface import RewardInput, Scored
+from mrlhf.rewards.judge import Judge
+from mrlhf.rollout.generator import Generator
+
+
+@dataclass(frozen=True)
+class RankJudge:
+    """Scores responses; its engine has memory only while it does."""
+
+    judge: Judge
+    generator: Generator
+    sampling: SamplingParams
+    tokenizer: Tokenizer  # the judge's own
+    max_prompt_tokens: int
+
+    def score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
+        """The score of each response, on every rank; RewardError if one must not lack a verdict."""
+        n = self.sampling.n
+        texts = [self.judge.message(row) for row in inputs]
+        tokens = [self._encode(text) for text in texts]
+        asked = [row for row, ids in enumerate(tokens) if len(ids) <= self.max_prompt_tokens]
+        answers = [[""] * n for _ in inputs]
+        if asked:
+            self.generator.lengths.clear()  # they would make the shares depend on the past
+            self.generator.take_weights(version=0)
+            prompts = _prompts([texts[row] for row in asked], [tokens[row] for row in asked])
+            rollout = self.generator.generate(prompts, self.sampling, "judge").rollout
+            self.generator.sleep()
+            for place, length in enumerate(rollout.response_lengths):
+                answer = self.tokenizer.decode(rollout.response_ids[place, :length].tolist())
+                answers[asked[place // n]][place % n] = answer
+        return [self.judge.read(own, row) for own, row in zip(answers, inputs, strict=True)]
+
+    def _encode(self, message: str) -> list[int]:
+        chat = self.tokenizer.has_chat_template
+        prompt = [{"role": "user", "content": message}] if chat else message
+        return self.tokenizer.encode_prompt(prompt)[1]
+
+
+def _prompts(texts: list[str], tokens: list[list[int]]) -> Prompts:
+    """Messages as prompts; equal ones draw equal numbers, in whatever step and batch."""
+    uids = [xxhash.xxh3_64_intdigest(text.encode()) >> 1 for text in texts]
+    nothing = [""] * len(texts)
+    return Prompts(tokens, uids, texts, nothing, list(nothing), [{} for _ in texts])
