@@ -36,7 +36,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE", help="where the YAML goes (default: it is printed)")
     add("--world-size", type=int, metavar="N", help="ranks of the run (default: as there, or 8)")
     add("--from", dest="system", choices=["verl", "trl", "openrlhf"], help="default: found out")
-    add("--program", choices=list(PROGRAMS), help="default: found out")
+    programs = [program for program in PROGRAMS if program != "critic"]  # none of them has it
+    add("--program", choices=programs, help="default: found out")
     return parser.parse_args(arguments)
 
 

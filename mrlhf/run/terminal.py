@@ -39,7 +39,6 @@ PHASES = MappingProxyType(
         "reward": "scoring",
         "old_log_prob": "log-probs of the policy",
         "ref": "log-probs of the reference",
-        "teacher": "asking the teacher",
         "values": "values of the critic",
         "adv": "computing advantages",
         "update_critic": "updating the critic",

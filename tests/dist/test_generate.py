@@ -110,7 +110,7 @@ def _in_ranks(rank: int, world_size: int, place: str) -> None:
         check_generation(options, config, world_size)
         inputs = read_engine_inputs(config)
         _, prompts = read_prompts(config, inputs)["val"]
-        reward = load_rewards(config.reward)
+        reward = load_rewards(config)
         answer(options, config, run, inputs, prompts, reward)
         reward.close()
 

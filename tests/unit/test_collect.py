@@ -126,14 +126,14 @@ class _Scorer:
 
     def score(self, rollout):
         total = rollout.response_ids[:, 0].float()
-        return Scores(total, {name: total.tolist() for name in self.terms})
+        return rollout, Scores(total, {name: total.tolist() for name in self.terms})
 
 
 class _EqualScorer(_Scorer):
     """All responses have the score 1."""
 
     def score(self, rollout):
-        return Scores(torch.ones(len(rollout)), {})
+        return rollout, Scores(torch.ones(len(rollout)), {})
 
 
 def _prompts(size):

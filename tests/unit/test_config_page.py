@@ -150,8 +150,8 @@ def test_shipped_files_name_their_schema_and_fit_it(path):
     first, rest = path.read_text(encoding="utf-8").split("\n", 1)
     schema_file = path.parent / first.removeprefix("# yaml-language-server: $schema=")
     kinds = [kind for kind in ("sft", "rm", "dpo") if kind in path.stem.split("_")]
-    if path.parent.name == "dpo":
-        kinds = ["dpo"]
+    if path.parent.name in ("dpo", "algorithms"):
+        kinds = ["dpo"] if path.parent.name == "dpo" else []
     launcher = f"train_{kinds[0] if kinds else 'ppo'}"
     assert schema_file.resolve() == ROOT / "configs" / "schema" / f"{launcher}.json"
     schema = json.loads(schema_file.read_text(encoding="utf-8"))

@@ -97,5 +97,5 @@ def test_the_rows_of_the_invariance_matrix_are_few() -> None:
     )
     for axis, values in AXES.items():
         assert {row[axis] for row in rows} == set(values), axis
-    assert len(rows) < 60
-    assert sum(row["ranks"] for row in rows) < 300
+    assert len(rows) < 62
+    assert sum(row["ranks"] for row in rows) < 310

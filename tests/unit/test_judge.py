@@ -152,9 +152,9 @@ def test_verdicts(keys: dict[str, object], answer: str, score: float | None) -> 
             RewardError, match=r"no verdict in the judge's answer .* judge.unparsed"
         ):
             strict.read([answer], row)
-        assert lenient.read([answer], row) == (-7.0, {"unparsed": 1.0}, None)
+        assert lenient.read([answer], row)[:2] == (-7.0, {"unparsed": 1.0})
     else:
-        assert strict.read([answer, answer], row) == (score, {"unparsed": 0.0}, None)
+        assert strict.read([answer, answer], row)[:2] == (score, {"unparsed": 0.0})
         assert lenient.read([answer, "x"], row).score == pytest.approx((score - 7) / 2)
 
 

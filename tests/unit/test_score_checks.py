@@ -89,12 +89,12 @@ def test_correctness_that_no_term_reports():
 
 TERMS = {
     "format": [1.0, 0.0],
-    "judge": [0.5, 0.25],
+    "marker": [0.5, 0.25],
     "other": [7.0, 8.0],
-    "judge/score_of_style": [1.0, 9.0],
-    "judge/style": [2.0, 4.0],
+    "marker/score_of_style": [1.0, 9.0],
+    "marker/style": [2.0, 4.0],
     "other/style": [0.0, 0.0],
-    "judge/acc": [1.0, float("nan")],
+    "marker/acc": [1.0, float("nan")],
 }
 
 
@@ -102,7 +102,7 @@ REWARD = RewardSection.model_validate(
     {
         "terms": [
             {"name": "format", "weight": 0.5},
-            {"name": "my.py:judge"},
+            {"name": "my.py:marker"},
             {"name": "my.py:other", "weight": 0.0},
         ]
     }
@@ -110,21 +110,21 @@ REWARD = RewardSection.model_validate(
 
 
 STYLE = {"gdpo_reward_keys": ["score_of_style", "other"], "gdpo_reward_weights": [2, -1]}
-OF_TURNS = {"gdpo_reward_keys": ["turn_rewards", "judge"], "gdpo_reward_weights": [3, 1]}
+OF_TURNS = {"gdpo_reward_keys": ["turn_rewards", "marker"], "gdpo_reward_weights": [3, 1]}
 PAID = [[0.25, 0.5], [2.0]]
 
 
 @pytest.mark.parametrize(
     ("turn_rewards", "algorithm", "names", "weights"),
     [
-        (None, {}, ("format", "judge"), (0.5, 1.0)),
-        (None, {"gdpo_reward_keys": ["judge", "format"]}, ("judge", "format"), (1.0, 1.0)),
-        (None, STYLE, ("judge/score_of_style", "other"), (2.0, -1.0)),
+        (None, {}, ("format", "marker"), (0.5, 1.0)),
+        (None, {"gdpo_reward_keys": ["marker", "format"]}, ("marker", "format"), (1.0, 1.0)),
+        (None, STYLE, ("marker/score_of_style", "other"), (2.0, -1.0)),
         # Rewards of turns are compared as one term.
-        (PAID, {}, ("format", "judge", "turn_rewards"), (0.5, 1.0, 1.0)),
-        (PAID, {"gdpo_reward_keys": ["judge"]}, ("judge",), (1.0,)),
-        (PAID, OF_TURNS, ("turn_rewards", "judge"), (3.0, 1.0)),
-        ([[], []], {}, ("format", "judge"), (0.5, 1.0)),
+        (PAID, {}, ("format", "marker", "turn_rewards"), (0.5, 1.0, 1.0)),
+        (PAID, {"gdpo_reward_keys": ["marker"]}, ("marker",), (1.0,)),
+        (PAID, OF_TURNS, ("turn_rewards", "marker"), (3.0, 1.0)),
+        ([[], []], {}, ("format", "marker"), (0.5, 1.0)),
         ([[], []], {"gdpo_reward_keys": ["turn_rewards"]}, ("turn_rewards",), (1.0,)),
     ],
 )
@@ -140,15 +140,15 @@ def test_terms_are_found_by_name(turn_rewards, algorithm, names, weights):
 @pytest.mark.parametrize(
     ("key", "line"),
     [
-        ("style", "style may be any of judge/style, other/style; give the full name"),
+        ("style", "style may be any of marker/style, other/style; give the full name"),
         (
             "length",
-            "no response has a score named length; those reported are format, judge, other, "
-            "judge/score_of_style, judge/style, other/style, judge/acc",
+            "no response has a score named length; those reported are format, marker, other, "
+            "marker/score_of_style, marker/style, other/style, marker/acc",
         ),
         (
             "acc",
-            "judge/acc is nan for a response to prompt 7; gdpo compares this score, so every "
+            "marker/acc is nan for a response to prompt 7; gdpo compares this score, so every "
             "response must have one",
         ),
     ],

@@ -46,7 +46,7 @@ def name_of(system: System, program: Program, theirs: str, trainer: str = "") ->
     if system == "verl":
         return translate_name(theirs, known)
 
-    of_program = table["by_program"][program] | table["by_program"].get(trainer, {})
+    of_program = table["by_program"].get(program, {}) | table["by_program"].get(trainer, {})
     row = of_program.get(theirs, table["names"].get(theirs))
     if row is None:
         around = (table["missing"].get(key) for key in (theirs, *reversed(parents(theirs))))
