@@ -162,7 +162,7 @@ def _differing_tokens(self: Any, actor: Any, reads: Any) -> dict[str, str] | Non
 def _is_no_dpo(self: Any, actor: Any, data: Any) -> bool:
     """Whether the gradient would not be that of the pairs' loss."""
     one_step = (actor.ppo_mini_batch_size, actor.ppo_epochs) == (data.train_batch_size, 1)
-    loss = (actor.policy_loss.loss_mode, actor.agg_mode, self.rollout_correction.bypass_mode)
+    loss = (actor.policy_loss.loss_mode, actor.agg_mode, self.rollout_correction.active)
     prefers = estimator_traits(self.adv_estimator).pairs
     return prefers and not (one_step and loss == ("gpg", "seq-mean-token-sum", False))
 
@@ -297,7 +297,7 @@ class AlgorithmSection(Section):
         ),
         "{adv_estimator} makes one step on the pairs that the policy has drawn; set "
         "algorithm.preset=online_dpo, {actor.ppo_mini_batch_size} to {=data.train_batch_size} and "
-        "{actor.ppo_epochs} to 1, without bypass_mode": _is_no_dpo,
+        "{actor.ppo_epochs} to 1, without rollout_correction": _is_no_dpo,
         "{lam_length_alpha} x {data.max_response_length} = {product} is not above 1, so lambda "
         "would be 0 for every response; raise lam_length_alpha above {least} or the "
         "length": lambda self, data: (

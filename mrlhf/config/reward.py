@@ -79,7 +79,7 @@ class RewardSection(Section):
         ),
         "judge or judge_model is set but no reward term uses it; add {name: judge} to reward.terms "
         "or remove it": lambda self, judge, judge_model: (
-            "judge" not in self.names and bool(judge.model_fields_set or judge_model)
+            "judge" not in self.names and (judge != JudgeSection() or judge_model is not None)
         ),
         "reward.terms holds 'environment' but there is none; set rollout.environment or remove the "
         "term": lambda self, rollout: "environment" in self.names and not rollout.environment,
@@ -91,6 +91,7 @@ class RewardSection(Section):
         return [term.name for term in self.terms]
 
 
+_RATING = r"Rating:\s*(\d+(?:\.\d+)?)"
 _IF_ADDRESS = read_if("address", bool, "is null", "set that")
 _Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 _IF_NUMBERS = read_if("verdicts", lambda verdicts: not verdicts, "has words", "leave that out")
@@ -99,7 +100,7 @@ _IF_NUMBERS = read_if("verdicts", lambda verdicts: not verdicts, "has words", "l
 class JudgeSection(Section):
     """The reward term `judge`: a generative model that is asked about each response."""
 
-    address: Annotated[str, Field(pattern=r"^https?://[\w\[]\S*$")] | None = None
+    address: Annotated[str, Field(pattern=r"^https?://[\w\[][^\s@]*$")] | None = None
     """server that speaks OpenAI's protocol, as http://host:8000/v1; null: judge_model judges"""
     model: Annotated[Name | None, _IF_ADDRESS] = None
     """the server's name for the model"""
@@ -108,7 +109,7 @@ class JudgeSection(Section):
     template: str = ""
     """jinja2 template of the message: {{ response }} in it, and {{ prompt }} as the policy saw it,
     {{ ground_truth }}, {{ data_source }}, {{ extra_info }}"""
-    pattern: Name = r"Rating:\s*(\d+(?:\.\d+)?)"
+    pattern: Name = _RATING
     """regular expression with one group, which holds the verdict; the last match counts"""
     range: Annotated[_Ends, _IF_NUMBERS] = Field(default_factory=lambda: [1.0, 10.0])
     """the numbers that become the scores 0 and 1; those between lie on the line, and others are no
@@ -134,6 +135,9 @@ class JudgeSection(Section):
         "{n} answers of {temperature} are alike; lower the first to 1 or raise the second": (
             lambda self: self.n > 1 and self.temperature == 0
         ),
+        "{range} has equal ends; give two numbers": lambda self: self.range[0] == self.range[1],
+        "{pattern} is for numbers, and judge.verdicts has words; give one that finds them, such as "
+        "\\[\\[(\\w+)\\]\\]": lambda self: bool(self.verdicts) and self.pattern == _RATING,
     }
 
 

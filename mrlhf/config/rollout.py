@@ -31,12 +31,6 @@ _IF_PARQUET = read_if(
     "dump_format", lambda name: name != "jsonl", "is jsonl", "set that to parquet"
 )
 _IF_ADAPTED = read_if("actor.lora", lambda lora: lora.is_on, "has rank 0", "set actor.lora.rank")
-_IF_OWN_FUNCTION = read_if(
-    "reward.terms",
-    lambda terms: any(is_reference(term.name) or term.name == "judge" for term in terms),
-    "holds no function of your own and no judge",
-    "name one there",
-)
 _UNLESS_SIZED = read_if(
     "kv_cache_mb", lambda size: size is None, "sizes the KV cache", "set that to null"
 )
@@ -78,6 +72,15 @@ def _has_turns(place: KeyPlace) -> NotRead | None:
         "name one of them",
         ("rollout.environment", "rollout.tools"),
     )
+
+
+def _nothing_early(place: KeyPlace) -> NotRead | None:
+    """Terms that no rank scores alone, as a function or a server does."""
+    names = [term.name for term in place.value("reward.terms")]
+    if any(map(is_reference, names)) or ("judge" in names and place.value("judge.address")):
+        return None
+    why = ", since reward.terms holds no function of your own and no judge with an address"
+    return NotRead(why, "name one there", ("reward.terms", "judge.address"))
 
 
 _IF_TURNS = ReadIf(_has_turns)
@@ -201,7 +204,7 @@ class RolloutSection(Section):
     tool_workers: Annotated[Count, _IF_TURNS] = 32
     """most episodes of a replica whose tools run at the same time; others wait. Fewer where tools
     compute, more where they wait"""
-    overlap: Annotated[bool, _IF_OWN_FUNCTION] = False
+    overlap: Annotated[bool, ReadIf(_nothing_early)] = False
     """call functions of your own that are terms of the reward, and the server of a judge, while the
     engine draws other responses; the scores are the same"""
     partial: PartialSection

@@ -475,8 +475,21 @@ class RewardModelSection(RoleSection):
     """what waits on the host while no phase needs it"""
 
 
-class JudgeModelSection(RewardModelSection):
+_OF_PASSES = ("cp", "recompute", "micro_batch_tokens", "share_prompts")
+
+
+class JudgeModelSection(RoleSection):
     """A frozen language model that judges on the ranks; its engine has the sizes of `rollout`."""
 
     max_prompt_tokens: Tokens = 4096
     """most tokens of a message to it; a longer one gets no verdict"""
+    offload: OffloadFrozen = Field(default_factory=list)
+    """what waits on the host while no phase needs it"""
+
+    refused: ClassVar[Rows] = {
+        "{section}.{key} has no effect, since an engine answers; leave it out": lambda self: [
+            {"key": key}
+            for key in _OF_PASSES
+            if self.value_of(key) != type(self).model_fields[key].default
+        ]
+    }

@@ -77,7 +77,8 @@ def _lengths(noun: str, lengths: Sequence[int], key: str, limit: int) -> Finding
 
 def _right_answers(inputs: PPOInputs) -> Iterator[Finding]:
     """Score the reference answers, as if a policy had written them in one of the usual ways."""
-    if inputs.reward.external or not inputs.reward.reads_text:
+    reward = inputs.reward
+    if reward.external or reward.judge is not None or not reward.reads_text:
         yield ok("reward", "it reads a model, so reference answers are not scored")
         return
     dataset = inputs.prompts

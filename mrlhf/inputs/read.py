@@ -46,7 +46,7 @@ from mrlhf.episodes.read import (
     draw_episodes,
     read_environments,
 )
-from mrlhf.errors import ConfigError, DataError
+from mrlhf.errors import ConfigError, DataError, MrlhfError
 from mrlhf.inputs.paths import absent_paths, awaits_tokenizer, has_tokenizer, present
 from mrlhf.inputs.repeated import warn_of_files_named_twice, warn_of_shared_rows
 from mrlhf.inputs.vocabulary import (
@@ -140,7 +140,13 @@ def read_engine_inputs(config: PPOConfig) -> EngineInputs:
 
 def read_judge_inputs(config: PPOConfig) -> EngineInputs | None:
     """Read what the judge on the ranks needs beside its model, if there is one."""
-    return read_engine_inputs(config.of_judge()) if "judge_model" in config.roles() else None
+    if "judge_model" not in config.roles():
+        return None
+    try:
+        return read_engine_inputs(config.of_judge())
+    except MrlhfError as error:
+        words = str(error).removeprefix("data.tokenizer: ")
+        raise type(error)(f"judge_model.path: {words}") from error
 
 
 def read_prompts(

@@ -64,7 +64,7 @@ def check_generation(config: PPOConfig, world_size: int) -> None:
     """Refuse a configuration whose policy cannot be asked on `world_size` ranks; ConfigError."""
     problems = [*_layout_problems(config, world_size), *_role_problems(config)]
     problems += [*_rollout_problems(config, world_size), *_term_problems(config)]
-    problems += contradictions(config, only=("reward", "rollout"))
+    problems += contradictions(config, only=("reward", "judge", "judge_model", "rollout"))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -100,7 +100,8 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
             yield from _stage_problems(name, AxisSizes.of(role).stages)
         with_padding = longest_unit(config, role.cp)
         is_inherited = _is_inherited(config, name, ("micro_batch_tokens", "cp"))
-        if role.micro_batch_tokens < with_padding and not is_inherited:
+        has_passes = name != "judge_model"
+        if role.micro_batch_tokens < with_padding and has_passes and not is_inherited:
             too_small.append(f"{name}.micro_batch_tokens {role.micro_batch_tokens}")
             if with_padding > needed:
                 needed = with_padding

@@ -43,6 +43,7 @@ from mrlhf.weights.stored import holds_weights
 logger = logging.getLogger(__name__)
 
 MEBIBYTE = 2**20
+_LENGTHS_OF_JUDGE = "judge_model.max_prompt_tokens or judge.max_tokens"
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,9 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
         yield from _engine_problems(config, spec, actor_fits)
     judge = specs.get("judge_model")
     if isinstance(config, PPOConfig) and judge is not None:
-        yield from _engine_problems(config.of_judge(), judge, actor_fits=False)
+        for problem in _engine_problems(config.of_judge(), judge, actor_fits=False):
+            own = problem.replace("rollout.tp", "judge_model.tp")
+            yield "judge_model: " + own.replace("the data's maximum lengths", _LENGTHS_OF_JUDGE)
 
 
 def _transformer_engine_problems(config: AnyConfig, name: str, spec: ModelSpec) -> Iterator[str]:
@@ -297,19 +300,19 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
 
 def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
     """Data longer than a model's positions; a line for each model directory."""
-    longest = config.data.max_length
     reported: set[str] = set()
     for name, role in config.roles().items():
         spec = specs.get(name)
+        longest = config.data.max_length
         lengths = "the data's maximum lengths"
         if isinstance(config, PPOConfig) and name == "judge_model":
             longest = config.of_judge().data.max_length
-            lengths = "judge_model.max_prompt_tokens or judge.max_tokens"
+            lengths = _LENGTHS_OF_JUDGE
         if spec is None or spec.max_positions >= longest or role.path in reported:
             continue
         reported.add(role.path)
         yield (
-            f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's "
+            f"{name}: the longest sequence, {longest} tokens, is beyond the model's "
             f"max_position_embeddings {spec.max_positions} ({Path(role.path) / 'config.json'}); "
             f"lower {lengths}"
         )

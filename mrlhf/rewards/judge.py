@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from statistics import fmean
 
 from jinja2 import StrictUndefined, TemplateError, meta
@@ -24,7 +23,7 @@ class Judge:
     """Writes messages by the template, and reads verdicts by the pattern."""
 
     def __init__(self, section: JudgeSection) -> None:
-        """Compile both; ConfigError if one is malformed, or the pattern can match no verdict."""
+        """Compile both; ConfigError if one is malformed."""
         self._section = section
         self._verdicts = {word.casefold(): score for word, score in section.verdicts.items()}
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
@@ -39,18 +38,15 @@ class Judge:
                 f"response, and may name {', '.join(_VARIABLES)}"
             )
 
-        low, high = section.range
-        numbers = [low + (high - low) * part / 100 for part in range(101)]
-        forms = [f"{number:.{digits}f}" for number in numbers for digits in range(3)]
-        group = _group_of(section.pattern)
-        matched = filter(group.fullmatch, self._verdicts or forms) if group is not None else ()
-        if all(self._score(text) is None for text in matched):
-            wanted = ", ".join(self._verdicts) or f"a number of judge.range {low:g} to {high:g}"
+        try:
+            self._pattern = re.compile(section.pattern)
+        except re.error as error:
+            raise ConfigError(f"judge.pattern is no regular expression: {error}") from None
+        if self._pattern.groups != 1:
             raise ConfigError(
-                f"judge.pattern {section.pattern!r} should be a regular expression with one group, "
-                f"as (...) and not (?:...), that matches {wanted}"
+                f"judge.pattern {section.pattern!r} has {self._pattern.groups} groups; it should "
+                "have one, as (...) and not (?:...), around the verdict"
             )
-        self._pattern = re.compile(section.pattern)
 
     def message(self, row: RewardInput) -> str:
         """The message about a response; RewardError if the template fails on it."""
@@ -71,7 +67,8 @@ class Judge:
             answer = answers[votes.index(None)]
             raise RewardError(
                 f"there is no verdict in the judge's answer {answer[-200:]!r}; mend "
-                "judge.template or judge.pattern, raise judge.max_tokens, or set judge.unparsed to "
+                "judge.template or judge.pattern, raise judge.max_tokens (or judge_model."
+                "max_prompt_tokens, beyond which there is no answer), or set judge.unparsed to "
                 f"a score; on {row.title}"
             )
         return Scored(fmean(scores), {"unparsed": votes.count(None) / len(votes)})
@@ -86,16 +83,6 @@ class Judge:
         low, high = self._section.range
         try:
             share = (float(text) - low) / (high - low)
-        except (ValueError, ZeroDivisionError):
+        except ValueError:
             return None
         return share if 0 <= share <= 1 else None
-
-
-def _group_of(pattern: str) -> re.Pattern[str] | None:
-    """The only group of a pattern, which is its shortest part with one; None if it has not one."""
-    lengths = range(1, len(pattern) + 1)
-    for part in (pattern[begin : begin + n] for n in lengths for begin in range(len(pattern))):
-        with suppress(re.error):
-            if re.compile(part).groups == 1 == re.compile(pattern).groups:
-                return re.compile(part, re.IGNORECASE)
-    return None

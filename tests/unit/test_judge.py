@@ -167,10 +167,7 @@ def test_verdicts(keys: dict[str, object], answer: str, score: float | None) -> 
         ({"template": "{{ response }} {{ answer }}"}, "judge.template answer ground_truth"),
         ({"pattern": r"\d+"}, r"judge.pattern \d+ one group"),
         ({"pattern": r"(\d)(\d)"}, r"judge.pattern (\d)(\d) one group"),
-        ({"pattern": r"([0-9]"}, "judge.pattern one group"),
-        ({"pattern": r"is ([2-9]\d)"}, r"judge.pattern ([2-9]\d) judge.range 1 10"),
-        ({"range": [3, 3]}, "judge.pattern judge.range 3"),
-        ({"verdicts": {"yes": 1}}, "judge.pattern yes"),
+        ({"pattern": r"([0-9]"}, "judge.pattern regular expression unterminated"),
     ],
 )
 def test_it_is_refused(keys: dict[str, object], words: str) -> None:

@@ -231,7 +231,7 @@ def test_one_mistake_is_reported_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         check_models(long)
     (line,) = str(caught.value).splitlines()
-    assert line.startswith("actor: the data's longest sequence, 257 tokens, is beyond")
+    assert line.startswith("actor: the longest sequence, 257 tokens, is beyond")
 
 
 def test_the_head_of_a_model_is_that_of_its_role(tmp_path):

@@ -199,18 +199,18 @@ class Work:
 
         metrics = {}
         components = None
-        compares_terms = estimator_traits(algorithm.adv_estimator).compares_terms
+        traits = estimator_traits(algorithm.adv_estimator)
         with self.phases.enter("adv"):
-            if compares_terms or algorithm.gdpo_reward_keys is not None:
+            if traits.compares_terms or algorithm.gdpo_reward_keys is not None:
                 components = reward_components(scores, rollout, algorithm, self.config.reward)
                 metrics = components.metrics()
             shaped = self.parts.shaper.shape(scores.total, rollout)
             units = RewardUnits.of(rollout)
             compares_whole = components is not None or collected.greedy_scores is not None
-            if units.rows is not None and compares_whole:
+            if units.rows is not None and (compares_whole or traits.pairs):
                 raise RewardError(
-                    "trajectories have rewards of their own, and remax and gdpo compare whole "
-                    "responses; set algorithm.adv_estimator to another, such as rloo"
+                    "trajectories have rewards of their own, and remax, gdpo and online_dpo "
+                    "compare whole responses; set algorithm.adv_estimator to another, such as rloo"
                 )
             compared = units.scores(shaped, rollout)
             if components is not None:
