@@ -156,11 +156,13 @@ def encode_preferences(
     warn_of_dropped("sequences", dropped, rows, max_length)
     if empty:
         logger.warning("a response is empty in %s", of_rows(empty, rows))
-    if columns.kind == "pairs":
-        _check_differences(rows, responses)
 
     margins = _column(kept, columns.margin, _NUMBER, "rm.margin_column")
     ties = _column(kept, columns.tie, _FLAG, "rm.tie_column")
+    if columns.kind == "pairs":
+        is_tie = ties or [False] * len(kept)
+        decided = [pair for pair, tie in zip(responses, is_tie, strict=True) if not tie]
+        _check_differences(rows, decided)
     targets = _column(kept, columns.target, _NUMBER, "rm.target_column")
     return PreferenceRows(responses, prompt_lengths, dropped, margins, ties, targets)
 
@@ -169,7 +171,7 @@ def _check_differences(rows: Sequence[Row], responses: list[list[list[int]]]) ->
     """Warn of pairs that teach nothing, or the opposite of another one."""
     pairs = [(tuple(chosen), tuple(rejected)) for chosen, rejected in responses]
     equal = sum(chosen == rejected for chosen, rejected in pairs)
-    if equal == len(pairs):
+    if pairs and equal == len(pairs):
         raise DataError(
             f"{rows[0].where}: 'chosen' and 'rejected' are the same, and so in all {equal} pairs; "
             "there is nothing to learn from them"

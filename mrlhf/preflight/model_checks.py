@@ -106,7 +106,7 @@ def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, Mod
     problems += _layout_problems(config, specs)
     problems += _position_problems(config, specs)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
     for name, role in config.roles().items():
         if not _has_adapter(role):
             specs[name] = None
@@ -209,10 +209,11 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
             continue  # its problems are those of the policy, whose keys it inherits
         if role.transformer_engine == "on":
             yield from _transformer_engine_problems(config, name, spec)
+        key = "reward_model" if is_reward_model(name) else name  # an ensemble has one layout
         problems = (
-            tp_problem(f"{name}.tp", role.tp, spec),
-            pp_problem(name, AxisSizes.of(role).stages, spec),
-            ep_problem(name, AxisSizes.of(role), spec),
+            tp_problem(f"{key}.tp", role.tp, spec),
+            pp_problem(key, AxisSizes.of(role).stages, spec),
+            ep_problem(key, AxisSizes.of(role), spec),
         )
         if name == "actor":
             actor_fits = not any(problems)
@@ -226,7 +227,7 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
     if isinstance(config, PPOConfig) and judge is not None:
         for problem in _engine_problems(config.of_judge(), judge, actor_fits=False):
             own = problem.replace("rollout.tp", "judge_model.tp")
-            yield "judge_model: " + own.replace("the data's maximum lengths", _LENGTHS_OF_JUDGE)
+            yield own.replace("the data's maximum lengths", _LENGTHS_OF_JUDGE)
 
 
 def _transformer_engine_problems(config: AnyConfig, name: str, spec: ModelSpec) -> Iterator[str]:

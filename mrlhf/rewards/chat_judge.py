@@ -115,7 +115,8 @@ class ChatJudge:
                 raw = self._request("/chat/completions", body)
                 reply = json.loads(raw)
                 texts = [reply["choices"][vote]["message"]["content"] for vote in range(section.n)]
-                counts = [float(reply.get("usage", {}).get(name, 0)) for name in _COUNTS]
+                usage = reply.get("usage") or {}
+                counts = [float(usage.get(name) or 0) for name in _COUNTS]
                 return self._keep(key, [[str(text or "") for text in texts], *counts])
             except HTTPError as error:
                 problem = str(error)

@@ -238,6 +238,12 @@ def test_a_reward_that_finds_no_answer_right(
     assert code == 0 and "40 of 40 reference answers score above 0, written as \\boxed" in said
     assert "fits 2 ranks" in said
 
+    judge = "judge={address: 'http://127.0.0.1:9/v1', model: m, template: '{{ response }}'}"
+    terms = "reward.terms=[{name: judge}]"
+    arguments = ["--config", str(config), terms, judge, "--out", str(tmp_path)]
+    assert doctor.main(arguments) == 0  # no answer is paid for
+    assert "reference answers are not scored" in capsys.readouterr().out
+
 
 def test_fine_tuning_and_mistakes(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

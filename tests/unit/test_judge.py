@@ -77,7 +77,8 @@ def test_a_busy_server_is_asked_again_when_it_says(monkeypatch: pytest.MonkeyPat
     clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
     monkeypatch.setattr(chat_judge, "time", clock)
     replies: list[Reply] = [(429, {"Retry-After": "3"}), (503, {}), b"<html>", completion([])]
-    replies += [(429, {"Retry-After": "900"}), "Rating: 10"]
+    uncounted = b'{"choices": [{"message": {"content": "Rating: 10"}}], "usage": null}'
+    replies += [(429, {"Retry-After": "900"}), uncounted]
     with judge_server(lambda _, number: replies[number - 1]) as server:
         (scored,) = judge_of(server, retries=5).score(rows("2"))
     assert scored.score == 1.0

@@ -245,7 +245,7 @@ def test_rankings(tokenizer):
     assert len(train) == len(held_out) == 1
 
 
-def test_numbers_and_ties(tokenizer):
+def test_numbers_and_ties(tokenizer, caplog):
     columns = PreferenceColumns("targets", target="helpfulness")
     numbered = encode_preferences(rows(NUMBERED), tokenizer, max_length=9, columns=columns)
     assert (numbered.targets, numbered.sizes([0])) == ([3], [1])
@@ -253,6 +253,10 @@ def test_numbers_and_ties(tokenizer):
     data = rows(pair, {**pair, "rejected": "4", "same": False})
     tied = encode_preferences(data, tokenizer, max_length=9, columns=PreferenceColumns(tie="same"))
     assert [pair.is_tie for pair in tied.compared([0, 1])] == [True, False]
+    caplog.clear()
+    equal = rows({**pair, "chosen": "3"})  # equal responses are no mistake in a tie
+    encode_preferences(equal, tokenizer, max_length=9, columns=PreferenceColumns(tie="same"))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
