@@ -63,10 +63,6 @@ class Root(Section):
         """Whether models begin with stored weights; supervised training may draw random ones."""
         return True
 
-    def layouts(self) -> dict[str, RoleSection]:
-        """The roles without the further members of an ensemble, which have its layout."""
-        return {name: role for name, role in self.roles().items() if "." not in name}
-
     def head_of(self, role: str) -> Literal["lm", "scalar"]:
         """The head of a role's model."""
         return "scalar" if role == "critic" or is_reward_model(role) else "lm"

@@ -71,7 +71,7 @@ def check_generation(config: PPOConfig, world_size: int) -> None:
 
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     """Layouts that do not fit the ranks."""
-    for name, role in config.layouts().items():
+    for name, role in config.roles().items():
         problem = AxisSizes.of(role).problem(name, world_size)
         if problem is not None and not _is_inherited(config, name, _AXES_OF_RANKS):
             yield problem
@@ -79,6 +79,8 @@ def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
 
 def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
     """Whether role `name` has taken all of `keys` from another role, which is complained about."""
+    if "." in name:
+        return True  # a further member of an ensemble, which has one layout
     role = config.roles()[name]
     for key in keys:
         source = config.inherited.get(f"{name}.{key}")
@@ -92,7 +94,7 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
     too_small = []
     needed = longest_unit(config)
     padded_for = ""
-    for name, role in config.layouts().items():
+    for name, role in config.roles().items():
         is_inherited = _is_inherited(config, name, ("sequence_parallel", "tp"))
         if role.sequence_parallel and role.tp == 1 and not is_inherited:
             yield f"{name}.sequence_parallel is on with {name}.tp 1; raise {name}.tp or turn it off"

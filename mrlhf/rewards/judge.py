@@ -75,9 +75,7 @@ class Judge:
 
     def _verdict(self, answer: str) -> float | None:
         matches = self._pattern.findall(answer)
-        return self._score(matches[-1].strip()) if matches else None
-
-    def _score(self, text: str) -> float | None:
+        text = matches[-1].strip() if matches else ""
         if self._verdicts:
             return self._verdicts.get(text.casefold())
         low, high = self._section.range

@@ -39,7 +39,11 @@ class RankJudge:
         if asked:
             self.generator.lengths.clear()  # they would make the shares depend on the past
             self.generator.take_weights(version=0)
-            prompts = _prompts([texts[row] for row in asked], [tokens[row] for row in asked])
+            # Equal messages draw equal numbers, in whatever step and batch.
+            uids = [xxhash.xxh3_64_intdigest(text.encode()) >> 1 for text in texts]
+            nothing = [""] * len(texts)
+            prompts = Prompts(tokens, uids, texts, nothing, list(nothing), [{} for _ in texts])
+            prompts = prompts.select(asked)
             rollout = self.generator.generate(prompts, self.sampling, "judge").rollout
             self.generator.sleep()
             for place, length in enumerate(rollout.response_lengths):
@@ -51,10 +55,3 @@ class RankJudge:
         chat = self.tokenizer.has_chat_template
         prompt = [{"role": "user", "content": message}] if chat else message
         return self.tokenizer.encode_prompt(prompt)[1]
-
-
-def _prompts(texts: list[str], tokens: list[list[int]]) -> Prompts:
-    """Messages as prompts; equal ones draw equal numbers, in whatever step and batch."""
-    uids = [xxhash.xxh3_64_intdigest(text.encode()) >> 1 for text in texts]
-    nothing = [""] * len(texts)
-    return Prompts(tokens, uids, texts, nothing, list(nothing), [{} for _ in texts])
