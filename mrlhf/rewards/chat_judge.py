@@ -141,7 +141,9 @@ class ChatJudge:
         """The server's reply, or as much as came in time."""
         address = (self._section.address or "").rstrip("/") + path
         until = time.monotonic() + self._section.timeout_s
-        request = Request(address, body, self._headers)
+        request = Request(address, body)
+        for name, value in self._headers.items():
+            request.add_unredirected_header(name, value)  # the key is for this server alone
         with urlopen(request, timeout=self._section.timeout_s) as reply:
             parts = iter(partial(reply.read1, 1 << 16), b"")
             return b"".join(takewhile(lambda _: time.monotonic() < until, parts))

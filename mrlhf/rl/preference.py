@@ -122,7 +122,8 @@ def online_dpo(
     with torch.enable_grad():
         policy = logprobs[0].detach().double().requires_grad_()
         own, other = (masked_sum(x.double(), mask, dim=1)[pairs] for x in (policy, logprobs[1]))
-        mean = loss(PairLogprobs(own, other, mask.sum(dim=1)[pairs])).mean()
+        tokens = mask.sum(dim=1).clamp(min=1)  # a failed episode has drawn none
+        mean = loss(PairLogprobs(own, other, tokens[pairs])).mean()
         gradient = torch.autograd.grad(mean, policy)[0].to(working_dtype(rewards))
     return -len(scores) * gradient, -len(scores) * gradient
 
