@@ -37,13 +37,12 @@ def quality_of(
     probability sigmoid(score - score) of the response that scores higher in 10 bins from 0.5 to 1.
     """
     decided = [pair for pair in pairs if not pair.is_tie]
+    if not decided:
+        return {"val/accuracy": math.nan}
     each = scores.double().tolist()
     gaps = [each[pair.better] - each[pair.worse] for pair in decided]
     right = [gap > 0 for gap in gaps]
-    metrics = {
-        "val/accuracy": fmean(right) if right else math.nan,
-        **standard_errors({"val/accuracy": right}),
-    }
+    metrics = {"val/accuracy": fmean(right), **standard_errors({"val/accuracy": right})}
 
     stated = [abs(pair.margin) for pair in decided]
     margins = stated if any(stated) else list(map(abs, gaps))
@@ -79,4 +78,4 @@ def _calibration_error(gaps: Sequence[float]) -> float:
     right = torch.tensor(gaps, dtype=torch.float64) > 0
     bins = ((sure - 0.5) * 2 * _BINS).long().clamp(max=_BINS - 1)
     off = torch.zeros(_BINS, dtype=torch.float64).index_add(0, bins, right.double() - sure)
-    return float(off.abs().sum()) / max(1, len(gaps))
+    return float(off.abs().sum()) / len(gaps)

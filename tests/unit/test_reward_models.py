@@ -38,6 +38,7 @@ def test_quality_by_hand() -> None:
     # Gaps of 1, -2, 3 and of a tie; the chosen response is longer, shorter, longer.
     scores = torch.tensor([1.0, 0.0, 0.0, 2.0, 1.0, -2.0, 5.0, 5.0])
     lengths = [4, 3, 2, 6, 5, 4, 9, 1]
+    assert list(quality_of([], scores, lengths)) == ["val/accuracy"]  # ties tell nothing
     told = quality_of(_pairs(4, ties=1), scores, lengths)
     assert told["val/accuracy"] == pytest.approx(2 / 3)
     # Thirds by |gap|: right, wrong, right.
