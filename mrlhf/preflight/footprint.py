@@ -165,10 +165,10 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
             found.phases[update_of("actor")]["teacher/output layer"] = nbytes
         if "judge_model" in shares:
             judge = shares["judge_model"]
-            found.sizes["judge/params"] = _engine_bytes(judge, True, judge.layout.tp, 1)
+            found.sizes["judge engine/params"] = _engine_bytes(judge, True, judge.layout.tp, 1)
             found.phases["passes of judge_model"] |= {
-                "judge/params": found.sizes["judge/params"],
-                "judge/cache, at least": cache_needs(config.of_judge(), judge.spec).bytes,
+                "judge engine/params": found.sizes["judge/params"],
+                "judge engine/cache, at least": cache_needs(config.of_judge(), judge.spec).bytes,
             }
     return found
 

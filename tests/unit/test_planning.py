@@ -153,14 +153,14 @@ def test_a_judge_counts_in_its_own_phase() -> None:
     phase = "passes of judge_model"
     alike = footprint(config, _specs(config), 8).phases[phase]
     assert alike["judge_model/params"] == pytest.approx(8_190_735_360, rel=1e-3)
-    assert alike["judge/params"] == 0  # they are the model's
+    assert alike["judge engine/params"] == 0  # they are the model's
     blocks = -(-(4096 + 512) // 64) * 64
-    assert alike["judge/cache, at least"] == 2 * 36 * 4 * 128 * 2 * blocks
+    assert alike["judge engine/cache, at least"] == 2 * 36 * 4 * 128 * 2 * blocks
 
     split = _config(GRPO, *keys, f"judge_model={{{judge}, pp: 2}}")
     sizes = footprint(split, _specs(split), 8)
     assert sizes.sizes["judge_model/params"] == pytest.approx(8_190_735_360 / 2, rel=0.1)
-    assert sizes.sizes["judge/params"] > 0.4 * 8_190_735_360
+    assert sizes.sizes["judge engine/params"] > 0.4 * 8_190_735_360
 
 
 def test_what_is_offloaded_counts_in_the_phases_that_need_it() -> None:

@@ -245,7 +245,7 @@ def build_judge(
         return None
     own = config.of_judge()
     engine = role_engine(config, run, "judge_model", "lm")
-    generator = replace(build_generator(own, run, engine, inputs), name="judge")
+    generator = replace(build_generator(own, run, engine, inputs), name="judge engine")
     sampling = replace(training_sampling(own, inputs.endings, engine), record_experts=False)
     longest = own.data.max_prompt_length
     return RankJudge(Judge(config.judge), generator, sampling, inputs.tokenizer, longest).score
