@@ -167,7 +167,7 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
             judge = shares["judge_model"]
             found.sizes["judge engine/params"] = _engine_bytes(judge, True, judge.layout.tp, 1)
             found.phases["passes of judge_model"] |= {
-                "judge engine/params": found.sizes["judge/params"],
+                "judge engine/params": found.sizes["judge engine/params"],
                 "judge engine/cache, at least": cache_needs(config.of_judge(), judge.spec).bytes,
             }
     return found
