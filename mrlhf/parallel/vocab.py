@@ -228,11 +228,9 @@ class _Projection:
             logits, ref_logits = self._project(rows)
             sums.add(rows.start - first, logits, tokens.targets[rows], ref_logits)
         numbers, normalisers = sums.combine(self._layer.group)
-        return (
-            self._mixed(chunks, numbers, normalisers)
-            if self._wanted.mixes
-            else (numbers, normalisers)
-        )
+        if not self._wanted.mixes:
+            return numbers, normalisers
+        return self._mixed(chunks, numbers, normalisers)
 
     def _mixed(
         self, chunks: Sequence[slice], numbers: TokenNumbers, normalisers: Normalisers

@@ -53,7 +53,7 @@ class PPOTrainer:
                 self.state = state
             else:
                 cuts = work.cut(state.collected.rollout)
-                ref_states = work.states_in_loss(state.collected.rollout, cuts)
+                ref_states = work.states_in_loss(state.number, state.collected.rollout, cuts)
             self.update(state, cuts, ref_states)
         self.parts.generator.end_step()
 
@@ -91,7 +91,7 @@ class PPOTrainer:
         if not self._config.full_kl_in_loss:
             ref_states = None  # they are large, so they go as soon as nobody needs them
         values = work.values(rollout, cuts)
-        teacher_logprobs, teacher_states = work.teacher(rollout, cuts)
+        teacher_logprobs, teacher_states = work.teacher(number, rollout, cuts)
         outputs = ModelOutputs(policy, ref_logprobs, values, teacher_logprobs)
         experience, shaped = work.advantages(collected, outputs)
 

@@ -26,6 +26,7 @@ from mrlhf.rl.mismatch import (
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
+from mrlhf.roles.reference import Teacher
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
@@ -97,22 +98,28 @@ class Work:
             return logprobs, reference.states(cuts.actor) if self.config.needs_full_kl else None
 
     def teacher(
-        self, rollout: Rollout, cuts: Cuts
+        self, number: int, rollout: Rollout, cuts: Cuts
     ) -> tuple[Tensor | None, Sequence[ReferenceStates] | None]:
-        """The teacher's log-probabilities for the reward, or its states for the actor's loss."""
+        """The teacher's log-probabilities for the reward, or its states for the actor's loss.
+
+        No loss asks for states in step `number` if the actor does not train in it.
+        """
         teacher = self.parts.teacher
-        if teacher is None:
+        waits = isinstance(teacher, Teacher) and number < self.config.trainer.critic_warmup
+        if teacher is None or waits:
             return None, None
         with self.phases.enter("teacher"):
             cut = teacher.engine.cut(cuts.sequences, "response")
-            if self.config.distils_in == "reward":
-                return teacher.logprobs(rollout, cut), None
-            return None, teacher.states_for(cut, cuts.actor)
+            if isinstance(teacher, Teacher):
+                return None, teacher.states_for(cut, cuts.actor)
+            return teacher.logprobs(rollout, cut), None
 
-    def states_in_loss(self, rollout: Rollout, cuts: Cuts) -> Sequence[ReferenceStates] | None:
-        """The states of another model that the actor's loss needs, if it needs any."""
+    def states_in_loss(
+        self, number: int, rollout: Rollout, cuts: Cuts
+    ) -> Sequence[ReferenceStates] | None:
+        """The states of another model that the actor's loss in step `number` needs, if any."""
         if self.config.distils_in == "loss":
-            return self.teacher(rollout, cuts)[1]
+            return self.teacher(number, rollout, cuts)[1]
         if not self.config.full_kl_in_loss:
             return None
         assert self.parts.reference is not None
