@@ -11,7 +11,7 @@ from pydantic import Field
 
 from mrlhf.config.fields import Positive, Rows, Section
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
-from mrlhf.config.sections import OffloadFrozen, RoleSection
+from mrlhf.config.sections import FrozenSection
 from mrlhf.rl.names import estimator_traits
 
 
@@ -26,11 +26,8 @@ _IF_THERE_IS_ONE = ReadIf(_without_teacher)
 _IN_LOSS = read_if("mode", lambda mode: mode == "loss", "is reward", "use loss")
 
 
-class TeacherSection(RoleSection):
+class TeacherSection(FrozenSection):
     """A frozen policy that the trained one learns from, in a layout of its own."""
-
-    offload: OffloadFrozen = Field(default_factory=list)
-    """what waits on the host while no phase needs it"""
 
 
 class DistillationSection(Section):

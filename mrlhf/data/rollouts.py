@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from mrlhf.data.conversations import encode_prompt, encode_response, plain_text, prompt_of
 from mrlhf.data.prompts import Overlong
@@ -98,8 +99,7 @@ def _read(row: Row, tokenizer: Tokenizer) -> ScoredResponse:
 def _earned(rewards: list[float], drew: list[bool]) -> list[float]:
     """The rewards, each at the last token up to it that counts, since targets skip the others."""
     earned = [0.0] * len(rewards)
-    last = 0
-    for at, (reward, counts) in enumerate(zip(rewards, drew, strict=True)):
-        last = at if counts else last
+    lasts = accumulate((at if counts else 0 for at, counts in enumerate(drew)), max)
+    for last, reward in zip(lasts, rewards, strict=True):
         earned[last] += reward
     return earned
