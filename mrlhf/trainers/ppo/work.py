@@ -84,9 +84,9 @@ class Work:
     def reference(
         self, rollout: Rollout, cuts: Cuts
     ) -> tuple[Tensor | None, Sequence[ReferenceStates] | None]:
-        """The reference's log-probabilities, and its states where a KL over the vocabulary is used.
+        """The reference's log-probabilities, and its states where the reward has a full KL.
 
-        Both are None without a reference.
+        None without a reference, or without such a KL.
         """
         reference = self.parts.reference
         with self.phases.enter("ref"):
@@ -95,35 +95,30 @@ class Work:
             cut = reference.engine.cut(cuts.sequences, "response")
             logprobs = reference.logprobs(rollout, cut)
             del cut  # its packs take more memory than the batch, and nobody needs them again
-            return logprobs, reference.states(cuts.actor) if self.config.needs_full_kl else None
+            return logprobs, reference.states(cuts.actor) if self.config.full_kl_in_reward else None
 
-    def teacher(
-        self, number: int, rollout: Rollout, cuts: Cuts
-    ) -> tuple[Tensor | None, Sequence[ReferenceStates] | None]:
-        """The teacher's log-probabilities for the reward, or its states for the actor's loss.
-
-        No loss asks for states in step `number` if the actor does not train in it.
-        """
+    def teacher_logprobs(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
+        """The teacher's log-probabilities, if they are part of the reward."""
         teacher = self.parts.teacher
-        waits = isinstance(teacher, Teacher) and number < self.config.trainer.critic_warmup
-        if teacher is None or waits:
-            return None, None
+        if teacher is None or isinstance(teacher, Teacher):
+            return None
         with self.phases.enter("teacher"):
-            cut = teacher.engine.cut(cuts.sequences, "response")
-            if isinstance(teacher, Teacher):
-                return None, teacher.states_for(cut, cuts.actor)
-            return teacher.logprobs(rollout, cut), None
+            return teacher.logprobs(rollout, teacher.engine.cut(cuts.sequences, "response"))
 
-    def states_in_loss(
-        self, number: int, rollout: Rollout, cuts: Cuts
-    ) -> Sequence[ReferenceStates] | None:
+    def states_in_loss(self, number: int, cuts: Cuts) -> Sequence[ReferenceStates] | None:
         """The states of another model that the actor's loss in step `number` needs, if any."""
-        if self.config.distils_in == "loss":
-            return self.teacher(number, rollout, cuts)[1]
+        teacher = self.parts.teacher
+        if number < self.config.trainer.critic_warmup:
+            return None
+        if isinstance(teacher, Teacher):
+            with self.phases.enter("teacher"):
+                cut = teacher.engine.cut(cuts.sequences, "response")
+                return teacher.states_for(cut, cuts.actor)
         if not self.config.full_kl_in_loss:
             return None
         assert self.parts.reference is not None
-        return self.parts.reference.states(cuts.actor)
+        with self.phases.enter("ref"):
+            return self.parts.reference.states(cuts.actor)
 
     def evaluate(
         self,
@@ -137,8 +132,6 @@ class Work:
         `newest` is its version. `ref_states` are used for a KL in the reward over the whole
         vocabulary.
         """
-        if not self.config.full_kl_in_reward:
-            ref_states = None
         traits = estimator_traits(self.config.algorithm.adv_estimator)
         with self.phases.enter("old_log_prob"):
             evaluation = self.parts.actor.evaluate(
