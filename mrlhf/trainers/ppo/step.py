@@ -76,14 +76,11 @@ class PPOTrainer:
         number = drawing.number
         rollout = collected.rollout
 
-        ref_logprobs, ref_states = work.reference(rollout, cuts)
+        ref_logprobs = work.reference_logprobs(rollout, cuts)
         spared = self._config.algorithm.rollout_correction.bypass_mode or work.update_evaluates(
             number, rollout, cuts
         )
-        policy, measured = (
-            (None, {}) if spared else work.evaluate(rollout, cuts, drawing.version, ref_states)
-        )
-        del ref_states  # they are large
+        policy, measured = (None, {}) if spared else work.evaluate(rollout, cuts, drawing.version)
         values = work.values(rollout, cuts)
         outputs = ModelOutputs(policy, ref_logprobs, values, work.teacher_logprobs(rollout, cuts))
         experience, shaped = work.advantages(collected, outputs)

@@ -81,21 +81,13 @@ class Work:
             critic = parts.critic.engine.cut(sequences, "response", samples["critic"])
         return Cuts(sequences, actor, critic)
 
-    def reference(
-        self, rollout: Rollout, cuts: Cuts
-    ) -> tuple[Tensor | None, Sequence[ReferenceStates] | None]:
-        """The reference's log-probabilities, and its states where the reward has a full KL.
-
-        None without a reference, or without such a KL.
-        """
+    def reference_logprobs(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
+        """The reference's log-probabilities, or None without one."""
         reference = self.parts.reference
         with self.phases.enter("ref"):
             if reference is None:
-                return None, None
-            cut = reference.engine.cut(cuts.sequences, "response")
-            logprobs = reference.logprobs(rollout, cut)
-            del cut  # its packs take more memory than the batch, and nobody needs them again
-            return logprobs, reference.states(cuts.actor) if self.config.full_kl_in_reward else None
+                return None
+            return reference.logprobs(rollout, reference.engine.cut(cuts.sequences, "response"))
 
     def teacher_logprobs(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
         """The teacher's log-probabilities, if they are part of the reward."""
@@ -114,24 +106,21 @@ class Work:
             with self.phases.enter("teacher"):
                 cut = teacher.engine.cut(cuts.sequences, "response")
                 return teacher.states_for(cut, cuts.actor)
-        if not self.config.full_kl_in_loss:
-            return None
+        return self._reference_states(cuts) if self.config.full_kl_in_loss else None
+
+    def _reference_states(self, cuts: Cuts) -> Sequence[ReferenceStates]:
         assert self.parts.reference is not None
         with self.phases.enter("ref"):
             return self.parts.reference.states(cuts.actor)
 
     def evaluate(
-        self,
-        rollout: Rollout,
-        cuts: Cuts,
-        newest: int,
-        ref_states: Sequence[ReferenceStates] | None = None,
+        self, rollout: Rollout, cuts: Cuts, newest: int
     ) -> tuple[Evaluation, dict[str, float]]:
         """The policy's log-probabilities, and metrics: its entropy, its distance to the engine's.
 
-        `newest` is its version. `ref_states` are used for a KL in the reward over the whole
-        vocabulary.
+        `newest` is its version.
         """
+        ref_states = self._reference_states(cuts) if self.config.full_kl_in_reward else None
         traits = estimator_traits(self.config.algorithm.adv_estimator)
         with self.phases.enter("old_log_prob"):
             evaluation = self.parts.actor.evaluate(
