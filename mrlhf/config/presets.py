@@ -48,8 +48,8 @@ _METHOD = (
     "rollout.n",
     "trainer.critic_warmup",
 )
-_TASK = ("algorithm.reward_", "algorithm.missing_eos_penalty", "algorithm.rollout_correction")
 _CORRECTION = "algorithm.rollout_correction."
+_TASK = ("algorithm.reward_", "algorithm.missing_eos", "algorithm.distillation", _CORRECTION)
 # Keys that few methods set. A preset forgets those of an earlier preset, and leaves a user's own.
 OF_FEW = (_CORRECTION, "critic.freeze", "critic.ppo_epochs", "rollout.partial.")
 CORRECTION_PRESET = f"{_CORRECTION}preset"

@@ -454,7 +454,21 @@ class ReferenceSection(RoleSection):
 _IF_ENSEMBLE = read_if("ensemble", bool, "is empty", "name further reward models there")
 
 
-class RewardModelSection(RoleSection):
+def _without_backward(place: KeyPlace) -> NotRead:
+    """The recomputation of a model that is not trained."""
+    return NotRead(", since the model has no backward pass", "set that of one that trains", ())
+
+
+class FrozenSection(RoleSection):
+    """A model that does not change."""
+
+    recompute: Annotated[Recompute, ReadIf(_without_backward)] = "none"
+    """activations that are computed again in the backward pass instead of kept"""
+    offload: OffloadFrozen = Field(default_factory=list)
+    """what waits on the host while no phase needs it"""
+
+
+class RewardModelSection(FrozenSection):
     """A frozen classifier with one output (score.weight) that scores responses, or their steps."""
 
     ensemble: Files = Field(default_factory=list)
@@ -471,20 +485,16 @@ class RewardModelSection(RoleSection):
     at: Annotated[str, Field(min_length=1)] | None = None
     """text that ends a step of a response: the output at each token that holds it is a reward of
     that token, and their sum is the response's score; null: it scores whole responses"""
-    offload: OffloadFrozen = Field(default_factory=list)
-    """what waits on the host while no phase needs it"""
 
 
-_OF_PASSES = ("cp", "recompute", "micro_batch_tokens", "share_prompts")
+_OF_PASSES = ("cp", "micro_batch_tokens", "share_prompts")
 
 
-class JudgeModelSection(RoleSection):
+class JudgeModelSection(FrozenSection):
     """A frozen language model that judges on the ranks; its engine has the sizes of `rollout`."""
 
     max_prompt_tokens: Tokens = 4096
     """most tokens of a message to it; a longer one gets no verdict"""
-    offload: OffloadFrozen = Field(default_factory=list)
-    """what waits on the host while no phase needs it"""
 
     refused: ClassVar[Rows] = {
         "{section}.{key} has no effect, since an engine answers; leave it out": lambda self: [

@@ -5,13 +5,14 @@ A section checks its own fields, and knows no model and no rank.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from mrlhf.config.fields import Positive, Rows, Section
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
-from mrlhf.config.sections import OffloadFrozen, RoleSection
+from mrlhf.config.sections import FrozenSection
+from mrlhf.rl.names import estimator_traits
 
 
 def _without_teacher(place: KeyPlace) -> NotRead | None:
@@ -25,11 +26,8 @@ _IF_THERE_IS_ONE = ReadIf(_without_teacher)
 _IN_LOSS = read_if("mode", lambda mode: mode == "loss", "is reward", "use loss")
 
 
-class TeacherSection(RoleSection):
+class TeacherSection(FrozenSection):
     """A frozen policy that the trained one learns from, in a layout of its own."""
-
-    offload: OffloadFrozen = Field(default_factory=list)
-    """what waits on the host while no phase needs it"""
 
 
 class DistillationSection(Section):
@@ -51,16 +49,17 @@ class DistillationSection(Section):
     """factor of the divergence, or of the reward"""
 
     refused: ClassVar[Rows] = {
-        "algorithm.distillation.mode loss and KL 'full' both take the loss over the whole "
-        "vocabulary from another model; use another kl_loss_type and kl_penalty, such as "
-        "low_var_kl": lambda self, teacher, needs_full_kl: _both(self, teacher, needs_full_kl),
+        "{mode} and KL 'full' both take the loss over the whole vocabulary from another model; use "
+        "another kl_loss_type and kl_penalty, such as low_var_kl": lambda self, needs_full_kl: (
+            self.mode == "loss" and needs_full_kl
+        ),
+        "{mode} adds to the sum of a response's rewards, and {algorithm.adv_estimator} compares "
+        "single scores; use mode loss, or another estimator": lambda self, algorithm: (
+            self.mode == "reward" and estimator_traits(algorithm.adv_estimator).compares_terms
+        ),
     }
 
     @property
     def divergence_beta(self) -> float:
         """The teacher's share of the mixture; see `NumbersToCompute.beta`."""
         return {"forward": 0.0, "reverse": 1.0, "jsd": self.beta}[self.kl]
-
-
-def _both(section: DistillationSection, teacher: Any, needs_full_kl: bool) -> bool:
-    return teacher is not None and section.mode == "loss" and needs_full_kl

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from mrlhf.data.conversations import encode_prompt, encode_response, plain_text, prompt_of
 from mrlhf.data.prompts import Overlong
@@ -71,6 +72,10 @@ def _read(row: Row, tokenizer: Tokenizer) -> ScoredResponse:
             f"{row.where}: the response has several turns or contexts; of turns a critic needs the "
             "tokens, as rollout.dump_format parquet has them, and contexts cannot be read"
         )
+    for name in ("prompt_ids", "response_ids", "token_ids", "loss_mask"):
+        given = fields.get(name) or []
+        if not isinstance(given, list) or any(type(x) not in (int, bool) or x < 0 for x in given):
+            raise DataError(f"{row.where}: {name} is no list of whole numbers: {given!r:.40}")
     prompt = fields.get("prompt_ids") or encode_prompt(row, prompt_of(row), tokenizer)[1]
     response = fields.get("response_ids") or fields.get("token_ids")
     if response is None:
@@ -83,9 +88,18 @@ def _read(row: Row, tokenizer: Tokenizer) -> ScoredResponse:
     if not isinstance(rewards, list):
         score = row.require("score") if rewards is None else rewards
         rewards = [0.0] * (len(response) - 1) + [score]
-    drew = fields.get("loss_mask", [True] * len(response))
+    drew = list(map(bool, fields.get("loss_mask") or [True] * len(response)))
     if not all(type(reward) in (int, float) and math.isfinite(reward) for reward in rewards):
         raise DataError(f"{row.where}: score or reward is no finite number: {rewards[-1]!r:.40}")
     if not len(response) == len(rewards) == len(drew):
         raise DataError(f"{row.where}: the response has no token, or not a reward for each")
-    return ScoredResponse([*prompt, *response], drew, rewards)
+    return ScoredResponse([*prompt, *response], drew, _earned(rewards, drew))
+
+
+def _earned(rewards: list[float], drew: list[bool]) -> list[float]:
+    """The rewards, each at the last token up to it that counts, since targets skip the others."""
+    earned = [0.0] * len(rewards)
+    lasts = accumulate((at if counts else 0 for at, counts in enumerate(drew)), max)
+    for last, reward in zip(lasts, rewards, strict=True):
+        earned[last] += reward
+    return earned

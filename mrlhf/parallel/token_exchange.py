@@ -61,13 +61,11 @@ def route_tokens(rank: int, held: Sequence[Tensor], wanted: Sequence[Tensor]) ->
         for receiver, places in enumerate(wanted)
         if receiver != rank
     }
-    receives = {
-        sender: (mine == sender).nonzero()[:, 0] for sender in range(len(held)) if sender != rank
-    }
+    senders = [sender for sender in mine.unique().tolist() if sender != rank]
     return TokenRoutes(
         kept=(rows[wanted[rank][own]], own),
         sends={peer: of_peer for peer, of_peer in sends.items() if len(of_peer)},
-        receives={peer: of_peer for peer, of_peer in receives.items() if len(of_peer)},
+        receives={sender: (mine == sender).nonzero()[:, 0] for sender in senders},
     )
 
 

@@ -228,11 +228,9 @@ class _Projection:
             logits, ref_logits = self._project(rows)
             sums.add(rows.start - first, logits, tokens.targets[rows], ref_logits)
         numbers, normalisers = sums.combine(self._layer.group)
-        return (
-            self._mixed(chunks, numbers, normalisers)
-            if self._wanted.mixes
-            else (numbers, normalisers)
-        )
+        if not self._wanted.mixes:
+            return numbers, normalisers
+        return self._mixed(chunks, numbers, normalisers)
 
     def _mixed(
         self, chunks: Sequence[slice], numbers: TokenNumbers, normalisers: Normalisers
@@ -244,13 +242,9 @@ class _Projection:
             logits, ref_logits = self._project(rows)
             assert ref_logits is not None
             inside = slice(rows.start - first, rows.stop - first)
+            both = (logits, ref_logits)
             add_mixture(
-                sums[:, inside],
-                logits,
-                ref_logits,
-                self._columns,
-                normalisers[inside],
-                self._wanted.beta,
+                sums[:, inside], *both, self._columns, normalisers[inside], self._wanted.beta
             )
         if self._layer.group is not None and self._layer.group.size() > 1:
             dist.all_reduce(sums, group=self._layer.group)

@@ -162,7 +162,7 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
             rows = -(-actor.spec.vocab_size // actor.layout.tp)
             is_last = actor.stage == actor.layout.pp - 1
             nbytes = rows * teacher.spec.hidden_size * teacher.itemsize if is_last else 0
-            found.phases[update_of("actor")]["teacher/output layer"] = nbytes
+            found.phases[update_of("actor")]["teacher_output/params"] = nbytes
         if "judge_model" in shares:
             judge = shares["judge_model"]
             found.sizes["judge engine/params"] = _engine_bytes(judge, True, judge.layout.tp, 1)

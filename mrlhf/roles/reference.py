@@ -62,18 +62,19 @@ class Teacher(Reference):
 
         `cut` is the teacher's. The states are on the host, on the student's last stage alone.
         """
-        evaluated = self.engine.forward(cut.packs, lambda hidden, number: hidden.cpu())
-        none = torch.empty(0, self.engine.spec.hidden_size, dtype=self.engine.dtype)
-        held = [(none, torch.empty(0, dtype=torch.int64))]
-        for pack, hidden in zip(cut.packs, evaluated, strict=False):  # none on earlier stages
-            if hidden is not None:
-                held.append((hidden, pack.places))
-        states, places = (torch.cat(column) for column in zip(*held, strict=True))
-
-        packs = asked.packs if self._student.groups.is_last_stage else []
-        wanted = torch.cat([held[0][1], *(pack.places for pack in packs)])
         groups = self.engine.groups
-        brought = bring_tokens(states, places, wanted, groups.world, self.engine.device)
-        each = brought.split([len(pack.target_ids) for pack in packs]) if packs else ()
+        held = cut.packs if groups.is_last_stage else []
+        wanted = asked.packs if self._student.groups.is_last_stage else []
+        none = torch.empty(0, dtype=torch.int64)
+        own, needed = (
+            torch.cat([none, *(pack.places for pack in packs)]) for packs in (held, wanted)
+        )
+
+        none = torch.empty(0, self.engine.spec.hidden_size, dtype=self.engine.dtype)
+        evaluated = self.engine.forward(cut.packs, lambda hidden, number: hidden.cpu())
+        states = torch.cat([none, *filter(lambda hidden: hidden is not None, evaluated)])
+        del evaluated  # it takes as much memory again
+        brought = bring_tokens(states, own, needed, groups.world, self.engine.device)
+        each = brought.split([len(pack.target_ids) for pack in wanted]) if wanted else ()
         shard = self._shard
         return [ReferenceStates(shard.residency, shard.layer, hidden) for hidden in each]

@@ -137,7 +137,8 @@ def test_a_dump_is_what_a_critic_learns_from(tmp_path, tokenizer):
     write_dump(tmp_path, dump, RolloutSection(dump_freq=1), tokenizer)
     rows = read_rows([tmp_path / "rollouts" / "step_000004.parquet"])
     read = encode_rollouts(rows, tokenizer, max_length=5)
-    assert read[2] == ScoredResponse([1, 3, 1, 3, 0], [True, False, True], [0.75, 0.875, 1.0])
+    # What a token earns that does not count goes to the last one before it that does.
+    assert read[2] == ScoredResponse([1, 3, 1, 3, 0], [True, False, True], [1.625, 0.0, 1.0])
     assert [len(response.drew) for response in read] == [1, 2, 3, 1]
 
     # From texts: the score belongs to the last token, which is eos unless the response was cut.
@@ -167,6 +168,8 @@ def test_a_dump_is_what_a_critic_learns_from(tmp_path, tokenizer):
         ({"score": float("nan")}, "no finite number: nan"),
         ({"token_ids": [6]}, "token 6 is not in the tokenizer, whose ids go up to 5"),
         ({"token_ids": []}, "no token, or not a reward for each"),
+        ({"token_ids": ["6"]}, r"token_ids is no list of whole numbers: \['6'\]"),
+        ({"loss_mask": 1}, "loss_mask is no list of whole numbers: 1"),
         ({"turns": [1, 3]}, "several turns or contexts"),
     ):
         write_rows(path, [texts[1] | changed])

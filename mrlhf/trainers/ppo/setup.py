@@ -58,7 +58,7 @@ class PPOParts:
     actor: Actor
     critic: Critic | None  # None if the advantage estimator needs no values
     reference: Reference | None  # None if no KL is asked for
-    teacher: Teacher | None  # None if the policy learns from none
+    teacher: Reference | None  # a `Teacher` if the loss needs its states; None without one
     generator: Generator
     scorer: Scorer
     shaper: RewardShaper  # makes the scores that train from the scores of a batch
@@ -95,7 +95,9 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     teacher = None
     if config.teacher is not None:
         engine = role_engine(config, run, "teacher", "lm")
-        teacher = Teacher(engine, config.rollout.temperature, actor.engine)
+        teacher = Reference(engine, config.rollout.temperature)
+        if config.distils_in == "loss":
+            teacher = Teacher(engine, config.rollout.temperature, actor.engine)
     early = EarlyScores(inputs.reward.evaluate) if config.rollout.overlap else None
     judge = build_judge(config, run, inputs.judge)
     groups = actor.engine.groups

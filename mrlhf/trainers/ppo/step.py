@@ -49,11 +49,12 @@ class PPOTrainer:
             if isinstance(state, Drawing):
                 collected = self.collect(state)
                 cuts = work.cut(collected.rollout)
-                state, ref_states = self.learn_from(state, collected, cuts)
+                state = self.learn_from(state, collected, cuts)
                 self.state = state
             else:
                 cuts = work.cut(state.collected.rollout)
-                ref_states = work.states_in_loss(state.collected.rollout, cuts)
+            # They are large, so they come last.
+            ref_states = work.states_in_loss(state.number, cuts)
             self.update(state, cuts, ref_states)
         self.parts.generator.end_step()
 
@@ -69,36 +70,25 @@ class PPOTrainer:
         drawing.metrics |= collected.metrics
         return collected
 
-    def learn_from(
-        self, drawing: Drawing, collected: Collected, cuts: Cuts
-    ) -> tuple[Updating, Sequence[ReferenceStates] | None]:
-        """Make experience of the responses.
-
-        The second result are the states of the reference, or of a teacher, for this rank's packs,
-        if the actor's loss needs them.
-        """
+    def learn_from(self, drawing: Drawing, collected: Collected, cuts: Cuts) -> Updating:
+        """Make experience of the responses."""
         work = self._work
         number = drawing.number
         rollout = collected.rollout
 
-        ref_logprobs, ref_states = work.reference(rollout, cuts)
+        ref_logprobs = work.reference_logprobs(rollout, cuts)
         spared = self._config.algorithm.rollout_correction.bypass_mode or work.update_evaluates(
             number, rollout, cuts
         )
-        policy, measured = (
-            (None, {}) if spared else work.evaluate(rollout, cuts, drawing.version, ref_states)
-        )
-        if not self._config.full_kl_in_loss:
-            ref_states = None  # they are large, so they go as soon as nobody needs them
+        policy, measured = (None, {}) if spared else work.evaluate(rollout, cuts, drawing.version)
         values = work.values(rollout, cuts)
-        teacher_logprobs, teacher_states = work.teacher(rollout, cuts)
-        outputs = ModelOutputs(policy, ref_logprobs, values, teacher_logprobs)
+        outputs = ModelOutputs(policy, ref_logprobs, values, work.teacher_logprobs(rollout, cuts))
         experience, shaped = work.advantages(collected, outputs)
 
         updating = Updating(number, drawing.metrics | measured | shaped, collected, experience)
         if policy is not None and self._config.rollout.dump_is_due(number):
             updating.entropy = policy.entropy
-        return updating, teacher_states or ref_states
+        return updating
 
     def update(
         self, updating: Updating, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None

@@ -26,6 +26,7 @@ from mrlhf.rl.mismatch import (
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
+from mrlhf.roles.reference import Teacher
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
@@ -80,58 +81,46 @@ class Work:
             critic = parts.critic.engine.cut(sequences, "response", samples["critic"])
         return Cuts(sequences, actor, critic)
 
-    def reference(
-        self, rollout: Rollout, cuts: Cuts
-    ) -> tuple[Tensor | None, Sequence[ReferenceStates] | None]:
-        """The reference's log-probabilities, and its states where a KL over the vocabulary is used.
-
-        Both are None without a reference.
-        """
+    def reference_logprobs(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
+        """The reference's log-probabilities, or None without one."""
         reference = self.parts.reference
         with self.phases.enter("ref"):
             if reference is None:
-                return None, None
-            cut = reference.engine.cut(cuts.sequences, "response")
-            logprobs = reference.logprobs(rollout, cut)
-            del cut  # its packs take more memory than the batch, and nobody needs them again
-            return logprobs, reference.states(cuts.actor) if self.config.needs_full_kl else None
+                return None
+            return reference.logprobs(rollout, reference.engine.cut(cuts.sequences, "response"))
 
-    def teacher(
-        self, rollout: Rollout, cuts: Cuts
-    ) -> tuple[Tensor | None, Sequence[ReferenceStates] | None]:
-        """The teacher's log-probabilities for the reward, or its states for the actor's loss."""
+    def teacher_logprobs(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
+        """The teacher's log-probabilities, if they are part of the reward."""
         teacher = self.parts.teacher
-        if teacher is None:
-            return None, None
-        with self.phases.enter("teacher"):
-            cut = teacher.engine.cut(cuts.sequences, "response")
-            if self.config.distils_in == "reward":
-                return teacher.logprobs(rollout, cut), None
-            return None, teacher.states_for(cut, cuts.actor)
-
-    def states_in_loss(self, rollout: Rollout, cuts: Cuts) -> Sequence[ReferenceStates] | None:
-        """The states of another model that the actor's loss needs, if it needs any."""
-        if self.config.distils_in == "loss":
-            return self.teacher(rollout, cuts)[1]
-        if not self.config.full_kl_in_loss:
+        if teacher is None or isinstance(teacher, Teacher):
             return None
+        with self.phases.enter("teacher"):
+            return teacher.logprobs(rollout, teacher.engine.cut(cuts.sequences, "response"))
+
+    def states_in_loss(self, number: int, cuts: Cuts) -> Sequence[ReferenceStates] | None:
+        """The states of another model that the actor's loss in step `number` needs, if any."""
+        teacher = self.parts.teacher
+        if number < self.config.trainer.critic_warmup:
+            return None
+        if isinstance(teacher, Teacher):
+            with self.phases.enter("teacher"):
+                cut = teacher.engine.cut(cuts.sequences, "response")
+                return teacher.states_for(cut, cuts.actor)
+        return self._reference_states(cuts) if self.config.full_kl_in_loss else None
+
+    def _reference_states(self, cuts: Cuts) -> Sequence[ReferenceStates]:
         assert self.parts.reference is not None
-        return self.parts.reference.states(cuts.actor)
+        with self.phases.enter("ref"):
+            return self.parts.reference.states(cuts.actor)
 
     def evaluate(
-        self,
-        rollout: Rollout,
-        cuts: Cuts,
-        newest: int,
-        ref_states: Sequence[ReferenceStates] | None = None,
+        self, rollout: Rollout, cuts: Cuts, newest: int
     ) -> tuple[Evaluation, dict[str, float]]:
         """The policy's log-probabilities, and metrics: its entropy, its distance to the engine's.
 
-        `newest` is its version. `ref_states` are used for a KL in the reward over the whole
-        vocabulary.
+        `newest` is its version.
         """
-        if not self.config.full_kl_in_reward:
-            ref_states = None
+        ref_states = self._reference_states(cuts) if self.config.full_kl_in_reward else None
         traits = estimator_traits(self.config.algorithm.adv_estimator)
         with self.phases.enter("old_log_prob"):
             evaluation = self.parts.actor.evaluate(
