@@ -20,6 +20,7 @@ from mrlhf.config.data import (
     SupervisedDataSection,
 )
 from mrlhf.config.fields import Rows, Section, Seed
+from mrlhf.config.frozen import JudgeModelSection, RewardModelSection
 from mrlhf.config.pair_losses import DPOSection, RewardLossSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf
 from mrlhf.config.reward import AnyRewardSection, JudgeSection, RewardSection
@@ -27,10 +28,8 @@ from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
     AdaptedSection,
-    JudgeModelSection,
     OptimSection,
     ReferenceSection,
-    RewardModelSection,
     RoleSection,
     RouterSection,
 )

@@ -15,7 +15,6 @@ from mrlhf.config.fields import (
     Count,
     CountOrZero,
     Decay,
-    Files,
     Fraction,
     FunctionReference,
     NotNegative,
@@ -26,7 +25,6 @@ from mrlhf.config.fields import (
     Rows,
     Section,
     Texts,
-    Tokens,
     UpToOne,
     known_or_own,
     on_or_off,
@@ -34,7 +32,6 @@ from mrlhf.config.fields import (
 )
 from mrlhf.config.reads import LOSS_MODE, KeyPlace, NotRead, ReadIf, by_loss, read_if
 from mrlhf.rl.names import (
-    Combine,
     KlKind,
     LossAggMode,
     LossMode,
@@ -448,58 +445,4 @@ class ReferenceSection(RoleSection):
         "differs from the policy's; leave its other keys out": lambda self, reference_is_policy: (
             self.adapter == "start" and not reference_is_policy
         ),
-    }
-
-
-_IF_ENSEMBLE = read_if("ensemble", bool, "is empty", "name further reward models there")
-
-
-def _without_backward(place: KeyPlace) -> NotRead:
-    """The recomputation of a model that is not trained."""
-    return NotRead(", since the model has no backward pass", "set that of one that trains", ())
-
-
-class FrozenSection(RoleSection):
-    """A model that does not change."""
-
-    recompute: Annotated[Recompute, ReadIf(_without_backward)] = "none"
-    """activations that are computed again in the backward pass instead of kept"""
-    offload: OffloadFrozen = Field(default_factory=list)
-    """what waits on the host while no phase needs it"""
-
-
-class RewardModelSection(FrozenSection):
-    """A frozen classifier with one output (score.weight) that scores responses, or their steps."""
-
-    ensemble: Files = Field(default_factory=list)
-    """further reward models, as path, which score too; all have this section's layout"""
-    combine: Annotated[Combine, _IF_ENSEMBLE] = "mean"
-    """how the scores of path and ensemble become one; mean_minus_std, mean_minus_variance: less
-    combine_coef times how much they differ"""
-    combine_coef: Annotated[
-        Positive,
-        _IF_ENSEMBLE,
-        read_if("combine", lambda name: "minus" in name, "takes nothing off", "use mean_minus_std"),
-    ] = 1.0
-    """factor of the standard deviation or variance over the models"""
-    at: Annotated[str, Field(min_length=1)] | None = None
-    """text that ends a step of a response: the output at each token that holds it is a reward of
-    that token, and their sum is the response's score; null: it scores whole responses"""
-
-
-_OF_PASSES = ("cp", "micro_batch_tokens", "share_prompts")
-
-
-class JudgeModelSection(FrozenSection):
-    """A frozen language model that judges on the ranks; its engine has the sizes of `rollout`."""
-
-    max_prompt_tokens: Tokens = 4096
-    """most tokens of a message to it; a longer one gets no verdict"""
-
-    refused: ClassVar[Rows] = {
-        "{section}.{key} has no effect, since an engine answers; leave it out": lambda self: [
-            {"key": key}
-            for key in _OF_PASSES
-            if self.value_of(key) != type(self).model_fields[key].default
-        ]
     }

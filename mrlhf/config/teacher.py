@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from mrlhf.config.fields import Positive, Rows, Section
+from mrlhf.config.frozen import FrozenSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
-from mrlhf.config.sections import FrozenSection
 from mrlhf.rl.names import estimator_traits
 
 

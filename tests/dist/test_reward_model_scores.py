@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from mrlhf.batch import Prompts, Rollout, Sequences
-from mrlhf.config.sections import RewardModelSection
+from mrlhf.config.frozen import RewardModelSection
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import ModelSpec
