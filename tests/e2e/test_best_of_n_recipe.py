@@ -9,12 +9,10 @@ from tests.e2e.programs import read_lines
 from tests.e2e.recipes import follow
 from tests.pages import commands_of, files
 
-PAGE = "configs/recipes/best_of_n/README.md"
-
 
 def test_the_best_of_eight_answers_teach(start_policy: Path, tmp_path: Path) -> None:
-    commands = commands_of(PAGE)
-    assert (len(commands), files(PAGE)) == (6, {})
+    commands = commands_of("configs/recipes/best_of_n/README.md")
+    assert (len(commands), files("configs/recipes/best_of_n/README.md")) == (6, {})
     follow(commands, {}, start_policy, tmp_path)
     run = tmp_path / "runs" / "best_of_n"
 
