@@ -154,7 +154,7 @@ def train_row(root: Path, factory: GroupFactory, row: Row, out: Path) -> RowResu
     other: Reference | Teacher | None = reference if case.has_full_kl else None
     if case.teacher:
         # Its ranks are others than those of most rows.
-        sizes = AxisSizes(tp=2, pp=2)
+        sizes = AxisSizes(tp=2, pp=2 if row["ranks"] >= 4 else 1)
         groups = factory.role_groups(ParallelLayout.for_world("teacher", row["ranks"], sizes))
         other = build_teacher(setting, case, groups, actor)
     of_actor = _update_actor(setting, case, actor, other)

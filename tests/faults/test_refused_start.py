@@ -64,7 +64,7 @@ def test_a_refused_start_changes_no_run(
 
     refused = {
         f"data.train_files={other_rows(inputs, tmp_path)}": "does not hold the rows",
-        f"model.path={inputs / 'qwen3'}": "holds another model",
+        f"model.path={inputs / 'qwen3'}": "restore that, or begin a new run",
         "trainer.resume=never": "or give another trainer.output_dir",
     }
     for file in changed_rows(inputs, tmp_path) if state == "interrupted" else ():
