@@ -71,7 +71,10 @@ def test_ppo_goes_on_with_its_state(place: Path) -> None:
 def test_a_path_without_a_checkpoint_is_refused(place: Path) -> None:
     start = place / "runs" / "demo" / "sft" / "model"
     arguments = _ppo(
-        place, "critic.warm_start=state", f"critic.path={start}", "trainer.resume=never"
+        place,
+        "critic.warm_start=state",
+        f"critic.path={start}",
+        f"trainer.output_dir={place}/other",  # the last one has checkpoints of its own
     )
     config = load_config(PPOConfig, [arguments[1]], arguments[2:])
     with pytest.raises(CheckpointError, match=r"/sft has no whole checkpoint of a critic"):
