@@ -53,7 +53,8 @@ class CriticSection(AdaptedSection, RouterSection, RoleSection):
     refused: ClassVar[Rows] = {
         **MUON_OF_ADAPTERS,
         "{warm_start} goes on with a schedule that has begun; set critic.optim.lr_decay_steps to "
-        "the training steps of both runs, or {critic.optim.lr_decay_style} to constant": lambda self: (
+        "the training steps of both runs, or {critic.optim.lr_decay_style} to "
+        "constant": lambda self: (
             self.warm_start == "state"
             and self.optim.lr_decay_style != "constant"
             and self.optim.lr_decay_steps is None
