@@ -9,35 +9,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrlhf.batch import Prompts
-from mrlhf.config.data import SplitDataSection
 from mrlhf.config.roots import (
     AnyConfig,
     CriticConfig,
     PPOConfig,
     PreferenceConfig,
-    RewardModelConfig,
     SFTConfig,
     SupervisedConfig,
     is_reward_model,
 )
-from mrlhf.data.conversations import prompt_of
 from mrlhf.data.preferences import (
-    PreferenceColumns,
     PreferenceRows,
-    encode_preferences,
-    prompt_reader,
-    split_by_prompt,
 )
 from mrlhf.data.prompts import PromptDataset
-from mrlhf.data.rollouts import encode_rollouts
-from mrlhf.data.rows import Row, read_rows
-from mrlhf.data.sft import encode_sft
 from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.episodes.read import (
@@ -49,6 +39,7 @@ from mrlhf.episodes.read import (
 from mrlhf.errors import ConfigError, DataError, MrlhfError
 from mrlhf.inputs.paths import absent_paths, awaits_tokenizer, has_tokenizer, present
 from mrlhf.inputs.repeated import warn_of_files_named_twice, warn_of_shared_rows
+from mrlhf.inputs.supervised import examples_and_held_out, pairs_and_held_out
 from mrlhf.inputs.vocabulary import (
     Endings,
     check_tokens,
@@ -59,7 +50,6 @@ from mrlhf.inputs.vocabulary import (
 )
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
-from mrlhf.parallel.segments import Segments
 from mrlhf.rewards.chat_judge import ChatJudge
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.judge import Judge
@@ -161,7 +151,7 @@ def read_prompts(
 def read_row_inputs(config: SFTConfig | CriticConfig) -> RowInputs:
     """Read the inputs of such a training, whose paths exist; raises as `check_inputs`."""
     tokenizer = _tokenizer(config)
-    examples, held_out = _examples_and_held_out(config, tokenizer, not config.data.val_files)
+    examples, held_out = examples_and_held_out(config, tokenizer, not config.data.val_files)
     steps = _supervised_steps(config, len(examples), "rows")
     is_policy = isinstance(config, SFTConfig)
     generation_config = read_generation_config(config.model.path) if is_policy else None
@@ -171,7 +161,7 @@ def read_row_inputs(config: SFTConfig | CriticConfig) -> RowInputs:
 def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
     """Read the inputs of a training on pairs, whose paths exist; raises as `check_inputs`."""
     tokenizer = _tokenizer(config)
-    pairs, held_out = _pairs_and_held_out(config, tokenizer, split=not config.data.val_files)
+    pairs, held_out = pairs_and_held_out(config, tokenizer, split=not config.data.val_files)
     assert pairs is not None, "train_files names a file, and each has rows"
     steps = _supervised_steps(config, len(pairs), config.rows)
     generates = config.head_of("model") == "lm"
@@ -212,9 +202,9 @@ def _check_present_inputs(config: AnyConfig) -> None:
             engine = read_engine_inputs(here)
             _prompts_by_split(here, engine.tokenizer, engine.environments)
         elif isinstance(here, SFTConfig | CriticConfig):
-            _examples_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
+            examples_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
         else:
-            _pairs_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
+            pairs_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
 
     if isinstance(here, PPOConfig):
         read_generation_config(here.actor.path)
@@ -260,50 +250,6 @@ def _distinct(prompts: Prompts, environments: EnvironmentInputs | None) -> list[
         return repr((prompts.ground_truth[row], prompts.extra_info[row]))
 
     return [(tuple(ids), others(row)) for row, ids in enumerate(prompts.token_ids)]
-
-
-def _examples_and_held_out(
-    config: SFTConfig | CriticConfig, tokenizer: Tokenizer, split: bool
-) -> tuple[list[Any], list[Any]]:
-    """The rows to train and to validate on; `split`: a critic's latter are of the former's rows."""
-    train_rows, held_out_rows = _split_rows(config, split, prompt_of)
-    examples = _encoded(config, "data.train_files", train_rows, tokenizer)
-    held_out = _encoded(config, "data.val_files", held_out_rows, tokenizer)
-    tokens = [tuple(example.token_ids) for example in held_out]
-    others = (tuple(example.token_ids) for example in examples)
-    warn_of_shared_rows("data.val_files", tokens, "data.train_files", others)
-    return examples, held_out
-
-
-def _pairs_and_held_out(
-    config: PreferenceConfig, tokenizer: Tokenizer, split: bool
-) -> tuple[PreferenceRows | None, PreferenceRows | None]:
-    """The pairs to train and to validate on; `split`: the latter are some of the former's rows."""
-    train_rows, held_out_rows = _split_rows(config, split, prompt_reader(config.rows))
-    pairs = _pairs(config, train_rows, tokenizer)
-    held_out = _pairs(config, held_out_rows, tokenizer)
-    if pairs is not None and held_out is not None:
-        warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
-    return pairs, held_out
-
-
-def _split_rows(
-    config: SupervisedConfig, split: bool, prompt: Callable[[Row], object]
-) -> tuple[list[Row], list[Row]]:
-    """The rows to train and to validate on; `split`: the latter may be some of the former."""
-    data = config.data
-    train_rows = _rows("data.train_files", data.train_files)
-    held_out_rows = _rows("data.val_files", data.val_files)
-    if train_rows and split and isinstance(data, SplitDataSection):
-        fraction = data.held_out_fraction
-        train_rows, held_out_rows = split_by_prompt(train_rows, fraction, config.seed, prompt)
-        if config.trainer.test_freq and not held_out_rows:
-            raise DataError(
-                f"trainer.test_freq {config.trainer.test_freq} needs rows to validate on, but "
-                f"data.held_out_fraction {fraction} of data.train_files keeps "
-                "none; raise it, or name data.val_files"
-            )
-    return train_rows, held_out_rows
 
 
 def load_rewards(config: PPOConfig) -> RewardFunction:
@@ -379,11 +325,6 @@ def _check_tokens(config: AnyConfig, tokenizer: Tokenizer) -> None:
         check_tokens(read, own, f"{name}.path {role.path}", must_know=is_reward_model(name))
 
 
-def _rows(key: str, files: Sequence[str]) -> list[Row]:
-    warn_of_files_named_twice(key, files)
-    return read_rows(files) if files else []
-
-
 def _prompts(
     config: PPOConfig,
     split: str,
@@ -407,59 +348,6 @@ def _prompts(
     warn_of_unknown_tokens(every.token_ids, tokenizer, f"data.{split}_files")
     warn_of_lost_characters(every.text, every.token_ids, tokenizer, f"data.{split}_files")
     return prompts, every
-
-
-def _encoded(
-    config: SFTConfig | CriticConfig, key: str, rows: Sequence[Row], tokenizer: Tokenizer
-) -> list[Any]:
-    """The rows of `key` as tokens."""
-    if not rows:
-        return []
-    encode: Any = encode_rollouts if isinstance(config, CriticConfig) else encode_sft
-    data = config.data
-    examples = encode(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
-    warn_of_unknown_tokens([example.token_ids for example in examples], tokenizer, key)
-    return list(examples)
-
-
-def _sides(pairs: PreferenceRows) -> list[tuple[tuple[int, ...], ...]]:
-    """The responses of each row."""
-    return [tuple(map(tuple, responses)) for responses in pairs.responses]
-
-
-def _pairs(
-    config: PreferenceConfig, rows: Sequence[Row], tokenizer: Tokenizer
-) -> PreferenceRows | None:
-    if not rows:
-        return None
-    columns = PreferenceColumns()
-    if isinstance(config, RewardModelConfig):
-        rm = config.rm
-        columns = PreferenceColumns(rm.rows, rm.margin_column, rm.tie_column, rm.target_column)
-    pairs = encode_preferences(
-        rows,
-        tokenizer,
-        max_length=config.data.max_length,
-        overlong=config.data.overlong,
-        columns=columns,
-    )
-    _check_micro_batch(config, pairs)
-    every = [response for responses in pairs.responses for response in responses]
-    warn_of_unknown_tokens(every, tokenizer, f"the preference {config.rows}")
-    return pairs
-
-
-def _check_micro_batch(config: PreferenceConfig, rows: PreferenceRows) -> None:
-    """Refuse a row whose responses, which stay together, do not fit into a micro-batch."""
-    padded = Segments(size=config.model.cp).padded
-    tokens = [sum(padded(len(ids)) for ids in responses) for responses in rows.responses]
-    most = max(tokens)
-    if most > config.model.micro_batch_tokens:
-        count = len(rows.responses[tokens.index(most)])
-        raise DataError(
-            f"model.micro_batch_tokens {config.model.micro_batch_tokens} is less than {count} "
-            f"responses of a prompt, {most} tokens; raise it to {most}, or give fewer responses"
-        )
 
 
 def _ppo_steps(config: PPOConfig, rows: int) -> int:
