@@ -68,8 +68,8 @@ def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:
 def parameter_names(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[str]:
     """Return the names of all parameters of the rank at `place`, chunk by chunk.
 
-    They are those in `GPTModel.named_parameters()`, which has experts in another order, with layers
-    from 0 in each chunk, after the prefix of the chunk.
+    They are those in `GPTModel.named_parameters()`, with layers from 0 in each chunk, after the
+    prefix of the chunk.
     """
     names = []
     for number, chunk in enumerate(chunks_of(spec, layout, place)):

@@ -98,8 +98,8 @@ def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
     parameters = ["mlp.router.weight"]
     if experts.has_correction:
         parameters.append("mlp.router.correction")
-    for number in held:
-        parameters += [f"mlp.experts.{number}.linear_fc{part}.weight" for part in (1, 2)]
+    for part in (1, 2):  # the order of `RoutedExperts.named_modules`
+        parameters += [f"mlp.experts.{n}.linear_fc{part}.weight" for n in reversed(held)]
 
     if experts.shared_ffn_size:
         parameters += [f"mlp.shared.linear_fc{part}.weight" for part in (1, 2)]
