@@ -72,13 +72,15 @@ def _found(text: str) -> list[list[str]]:
 
 def test_words_are_those_of_bash(tmp_path: Path) -> None:
     file = tmp_path / "script.sh"
-    file.write_text('run() { printf "%s\\0" "$@" >> "$LOG"; printf "\\n\\0" >> "$LOG"; }\n' + KNOWN)
-    log = tmp_path / "log.bin"
-    environment = {"LOG": str(log), "PATH": "/usr/bin:/bin", "HOME": "~", "LC_ALL": "C.UTF-8"}
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    # A log a process: those of a pipeline write at the same time.
+    file.write_text('run() { printf "%s\\0" "$@" $\'\\n\' >> "$LOGS/$BASHPID"; }\n' + KNOWN)
+    environment = {"LOGS": str(logs), "PATH": "/usr/bin:/bin", "HOME": "~", "LC_ALL": "C.UTF-8"}
     subprocess.run(["bash", str(file)], env=environment, cwd=tmp_path, capture_output=True)
 
     of_bash: list[list[str]] = [[]]
-    for word in log.read_text().split("\0")[:-1]:
+    for word in "".join(log.read_text() for log in logs.iterdir()).split("\0")[:-1]:
         if word == "\n":
             of_bash.append([])
         else:
