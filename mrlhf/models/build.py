@@ -161,13 +161,18 @@ def _freeze(model: torch.nn.Module, spec: ModelSpec, chunk: Chunk) -> None:
             parameter.requires_grad_(False)
 
     if chunk.is_first:
-        # The backward pass of a stage, or of a layer that is recomputed, needs an input with a
-        # gradient.
         model.get_submodule("embedding").register_forward_hook(_with_gradient)
 
 
 def _with_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
+    """What the backward pass of a stage, or of a layer that is recomputed, needs as its input.
+
+    The view has the strides of a fresh tensor. `transpose(0, 1)` leaves other ones at the dimension
+    of 1 row, by which `torch.matmul` of a frozen weight chooses its kernel, and autograd takes
+    views in some passes alone: log-probabilities before the update and in it would differ.
+    """
+    plain = output.view_as(output)
+    return plain.requires_grad_() if torch.is_grad_enabled() else plain
 
 
 def slots_of(

@@ -24,11 +24,11 @@ def test_the_newest_and_the_best_checkpoint_stay(
 ) -> None:
     whole = undisturbed(settings.ppo(inputs))
     scores = {row["step"]: row["critic/score/mean"] for row in whole.rows() if row["step"]}
-    best = max(scores, key=lambda step: (scores[step], -step))
-    assert best < settings.STEPS, "choose another seed: the newest checkpoint must not be the best"
+    best = min(scores, key=lambda step: (scores[step], step))
+    assert best < settings.STEPS, "choose another mode: the newest checkpoint must not be the best"
 
     run = Sequel(whole.setting, tmp_path / "run")
-    keys = ["max_to_keep=1", "keep_best=critic/score/mean", "save_hf=true"]
+    keys = ["max_to_keep=1", "keep_best=critic/score/mean", "keep_best_mode=min", "save_hf=true"]
     run.finish(keys=[f"trainer.{key}" for key in keys])
     assert run.checkpoints == [f"step_{best:06d}", f"step_{settings.STEPS:06d}"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,9 +141,12 @@ def test_an_adapter_is_an_input_as_a_model_is(inputs: Path, tmp_path: Path) -> N
     """Neither another one, nor another scale, is taken when a run goes on."""
     first = tmp_path / "adapter"
     shutil.copytree(inputs / "llama-adapter", first)
-    started = Sequel(settings.sft(inputs), tmp_path / "run")
+    # Every layer of the adapter trains, so none is frozen.
+    whole = settings.sft(inputs)
+    whole = replace(whole, arguments=[*whole.arguments, "model.freeze=[]"])
+    started = Sequel(whole, tmp_path / "run")
     started.finish(keys=[f"model.lora.path={first}", "trainer.total_steps=1"])
-    new = Sequel(settings.sft(inputs), tmp_path / "new")
+    new = Sequel(whole, tmp_path / "new")
     of_new = ["model.lora.rank=2", "trainer.total_steps=1"]
     new.finish(keys=of_new)
 
