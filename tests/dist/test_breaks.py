@@ -322,7 +322,9 @@ BREAKS = {
     "a part of a factor is not summed": Break(
         EXPERT_ADAPTERS, _keep_parts, ("actor weights", "critic weights", "sft weights")
     ),
-    "a base with its adapters": Break(BASE, _leave_adapters_on, ("actor metrics", "actor weights")),
+    "a base with its adapters": Break(
+        ADAPTERS, _leave_adapters_on, ("actor metrics", "actor weights")
+    ),
     "experts share an adapter": Break(
         EXPERT_ADAPTERS, _share_adapters, ("tables", "actor metrics")
     ),
