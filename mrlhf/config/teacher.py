@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from mrlhf.config.fields import PathText, Positive, Rows, Section, Tokens
+from mrlhf.config.fields import Count, PathText, Positive, Rows, Section, Tokens
 from mrlhf.config.frozen import FrozenSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
 from mrlhf.config.sections import RoleSection
@@ -83,6 +83,11 @@ class DistillationSection(Section):
         read_if("kl", lambda kl: kl == "jsd", "is not jsd", "use jsd"),
     ] = 0.5
     """jsd: the teacher's share of the mixture, and of the divergences from it"""
+    temperature: Annotated[Positive | None, _IF_THERE_IS_ONE, _IN_LOSS] = None
+    """loss: temperature of both distributions in the divergence; null: rollout.temperature"""
+    top_k: Annotated[Count | None, _IF_THERE_IS_ONE, _IN_LOSS] = None
+    """loss: compare the teacher's so many likeliest tokens alone, over which both distributions are
+    renormalised; null: the whole vocabulary"""
     coef: Annotated[Positive, _IF_THERE_IS_ONE] = 1.0
     """factor of the divergence, or of the reward"""
 
@@ -101,3 +106,7 @@ class DistillationSection(Section):
     def divergence_beta(self) -> float:
         """The teacher's share of the mixture; see `NumbersToCompute.beta`."""
         return {"forward": 0.0, "reverse": 1.0, "jsd": self.beta}[self.kl]
+
+    def sharpness(self, temperature: float) -> float:
+        """What multiplies logits that are divided by `temperature`; see `NumbersToCompute`."""
+        return 1.0 if self.temperature is None else temperature / self.temperature

@@ -198,8 +198,11 @@ def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
     engine = role_engine(config, run, "actor", "lm", initial)
     algorithm = config.algorithm
     distillation = algorithm.distillation if config.distils_in == "loss" else None
-    settings = PolicyLossSettings.of(config.actor, algorithm.rollout_correction, distillation)
-    return Actor(engine, settings, config.rollout.temperature)
+    temperature = config.rollout.temperature
+    settings = PolicyLossSettings.of(
+        config.actor, algorithm.rollout_correction, distillation, temperature
+    )
+    return Actor(engine, settings, temperature)
 
 
 def _critic(config: PPOConfig, run: Run, initial: bool) -> Critic | None:
