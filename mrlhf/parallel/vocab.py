@@ -214,9 +214,8 @@ class _Projection:
         if tokens.ref_layer is not None:
             self._ref_logits = torch.empty_like(self._logits)
         self._held: slice | None = None
-        self._subsets: list[
-            Subset
-        ] = []  # of the chunks measured last, if their divergence is apart
+        # Of the chunks measured last, if their divergence is that of other distributions.
+        self._subsets: list[Subset] = []
 
     @property
     def chunks(self) -> list[slice]:
