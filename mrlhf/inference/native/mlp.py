@@ -109,9 +109,7 @@ class MixtureMlp:
         return out + shared
 
 
-def norm_of(
-    spec: specs.ModelSpec, parameters: Parameters, dtype: torch.dtype, name: str
-) -> Tensor:
+def norm_of(spec: specs.ModelSpec, parameters: Parameters, dtype: torch.dtype, name: str) -> Tensor:
     """Return what the norm of this name multiplies by; float32 where that is not its weight."""
     weight = parameters[name]
     if spec.norms_add_one:
