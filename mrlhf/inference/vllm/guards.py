@@ -37,7 +37,7 @@ from mrlhf.errors import EngineError
 _SHARED_MEMORY = Path("/dev/shm")
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another sampler
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `Draws` stands in for the sampler of the first
     "VLLM_NO_USAGE_STATS": "1",
 }
 _LOGGING = {"VLLM_CONFIGURE_LOGGING": "0"}  # its messages then pass through the host's logging
@@ -75,10 +75,12 @@ def randomness_kept(device: torch.device) -> Iterator[None]:
     """Restore the process's random states afterwards, also those of `device`."""
     of_python = random.getstate()
     of_numpy = np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def keep_default_group() -> None:

@@ -220,7 +220,7 @@ def _request_params(sampling: SamplingParams, arguments: dict[str, int]) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     return VllmParams(
-        temperature=0.0,  # `Draws` knows how to draw, and vLLM prepares nothing for it
+        temperature=0.0,  # `Draws` knows how to draw; vLLM need prepare nothing for it
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
