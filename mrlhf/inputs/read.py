@@ -27,7 +27,7 @@ from mrlhf.config.roots import (
 from mrlhf.data.preferences import (
     PreferenceRows,
 )
-from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.prompts import OtherPrompts, PromptDataset
 from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.episodes.read import (
@@ -342,6 +342,9 @@ def _prompts(
     rules = answer_rules(term.name for term in config.reward.terms)
     if split == "train":
         rules |= dict.fromkeys(config.answer_readers, bool)
+    of_teacher = None
+    if split == "train" and config.teacher is not None:
+        of_teacher = OtherPrompts.of(config.teacher, config.data.max_prompt_length)
     prompts = PromptDataset(
         files,
         tokenizer,
@@ -351,6 +354,7 @@ def _prompts(
         answer_rules=rules,
         tools_of=None if environments is None else environments.tools_of,
         adds_to_prompt=lambda source: environments is not None and environments.leads(source),
+        of_teacher=of_teacher,
     )
 
     every = prompts.batch(range(len(prompts)))
