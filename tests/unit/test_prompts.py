@@ -123,7 +123,7 @@ def test_a_teacher_reads_other_prompts(directory, tmp_path):
         return PromptDataset([file], tokenizer, others=others, **long)
 
     template = "{{ ground_truth }}?{{ prompt }}{{ data_source[:1] }}{{ extra_info.index }}"
-    texts = ["2?1+1s0", "a:a=u:['4']?2+2o0="]
+    texts = ["2?1+1s0", "a:a=u:4?2+2o0="]
     data = read(template=template)
     assert data.other_ids["teacher"] == {i: tokenizer.encode(text) for i, text in enumerate(texts)}
     assert data[1].token_ids == [tokenizer.encode("a:a=u:2+2=")]

@@ -45,13 +45,13 @@ def test_reference_answers_have_the_mean_score_0(monkeypatch: pytest.MonkeyPatch
     answered = [([1], [2]), ([3], [4, 5]), ([1, 1], [4])]
     members: Any = list(zip(engines, (0.5, 0.0), strict=True))
     model = RewardModel(members, "min", answered=answered)
-    scores, spread = model.score(rollout)  # type: ignore[arg-type]
+    scores, spread = model.score(rollout)
     assert model.reference_means == [7.5, -14.0]
     assert scores.tolist() == [min(10.5 - 7.5, -20 + 14), min(4.5 - 7.5, -8 + 14)]
     assert spread is not None and spread.tolist() == [4.5, 4.5]
 
     model.reference_means = [0.0, 0.0]  # of a checkpoint
-    assert model.score(rollout)[0].tolist() == [-20.0, -8.0]  # type: ignore[arg-type]
+    assert model.score(rollout)[0].tolist() == [-20.0, -8.0]
 
 
 def _pairs(count: int, margins: list[float] | None = None, ties: int = 0) -> list[ComparedPair]:
