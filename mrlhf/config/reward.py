@@ -109,9 +109,9 @@ class JudgeSection(Section):
     template: str = ""
     """jinja2 template of the message: {{ response }} in it, and {{ prompt }} as the policy saw it,
     {{ ground_truth }}, {{ data_source }}, {{ extra_info }}"""
-    compare: Literal["pairs"] | None = None
+    compare: Literal["none", "pairs"] = "none"
     """pairs: each two responses to a prompt are compared, in both orders, and a score is the share
-    of these that a response wins; {{ other }} in template is the second one; null: each is judged
+    of these that a response wins; {{ other }} in template is the second one; none: each is judged
     alone"""
     pattern: Name = _RATING
     """regular expression with one group, which holds the verdict; the last match counts"""
@@ -161,7 +161,7 @@ class JudgeSection(Section):
     @property
     def compares(self) -> bool:
         """Whether responses are compared with each other."""
-        return self.compare is not None
+        return self.compare == "pairs"
 
 
 class AnyRewardSection(RewardSection):

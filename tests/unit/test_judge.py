@@ -202,4 +202,4 @@ def test_a_message_of_a_comparison_shows_both() -> None:
     one, other = rows("2", "3")
     assert Judge(JudgeSection.model_validate(keys)).message(one, other) == "2 or 3?"
     with pytest.raises(ConfigError, match=r"judge\.template names other, response; it should name"):
-        Judge(JudgeSection.model_validate({**keys, "compare": None}))
+        Judge(JudgeSection.model_validate({**keys, "compare": "none"}))
