@@ -318,7 +318,7 @@ def test_full_kl_is_that_of_the_distributions(runs: Runs) -> None:
 
 _TOLD = [
     "critic.template='{{ ground_truth }}={{ prompt }}'",
-    "critic.max_prompt_length=9",
+    "critic.max_prompt_length=12",
     "actor.share_prompts=true",  # the critic's too
 ]
 TOLD_DEEP = Scenario("told, tp2 pp2", [*TP2_PP2, "critic.tp=2", "critic.pp=2", *_TOLD])
