@@ -154,7 +154,7 @@ def test_a_critic_that_reads_the_answer_needs_one_in_each_row(tokenizer, tmp_pat
     data = read("{% if ground_truth is defined %}{{ ground_truth }}+{% endif %}{{ prompt }}")
     texts = ["2+1+1=", "1+2="]
     assert data.other_ids["critic"] == {i: tokenizer.encode(text) for i, text in enumerate(texts)}
-    with pytest.raises(DataError, match=r":1: .* 9 tokens, more than critic\.max_prompt_length 8"):
+    with pytest.raises(DataError, match=r":1: .* 10 tokens, more than critic\.max_prompt_length 8"):
         read("{{ ground_truth }}+1+1+{{ prompt }}")
 
 
