@@ -133,7 +133,7 @@ class FilterGroupsSection(Section):
     }
 
 
-def _comparers(self: Any, rollout: Any) -> list[dict[str, str]]:
+def _comparers(self: Any, rollout: Any, judge: Any) -> list[dict[str, str]]:
     """A key that compares the answers to a prompt, although there is only one."""
     users = []
     if estimator_traits(self.adv_estimator).compares_answers:
@@ -142,6 +142,8 @@ def _comparers(self: Any, rollout: Any) -> list[dict[str, str]]:
         users.append("algorithm.filter_groups.enable")
     if self.reward_norm == "group":
         users.append("algorithm.reward_norm group")
+    if judge.compares:
+        users.append("judge.compare pairs")
     return [{"user": user} for user in users[:1]] if rollout.n == 1 else []
 
 

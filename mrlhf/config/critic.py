@@ -14,6 +14,7 @@ from mrlhf.config.sections import (
     AdaptedSection,
     Divisor,
     OptimSection,
+    OwnPromptSection,
     RoleSection,
     RouterSection,
 )
@@ -28,7 +29,7 @@ class ScalarOptimSection(OptimSection):
     weights may need 100 times theirs; null: as lr"""
 
 
-class CriticSection(AdaptedSection, RouterSection, RoleSection):
+class CriticSection(OwnPromptSection, AdaptedSection, RouterSection, RoleSection):
     """The value model.
 
     It starts from the weights of path, with a fresh scalar head unless they hold one.

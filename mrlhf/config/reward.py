@@ -5,7 +5,7 @@ They do not know models, files or ranks.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -25,7 +25,7 @@ from mrlhf.config.fields import (
 )
 from mrlhf.config.reads import read_if
 from mrlhf.config.user_code import is_reference
-from mrlhf.rl.names import RewardName
+from mrlhf.rl.names import RewardName, estimator_traits
 
 
 class RewardTermSection(Section):
@@ -109,6 +109,10 @@ class JudgeSection(Section):
     template: str = ""
     """jinja2 template of the message: {{ response }} in it, and {{ prompt }} as the policy saw it,
     {{ ground_truth }}, {{ data_source }}, {{ extra_info }}"""
+    compare: Literal["none", "pairs"] = "none"
+    """pairs: each two responses to a prompt are compared, in both orders, and a score is the share
+    of these that a response wins; {{ other }} in template is the second one; none: each is judged
+    alone"""
     pattern: Name = _RATING
     """regular expression with one group, which holds the verdict; the last match counts"""
     range: Annotated[_Ends, _IF_NUMBERS] = Field(default_factory=lambda: [1.0, 10.0])
@@ -136,9 +140,28 @@ class JudgeSection(Section):
             lambda self: self.n > 1 and self.temperature == 0
         ),
         "{range} has equal ends; give two numbers": lambda self: self.range[0] == self.range[1],
+        "{compare} needs all responses to a prompt at once, and {address} has one at a time; set "
+        "judge_model.path instead": lambda self: self.compares and self.address is not None,
+        "{compare}: judge.template should show {{ response }} and {{ other }}": lambda self: (
+            self.compares and not all(name in self.template for name in ("response", "other"))
+        ),
+        "{compare}: judge.verdicts and judge.unparsed should lie between 0, if the first response "
+        "loses, and 1, if it wins": lambda self: (
+            self.compares
+            and not all(0 <= x <= 1 for x in (self.unparsed or 0, *self.verdicts.values()))
+        ),
+        "{compare} compares responses, and {algorithm.adv_estimator} scores a greedy one alone; "
+        "use another estimator, such as grpo": lambda self, algorithm: (
+            self.compares and estimator_traits(algorithm.adv_estimator).needs_greedy_answer
+        ),
         "{pattern} is for numbers, and judge.verdicts has words; give one that finds them, such as "
         "\\[\\[(\\w+)\\]\\]": lambda self: bool(self.verdicts) and self.pattern == _RATING,
     }
+
+    @property
+    def compares(self) -> bool:
+        """Whether responses are compared with each other."""
+        return self.compare == "pairs"
 
 
 class AnyRewardSection(RewardSection):

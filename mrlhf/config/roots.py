@@ -29,6 +29,7 @@ from mrlhf.config.sections import (
     ActorSection,
     AdaptedSection,
     OptimSection,
+    OwnPromptSection,
     ReferenceSection,
     RoleSection,
     RouterSection,
@@ -240,12 +241,20 @@ class PPOConfig(Root):
         return None if self.teacher is None else self.algorithm.distillation.mode
 
     def longest_of(self, role: str) -> int:
-        """Tokens of the longest sequence that a role reads; a teacher's prompts may be its own."""
-        teacher = self.teacher
-        reader = "teacher" if "teacher" in self.roles() else "actor"
-        if teacher is None or teacher.max_prompt_length is None or role != reader:
-            return self.data.max_length
-        return max(teacher.max_prompt_length + self.data.max_response_length, self.data.max_length)
+        """Tokens of the longest sequence that a role reads, whose prompts may be its own."""
+        lengths = [self.data.max_length]
+        for name, section in self.own_prompts().items():
+            is_policy = name == "teacher" and "teacher" not in self.roles()
+            if role == ("actor" if is_policy else name) and section.max_prompt_length is not None:
+                lengths.append(section.max_prompt_length + self.data.max_response_length)
+        return max(lengths)
+
+    def own_prompts(self) -> dict[str, OwnPromptSection]:
+        """The sections of the models that read other prompts than the policy, by their names."""
+        readers: dict[str, OwnPromptSection | None] = {"teacher": self.teacher}
+        if self.needs_critic:
+            readers["critic"] = self.critic
+        return {name: section for name, section in readers.items() if section and section.template}
 
     @property
     def needs_old_logprobs_early(self) -> bool:

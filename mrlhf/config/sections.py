@@ -25,6 +25,7 @@ from mrlhf.config.fields import (
     Rows,
     Section,
     Texts,
+    Tokens,
     UpToOne,
     known_or_own,
     on_or_off,
@@ -216,6 +217,26 @@ class RoleSection(Section):
         """The directories from which the model is read, by their keys: its own, an adapter's."""
         adapter = self.lora.path if isinstance(self, AdaptedSection) else None
         return {"path": self.path} | ({} if adapter is None else {"lora.path": adapter})
+
+
+class OwnPromptSection(Section):
+    """What a model reads before the policy's response."""
+
+    template: Annotated[str, Field(min_length=1)] | None = None
+    """jinja2 template of what this model reads in the place of the prompt's last message, or of a
+    prompt that is no message: {{ prompt }} in it, and {{ ground_truth }}, {{ data_source }},
+    {{ extra_info }}; null: the policy's prompt"""
+    max_prompt_length: Annotated[
+        Tokens | None, read_if("template", bool, "is null", "set that")
+    ] = None
+    """most tokens of its own prompt; null: data.max_prompt_length"""
+
+    refused: ClassVar[Rows] = {
+        "{template} writes prompts of a single turn, and episodes have several; leave it out, or "
+        "rollout.environment and rollout.tools": lambda self, rollout: (
+            self.template is not None and rollout.has_turns
+        ),
+    }
 
 
 ALL_LINEAR = "all-linear"

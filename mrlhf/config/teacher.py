@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from mrlhf.config.fields import Count, Decay, PathText, Positive, Rows, Section, Tokens
+from mrlhf.config.fields import Count, Decay, PathText, Positive, Rows, Section
 from mrlhf.config.frozen import FrozenSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
-from mrlhf.config.sections import RoleSection
+from mrlhf.config.sections import OwnPromptSection, RoleSection
 from mrlhf.rl.names import estimator_traits
 
 
@@ -28,7 +28,7 @@ _IF_EARLIER = read_if("weights", lambda name: name == "earlier", "is another", "
 _IN_LOSS = read_if("mode", lambda mode: mode == "loss", "is reward", "use loss")
 
 
-class TeacherSection(FrozenSection):
+class TeacherSection(OwnPromptSection, FrozenSection):
     """A frozen policy that the trained one learns from, in a layout of its own."""
 
     weights: Literal["path", "base", "earlier"] = "path"
@@ -42,14 +42,6 @@ class TeacherSection(FrozenSection):
     becomes the policy"""
     path: PathText | Literal[""] = ""
     """weights path: Hugging Face directory, or org/name of the Hub"""
-    template: Annotated[str, Field(min_length=1)] | None = None
-    """jinja2 template of what the teacher reads in the place of the prompt's last message, or of a
-    prompt that is no message: {{ prompt }} in it, and {{ ground_truth }}, {{ data_source }},
-    {{ extra_info }}; null: the policy's prompt"""
-    max_prompt_length: Annotated[
-        Tokens | None, read_if("template", bool, "is null", "set that")
-    ] = None
-    """most tokens of its own prompt; null: data.max_prompt_length"""
 
     refused: ClassVar[Rows] = {
         "{section}.path is not set, and {weights} is a model of its own; set it, or weights to "
@@ -63,10 +55,6 @@ class TeacherSection(FrozenSection):
         "{weights} is the actor's model with other adapters or none, and it has none; set "
         "actor.lora.rank, or weights to path": lambda self, actor: (
             self.weights != "path" and not actor.lora.is_on
-        ),
-        "{template} writes prompts of a single turn, and episodes have several; leave it out, or "
-        "rollout.environment and rollout.tools": lambda self, rollout: (
-            self.template is not None and rollout.has_turns
         ),
     }
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from mrlhf.batch import Prompts
 from mrlhf.config.row_template import RowTemplate
-from mrlhf.config.teacher import TeacherSection
+from mrlhf.config.sections import OwnPromptSection
 from mrlhf.data.conversations import encode_prompt, prompt_of
 from mrlhf.data.reference_answers import AnswerRules, reference_answer
 from mrlhf.data.rows import Row, of_rows, read_rows, warn_of_dropped
@@ -31,36 +31,40 @@ _KNOWN_COLUMNS = ("prompt", "answer", "reward_model", "data_source", "extra_info
 
 @dataclass(frozen=True)
 class OtherPrompts:
-    """Makes for each row another prompt than the policy's, which a teacher reads."""
+    """Makes for each row another prompt than the policy's, which another model reads."""
 
+    key: str  # of the template
     template: RowTemplate
     most_tokens: int
 
     @staticmethod
-    def of(section: TeacherSection, most_tokens: int) -> OtherPrompts | None:
-        """The prompts that the section asks for, if it does; ConfigError if it is malformed.
+    def of(role: str, section: OwnPromptSection, most_tokens: int) -> OtherPrompts:
+        """The prompts of the section's template; ConfigError if it is malformed.
 
         `most_tokens` is the limit if the section has none of its own.
         """
-        if section.template is None:
-            return None
-        template = RowTemplate("teacher.template", section.template, "prompt", _VARIABLES)
-        return OtherPrompts(template, section.max_prompt_length or most_tokens)
+        key = f"{role}.template"
+        template = RowTemplate(key, section.template or "", "prompt", _VARIABLES)
+        return OtherPrompts(key, template, section.max_prompt_length or most_tokens)
 
     def prompt(self, row: Row, prompt: Prompt, *others: Any) -> Prompt:
-        """The prompt of a row, with another last message; DataError if the template fails on it."""
+        """The prompt of a row, with another last message; DataError if the template fails on it.
+
+        So it does if it shows the answer of a row that has none.
+        """
         last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        facts = zip(_VARIABLES, (last, *others), strict=True)
         try:
-            text = self.template.render(dict(zip(_VARIABLES, (last, *others), strict=True)))
+            text = self.template.render({name: x for name, x in facts if x is not None})
         except Exception as error:  # a template is a program, and may fail in any way
-            raise DataError(f"{row.where}: teacher.template fails: {error}") from error
+            raise DataError(f"{row.where}: {self.key} fails: {error}") from error
         return text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
 
 
 class PromptDataset:
     """The prompts of one or several files, tokenised once; `dropped` rows were too long.
 
-    `teacher_ids` are the tokens that a teacher reads instead of each prompt, by uid, if it does.
+    `other_ids` are the tokens that another role reads instead of each prompt, by role and uid.
 
     A plain row is `{"prompt", "answer"}`, with `data_source` and `extra_info` optional. A row in
     verl's schema is `{"data_source", "prompt": [{"role", "content"}, ...],
@@ -82,7 +86,7 @@ class PromptDataset:
         answer_rules: AnswerRules = MappingProxyType({}),
         tools_of: Callable[[str], Sequence[Mapping[str, Any]]] | None = None,
         adds_to_prompt: Callable[[str], bool] = lambda source: False,
-        of_teacher: OtherPrompts | None = None,
+        others: Mapping[str, OtherPrompts] = MappingProxyType({}),
     ) -> None:
         """Read and tokenise.
 
@@ -98,7 +102,7 @@ class PromptDataset:
                 stand in its `extra_info` as "prompt".
             adds_to_prompt: whether an environment may add to the prompts of a data source, so that
                 rows with the same prompt may have different answers.
-            of_teacher: the prompts that a teacher reads instead, if they are others.
+            others: the prompts that other roles read instead, by role.
 
         Raises:
             DataError: a row is malformed or too long, no row is left, or a rule cannot find any
@@ -106,7 +110,7 @@ class PromptDataset:
         """
         rows = read_rows(files)
         entries: list[tuple[Any, ...]] = []
-        self.teacher_ids: dict[int, list[int]] = {}
+        self.other_ids: dict[str, dict[int, list[int]]] = {role: {} for role in others}
         for uid, row in enumerate(rows):
             source = _data_source(row)
             prompt = prompt_of(row)
@@ -120,10 +124,10 @@ class PromptDataset:
             text, token_ids = encode_prompt(row, prompt, tokenizer, tools)
             answer = reference_answer(row, answer_rules)
             lengths = {"data.max_prompt_length": (len(token_ids), max_prompt_length)}
-            if of_teacher is not None:
-                other = of_teacher.prompt(row, prompt, answer, source, extra_info)
-                self.teacher_ids[uid] = ids = encode_prompt(row, other, tokenizer)[1]
-                lengths["teacher.max_prompt_length"] = (len(ids), of_teacher.most_tokens)
+            for role, others_of_role in others.items():
+                other = others_of_role.prompt(row, prompt, answer, source, extra_info)
+                self.other_ids[role][uid] = ids = encode_prompt(row, other, tokenizer)[1]
+                lengths[f"{role}.max_prompt_length"] = (len(ids), others_of_role.most_tokens)
             too_long = {key: sizes for key, sizes in lengths.items() if sizes[0] > sizes[1]}
             if not too_long:
                 entries.append((token_ids, uid, text, source, answer, extra_info))

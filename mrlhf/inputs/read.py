@@ -340,11 +340,11 @@ def _prompts(
 ) -> tuple[PromptDataset, Prompts]:
     warn_of_files_named_twice(f"data.{split}_files", files)
     rules = answer_rules(term.name for term in config.reward.terms)
+    others: dict[str, OtherPrompts] = {}
     if split == "train":
         rules |= dict.fromkeys(config.answer_readers, bool)
-    of_teacher = None
-    if split == "train" and config.teacher is not None:
-        of_teacher = OtherPrompts.of(config.teacher, config.data.max_prompt_length)
+        for role, section in config.own_prompts().items():
+            others[role] = OtherPrompts.of(role, section, config.data.max_prompt_length)
     prompts = PromptDataset(
         files,
         tokenizer,
@@ -354,7 +354,7 @@ def _prompts(
         answer_rules=rules,
         tools_of=None if environments is None else environments.tools_of,
         adds_to_prompt=lambda source: environments is not None and environments.leads(source),
-        of_teacher=of_teacher,
+        others=others,
     )
 
     every = prompts.batch(range(len(prompts)))

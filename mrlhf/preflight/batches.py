@@ -57,8 +57,8 @@ def role_work(config: AnyConfig, world_size: int) -> list[RoleWork]:
         if name == "judge_model":
             continue  # its engine has neither micro-batches nor rows of a batch
         dp = AxisSizes.of(role).dp(world_size)
-        is_frozen = isinstance(config, PPOConfig) and name not in config.trained()
-        longest = longest_unit(config, role.cp, name if is_frozen else None)
+        # The actor learns from its own prompts, also where it reads others as a teacher.
+        longest = longest_unit(config, role.cp, None if name == "actor" else name)
         if not isinstance(config, PPOConfig):
             rows = config.data.batch_size
             is_trained = name == "model"

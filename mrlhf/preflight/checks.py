@@ -103,10 +103,11 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
         with_padding = longest_unit(config, role.cp)
         own = longest_unit(config, role.cp, name)
         if own > max(with_padding, role.micro_batch_tokens):
+            reader = "teacher" if name == "actor" else name
             yield (
                 f"{name}.micro_batch_tokens {role.micro_batch_tokens} is less than the longest "
-                f"sequence of teacher.max_prompt_length and data.max_response_length, {own} tokens;"
-                f" raise it to at least {own}, or lower a length"
+                f"sequence of {reader}.max_prompt_length and data.max_response_length, {own} "
+                f"tokens; raise it to at least {own}, or lower a length"
             )
         is_inherited = _is_inherited(config, name, ("micro_batch_tokens", "cp"))
         has_passes = name != "judge_model"

@@ -15,6 +15,7 @@ from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards.interface import RewardInput, Scored
 
 _VARIABLES = ("prompt", "response", "ground_truth", "data_source", "extra_info")
+_COMPARED = (*_VARIABLES, "other")
 
 
 class Judge:
@@ -24,7 +25,9 @@ class Judge:
         """Compile both; ConfigError if one is malformed."""
         self._section = section
         self._verdicts = {word.casefold(): score for word, score in section.verdicts.items()}
-        self._template = RowTemplate("judge.template", section.template, "response", _VARIABLES)
+        self.compares = section.compares
+        names = _COMPARED if self.compares else _VARIABLES
+        self._template = RowTemplate("judge.template", section.template, "response", names)
         try:
             self._pattern = re.compile(section.pattern)
         except re.error as error:
@@ -35,10 +38,15 @@ class Judge:
                 "have one, as (...) and not (?:...), around the verdict"
             )
 
-    def message(self, row: RewardInput) -> str:
-        """The message about a response; RewardError if the template fails on it."""
+    def message(self, row: RewardInput, other: RewardInput | None = None) -> str:
+        """The message about a response, beside an `other` if these are compared.
+
+        A RewardError says that the template fails on it.
+        """
         values = (row.prompt_text, row.solution_str, row.ground_truth, row.data_source)
         named = dict(zip(_VARIABLES, (*values, row.extra_info), strict=True))
+        if other is not None:
+            named["other"] = other.solution_str
         try:
             return self._template.render(named)
         except Exception as error:  # a template is a program, and may fail in any way
@@ -71,3 +79,24 @@ class Judge:
         except ValueError:
             return None
         return share if 0 <= share <= 1 else None
+
+
+def win_rates(
+    rows: int, pairs: Sequence[tuple[int, int]], verdicts: Sequence[Scored]
+) -> list[Scored]:
+    """The share of its comparisons that each of `rows` responses wins; 0.5 of one that has none.
+
+    A verdict on a pair is the first one's score in it, from 0 to 1; the second one has the rest.
+    With both orders of each pair a judge's preference for a place cancels out, see
+    https://arxiv.org/abs/2306.05685.
+    """
+    won: list[list[float]] = [[] for _ in range(rows)]
+    unparsed: list[list[float]] = [[] for _ in range(rows)]
+    for pair, verdict in zip(pairs, verdicts, strict=True):
+        for row, score in zip(pair, (verdict.score, 1 - verdict.score), strict=True):
+            won[row].append(score)
+            unparsed[row].append(verdict.further["unparsed"])
+    return [
+        Scored(fmean(scores or [0.5]), {"unparsed": fmean(shares or [0.0])})
+        for scores, shares in zip(won, unparsed, strict=True)
+    ]

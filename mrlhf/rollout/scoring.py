@@ -103,7 +103,7 @@ class Scorer:
     # is told how many of this rank's responses are scored; all ranks may stop after every few
     phases: Phases = field(default_factory=Phases)
     # the judge on the ranks, if a term needs it; all ranks call it with all responses
-    judge: Callable[[Sequence[RewardInput]], list[Scored]] | None = None
+    judge: Callable[[Sequence[RewardInput], Sequence[int]], list[Scored]] | None = None
     early: EarlyScores | None = None  # None: nothing is scored before its batch is drawn
 
     @property
@@ -141,7 +141,7 @@ class Scorer:
         if self.judge is not None:
             lengths = rollout.response_lengths
             rows = [self._input(rollout, row, lengths) for row in range(len(rollout))]
-            judged = self.judge(rows)
+            judged = self.judge(rows, rollout.prompt_groups.tolist())
             given["judge"] = [result.score for result in judged]
             further["judge/unparsed"] = [result.further["unparsed"] for result in judged]
 

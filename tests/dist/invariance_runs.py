@@ -150,7 +150,8 @@ def train_row(root: Path, factory: GroupFactory, row: Row, out: Path) -> RowResu
     tables = tables_of(actor, critic, reference, whole.rollout)
 
     experience = load_experience(root, case)
-    cut = cut_responses(critic, experience.rollout, plain_ppo.MINI_BATCH)
+    as_read = experience.rollout.sequences(_own_prompts(case, experience.rollout))
+    cut = critic.engine.cut(as_read, "response", plain_ppo.MINI_BATCH)
     of_critic = critic.update(experience, cut)
     other: Reference | Teacher | None = reference if case.has_full_kl else None
     if case.teacher:
@@ -193,9 +194,14 @@ def _states_of(
 ) -> list[ReferenceStates] | None:
     """What the actor's loss needs of the other model."""
     if isinstance(other, Teacher):
-        own = taught(rollout).prompts.token_ids if case.demonstrates else None
-        return other.states_for(other.engine.cut(rollout.sequences(own), "response"), cut)
+        as_read = rollout.sequences(_own_prompts(case, rollout))
+        return other.states_for(other.engine.cut(as_read, "response"), cut)
     return None if other is None else other.states(cut)
+
+
+def _own_prompts(case: Case, rollout: Rollout) -> list[list[int]] | None:
+    """The prompts that teacher and critic read, if they are others than the actor's."""
+    return taught(rollout).prompts.token_ids if case.demonstrates else None
 
 
 def _fresh_step(

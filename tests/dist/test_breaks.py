@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrlhf.batch import Experience, Sequences
+from mrlhf.batch import Experience, Rollout, Sequences
 from mrlhf.data.preferences import PreferenceRows
 from mrlhf.models import build
 from mrlhf.models.experts import RoutedExperts
@@ -165,6 +165,12 @@ def _keep_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
 def _leave_adapters_on(patch: pytest.MonkeyPatch, rank: int) -> None:
     """A teacher that is the policy without its adapters has them."""
     patch.setattr(HeldAdapters, "off", lambda *_: nullcontext())
+
+
+def _read_the_policys_prompts(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Critic and teacher read what the policy has read, and not their own prompts."""
+    right = Rollout.sequences
+    patch.setattr(Rollout, "sequences", lambda rollout, prompt_ids=None: right(rollout))
 
 
 def _share_adapters(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -324,6 +330,9 @@ BREAKS = {
     ),
     "a base with its adapters": Break(
         ADAPTERS, _leave_adapters_on, ("actor metrics", "actor weights")
+    ),
+    "prompts of the policy for all": Break(
+        ADAPTERS, _read_the_policys_prompts, ("critic metrics", "critic weights", "actor metrics")
     ),
     "experts share an adapter": Break(
         EXPERT_ADAPTERS, _share_adapters, ("tables", "actor metrics")

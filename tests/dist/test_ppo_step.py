@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.trainers.ppo.work import Work
 from tests.dist.ppo_runs import (
     DP4,
@@ -312,6 +314,34 @@ def test_full_kl_is_that_of_the_distributions(runs: Runs) -> None:
     kl = plain_tables.full_kl(runs.load(), runs.load("-ref"), rollout)
     mean = (kl.sum(dim=1) / rollout.response_mask.sum(dim=1)).mean().item()
     assert step.metrics["actor/reward_kl_penalty"] == pytest.approx(mean, abs=1e-5)
+
+
+_TOLD = [
+    "critic.template='{{ ground_truth }}={{ prompt }}'",
+    "critic.max_prompt_length=12",
+    "actor.share_prompts=true",  # the critic's too
+]
+TOLD_DEEP = Scenario("told, tp2 pp2", [*TP2_PP2, "critic.tp=2", "critic.pp=2", *_TOLD])
+TOLD_LONG = Scenario("told, cp2", [*_TOLD, "critic.cp=2", "critic.micro_batch_tokens=32"])
+
+
+def test_a_critic_that_reads_the_answer_gives_values_for_the_same_tokens(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, TOLD_DEEP, TOLD_LONG)
+    tokenizer = load_tokenizer(runs.root / "data" / "tokenizer")
+    experience = runs.steps(TOLD_DEEP)[0].experience
+    rollout = experience.rollout
+    prompts = rollout.prompts
+    told = [
+        tokenizer.encode(f"{answer}={text}")
+        for answer, text in zip(prompts.ground_truth, prompts.text, strict=True)
+    ]
+    critic = runs.load("-critic")
+    as_read = replace(rollout, prompts=replace(prompts, token_ids=told))
+    assert_close(experience.values, plain_tables.token_values(critic, as_read))
+    assert abs(experience.values - plain_tables.token_values(critic, rollout)).max() > 0.01
+    # The policy has not read it.
+    assert_close(experience.old_logprobs, plain_tables.evaluate(runs.load(), rollout)[0])
+    assert runs.steps(TOLD_DEEP)[0].critic_moved
 
 
 UNUSABLE = Scenario(

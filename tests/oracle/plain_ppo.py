@@ -56,8 +56,8 @@ class Case:
     lora: bool = False  # whether adapters are trained, and not the models
     optimizer: str = "adamw"  # or "muon"
     teacher: dict[str, Any] = field(default_factory=dict)  # keys of the distillation, if any
-    # Whether the teacher reads prompts of its own; it is then the policy without its adapters, if
-    # that has any.
+    # Whether teacher and critic read prompts of their own; the teacher is then the policy without
+    # its adapters, if that has any.
     demonstrates: bool = False
     freeze: bool = False  # whether what `FROZEN` matches does not train
 
@@ -186,9 +186,10 @@ def train_critic(case: Case, model: Path, experience: Experience) -> Outcome:
     critic = load(model.parent / critic_of(model.name), case.lora, case.freeze)
     assert experience.values is not None
     old_values = experience.values
+    rollout = taught(experience.rollout) if case.demonstrates else experience.rollout
 
     def sequence(row: int) -> dict[str, Tensor]:
-        predicted = values(critic, experience.rollout, row)
+        predicted = values(critic, rollout, row)
         old = old_values[row, : len(predicted)]
         returns = experience.returns[row, : len(predicted)]
 

@@ -411,7 +411,6 @@ def test_a_model_may_keep_tokens_free_or_have_no_vocabulary(place):
 
 def test_models_with_another_tokenizer_than_the_runs_are_refused(place):
     """Its size says nothing; a model whose directory has none, or has further tokens, goes on."""
-    _write_model(place / "scores", LlamaForSequenceClassification, 64)
     for change in (_swap, _lose, _extend, _rename):
         _copy_with_tokenizer(place, "scores", f"scores{change.__name__}", change)
         _copy_with_tokenizer(place, "model", f"model{change.__name__}", change)

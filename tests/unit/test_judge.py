@@ -14,8 +14,8 @@ from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards import chat_judge
 from mrlhf.rewards.chat_judge import ChatJudge
 from mrlhf.rewards.combine import RewardFunction
-from mrlhf.rewards.interface import RewardInput
-from mrlhf.rewards.judge import Judge
+from mrlhf.rewards.interface import RewardInput, Scored
+from mrlhf.rewards.judge import Judge, win_rates
 from tests.judge_server import JudgeServer, Reply, completion, judge_server
 from tests.ports import free_ports
 
@@ -183,3 +183,23 @@ def test_a_template_that_fails_names_the_response() -> None:
     with pytest.raises(RewardError, match=r"judge.template fails: .*missing.* solution '2'"):
         judge.message(rows("2")[0])
     assert json.loads(Judge(JudgeSection(template="{{ response | tojson }}")).message(rows("2")[0]))
+
+
+def test_a_score_is_the_share_of_comparisons_that_are_won() -> None:
+    # 0 beats 1 whatever the order; the judge prefers the first place between 0 and 2.
+    pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)]
+    verdicts = [1.0, 0.0, 1.0, 1.0, 0.25, 0.5]
+    unparsed = [0.0, 0.0, 0.0, 0.5, 0.0, 1.0]
+    given = [Scored(x, {"unparsed": y}) for x, y in zip(verdicts, unparsed, strict=True)]
+    found = win_rates(4, pairs, given)
+    # Of 2: 0 and 1 against 0, then 0.75 and 0.5 against 1.
+    assert [each.score for each in found] == [0.75, 0.1875, 0.5625, 0.5]
+    assert [each.further["unparsed"] for each in found] == [0.125, 0.25, 0.375, 0.0]
+
+
+def test_a_message_of_a_comparison_shows_both() -> None:
+    keys = {"template": "{{ response }} or {{ other }}?", "compare": "pairs"}
+    one, other = rows("2", "3")
+    assert Judge(JudgeSection.model_validate(keys)).message(one, other) == "2 or 3?"
+    with pytest.raises(ConfigError, match=r"judge\.template names other, response; it should name"):
+        Judge(JudgeSection.model_validate({**keys, "compare": "none"}))

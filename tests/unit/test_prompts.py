@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from configs.recipes.data.vocabulary import train_sentencepiece
+from mrlhf.config.critic import CriticSection
 from mrlhf.config.teacher import TeacherSection
 from mrlhf.data.prompts import OtherPrompts, PromptDataset
 from mrlhf.data.rows import read_rows
@@ -117,15 +118,14 @@ def test_a_teacher_reads_other_prompts(directory, tmp_path):
 
     def read(**keys):
         section = TeacherSection(path="t", **keys)
-        others = OtherPrompts.of(section, most_tokens=100)
+        others = {"teacher": OtherPrompts.of("teacher", section, most_tokens=100)}
         long = {"max_prompt_length": 100, "overlong": "drop"}
-        return PromptDataset([file], tokenizer, of_teacher=others, **long)
+        return PromptDataset([file], tokenizer, others=others, **long)
 
-    assert read().teacher_ids == {}
     template = "{{ ground_truth }}?{{ prompt }}{{ data_source[:1] }}{{ extra_info.index }}"
     texts = ["2?1+1s0", "a:a=u:4?2+2o0="]
     data = read(template=template)
-    assert data.teacher_ids == {uid: tokenizer.encode(text) for uid, text in enumerate(texts)}
+    assert data.other_ids["teacher"] == {i: tokenizer.encode(text) for i, text in enumerate(texts)}
     assert data[1].token_ids == [tokenizer.encode("a:a=u:2+2=")]
     # It is too long for one row's.
     data = read(template=template, max_prompt_length=len(tokenizer.encode(texts[0])))
@@ -137,6 +137,25 @@ def test_a_teacher_reads_other_prompts(directory, tmp_path):
         read(template="{{ prompt }}{{ answer }}")
     with pytest.raises(ConfigError, match=r"teacher\.template is no jinja2 template"):
         read(template="{{ prompt")
+
+
+def test_a_critic_that_reads_the_answer_needs_one_in_each_row(tokenizer, tmp_path):
+    file = jsonl(tmp_path / "sums.jsonl", [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2="}])
+
+    def read(template):
+        section = CriticSection(path="c", template=template)
+        others = {"critic": OtherPrompts.of("critic", section, most_tokens=8)}
+        return PromptDataset([file], tokenizer, max_prompt_length=8, others=others)
+
+    with pytest.raises(
+        DataError, match=r"sums\.jsonl:2: critic\.template fails: 'ground_truth' is"
+    ):
+        read("{{ ground_truth }}+{{ prompt }}")
+    data = read("{% if ground_truth is defined %}{{ ground_truth }}+{% endif %}{{ prompt }}")
+    texts = ["2+1+1=", "1+2="]
+    assert data.other_ids["critic"] == {i: tokenizer.encode(text) for i, text in enumerate(texts)}
+    with pytest.raises(DataError, match=r":1: .* 10 tokens, more than critic\.max_prompt_length 8"):
+        read("{{ ground_truth }}+1+1+{{ prompt }}")
 
 
 def test_overlong_is_an_error_with_both_numbers(tokenizer, tmp_path):

@@ -73,7 +73,7 @@ class StepReport:
         for role, engine in self._parts.trained().items():
             cut = cuts.of(role)
             metrics |= cut.balance.metrics(role, engine.groups.layout)
-            metrics |= self._utilisation(role, updating, cuts.sequences, cut, seconds)
+            metrics |= self._utilisation(role, updating, cuts.read_by(role), cut, seconds)
         memory = memory_metrics(self._run.phases.memory.take_peaks())
         return metrics | memory | timing_metrics(seconds)
 

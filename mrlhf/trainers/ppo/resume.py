@@ -47,6 +47,7 @@ _FIXED = (
     "data.max_response_length",
     "actor.ppo_mini_batch_size",
     "critic.ppo_mini_batch_size",
+    "critic.template",
     "actor.router_replay",
     "rollout.n",
     "rollout.temperature",

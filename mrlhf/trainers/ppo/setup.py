@@ -272,7 +272,7 @@ def build_reward_model(
 
 def build_judge(
     config: PPOConfig, run: Run, inputs: EngineInputs | None
-) -> Callable[[Sequence[RewardInput]], list[Scored]] | None:
+) -> Callable[[Sequence[RewardInput], Sequence[int]], list[Scored]] | None:
     """The judge on the ranks, if there is one."""
     if inputs is None:
         return None

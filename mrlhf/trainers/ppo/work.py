@@ -5,8 +5,9 @@ It does not know the order of the phases; `step` does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -45,7 +46,11 @@ class Cuts:
     sequences: Sequences  # the uncut batch; the ranks of a machine share it
     actor: BatchCut
     critic: BatchCut | None  # None if the run has no critic
-    as_taught: Sequences  # the batch with the prompts that the teacher reads
+    own: Mapping[str, Sequences]  # the batch with the prompts of a role that reads its own
+
+    def read_by(self, role: str) -> Sequences:
+        """The uncut batch as a role reads it."""
+        return self.own.get(role, self.sequences)
 
     def of(self, role: str) -> BatchCut:
         """The cut of a model that trains."""
@@ -76,15 +81,17 @@ class Work:
         samples = parts.samples_per_mini_batch
         sequences = self.machine.compute_on_leader(rollout.sequences)
 
+        own = {}
+        for role, ids_of in parts.prompts.other_ids.items():
+            other = [ids_of[uid] for uid in rollout.prompts.uid]
+            own[role] = self.machine.compute_on_leader(partial(rollout.sequences, other))
+
         actor = parts.actor.engine.cut(sequences, "response", samples["actor"])
-        critic = None
-        if parts.critic is not None:
-            critic = parts.critic.engine.cut(sequences, "response", samples["critic"])
-        as_taught = sequences
-        if parts.prompts.teacher_ids:
-            own = [parts.prompts.teacher_ids[uid] for uid in rollout.prompts.uid]
-            as_taught = self.machine.compute_on_leader(lambda: rollout.sequences(own))
-        return Cuts(sequences, actor, critic, as_taught)
+        cuts = Cuts(sequences, actor, None, own)
+        if parts.critic is None:
+            return cuts
+        of_critic = parts.critic.engine.cut(cuts.read_by("critic"), "response", samples["critic"])
+        return replace(cuts, critic=of_critic)
 
     def reference_logprobs(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
         """The reference's log-probabilities, or None without one."""
@@ -100,7 +107,8 @@ class Work:
         if teacher is None or isinstance(teacher, Teacher):
             return None
         with self.phases.enter("teacher"):
-            return teacher.logprobs(rollout, teacher.engine.cut(cuts.as_taught, "response"))
+            cut = teacher.engine.cut(cuts.read_by("teacher"), "response")
+            return teacher.logprobs(rollout, cut)
 
     def states_in_loss(self, number: int, cuts: Cuts) -> Sequence[ReferenceStates] | None:
         """The states of another model that the actor's loss in step `number` needs, if any."""
@@ -109,7 +117,7 @@ class Work:
             return None
         if isinstance(teacher, Teacher):
             with self.phases.enter("teacher"):
-                cut = teacher.engine.cut(cuts.as_taught, "response")
+                cut = teacher.engine.cut(cuts.read_by("teacher"), "response")
                 return teacher.states_for(cut, cuts.actor)
         return self._reference_states(cuts) if self.config.full_kl_in_loss else None
 
