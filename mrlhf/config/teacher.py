@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from mrlhf.config.fields import Count, Decay, PathText, Positive, Rows, Section
+from mrlhf.config.fields import Count, Decay, Positive, Rows, Section, expand_path
 from mrlhf.config.frozen import FrozenSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
 from mrlhf.config.sections import OwnPromptSection, RoleSection
@@ -40,7 +40,7 @@ class TeacherSection(OwnPromptSection, FrozenSection):
     decay: Annotated[Decay, _IF_EARLIER] = 0.0
     """earlier: the share that stays of its adapters when it moves, in an exponential average; 0: it
     becomes the policy"""
-    path: PathText | Literal[""] = ""
+    path: Annotated[str, AfterValidator(lambda text: text and expand_path(text))] = ""
     """weights path: Hugging Face directory, or org/name of the Hub"""
 
     refused: ClassVar[Rows] = {
