@@ -73,7 +73,7 @@ class Work:
         """Cut the batch for each model that trains, once for all passes and updates of the step."""
         parts = self.parts
         samples = parts.samples_per_mini_batch
-        sequences = self.machine.compute_on_leader(rollout.sequences)
+        sequences = self.machine.compute_on_leader(rollout.sequences, shared=(rollout.masks,))
 
         actor = parts.actor.engine.cut(sequences, "response", samples["actor"])
         critic = None
