@@ -33,8 +33,6 @@ class DrawnSample:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     # float32, of each token; 0 where nobody drew it
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    # Which tokens could be drawn at the place of each.
-    masks: MaskWords = field(default_factory=lambda: MaskWords.none(0), repr=False)
     runs: list[TokenRun] = field(default_factory=list)  # their lengths add up to `length`
     ended: bool = False  # otherwise it goes on, perhaps with later weights
     stopped: bool = False  # whether it ended by itself; otherwise the length limit ended it
@@ -42,6 +40,8 @@ class DrawnSample:
     recorded: int = 0
     experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
     episode: Episode | None = None  # None without an environment
+    # Which tokens could be drawn at the place of each.
+    masks: MaskWords = field(default_factory=lambda: MaskWords.none(0), repr=False)
 
     @property
     def length(self) -> int:

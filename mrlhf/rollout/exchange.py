@@ -144,9 +144,9 @@ class DrawnSamples:
                 row,
                 array("i", self.token_ids[row, :length].tolist()),
                 array("f", self.logprobs[row, :length].tolist()),
-                masks[row],
                 runs[row],
                 episode=deepcopy(self.episodes.get(row)),
+                masks=masks[row],
             )
             for row, length in lengths.items()
         }

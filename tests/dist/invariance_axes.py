@@ -27,6 +27,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         },
         "corrected": True,
         "teacher": {"kl": "jsd", "beta": 0.3, "coef": 0.7},
+        "truncated": True,
     },
     "full KL": {
         "agg": "seq-mean-token-sum-norm",
@@ -38,6 +39,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "settings": {"positive_lm_coef": 0.3},
         "holes": True,
         "contexts": True,
+        "truncated": True,
     },
     "whole sequences": {
         "agg": "seq-mean-token-mean",

@@ -153,7 +153,7 @@ def save_inputs(root: Path, layers: int = 2, models: Sequence[str] = plain_model
 
 
 def load_experience(root: Path, case: Case) -> Experience:
-    """The experience of the case's model, corrected, broken or with holes as the case says."""
+    """The experience of the case's model, corrected, broken, truncated, with holes, as it says."""
     file = _experience_file(root, case.model, case.contexts)
     experience: Experience = torch.load(file, weights_only=False)
     if case.corrected:
@@ -162,6 +162,8 @@ def load_experience(root: Path, case: Case) -> Experience:
         experience = plain_experience.broken(experience)
     if case.holes:
         experience = plain_experience.with_holes(experience)
+    if case.truncated:
+        experience = plain_experience.with_masks(experience, root / case.model)
     return experience
 
 

@@ -57,6 +57,7 @@ class Case:
     optimizer: str = "adamw"  # or "muon"
     teacher: dict[str, Any] = field(default_factory=dict)  # keys of the distillation, if any
     freeze: bool = False  # whether what `FROZEN` matches does not train
+    truncated: bool = False  # whether not all tokens could be drawn
 
     @property
     def has_full_kl(self) -> bool:
