@@ -227,7 +227,7 @@ def _normalise_alone(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def _mask_the_first_columns(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Each rank takes what could be drawn of the first rank's part of the vocabulary for its own."""
+    """Each rank takes the masks of the first rank's part of the vocabulary for its own."""
     right = SamplingMasks.excluded
 
     def wrong(masks: SamplingMasks, columns: range, *arguments: Any) -> Any:
