@@ -343,8 +343,7 @@ class Rollout:
         width = max(part.response_ids.shape[1] for part in parts)
         records = [part.experts for part in parts if part.experts is not None]
         assert len(records) in (0, len(parts)), "some parts have no record of experts"
-        masks = [part.masks for part in parts if part.masks is not None]
-        assert len(masks) in (0, len(parts)), "some parts have no sampling masks"
+        masks = [part.masks or SamplingMasks.none(part.shape) for part in parts]
         episodes = [part.episodes for part in parts if part.episodes is not None]
         assert len(episodes) in (0, len(parts)), "some parts have no episodes"
 
@@ -365,7 +364,9 @@ class Rollout:
             versions=stack([part.versions for part in parts], padding=NO_VERSION),
             stopped=torch.cat([part.stopped for part in parts]),
             experts=None if not records else ExpertRecord.join(records),
-            masks=SamplingMasks.join(masks, stack([x.counts for x in masks])) if masks else None,
+            masks=None
+            if all(part.masks is None for part in parts)
+            else SamplingMasks.join(masks, stack([x.counts for x in masks])),
             episodes=list(chain.from_iterable(episodes)) if episodes else None,
             placed=None
             if all(part.placed is None for part in parts)

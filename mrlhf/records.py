@@ -96,6 +96,12 @@ class SamplingMasks:
         index = torch.tensor(rows, dtype=torch.int64) if isinstance(rows, (list, range)) else rows
         return SamplingMasks(self.words, self.begins[index], self.counts[index])
 
+    @staticmethod
+    def none(shape: tuple[int, int]) -> SamplingMasks:
+        """Rows and places at which all tokens could be drawn."""
+        begins = torch.zeros(shape[0], dtype=torch.int64)
+        return SamplingMasks(begins[:0].int(), begins, torch.zeros(shape, dtype=torch.int32))
+
     def by_place(self) -> SamplingMasks:
         """The same with a row for each place, row after row."""
         counts = self.counts.long()

@@ -70,12 +70,13 @@ def test_a_rollout_selects_and_joins_its_masks() -> None:
     could = _random_sets(rollout.response_ids.numel(), 64).view(*rollout.shape, 64)
     whole = Rollout(**{**vars(rollout), "masks": masks_of(could, rollout.response_mask)})
     short = whole.select([1])  # one token
-    joined = Rollout.join([short, whole.select([7, 4])])
+    joined = Rollout.join([short, whole.select([7, 4]), rollout.select([2])])
     assert joined.masks is not None
 
     excluded = joined.masks.by_place().excluded(range(64), 64, torch.device("cpu"))
-    rows = excluded.view(3, -1, 64)[joined.response_mask]
-    order = [1, 7, 4]
+    rows = excluded.view(4, -1, 64)[joined.response_mask]
+    order = [1, 7, 4, 2]
+    could[2] = True  # the last part has no masks
     assert torch.equal(rows, ~could[order][rollout.response_mask[order]])
     assert len(short.masks.words) == int(short.masks.counts.sum())  # nothing of other rows
 
