@@ -373,9 +373,14 @@ class Rollout:
             else stack([torch.zeros(x.shape) if x.placed is None else x.placed for x in parts]),
         )
 
-    def sequences(self) -> Sequences:
-        """What the models read, without padding: a sequence for each context, row after row."""
-        prompts = np.split(flat_ids(self.prompts.token_ids).numpy(), np.cumsum(self.prompt_lengths))
+    def sequences(self, prompt_ids: Sequence[Sequence[int]] | None = None) -> Sequences:
+        """What the models read, without padding: a sequence for each context, row after row.
+
+        `prompt_ids` are other prompts than the rows' own, one a row, as a teacher may read them.
+        """
+        prompt_ids = self.prompts.token_ids if prompt_ids is None else prompt_ids
+        ends = np.cumsum([len(ids) for ids in prompt_ids])
+        prompts = np.split(flat_ids(prompt_ids).numpy(), ends)
         # NumPy makes slices several times as fast as torch does.
         table = self.response_ids.int().numpy()
         parts = []

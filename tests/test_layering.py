@@ -38,7 +38,7 @@ DOORS = {
     "yaml": {"config"},
     "tree_sitter": {"config"},
     "tree_sitter_bash": {"config"},
-    "jinja2": {"data", "rewards"},
+    "jinja2": {"config", "data"},
     "sentencepiece": {"data"},
     "pyarrow": {"data"},
     "rich": {"run"},

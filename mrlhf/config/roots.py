@@ -62,6 +62,11 @@ class Root(Section):
         """Whether models begin with stored weights; supervised training may draw random ones."""
         return True
 
+    def longest_of(self, role: str) -> int:
+        """Tokens of the longest sequence that a role reads."""
+        longest: int = self.value_of("data.max_length")
+        return longest
+
     def head_of(self, role: str) -> Literal["lm", "scalar"]:
         """The head of a role's model."""
         return "scalar" if role == "critic" or is_reward_model(role) else "lm"
@@ -193,8 +198,9 @@ class PPOConfig(Root):
     def unbuilt(self) -> frozenset[str]:
         """The sections of models that this run does not use."""
         models = {"critic", "reference", "teacher", "reward_model", "judge_model"}
+        read = {"reference": self.needs_reference, "teacher": self.teacher is not None}
         unused = models.difference(self.roles())
-        return frozenset(unused - {"reference"} if self.needs_reference else unused)
+        return frozenset(name for name in unused if not read.get(name, False))
 
     @property
     def needs_critic(self) -> bool:
@@ -232,6 +238,14 @@ class PPOConfig(Root):
     def distils_in(self) -> Literal["loss", "reward"] | None:
         """Where the policy meets the teacher; None without one."""
         return None if self.teacher is None else self.algorithm.distillation.mode
+
+    def longest_of(self, role: str) -> int:
+        """Tokens of the longest sequence that a role reads; a teacher's prompts may be its own."""
+        teacher = self.teacher
+        reader = "teacher" if "teacher" in self.roles() else "actor"
+        if teacher is None or teacher.max_prompt_length is None or role != reader:
+            return self.data.max_length
+        return max(teacher.max_prompt_length + self.data.max_response_length, self.data.max_length)
 
     @property
     def needs_old_logprobs_early(self) -> bool:
@@ -275,7 +289,7 @@ class PPOConfig(Root):
         roles: dict[str, RoleSection] = {**self.trained()}
         if self.needs_reference and not self.reference_is_policy:
             roles["reference"] = self.reference
-        if self.teacher is not None:
+        if self.teacher is not None and self.teacher.weights == "path":
             roles["teacher"] = self.teacher
         if self.judge_model is not None:
             roles["judge_model"] = self.judge_model

@@ -9,9 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from mrlhf.config.fields import Positive, Rows, Section
+from mrlhf.config.fields import PathText, Positive, Rows, Section, Tokens
 from mrlhf.config.frozen import FrozenSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
+from mrlhf.config.sections import RoleSection
 from mrlhf.rl.names import estimator_traits
 
 
@@ -28,6 +29,43 @@ _IN_LOSS = read_if("mode", lambda mode: mode == "loss", "is reward", "use loss")
 
 class TeacherSection(FrozenSection):
     """A frozen policy that the trained one learns from, in a layout of its own."""
+
+    weights: Literal["path", "base"] = "path"
+    """path: those of path, a model of its own; base: the actor's own model without its adapters,
+    which takes no memory; the keys of a layout are then the actor's"""
+    path: PathText | Literal[""] = ""
+    """weights path: Hugging Face directory, or org/name of the Hub"""
+    template: Annotated[str, Field(min_length=1)] | None = None
+    """jinja2 template of what the teacher reads in the place of the prompt's last message, or of a
+    prompt that is no message: {{ prompt }} in it, and {{ ground_truth }}, {{ data_source }},
+    {{ extra_info }}; null: the policy's prompt"""
+    max_prompt_length: Annotated[
+        Tokens | None, read_if("template", bool, "is null", "set that")
+    ] = None
+    """most tokens of its own prompt; null: data.max_prompt_length"""
+
+    refused: ClassVar[Rows] = {
+        "{section}.path is not set, and {weights} is a model of its own; set it, or weights to "
+        "base": lambda self: self.weights == "path" and not self.path,
+        "{section}.{key} has no effect, since {weights} is the actor's model in its layout; leave "
+        "it out, or set weights to path": lambda self: [
+            {"key": key}
+            for key in RoleSection.model_fields
+            if self.weights != "path" and self.value_of(key) != _default_of(key)
+        ],
+        "{weights} is the actor's model without adapters, and there are none; set "
+        "actor.lora.rank, or weights to path": lambda self, actor: (
+            self.weights == "base" and not actor.lora.is_on
+        ),
+        "{template} writes prompts of a single turn, and episodes have several; leave it out, or "
+        "rollout.environment and rollout.tools": lambda self, rollout: (
+            self.template is not None and rollout.has_turns
+        ),
+    }
+
+
+def _default_of(key: str) -> object:
+    return TeacherSection.model_fields[key].get_default(call_default_factory=True)
 
 
 class DistillationSection(Section):

@@ -7,26 +7,60 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from mrlhf.batch import Prompts
+from mrlhf.config.row_template import RowTemplate
+from mrlhf.config.teacher import TeacherSection
 from mrlhf.data.conversations import encode_prompt, prompt_of
 from mrlhf.data.reference_answers import AnswerRules, reference_answer
 from mrlhf.data.rows import Row, of_rows, read_rows, warn_of_dropped
-from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.data.tokenizer import Prompt, Tokenizer
 from mrlhf.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 Overlong = Literal["error", "drop"]
 
+_VARIABLES = ("prompt", "ground_truth", "data_source", "extra_info")
 _KNOWN_COLUMNS = ("prompt", "answer", "reward_model", "data_source", "extra_info")
+
+
+@dataclass(frozen=True)
+class OtherPrompts:
+    """Makes for each row another prompt than the policy's, which a teacher reads."""
+
+    template: RowTemplate
+    most_tokens: int
+
+    @staticmethod
+    def of(section: TeacherSection, most_tokens: int) -> OtherPrompts | None:
+        """The prompts that the section asks for, if it does; ConfigError if it is malformed.
+
+        `most_tokens` is the limit if the section has none of its own.
+        """
+        if section.template is None:
+            return None
+        template = RowTemplate("teacher.template", section.template, "prompt", _VARIABLES)
+        return OtherPrompts(template, section.max_prompt_length or most_tokens)
+
+    def prompt(self, row: Row, prompt: Prompt, *others: Any) -> Prompt:
+        """The prompt of a row, with another last message; DataError if the template fails on it."""
+        last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        try:
+            text = self.template.render(dict(zip(_VARIABLES, (last, *others), strict=True)))
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise DataError(f"{row.where}: teacher.template fails: {error}") from error
+        return text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
 
 
 class PromptDataset:
     """The prompts of one or several files, tokenised once; `dropped` rows were too long.
+
+    `teacher_ids` are the tokens that a teacher reads instead of each prompt, by uid, if it does.
 
     A plain row is `{"prompt", "answer"}`, with `data_source` and `extra_info` optional. A row in
     verl's schema is `{"data_source", "prompt": [{"role", "content"}, ...],
@@ -48,6 +82,7 @@ class PromptDataset:
         answer_rules: AnswerRules = MappingProxyType({}),
         tools_of: Callable[[str], Sequence[Mapping[str, Any]]] | None = None,
         adds_to_prompt: Callable[[str], bool] = lambda source: False,
+        of_teacher: OtherPrompts | None = None,
     ) -> None:
         """Read and tokenise.
 
@@ -63,6 +98,7 @@ class PromptDataset:
                 stand in its `extra_info` as "prompt".
             adds_to_prompt: whether an environment may add to the prompts of a data source, so that
                 rows with the same prompt may have different answers.
+            of_teacher: the prompts that a teacher reads instead, if they are others.
 
         Raises:
             DataError: a row is malformed or too long, no row is left, or a rule cannot find any
@@ -70,6 +106,7 @@ class PromptDataset:
         """
         rows = read_rows(files)
         entries: list[tuple[Any, ...]] = []
+        self.teacher_ids: dict[int, list[int]] = {}
         for uid, row in enumerate(rows):
             source = _data_source(row)
             prompt = prompt_of(row)
@@ -82,13 +119,19 @@ class PromptDataset:
                 tools = tools_of(source)
             text, token_ids = encode_prompt(row, prompt, tokenizer, tools)
             answer = reference_answer(row, answer_rules)
-            if len(token_ids) <= max_prompt_length:
+            lengths = {"data.max_prompt_length": (len(token_ids), max_prompt_length)}
+            if of_teacher is not None:
+                other = of_teacher.prompt(row, prompt, answer, source, extra_info)
+                self.teacher_ids[uid] = ids = encode_prompt(row, other, tokenizer)[1]
+                lengths["teacher.max_prompt_length"] = (len(ids), of_teacher.most_tokens)
+            too_long = {key: sizes for key, sizes in lengths.items() if sizes[0] > sizes[1]}
+            if not too_long:
                 entries.append((token_ids, uid, text, source, answer, extra_info))
             elif overlong == "error":
+                key, (tokens, most) = next(iter(too_long.items()))
                 raise DataError(
-                    f"{row.where}: the prompt has {len(token_ids)} tokens, more than "
-                    f"data.max_prompt_length {max_prompt_length}; raise it, or set "
-                    "data.overlong_prompts to drop"
+                    f"{row.where}: the prompt has {tokens} tokens, more than {key} {most}; raise "
+                    "it, or set data.overlong_prompts to drop"
                 )
 
         self.dropped = len(rows) - len(entries)

@@ -27,7 +27,7 @@ from mrlhf.config.roots import (
 from mrlhf.data.preferences import (
     PreferenceRows,
 )
-from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.prompts import OtherPrompts, PromptDataset
 from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
 from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.episodes.read import (
@@ -333,6 +333,9 @@ def _prompts(
     environments: EnvironmentInputs | None,
 ) -> tuple[PromptDataset, Prompts]:
     warn_of_files_named_twice(f"data.{split}_files", files)
+    of_teacher = None
+    if split == "train" and config.teacher is not None:
+        of_teacher = OtherPrompts.of(config.teacher, config.data.max_prompt_length)
     prompts = PromptDataset(
         files,
         tokenizer,
@@ -342,6 +345,7 @@ def _prompts(
         answer_rules=answer_rules(term.name for term in config.reward.terms),
         tools_of=None if environments is None else environments.tools_of,
         adds_to_prompt=lambda source: environments is not None and environments.leads(source),
+        of_teacher=of_teacher,
     )
 
     every = prompts.batch(range(len(prompts)))

@@ -125,9 +125,8 @@ def _build_chunk(
     )
 
     if chunk.is_first and spec.embedding_multiplier != 1.0:  # which a GPTModel does not have
-        model.embedding.register_forward_hook(
-            lambda module, inputs, output: output * spec.embedding_multiplier
-        )
+        scale = spec.embedding_scale(config.params_dtype)
+        model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
     return model
 
 

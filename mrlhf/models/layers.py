@@ -27,7 +27,13 @@ from torch import Tensor
 from mrlhf.models.linear import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from mrlhf.models.megatron_versions import dense_mlp, submodules_of
 from mrlhf.models.mixture_layer import MixtureLayer
-from mrlhf.models.norms import NormedRowLinear, ProjectionNormAttention, RMSNorm
+from mrlhf.models.norms import (
+    NormedPlusOneRowLinear,
+    NormedRowLinear,
+    ProjectionNormAttention,
+    RMSNorm,
+    RMSNormPlusOne,
+)
 from mrlhf.models.ops import gated
 from mrlhf.models.rope import Rope, rope_of
 from mrlhf.models.self_attention import CoreAttention, TensorParallelSelfAttention
@@ -46,6 +52,14 @@ class GatedActivation(torch.nn.Module):
         return gated(gate_up)
 
 
+class GeluGatedActivation(GatedActivation):
+    """gelu(gate) * up, by the approximation of GELU with tanh."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Map gate_up [tokens, 1, 2 * ffn] to [tokens, 1, ffn]."""
+        return gated(gate_up, "gelu_tanh")
+
+
 def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> TransformerBlockSubmodules:
     """Return the decoder of a chunk with these `layers`, numbered in the whole model."""
     make = transformer_engine_layer if transformer_engine else plain_layer
@@ -54,7 +68,7 @@ def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> Transfo
     for layer in layers:
         dense = by_rope[spec.ropes[layer]]
         layer_specs.append(mixture_layer(spec, dense) if spec.has_experts(layer) else dense)
-    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=_norm(spec))
 
 
 def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
@@ -92,10 +106,10 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
         add = scaled_add(spec.residual_multiplier)
     mlp = MLPSubmodules(
         linear_fc1=BiasedColumnLinear if spec.mlp_bias else ColumnLinear,
-        activation_func=GatedActivation,
+        activation_func=GatedActivation if spec.activation == "silu" else GeluGatedActivation,
         linear_fc2=_row_linear(spec, spec.mlp_bias),
     )
-    norm = IdentityOp if spec.norms_after else RMSNorm
+    norm = _norm(spec) if spec.norms_before else IdentityOp
 
     return ModuleSpec(
         module=TransformerLayer,
@@ -116,7 +130,7 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
 
 
 def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
-    head_norm = RMSNorm if spec.qk_norm == "head" else IdentityOp
+    head_norm = _norm(spec) if spec.qk_norm == "head" else IdentityOp
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnLinear,
         core_attention=CoreAttention,
@@ -134,6 +148,10 @@ def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     )
 
 
+def _norm(spec: ModelSpec) -> type[RMSNorm]:
+    return RMSNormPlusOne if spec.norms_add_one else RMSNorm
+
+
 def _rope(spec: ModelSpec, kind: str | None) -> Rope | None:
     return None if kind is None else rope_of(spec, kind)
 
@@ -141,7 +159,7 @@ def _rope(spec: ModelSpec, kind: str | None) -> Rope | None:
 def _row_linear(spec: ModelSpec, bias: bool) -> type[RowLinear]:
     assert not (bias and spec.norms_after), "a bias is not normalised"
     if spec.norms_after:
-        return NormedRowLinear
+        return NormedPlusOneRowLinear if spec.norms_add_one else NormedRowLinear
     return BiasedRowLinear if bias else RowLinear
 
 

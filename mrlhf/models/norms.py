@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrlhf.models.linear import RowLinear
-from mrlhf.models.ops import rms_norm
+from mrlhf.models.ops import rms_norm, rms_norm_plus_one
 from mrlhf.models.self_attention import TensorParallelSelfAttention
 
 
@@ -37,20 +37,36 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class RMSNormPlusOne(RMSNorm):
+    """RMSNorm that multiplies by 1 + its weight, as in Hugging Face's Gemma."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., hidden] normalised, in its dtype."""
+        return rms_norm_plus_one(x, self.weight, self.eps)
+
+
 class NormedRowLinear(RowLinear):
     """A linear layer whose columns are split over ranks, and RMSNorm of the ranks' sum."""
+
+    norm: type[RMSNorm] = RMSNorm
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
     ) -> None:
         super().__init__(input_size, output_size, config=config, **options)
-        self.output_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+        self.output_norm = self.norm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Map x [..., input_size of the rank] to [..., output_size], and no bias."""
         output, bias = super().forward(x)
         assert bias is None
         return self.output_norm(output), None
+
+
+class NormedPlusOneRowLinear(NormedRowLinear):
+    """A linear layer as `NormedRowLinear`, whose norm multiplies by 1 + its weight."""
+
+    norm = RMSNormPlusOne
 
 
 class ProjectionNorm(torch.nn.Module):

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from mrlhf.gpu.library import operator, serves
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for
+from mrlhf.models.spec import Activation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,8 +31,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _GpuNorm.apply(x, weight, eps) if serves(x, weight) else torch_rms_norm(x, weight, eps)
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, [..., ffn]; gate_up [..., 2 * ffn] has the gate columns first."""
+def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` by 1 + `weight`, rounded once to `x`'s dtype, as in Hugging Face's Gemma."""
+    return rms_norm(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
+
+
+def gated(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return activation(gate) * up, [..., ffn]; gate_up [..., 2 * ffn] has the gate columns first.
+
+    `gelu_tanh` is GELU by its approximation with tanh.
+    """
+    if activation == "gelu_tanh":
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
     host = kernels.find_for(gate_up)
     if host is not None:
         return _HostGated.apply(host, gate_up)
@@ -44,7 +56,7 @@ def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def torch_gated(gate_up: Tensor) -> Tensor:
-    """`gated` on torch's operators."""
+    """`gated` with silu on torch's operators."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

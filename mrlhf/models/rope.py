@@ -92,20 +92,25 @@ def rope_of(spec: ModelSpec, kind: str = WHOLE_MODEL) -> Rope:
     return Rope(frequencies.to(torch.float32), float(scale))
 
 
-def keys_of_transformers_4(spec: ModelSpec) -> dict[str, Any]:
+def keys_of_transformers_4(spec: ModelSpec, window_base: str | None) -> dict[str, Any]:
     """Return `rope_parameters` under the keys of `config.json` that transformers 4 reads.
 
     Where it has no place for the rotation, the base is null, so that it fails and does not guess.
+
+    Args:
+        window_base: its key for the base of layers with a window, if the family has one.
     """
     entries: dict[str, Any] = spec.hf_config["rope_parameters"]
     rope = entries if "rope_type" in entries else entries["full_attention"]
+    keys: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
     if rope is not entries:  # of other layers than those, it cannot scale the rotation
         others = [entry for entry in entries.values() if entry is not rope]
-        plain = ("default", rope["rope_theta"])
+        if window_base is not None:
+            keys[window_base] = entries["sliding_attention"]["rope_theta"]
+        plain = ("default", keys.get(window_base or "rope_theta"))
         if any((entry["rope_type"], entry["rope_theta"]) != plain for entry in others):
             return {"rope_theta": None}
 
-    keys: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
     if "partial_rotary_factor" in rope:  # in transformers 4, it rotates in part in every family
         is_partial = spec.rotary_dim < spec.head_dim
         keys["partial_rotary_factor"] = rope["partial_rotary_factor"] if is_partial else 1.0

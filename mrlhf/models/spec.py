@@ -20,6 +20,8 @@ WHOLE_MODEL = "whole model"
 
 Head = Literal["lm", "scalar"]
 QkNorm = Literal["none", "head", "projection"]
+Norms = Literal["before", "after", "both"]
+Activation = Literal["silu", "gelu_tanh"]
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -154,9 +156,12 @@ class ModelSpec:
     mlp_bias: bool = False  # whether the three matrices of the MLP have biases
     # RMSNorm of q and k before rotation: of each head, or of all heads together
     qk_norm: QkNorm = "none"
-    norms_after: bool = False  # normalise the outputs of attention and MLP, and not their inputs
+    norms: Norms = "before"  # whether inputs of attention and MLP are normalised, outputs, or both
+    norms_add_one: bool = False  # every norm multiplies by 1 + its weight, in float32
+    activation: Activation = "silu"  # of the gate of every MLP
     fused_tensors: bool = False  # whether checkpoints have q, k, v in one tensor, and gate and up
     embedding_multiplier: float = 1.0  # the embeddings are multiplied by it
+    rounds_multiplier: bool = False  # whether that number has the dtype of the embeddings
     residual_multiplier: float = 1.0  # the outputs of attention and MLP are multiplied by it
     attention_multiplier: float | None = None  # of products of q and k; None for 1 / sqrt(head_dim)
     logits_divisor: float = 1.0  # the logits are divided by it
@@ -173,6 +178,22 @@ class ModelSpec:
     def pad_id(self) -> int | None:
         """The token with which a scalar model's tokenizer must pad; None if any will do."""
         return self.hf_config.get("pad_token_id") if self.head == "scalar" else None
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether the inputs of attention and MLP are normalised."""
+        return self.norms != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether the outputs of attention and MLP are normalised."""
+        return self.norms != "before"
+
+    def embedding_scale(self, dtype: torch.dtype) -> float:
+        """The factor of embeddings of this dtype."""
+        if not self.rounds_multiplier:
+            return self.embedding_multiplier
+        return torch.tensor(self.embedding_multiplier, dtype=dtype).item()
 
     @property
     def attention_scale(self) -> float:
@@ -196,8 +217,9 @@ class ModelSpec:
     def needs_own_layers(self) -> bool:
         """Whether the model has what TransformerEngine's layers lack."""
         has_biases = self.o_bias or self.mlp_bias
-        has_norms = self.norms_after or self.qk_norm == "projection"
-        return has_biases or has_norms or self.residual_multiplier != 1.0 or self.keeps_weights
+        has_norms = self.norms_after or self.qk_norm == "projection" or self.norms_add_one
+        multiplies = self.residual_multiplier != 1.0
+        return has_biases or has_norms or multiplies or self.keeps_weights
 
     @property
     def keeps_weights(self) -> bool:

@@ -122,7 +122,9 @@ def _scorings(config: PPOConfig, name: str) -> int:
         return 1
     is_reference = config.needs_reference and config.reference_is_policy
     is_only_pass = math.prod(_updates(config, name)) == 1 and not config.needs_old_logprobs_early
-    return is_reference + (not (is_only_pass or config.algorithm.rollout_correction.bypass_mode))
+    teaches = config.teacher is not None and "teacher" not in config.roles()
+    is_spared = is_only_pass or config.algorithm.rollout_correction.bypass_mode
+    return is_reference + teaches + (not is_spared)
 
 
 def _samples(config: AnyConfig) -> int:

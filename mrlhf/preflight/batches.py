@@ -57,7 +57,8 @@ def role_work(config: AnyConfig, world_size: int) -> list[RoleWork]:
         if name == "judge_model":
             continue  # its engine has neither micro-batches nor rows of a batch
         dp = AxisSizes.of(role).dp(world_size)
-        longest = longest_unit(config, role.cp)
+        is_frozen = isinstance(config, PPOConfig) and name not in config.trained()
+        longest = longest_unit(config, role.cp, name if is_frozen else None)
         if not isinstance(config, PPOConfig):
             rows = config.data.batch_size
             is_trained = name == "model"
@@ -90,7 +91,11 @@ def trained_models(config: AnyConfig) -> dict[str, tuple[RoleSection, OptimSecti
     return {"model": (config.model, config.optim)}
 
 
-def longest_unit(config: AnyConfig, cp: int = 1) -> int:
-    """Tokens of the longest sequence, or pair of sequences, padded for `cp` ranks."""
-    longest = Segments(size=cp).padded(config.data.max_length)
+def longest_unit(config: AnyConfig, cp: int = 1, role: str | None = None) -> int:
+    """Tokens of the longest sequence, or pair of sequences, padded for `cp` ranks.
+
+    `role` reads it, whose prompts may be its own; None: it is one of the data's.
+    """
+    longest = config.data.max_length if role is None else config.longest_of(role)
+    longest = Segments(size=cp).padded(longest)
     return config.fewest_responses * longest if isinstance(config, PreferenceConfig) else longest

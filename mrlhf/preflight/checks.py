@@ -101,6 +101,13 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
         if not _is_inherited(config, name, ("pp", "vpp", "pp_layers")):
             yield from _stage_problems(name, AxisSizes.of(role).stages)
         with_padding = longest_unit(config, role.cp)
+        own = longest_unit(config, role.cp, name)
+        if own > max(with_padding, role.micro_batch_tokens):
+            yield (
+                f"{name}.micro_batch_tokens {role.micro_batch_tokens} is less than the longest "
+                f"sequence of teacher.max_prompt_length and data.max_response_length, {own} tokens;"
+                f" raise it to at least {own}, or lower a length"
+            )
         is_inherited = _is_inherited(config, name, ("micro_batch_tokens", "cp"))
         has_passes = name != "judge_model"
         if role.micro_batch_tokens < with_padding and has_passes and not is_inherited:

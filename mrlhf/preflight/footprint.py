@@ -157,7 +157,7 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
 
     if isinstance(config, PPOConfig):
         _add_generation(found, config, shares["actor"])
-        if config.distils_in == "loss":
+        if config.distils_in == "loss" and "teacher" in shares:
             actor, teacher = shares["actor"], shares["teacher"]
             rows = -(-actor.spec.vocab_size // actor.layout.tp)
             is_last = actor.stage == actor.layout.pp - 1

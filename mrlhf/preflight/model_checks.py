@@ -304,8 +304,10 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
     reported: set[str] = set()
     for name, role in config.roles().items():
         spec = specs.get(name)
-        longest = config.data.max_length
+        longest = config.longest_of(name)
         lengths = "the data's maximum lengths"
+        if longest > config.data.max_length:
+            lengths = "teacher.max_prompt_length"
         if isinstance(config, PPOConfig) and name == "judge_model":
             longest = config.of_judge().data.max_length
             lengths = _LENGTHS_OF_JUDGE

@@ -9,10 +9,8 @@ import re
 from collections.abc import Sequence
 from statistics import fmean
 
-from jinja2 import StrictUndefined, TemplateError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from mrlhf.config.reward import JudgeSection
+from mrlhf.config.row_template import RowTemplate
 from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards.interface import RewardInput, Scored
 
@@ -26,18 +24,7 @@ class Judge:
         """Compile both; ConfigError if one is malformed."""
         self._section = section
         self._verdicts = {word.casefold(): score for word, score in section.verdicts.items()}
-        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-        try:
-            names = meta.find_undeclared_variables(environment.parse(section.template))
-            self._template = environment.from_string(section.template)
-        except TemplateError as error:
-            raise ConfigError(f"judge.template is no jinja2 template: {error}") from None
-        if "response" not in names or not names.issubset(_VARIABLES):
-            raise ConfigError(
-                f"judge.template names {', '.join(sorted(names)) or 'nothing'}; it should name "
-                f"response, and may name {', '.join(_VARIABLES)}"
-            )
-
+        self._template = RowTemplate("judge.template", section.template, "response", _VARIABLES)
         try:
             self._pattern = re.compile(section.pattern)
         except re.error as error:

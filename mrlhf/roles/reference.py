@@ -51,16 +51,26 @@ class Reference:
 class Teacher(Reference):
     """A reference in a layout of its own, whose distributions another model is compared with."""
 
-    def __init__(self, engine: ModelEngine, temperature: float, student: ModelEngine) -> None:
-        """Take the model, and give the ranks of `student` its output layer."""
-        super().__init__(engine, temperature)
+    def __init__(
+        self,
+        engine: ModelEngine,
+        temperature: float,
+        student: ModelEngine,
+        as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Take the model, and give the ranks of `student` its output layer.
+
+        The model of the student is its own teacher within `as_teacher`.
+        """
+        super().__init__(engine, temperature, as_teacher)
         self._student = student
-        self._shard = OutputShard(engine, student, temperature)
+        self._shard = None if engine is student else OutputShard(engine, student, temperature)
 
     def states_for(self, cut: BatchCut, asked: BatchCut) -> list[ReferenceStates]:
         """The hidden states for each of this rank's packs of `asked`, which is the student's cut.
 
-        `cut` is the teacher's. The states are on the host, on the student's last stage alone.
+        `cut` is the teacher's, of the same responses, whose prompts may be others. The states are
+        on the host, on the student's last stage alone.
         """
         groups = self.engine.groups
         held = cut.packs if groups.is_last_stage else []
@@ -71,10 +81,16 @@ class Teacher(Reference):
         )
 
         none = torch.empty(0, self.engine.spec.hidden_size, dtype=self.engine.dtype)
-        evaluated = self.engine.forward(cut.packs, lambda hidden, number: hidden.cpu())
+        with self._as_reference():
+            evaluated = self.engine.forward(cut.packs, lambda hidden, number: hidden.cpu())
         states = torch.cat([none, *filter(lambda hidden: hidden is not None, evaluated)])
         del evaluated  # it takes as much memory again
         brought = bring_tokens(states, own, needed, groups.world, self.engine.device)
-        each = brought.split([len(pack.target_ids) for pack in wanted]) if wanted else ()
-        shard = self._shard
-        return [ReferenceStates(shard.residency, shard.layer, hidden) for hidden in each]
+        if not wanted:
+            return []
+        each = brought.split([len(pack.target_ids) for pack in wanted])
+        if self._shard is None:
+            residency, layer = self.engine.residency, self._token_logprobs.layer
+        else:
+            residency, layer = self._shard.residency, self._shard.layer
+        return [ReferenceStates(residency, layer, hidden) for hidden in each]

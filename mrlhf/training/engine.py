@@ -113,7 +113,9 @@ class ModelEngine:
         self._routing: ExpertRouting | None = None
         self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, self.phases)
         self.residency = self._make_residency()
-        self.adapters = HeldAdapters(self.chunks, self._slots, self._needing_weights)
+        self.adapters = HeldAdapters(
+            self.chunks, self._slots, self._needing_weights, self._let_reader_finish
+        )
         self._set_training(False)
 
     @property
@@ -434,6 +436,10 @@ class ModelEngine:
             self.wait_for_weights()
             yield
 
+    def _let_reader_finish(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.let_reader_finish()
+
     def _make_residency(self, stream: Stream | None = None) -> Residency:
         """The model's memory as it is now: weights, and gradients once it is to be trained."""
         params = list(chain.from_iterable(chunk.parameters() for chunk in self.chunks))
@@ -445,9 +451,8 @@ class ModelEngine:
             owners["grads"] = lambda: grads
 
         def wait() -> None:
-            if self.optimizer is not None:
-                self.optimizer.wait_for_weights()
-                self.optimizer.let_reader_finish()
+            self.wait_for_weights()
+            self._let_reader_finish()
 
         offload = self._section.offload
         return Residency(self._name, owners, offload, self.phases.memory, wait, stream)

@@ -31,11 +31,17 @@ class HeldAdapters:
         chunks: Sequence[Any],
         slots: Sequence[Slot],
         needing_weights: Callable[[], AbstractContextManager[None]],
+        let_reader_finish: Callable[[], None],
     ) -> None:
-        """Within `needing_weights` all weights are there, with the last optimizer step in them."""
+        """Take the adapters, and what the engine knows about its weights.
+
+        Within `needing_weights` all weights are there, with the last optimizer step in them.
+        `let_reader_finish` waits for a thread that still copies them, as a checkpoint does.
+        """
         self._chunks = chunks
         self.slots = [slot for slot in slots if is_adapter(slot.piece.name)]
         self._needing_weights = needing_weights
+        self._let_reader_finish = let_reader_finish
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -61,6 +67,7 @@ class HeldAdapters:
         """Compute with other adapters, a result of `copy`, as long as this lasts."""
         with self._needing_weights():
             own = self.copy()
+            self._let_reader_finish()  # main weights in float32 are the parameters themselves
             self._put(adapters)
             try:
                 yield

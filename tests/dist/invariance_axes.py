@@ -26,8 +26,10 @@ LOSSES: dict[str, dict[str, Any]] = {
             "entropy_coeff": 0.05,
         },
         "corrected": True,
+        # With adapters it is the policy without them, else a model of its own.
         "teacher": {"kl": "jsd", "beta": 0.3, "coef": 0.7},
         "truncated": True,
+        "demonstrates": True,
     },
     "full KL": {
         "agg": "seq-mean-token-sum-norm",

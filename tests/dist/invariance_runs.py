@@ -46,7 +46,8 @@ from tests.dist.role_runs import (
     tables_of,
 )
 from tests.metric_rows import without_row
-from tests.oracle import plain_ppo, plain_supervised
+from tests.oracle import plain_ppo, plain_supervised, plain_tables
+from tests.oracle.plain_experience import taught
 from tests.oracle.plain_models import critic_of
 from tests.oracle.plain_optimizer import Outcome
 from tests.oracle.plain_ppo import Case
@@ -157,6 +158,9 @@ def train_row(root: Path, factory: GroupFactory, row: Row, out: Path) -> RowResu
         sizes = AxisSizes(tp=2, pp=2 if row["ranks"] >= 4 else 1)
         groups = factory.role_groups(ParallelLayout.for_world("teacher", row["ranks"], sizes))
         other = build_teacher(setting, case, groups, actor)
+        if case.teacher_is_base:
+            policy = actor.engine
+            other = Teacher(policy, plain_tables.TEMPERATURE, policy, policy.adapters.off)
     of_actor = _update_actor(setting, case, actor, other)
     trained = {
         "sft": _train_sft(setting, case),
@@ -180,16 +184,17 @@ def _update_actor(
 ) -> dict[str, float]:
     experience = load_experience(setting.root, case)
     cut = cut_responses(actor, experience.rollout, plain_ppo.MINI_BATCH)
-    states = _states_of(other, experience.rollout, cut)
+    states = _states_of(case, other, experience.rollout, cut)
     return actor.update(experience, cut, states).metrics
 
 
 def _states_of(
-    other: Reference | Teacher | None, rollout: Rollout, cut: BatchCut
+    case: Case, other: Reference | Teacher | None, rollout: Rollout, cut: BatchCut
 ) -> list[ReferenceStates] | None:
     """What the actor's loss needs of the other model."""
     if isinstance(other, Teacher):
-        return other.states_for(cut_responses(other, rollout), cut)
+        own = taught(rollout).prompts.token_ids if case.demonstrates else None
+        return other.states_for(other.engine.cut(rollout.sequences(own), "response"), cut)
     return None if other is None else other.states(cut)
 
 
@@ -201,7 +206,7 @@ def _fresh_step(
     rollout = experience.rollout
     cut = cut_responses(actor, rollout)
     logprobs = actor.evaluate(rollout, cut).logprobs
-    states = _states_of(other, rollout, cut)
+    states = _states_of(case, other, rollout, cut)
 
     # All epochs but one are done.
     progress = UpdateProgress(mini_batches=plain_ppo.EPOCHS - 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -160,6 +161,11 @@ def _skip(name: str) -> Patch:
 def _keep_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Gradients of which each rank of an expert has a part are not summed."""
     patch.setattr(HeldAdapters, "sum_parts", lambda *_: None)
+
+
+def _leave_adapters_on(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """A teacher that is the policy without its adapters has them."""
+    patch.setattr(HeldAdapters, "off", lambda *_: nullcontext())
 
 
 def _share_adapters(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -337,6 +343,9 @@ BREAKS = {
     ),
     "a part of a factor is not summed": Break(
         EXPERT_ADAPTERS, _keep_parts, ("actor weights", "critic weights", "sft weights")
+    ),
+    "a base with its adapters": Break(
+        ADAPTERS, _leave_adapters_on, ("actor metrics", "actor weights")
     ),
     "experts share an adapter": Break(
         EXPERT_ADAPTERS, _share_adapters, ("tables", "actor metrics")

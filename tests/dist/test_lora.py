@@ -97,8 +97,13 @@ def _check_reference(setting: Setting) -> None:
     without = Reference(engine, plain_tables.TEMPERATURE, engine.adapters.off)
     assert torch.equal(without.logprobs(rollout, cut), of_base)
     as_begun = Reference(engine, plain_tables.TEMPERATURE, lambda: engine.adapters.exchanged(began))
+    own = engine.adapters.copy()
+    copied: list[torch.Tensor] = []
+    # The thread that writes a checkpoint has not read them yet.
+    engine.hold_until(lambda: copied.extend(engine.adapters.copy()))
     assert torch.equal(as_begun.logprobs(rollout, cut), of_start)
     assert torch.equal(logprobs(policy), of_policy)
+    assert all(map(torch.equal, copied, own)) and len(copied) == len(own) > 0
 
 
 def _bytes(setting: Setting, case: Case) -> tuple[dict[str, int], dict[str, int], int]:

@@ -76,6 +76,7 @@ GRADIENTS: dict[str, Recompute] = {
     "phi3": "mlp",
     "granite": "full",
     "olmo3": "mlp",
+    "gemma3": "core_attn",
 }
 
 

@@ -175,8 +175,12 @@ def bypass(inputs: Path) -> Setting:
 
 
 def lora(inputs: Path) -> Setting:
-    """Adapters of actor and critic; the reference is the actor without its own."""
-    keys = ["actor.lora.rank=4", "critic.lora.rank=2", f"reference.path={inputs / 'llama'}"]
+    """Adapters of actor and critic; reference and teacher are the actor without its own."""
+    keys = [
+        *("actor.lora.rank=4", "critic.lora.rank=2", f"reference.path={inputs / 'llama'}"),
+        *("teacher.weights=base", "teacher.max_prompt_length=16"),
+        "teacher.template='{{ prompt }}={{ ground_truth }}'",
+    ]
     return Setting("lora", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
 
 

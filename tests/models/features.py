@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -106,6 +107,18 @@ def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             },
             pad_token_id=None,
         ),
+        "gemma3": Gemma3TextConfig(
+            **sizes,
+            head_dim=16,
+            query_pre_attn_scalar=20,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},
+            },
+            pad_token_id=None,
+        ),
     }
 
 
@@ -120,4 +133,5 @@ FEATURE_MODELS = (
     "granite",
     "olmo2",
     "olmo3",
+    "gemma3",
 )

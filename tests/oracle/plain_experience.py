@@ -48,6 +48,15 @@ def make_rollout() -> Rollout:
     return rollouts.make_rollout(prompts, [0] * count, ids, mask, torch.zeros(mask.shape), stopped)
 
 
+def taught(rollout: Rollout) -> Rollout:
+    """The same responses to the prompts that a teacher reads, longer and shorter ones."""
+    ids = [
+        [*prompt[1:], row % 5, *prompt[:row]]
+        for row, prompt in enumerate(rollout.prompts.token_ids)
+    ]
+    return replace(rollout, prompts=replace(rollout.prompts, token_ids=ids))
+
+
 def make_experience(model: Path, contexts: bool = False) -> Experience:
     """Old log-probs and values are so near the model's that some, not all, are clipped.
 

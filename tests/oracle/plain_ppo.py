@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Experience
-from tests.oracle.plain_experience import RESPONSE_LENGTHS
+from tests.oracle.plain_experience import RESPONSE_LENGTHS, taught
 from tests.oracle.plain_losses import Row, RowLoss, bypass, geometric_mean, token_losses
 from tests.oracle.plain_models import critic_of, load, weights_of
 from tests.oracle.plain_optimizer import LR, Outcome, differentiate, make_optimizer
@@ -56,6 +56,9 @@ class Case:
     lora: bool = False  # whether adapters are trained, and not the models
     optimizer: str = "adamw"  # or "muon"
     teacher: dict[str, Any] = field(default_factory=dict)  # keys of the distillation, if any
+    # Whether the teacher reads prompts of its own; it is then the policy without its adapters, if
+    # that has any.
+    demonstrates: bool = False
     freeze: bool = False  # whether what `FROZEN` matches does not train
     truncated: bool = False  # whether not all tokens could be drawn
 
@@ -63,6 +66,11 @@ class Case:
     def has_full_kl(self) -> bool:
         """Whether the loss compares whole distributions with those of the reference."""
         return self.settings.get("kl_loss_type") == "full"
+
+    @property
+    def teacher_is_base(self) -> bool:
+        """Whether the teacher is the policy without its adapters."""
+        return self.demonstrates and self.lora
 
     @property
     def has_critic(self) -> bool:
@@ -75,6 +83,8 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
     policy = load(model, case.lora, case.freeze)
     reference = load(Path(f"{model}-ref")).requires_grad_(False)
     settings = case.settings
+    teacher = load(model) if case.teacher_is_base else reference
+    as_taught = taught(experience.rollout) if case.demonstrates else experience.rollout
 
     def mini_batch(numbers: range) -> Tables:
         distributions = [distribution(policy, experience.rollout, row) for row in numbers]
@@ -103,7 +113,7 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
             kind = case.teacher["kl"]
             beta = {"forward": 0.0, "reverse": 1.0}.get(kind, case.teacher.get("beta"))
             tables["actor/distillation_kl"] = [
-                divergence(log_p, distribution(reference, experience.rollout, row), beta)
+                divergence(log_p, distribution(teacher, as_taught, row).detach(), beta)
                 for row, log_p in zip(numbers, distributions, strict=True)
             ]
             total = _sum_of_tables(total, case.teacher["coef"], tables["actor/distillation_kl"])

@@ -60,6 +60,23 @@ def test_rewards_of_turns_add_to_scores():
     assert episodes.with_turn_rewards(scores).tolist() == [1.75, 0.5, -1.0, 1.75]
 
 
+def test_a_teacher_reads_other_prompts_and_the_same_responses():
+    rollout = _rollout([7, 9], [3, 2, 1, 2])
+    own = rollout.sequences()
+    other = rollout.sequences([[1], [2, 2, 2], [3], [4]])
+    assert other.prompt_lengths.tolist() == [1, 3, 1, 1]
+    assert [other[row].tolist() for row in range(4)] == [
+        [1, 0, 1, 2],
+        [2, 2, 2, 100, 101],
+        [3, 200],
+        [4, 300, 301],
+    ]
+    for row in range(4):
+        response = own[row][int(own.prompt_lengths[row]) :]
+        assert torch.equal(other[row][int(other.prompt_lengths[row]) :], response)
+    assert (other.width, other.rows.tolist()) == (own.width, own.rows.tolist())
+
+
 def test_select_takes_everything_of_a_row_along():
     chosen = _rollout([7, 9], [1, 3, 2, 3]).select([2, 3, 1])
     assert chosen.prompts.uid == [9, 9, 7]

@@ -50,6 +50,7 @@ def _refusal(directory: Path) -> str:
 
 FACTORS = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "factor": 4.0}
 LONGROPE = _rope("longrope", rope_theta=10000.0, original_max_position_embeddings=16, **FACTORS)
+GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 4, "sliding_window": 4}
 
 
 @pytest.mark.parametrize("model", (*MODELS, *MIXTURES))
@@ -80,7 +81,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": LEFT_OUT}, "config.json: no model_type; supported are glm4_moe, granite"),
+        ({"model_type": LEFT_OUT}, "config.json: no model_type; supported are gemma3_text,"),
         ({"model_type": "gpt2"}, "config.json: model_type 'gpt2' is not supported; supported are"),
         ({"model_type": "unheard-of"}, "config.json: model_type 'unheard-of' is not supported"),
         ({"model_type": ["llama"]}, "config.json: model_type ['llama'] is not supported"),
@@ -228,6 +229,11 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
         ("phi3", {"partial_rotary_factor": 0.3}, "which rotates 1 of 4 dimensions of a head"),
         ("phi3", LONGROPE, "rope type 'longrope' is not supported: its frequencies depend on the"),
         ("granite", {"logits_scaling": 0.0}, "has logits_scaling=0; it must not be 0"),
+        ("gemma3_text", GEMMA | {"final_logit_softcapping": 30.0}, "sets final_logit_softcapping"),
+        ("gemma3_text", GEMMA | {"attention_bias": True}, "sets attention_bias, which is not"),
+        ("gemma3_text", GEMMA | {"hidden_activation": "relu"}, "only gelu_pytorch_tanh is"),
+        ("gemma3_text", GEMMA | {"query_pre_attn_scalar": 0}, "it must be above 0"),
+        ("gemma3_text", {}, "no query_pre_attn_scalar; a gemma3_text model must state it"),
     ],
 )
 def test_a_feature_that_a_family_cannot_have_is_refused(

@@ -177,7 +177,7 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
         assert sample.logprobs == pytest.approx(likeliest.tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma3"])
 def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
     model = hf_model(name, torch.bfloat16)
     engine = make_engine(model, dtype=torch.bfloat16)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
 
 from mrlhf.host import kernels
 from mrlhf.models import ops
@@ -35,6 +37,29 @@ def test_kernels_equal_torch(dtype, shape):
     for one, other in zip(ours, theirs, strict=True):
         assert one.dtype == other.dtype == dtype
         scale = other.abs().max().float().clamp(min=1.0)  # a weight's gradient is a sum over rows
+        torch.testing.assert_close(one.float() / scale, other.float() / scale, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_gemma_adds_equals_transformers(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn((37, 1, 192), generator=generator).to(dtype) for _ in range(2))
+    weight = (0.3 * torch.randn(192, generator=generator)).to(dtype)
+    config = Gemma3TextConfig(hidden_size=192, intermediate_size=96, num_attention_heads=4)
+    norm = Gemma3RMSNorm(192, EPS).to(dtype)
+
+    def theirs_with(x, weight):
+        return torch.func.functional_call(norm, {"weight": weight}, x)
+
+    ours = results(lambda *inputs: ops.rms_norm_plus_one(*inputs, EPS), (x, weight), grad)
+    theirs = results(theirs_with, (x, weight), grad)
+    gate = Gemma3MLP(config).act_fn
+    half = grad[..., :96]
+    ours += results(lambda x: ops.gated(x, "gelu_tanh"), (x,), half)
+    theirs += results(lambda x: gate(x[..., :96]) * x[..., 96:], (x,), half)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype == dtype
+        scale = other.abs().max().float().clamp(min=1.0)
         torch.testing.assert_close(one.float() / scale, other.float() / scale, **CLOSE[dtype])
 
 

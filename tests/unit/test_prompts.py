@@ -9,10 +9,11 @@ import pyarrow.parquet
 import pytest
 
 from configs.recipes.data.vocabulary import train_sentencepiece
-from mrlhf.data.prompts import PromptDataset
+from mrlhf.config.teacher import TeacherSection
+from mrlhf.data.prompts import OtherPrompts, PromptDataset
 from mrlhf.data.rows import read_rows
 from mrlhf.data.tokenizer import load_tokenizer
-from mrlhf.errors import DataError
+from mrlhf.errors import ConfigError, DataError
 from mrlhf.rewards.rules import answer_rules
 
 EXACT = answer_rules(["exact_match", "format", "mine.py:f"])
@@ -103,6 +104,39 @@ def test_uids_run_over_files_and_past_dropped_rows(tokenizer, tmp_path, caplog):
         f"dropped 1 of 3 rows (33.3%) of {first} and 1 more files, whose prompts have more than 8 "
         "tokens" in caplog.text
     )
+
+
+def test_a_teacher_reads_other_prompts(directory, tmp_path):
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}={% endfor %}"
+    )
+    tokenizer = load_tokenizer(directory, chat_template=tmp_path / "chat.jinja")
+    turns = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "2+2"}]
+    rows = [{"prompt": "1+1", "answer": "2"}, VERL_ROW | {"prompt": turns}]
+    file = jsonl(tmp_path / "sums.jsonl", rows)
+
+    def read(**keys):
+        section = TeacherSection(path="t", **keys)
+        others = OtherPrompts.of(section, most_tokens=100)
+        long = {"max_prompt_length": 100, "overlong": "drop"}
+        return PromptDataset([file], tokenizer, of_teacher=others, **long)
+
+    assert read().teacher_ids == {}
+    template = "{{ ground_truth }}?{{ prompt }}{{ data_source[:1] }}{{ extra_info.index }}"
+    texts = ["2?1+1s0", "a:a=u:4?2+2o0="]
+    data = read(template=template)
+    assert data.teacher_ids == {uid: tokenizer.encode(text) for uid, text in enumerate(texts)}
+    assert data[1].token_ids == [tokenizer.encode("a:a=u:2+2=")]
+    # It is too long for one row's.
+    data = read(template=template, max_prompt_length=len(tokenizer.encode(texts[0])))
+    assert (len(data), data.dropped) == (1, 1)
+
+    with pytest.raises(DataError, match=r"sums\.jsonl:1: teacher\.template fails: .*'level'"):
+        read(template="{{ prompt }}{{ extra_info.level }}")
+    with pytest.raises(ConfigError, match=r"teacher\.template names answer, prompt; .*extra_info"):
+        read(template="{{ prompt }}{{ answer }}")
+    with pytest.raises(ConfigError, match=r"teacher\.template is no jinja2 template"):
+        read(template="{{ prompt")
 
 
 def test_overlong_is_an_error_with_both_numbers(tokenizer, tmp_path):

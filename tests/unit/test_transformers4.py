@@ -77,6 +77,10 @@ ROTATIONS: dict[str, list[dict[str, Any]]] = {
         {"sliding_attention": PLAIN, "full_attention": PLAIN},
         {"sliding_attention": PLAIN, "full_attention": YARN | {"rope_theta": 777.0}},
     ],
+    "gemma3": [
+        {"sliding_attention": PLAIN | {"rope_theta": 99.0}, "full_attention": PLAIN},
+        {"sliding_attention": PLAIN, "full_attention": LLAMA3},
+    ],
     "qwen3-moe": [PLAIN, YARN],
     "mixtral": [PLAIN, YARN],
     "qwen2-moe": [PLAIN, YARN],

@@ -34,16 +34,18 @@ that it chooses to `choices`, int64 [tokens, per_token].
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """fc2(silu(gate) * up) of the norm, if there is one; `fc1` gives gate and up."""
+    """fc2(activation(gate) * up) of the norm, if there is one; `fc1` gives gate and up."""
 
     norm: Tensor | None
     eps: float
     fc1: Linear
     fc2: Linear
+    activation: specs.Activation
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, choices: list[Tensor]) -> Tensor:
         """See `Mlp`."""
-        return self.fc2(gated(self.fc1(add_norm(hidden, delta, self.norm, self.eps))))
+        gate_up = self.fc1(add_norm(hidden, delta, self.norm, self.eps))
+        return self.fc2(gated(gate_up, self.activation))
 
 
 class ExpertChoice:
@@ -107,6 +109,14 @@ class MixtureMlp:
         return out + shared
 
 
+def norm_of(spec: specs.ModelSpec, parameters: Parameters, dtype: torch.dtype, name: str) -> Tensor:
+    """Return what the norm of this name multiplies by; float32 where that is not its weight."""
+    weight = parameters[name]
+    if spec.norms_add_one:
+        return parameters.kept(name, 1.0 + weight.float())
+    return weight.to(dtype)
+
+
 def mlp_of_layer(
     spec: specs.ModelSpec, number: int, parameters: Parameters, dtype: torch.dtype
 ) -> Mlp:
@@ -114,14 +124,14 @@ def mlp_of_layer(
     layer = f"decoder.layers.{number}."
     prefix = layer + "mlp."
     norm = None
-    if not spec.norms_after:
-        norm = parameters[layer + "pre_mlp_layernorm.weight"].to(dtype)
+    if spec.norms_before:
+        norm = norm_of(spec, parameters, dtype, layer + "pre_mlp_layernorm.weight")
 
     def dense(prefix: str, norm: Tensor | None, biased: bool) -> DenseMlp:
         bias = parameters[prefix + "linear_fc1.bias"].to(dtype) if biased else None
         fc1 = linear_of(parameters, dtype, prefix + "linear_fc1.weight", bias)
         fc2 = linear_of(parameters, dtype, prefix + "linear_fc2.weight")
-        return DenseMlp(norm, spec.norm_eps, fc1, fc2)
+        return DenseMlp(norm, spec.norm_eps, fc1, fc2, spec.activation)
 
     experts = spec.experts
     if experts is None or not experts.layers[number]:

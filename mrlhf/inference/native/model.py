@@ -18,7 +18,7 @@ from mrlhf.inference.native.adapters import linear_of
 from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.experts import TorchExperts
 from mrlhf.inference.native.linear import Linear, linear_in_float32
-from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer
+from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer, norm_of
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.tensor_parallel import TensorParallel
@@ -58,22 +58,23 @@ class Decoder:
     ) -> None:
         self._parallel = parallel
         self._eps = spec.norm_eps
-        self._embedding_multiplier = spec.embedding_multiplier
+        self._embedding_multiplier = spec.embedding_scale(dtype)
         self._residual_multiplier = spec.residual_multiplier
         self._logits_divisor = spec.logits_divisor
 
         def tensor(name: str) -> Tensor:
             return parameters[name].to(dtype)
 
+        norm = partial(norm_of, spec, parameters, dtype)
         layer = partial(linear_of, parameters, dtype)
         self._embedding = tensor(_EMBEDDING)
         self._layers: list[DecoderLayer] = []
         for number in range(spec.num_layers):
-            attention = _attention(spec, number, tables[number], tensor, layer, parallel)
+            attention = _attention(spec, number, tables[number], tensor, norm, layer, parallel)
             mlp = mlp_of_layer(spec, number, parameters, dtype)
-            self._layers.append(_layer(spec, number, tensor, attention, mlp))
+            self._layers.append(_layer(spec, number, tensor, norm, attention, mlp))
 
-        self._final_norm = tensor("decoder.final_layernorm.weight")
+        self._final_norm = norm("decoder.final_layernorm.weight")
         output = _EMBEDDING if spec.output_is_embedding else "output_layer.weight"
         self._output = parameters.made_of(
             output,
@@ -162,6 +163,7 @@ def _attention(
     number: int,
     tables: Tables,
     tensor: Callable[[str], Tensor],
+    norm: Callable[[str], Tensor],
     layer: Callable[..., Linear],
     parallel: TensorParallel,
 ) -> Attention:
@@ -172,8 +174,8 @@ def _attention(
     norms = None
     if spec.qk_norm != "none":
         norms = (
-            tensor(attention + "q_layernorm.weight"),
-            tensor(attention + "k_layernorm.weight"),
+            norm(attention + "q_layernorm.weight"),
+            norm(attention + "k_layernorm.weight"),
         )
     bias = tensor(attention + "linear_qkv.bias") if spec.qkv_bias else None
     return Attention(
@@ -181,7 +183,7 @@ def _attention(
         eps=spec.norm_eps,
         scale=spec.attention_scale,
         kv_heads=kv_heads_on_rank(spec, parallel.size),
-        norm=None if spec.norms_after else tensor(prefix + "input_layernorm.weight"),
+        norm=norm(prefix + "input_layernorm.weight") if spec.norms_before else None,
         qkv=layer(attention + "linear_qkv.weight", bias),
         head_norms=norms if spec.qk_norm == "head" else None,
         projection_norms=norms if spec.qk_norm == "projection" else None,
@@ -192,21 +194,28 @@ def _attention(
 
 
 def _layer(
-    spec: ModelSpec, number: int, tensor: Callable[[str], Tensor], attention: Attention, mlp: Mlp
+    spec: ModelSpec,
+    number: int,
+    tensor: Callable[[str], Tensor],
+    norm: Callable[[str], Tensor],
+    attention: Attention,
+    mlp: Mlp,
 ) -> DecoderLayer:
     prefix = f"decoder.layers.{number}."
 
-    def optional(exists: bool, name: str) -> Tensor | None:
+    def bias(exists: bool, name: str) -> Tensor | None:
         return tensor(prefix + name) if exists else None
 
-    after = spec.norms_after
+    def norm_after(name: str) -> Tensor | None:
+        return norm(prefix + name) if spec.norms_after else None
+
     return DecoderLayer(
         attention=attention,
-        proj_bias=optional(spec.o_bias, "self_attention.linear_proj.bias"),
-        proj_norm=optional(after, "self_attention.linear_proj.output_norm.weight"),
+        proj_bias=bias(spec.o_bias, "self_attention.linear_proj.bias"),
+        proj_norm=norm_after("self_attention.linear_proj.output_norm.weight"),
         mlp=mlp,
-        mlp_bias=optional(spec.mlp_bias, "mlp.linear_fc2.bias"),
-        mlp_output_norm=optional(after, "mlp.linear_fc2.output_norm.weight"),
+        mlp_bias=bias(spec.mlp_bias, "mlp.linear_fc2.bias"),
+        mlp_output_norm=norm_after("mlp.linear_fc2.output_norm.weight"),
     )
 
 

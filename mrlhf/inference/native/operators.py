@@ -42,7 +42,8 @@ class StepInputs:
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
     """Add `delta` to `hidden` [tokens, hidden] in place, and return the RMSNorm of the sum.
 
-    Without a `delta` nothing is added, and without a `weight` [hidden] nothing is normalised.
+    Without a `delta` nothing is added, and without a `weight` [hidden] nothing is normalised. A
+    float32 `weight` of other numbers multiplies them before they are rounded.
     """
     host = None if weight is None else kernels.find_for(hidden, weight)
     if weight is not None and host is not None:
@@ -61,7 +62,12 @@ def _add_norm_by_torch(
 ) -> Tensor:
     if delta is not None:
         hidden += delta
-    return hidden if weight is None else torch_rms_norm(hidden, weight, eps)
+    return hidden if weight is None else _norm(hidden, weight, eps)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x if x.dtype == weight.dtype else x.float()
+    return torch_rms_norm(wide, weight, eps).to(x.dtype)
 
 
 _add_rms_norm = operator(
@@ -88,6 +94,10 @@ def rotate_store(
     tokens, kv_heads, rows, dim = qkv.shape
     cosines, sines = tables
     keys, values = layer
+    if norms is not None and norms[0].dtype != qkv.dtype:
+        qkv[:, :, :-2] = _norm(qkv[:, :, :-2], norms[0], eps)
+        qkv[:, :, -2] = _norm(qkv[:, :, -2], norms[1], eps)
+        norms = None
     host = kernels.find_for(qkv)
     if host is not None:
         q = qkv.new_empty((tokens, kv_heads, rows - 2, dim))

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families.base import Chunk, Family
+from mrlhf.models.families.gemma3 import GEMMA3
 from mrlhf.models.families.glm4_moe import GLM4_MOE
 from mrlhf.models.families.granite import GRANITE
 from mrlhf.models.families.llama import LLAMA
@@ -52,7 +53,7 @@ __all__ = [
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        *(GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
+        *(GEMMA3, GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
         *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
         *(GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     )
@@ -161,11 +162,13 @@ def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype) -> N
     """
     config = AutoConfig.for_model(**spec.hf_config)
     config.dtype = dtype
-    config.architectures = [family_of(spec).class_name(spec.head)]
+    family = family_of(spec)
+    config.architectures = [family.class_name(spec.head)]
     if spec.head == "scalar":
         config.num_labels = 1
     values = json.loads(config.to_json_string())
-    values |= {"torch_dtype": values["dtype"], **keys_of_transformers_4(spec)}
+    rope = keys_of_transformers_4(spec, family.window_base_key)
+    values |= {"torch_dtype": values["dtype"], **rope}
     for earlier, name in config.attribute_map.items():
         values[earlier] = values.get(name)
     text = json.dumps(values, indent=2, sort_keys=True)

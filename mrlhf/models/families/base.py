@@ -66,6 +66,8 @@ class Family:
         ignored_prefixes: (spec) -> how the names of tensors begin that a checkpoint may hold
             although the model has no place for them, such as the layers of a draft model.
         float32_endings: how the names of tensors end that are float32 whatever the others are.
+        classifier_stem: `class_stem` of a sequence classifier, if that is another.
+        window_base_key: the key of transformers 4 for the rotary base of layers with a window.
     """
 
     model_type: str
@@ -83,6 +85,8 @@ class Family:
     other_forms: Callable[[ModelSpec], dict[str, OtherForm]] = lambda spec: {}
     ignored_prefixes: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ()
     float32_endings: tuple[str, ...] = ()
+    classifier_stem: str | None = None
+    window_base_key: str | None = None
 
     def tensor_shapes(self, spec: ModelSpec) -> dict[str, Shape]:
         """The name and full shape of every tensor, those of adapters last."""
@@ -128,5 +132,6 @@ class Family:
 
     def class_name(self, head: Head) -> str:
         """The transformers class that loads an exported model with this head."""
-        kind = "CausalLM" if head == "lm" else "SequenceClassification"
-        return f"{self.class_stem}For{kind}"
+        if head == "lm":
+            return f"{self.class_stem}ForCausalLM"
+        return f"{self.classifier_stem or self.class_stem}ForSequenceClassification"

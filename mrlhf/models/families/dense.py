@@ -139,6 +139,25 @@ def with_layer_types(spec: ModelSpec) -> ModelSpec:
     )
 
 
+def read_by_layer_type(
+    config: dict[str, Any], head: Head, read_uniform: Callable[[dict[str, Any], Head], ModelSpec]
+) -> ModelSpec:
+    """The spec of a `config.json` whose `layer_types` say how each layer rotates and what it sees.
+
+    `read_uniform` reads it as that of a model whose layers all rotate alike.
+    """
+    by_type = config["rope_parameters"]
+    for layer_type in ("full_attention", "sliding_attention"):
+        check_rope(by_type[layer_type], partial=False)
+    plain = {"rope_type": "default", "rope_theta": by_type["full_attention"]["rope_theta"]}
+
+    uniform = read_uniform({**config, "rope_parameters": plain}, head)
+    spec = with_layer_types(replace(uniform, hf_config=config))
+    spec = replace(spec, ropes=tuple(config["layer_types"]))
+    check_rotations(spec)
+    return spec
+
+
 def with_window(spec: ModelSpec) -> ModelSpec:
     """The model with `sliding_window` on every layer; ConfigError if no token sees another."""
     window = spec.hf_config.get("sliding_window")

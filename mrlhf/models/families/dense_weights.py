@@ -34,10 +34,12 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
     shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden)}
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        if not spec.norms_after:
+        if spec.norms_before:
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
         shapes.update(_attention_shapes(spec, prefix + "self_attn."))
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if spec.norms == "both":
+            shapes[prefix + "pre_feedforward_layernorm.weight"] = (hidden,)
         if spec.norms_after:
             shapes[prefix + "post_feedforward_layernorm.weight"] = (hidden,)
         if spec.has_experts(layer):
@@ -153,7 +155,7 @@ def _attention_parameters(spec: ModelSpec) -> list[str]:
         attention += ["q_layernorm.weight", "k_layernorm.weight"]
 
     names = [f"self_attention.{name}" for name in attention]
-    if not spec.norms_after:
+    if spec.norms_before:
         names = ["input_layernorm.weight", *names, "pre_mlp_layernorm.weight"]
     return names
 
@@ -197,22 +199,22 @@ def _layer_rules(spec: ModelSpec, prefix: str, names: ExpertNames | None) -> Map
 
 
 def _norm_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
-    after_attention = Rule((prefix + "post_attention_layernorm.weight",), dim=None)
-    if spec.norms_after:
-        after_mlp = Rule((prefix + "post_feedforward_layernorm.weight",), dim=None)
-        return {
-            "self_attention.linear_proj.output_norm.weight": after_attention,
-            "mlp.linear_fc2.output_norm.weight": after_mlp,
-        }
+    def norm(name: str) -> Rule:
+        return Rule((f"{prefix}{name}_layernorm.weight",), dim=None)
 
-    input_norm = Rule((prefix + "input_layernorm.weight",), dim=None)
-    return {
-        "input_layernorm.weight": input_norm,
-        "pre_mlp_layernorm.weight": after_attention,
+    rules = {}
+    if spec.norms_after:
+        rules["self_attention.linear_proj.output_norm.weight"] = norm("post_attention")
+        rules["mlp.linear_fc2.output_norm.weight"] = norm("post_feedforward")
+    if spec.norms_before:
+        # A lone norm before the MLP has the name of its place, after attention.
+        before_mlp = norm("pre_feedforward" if spec.norms_after else "post_attention")
+        rules["input_layernorm.weight"] = norm("input")
+        rules["pre_mlp_layernorm.weight"] = before_mlp
         # TransformerEngine fuses each norm into the linear layer that follows it.
-        "self_attention.linear_qkv.layer_norm_weight": input_norm,
-        "mlp.linear_fc1.layer_norm_weight": after_attention,
-    }
+        rules["self_attention.linear_qkv.layer_norm_weight"] = norm("input")
+        rules["mlp.linear_fc1.layer_norm_weight"] = before_mlp
+    return rules
 
 
 def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:

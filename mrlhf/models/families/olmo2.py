@@ -20,7 +20,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
             "config.json sets attention_bias: biases in an OLMo model are not supported; no "
             "published model has them"
         )
-    return replace(dense_spec(config, head), qk_norm="projection", norms_after=True)
+    return replace(dense_spec(config, head), qk_norm="projection", norms="after")
 
 
 OLMO2 = dense_family("olmo2", "Olmo2", read_config)

@@ -6,6 +6,7 @@ It knows which configuration key goes to which part. It runs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -92,12 +93,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run, actor.engine)
-    teacher = None
-    if config.teacher is not None:
-        engine = role_engine(config, run, "teacher", "lm")
-        teacher = Reference(engine, config.rollout.temperature)
-        if config.distils_in == "loss":
-            teacher = Teacher(engine, config.rollout.temperature, actor.engine)
+    teacher = _teacher(config, run, actor.engine)
     early = EarlyScores(inputs.reward.evaluate) if config.rollout.overlap else None
     judge = build_judge(config, run, inputs.judge)
     groups = actor.engine.groups
@@ -224,6 +220,21 @@ def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | 
         return Reference(policy, temperature, policy.adapters.off)
     as_it_began = partial(policy.adapters.exchanged, policy.adapters.copy())
     return Reference(policy, temperature, as_it_began)
+
+
+def _teacher(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | None:
+    """The teacher; it may be the policy itself without its adapters."""
+    if config.teacher is None:
+        return None
+    engine = policy
+    as_teacher: Callable[[], AbstractContextManager[None]] = policy.adapters.off
+    if config.teacher.weights == "path":
+        engine = role_engine(config, run, "teacher", "lm")
+        as_teacher = nullcontext
+    temperature = config.rollout.temperature
+    if config.distils_in == "loss":
+        return Teacher(engine, temperature, policy, as_teacher)
+    return Reference(engine, temperature, as_teacher)
 
 
 def build_reward_model(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> RewardModel | None:

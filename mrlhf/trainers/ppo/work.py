@@ -45,6 +45,7 @@ class Cuts:
     sequences: Sequences  # the uncut batch; the ranks of a machine share it
     actor: BatchCut
     critic: BatchCut | None  # None if the run has no critic
+    as_taught: Sequences  # the batch with the prompts that the teacher reads
 
     def of(self, role: str) -> BatchCut:
         """The cut of a model that trains."""
@@ -79,7 +80,13 @@ class Work:
         critic = None
         if parts.critic is not None:
             critic = parts.critic.engine.cut(sequences, "response", samples["critic"])
-        return Cuts(sequences, actor, critic)
+        as_taught = sequences
+        if parts.prompts.teacher_ids:
+            own = [parts.prompts.teacher_ids[uid] for uid in rollout.prompts.uid]
+            as_taught = self.machine.compute_on_leader(
+                lambda: rollout.sequences(own), shared=(rollout.masks,)
+            )
+        return Cuts(sequences, actor, critic, as_taught)
 
     def reference_logprobs(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
         """The reference's log-probabilities, or None without one."""
@@ -95,7 +102,7 @@ class Work:
         if teacher is None or isinstance(teacher, Teacher):
             return None
         with self.phases.enter("teacher"):
-            return teacher.logprobs(rollout, teacher.engine.cut(cuts.sequences, "response"))
+            return teacher.logprobs(rollout, teacher.engine.cut(cuts.as_taught, "response"))
 
     def states_in_loss(self, number: int, cuts: Cuts) -> Sequence[ReferenceStates] | None:
         """The states of another model that the actor's loss in step `number` needs, if any."""
@@ -104,7 +111,7 @@ class Work:
             return None
         if isinstance(teacher, Teacher):
             with self.phases.enter("teacher"):
-                cut = teacher.engine.cut(cuts.sequences, "response")
+                cut = teacher.engine.cut(cuts.as_taught, "response")
                 return teacher.states_for(cut, cuts.actor)
         return self._reference_states(cuts) if self.config.full_kl_in_loss else None
 
