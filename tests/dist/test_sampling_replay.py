@@ -41,8 +41,16 @@ _GRPO = [
 BOTH_LONG = Scenario("both, cp2", [*_GRPO, "actor.cp=2", "actor.share_prompts=true"])
 BOTH_WIDE = Scenario("both, dp4", [*_GRPO, "reward_model.tp=4"])
 ADAPTED = Scenario("adapters, tp2", [*BOTH, "actor.tp=2", "actor.lora.rank=4", "rollout.tp=2"])
+# Its only pass is the update, which must not have begun to train when it measures.
 BYPASS = Scenario(
-    "bypass, tp2", [*P, "actor.tp=2", "algorithm.rollout_correction.bypass_mode=true"]
+    "bypass, tp2",
+    [
+        *P,
+        "actor.tp=2",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "actor.ppo_mini_batch_size=8",
+        "actor.ppo_epochs=1",
+    ],
 )
 _LEADS = [
     *BOTH,
