@@ -91,10 +91,11 @@ class SamplingMasks:
     begins: Tensor  # int64 [rows], where the words of each row begin
     counts: Tensor  # int32 [rows, places], words of each place
 
-    def of_rows(self, rows: Sequence[int] | range | slice | Tensor) -> SamplingMasks:
+    def of_rows(self, rows: Sequence[int] | slice | Tensor) -> SamplingMasks:
         """Those of some rows, in that order, in the same memory."""
-        index = torch.tensor(rows, dtype=torch.int64) if isinstance(rows, (list, range)) else rows
-        return SamplingMasks(self.words, self.begins[index], self.counts[index])
+        if not isinstance(rows, (slice, Tensor)):
+            rows = torch.tensor(rows, dtype=torch.int64)
+        return SamplingMasks(self.words, self.begins[rows], self.counts[rows])
 
     @staticmethod
     def none(shape: tuple[int, int]) -> SamplingMasks:
