@@ -161,6 +161,6 @@ def as_words(bits: NDArray[np.uint8]) -> list[NDArray[np.int32]]:
     of_words = np.unpackbits(words[rows, columns, None].view(np.uint8), axis=1, bitorder="little")
     places, offsets = np.nonzero(of_words)
     ids = (columns[places] * BITS + offsets).astype(np.int32)
-    counts = np.bincount(rows[places], minlength=len(words))
-    listed = np.split(ids, counts.cumsum()[:-1])
+    ends = np.bincount(rows[places], minlength=len(words)).cumsum()
+    listed = np.split(ids, ends)[: len(words)]
     return [ids if len(ids) < len(own) else own for ids, own in zip(listed, words, strict=True)]

@@ -47,6 +47,7 @@ def test_ids_and_bits_in_words() -> None:
     could[0, [1, 69]] = True
     could[1, [0, 2, 33, 64]] = True
     assert [own.tolist() for own in as_words(as_bits(could).numpy())] == [[1, 69], [5, 2, 1]]
+    assert as_words(as_bits(could[:0]).numpy()) == []
 
 
 def test_rows_are_chosen_and_joined() -> None:
