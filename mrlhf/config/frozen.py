@@ -5,7 +5,7 @@ A section checks its own fields, and knows no model and no rank.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -45,9 +45,27 @@ class RewardModelSection(FrozenSection):
         read_if("combine", lambda name: "minus" in name, "takes nothing off", "use mean_minus_std"),
     ] = 1.0
     """factor of the standard deviation or variance over the models"""
+    normalise: Literal["none", "reference"] = "none"
+    """reference: each model's mean score of the reference answers of data.train_files is measured
+    before its first score, and taken off all of its scores; algorithm.reward_norm normalises the
+    sum of the terms instead"""
     at: Annotated[str, Field(min_length=1)] | None = None
     """text that ends a step of a response: the output at each token that holds it is a reward of
     that token, and their sum is the response's score; null: it scores whole responses"""
+
+    refused: ClassVar[Rows] = {
+        "{normalise} shifts the scores of whole responses, and {at} scores their steps; leave one "
+        "of them out": lambda self: self.is_shifted and self.at is not None,
+        "{normalise} shifts all scores alike, and {algorithm.reward_norm} takes that off again; "
+        "leave one of them out": lambda self, algorithm: (
+            self.is_shifted and algorithm.reward_norm is not None
+        ),
+    }
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether the mean score of the reference answers becomes 0."""
+        return self.normalise == "reference"
 
 
 _OF_PASSES = ("cp", "micro_batch_tokens", "share_prompts")

@@ -264,6 +264,12 @@ class PPOConfig(Root):
         )
 
     @property
+    def answer_readers(self) -> list[str]:
+        """The keys with which every training prompt needs a reference answer that is text."""
+        model = self.reward_model
+        return [] if model is None or not model.is_shifted else ["reward_model.normalise reference"]
+
+    @property
     def prompts_per_step(self) -> int:
         """Prompts that one training step takes at least; dynamic sampling may take more."""
         return max(self.data.train_batch_size, self.data.gen_batch_size)

@@ -167,6 +167,22 @@ class PromptDataset:
         """The prompts at `indices`, in that order."""
         return self._prompts.select(indices)
 
+    def answered(self, tokenizer: Tokenizer, longest: int) -> list[tuple[list[int], list[int]]]:
+        """The tokens of each prompt and of its reference answer, which is text.
+
+        Raises:
+            DataError: an answer has more than `longest` tokens.
+        """
+        answers = [tokenizer.encode_response(text) for text in self._prompts.ground_truth]
+        for uid, answer in zip(self._prompts.uid, answers, strict=True):
+            if len(answer) > longest:
+                raise DataError(
+                    f"data.train_files: the reference answer of row {uid + 1} has {len(answer)} "
+                    f"tokens, more than data.max_response_length {longest}; raise it, or leave "
+                    "reward_model.normalise out"
+                )
+        return list(zip(self._prompts.token_ids, answers, strict=True))
+
     def _check_answers(self, rows: Sequence[Row], rules: AnswerRules) -> None:
         """Warn of answers with which a rule gives every response 0; DataError if all are such."""
         answers = self._prompts.ground_truth

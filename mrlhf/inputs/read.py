@@ -79,6 +79,8 @@ class PPOInputs(EngineInputs):
     steps: int  # training steps of the run
     reward: RewardFunction  # users' functions are running
     judge: EngineInputs | None = None  # of the judge on the ranks, if there is one
+    # Tokens of each training prompt and of its reference answer, if a reward model scores these.
+    answered: Sequence[tuple[list[int], list[int]]] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,9 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
     engine = read_engine_inputs(config)
     splits = read_prompts(config, engine)
     prompts, _ = splits.pop("train")
+    answered: Sequence[tuple[list[int], list[int]]] = ()
+    if config.reward_model is not None and config.reward_model.is_shifted:
+        answered = prompts.answered(engine.tokenizer, config.data.max_response_length)
     return PPOInputs(
         **vars(engine),
         generation_config=read_generation_config(config.actor.path),
@@ -118,6 +123,7 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
         steps=_ppo_steps(config, len(prompts)),
         reward=load_rewards(config),
         judge=read_judge_inputs(config),
+        answered=answered,
     )
 
 
@@ -333,6 +339,9 @@ def _prompts(
     environments: EnvironmentInputs | None,
 ) -> tuple[PromptDataset, Prompts]:
     warn_of_files_named_twice(f"data.{split}_files", files)
+    rules = answer_rules(term.name for term in config.reward.terms)
+    if split == "train":
+        rules |= dict.fromkeys(config.answer_readers, bool)
     of_teacher = None
     if split == "train" and config.teacher is not None:
         of_teacher = OtherPrompts.of(config.teacher, config.data.max_prompt_length)
@@ -342,7 +351,7 @@ def _prompts(
         max_prompt_length=config.data.max_prompt_length,
         overlong=config.data.overlong_prompts,
         split=split,
-        answer_rules=answer_rules(term.name for term in config.reward.terms),
+        answer_rules=rules,
         tools_of=None if environments is None else environments.tools_of,
         adds_to_prompt=lambda source: environments is not None and environments.leads(source),
         of_teacher=of_teacher,

@@ -8,7 +8,8 @@ a score is used for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,10 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.rl.ensembles import combine_scores, spread_of
 from mrlhf.rl.names import Combine
 from mrlhf.training.engine import ModelEngine
+
+logger = logging.getLogger(__name__)
+
+_ANSWERS_AT_ONCE = 8192  # whose packs are in host memory together
 
 
 class RewardModel:
@@ -33,16 +38,22 @@ class RewardModel:
         combine: Combine = "mean",
         coefficient: float = 1.0,
         ends: Sequence[int] = (),
+        answered: Sequence[tuple[list[int], list[int]]] = (),
     ) -> None:
         """Take the model, or an ensemble and how its scores become one.
 
-        Each member comes with the bias of its head.
+        Each member comes with the bias of its head. The mean score of `answered`, the tokens of
+        prompts and of their reference answers, becomes 0.
         """
         self.engines = [engine for engine, _ in members]
         self.ends = torch.tensor(ends, dtype=torch.int32)
         self._members = members
         self._combine = combine
         self._coefficient = coefficient
+        self._answered = answered
+        # Each member's mean score of the reference answers, once it is measured. A checkpoint keeps
+        # them, since another layout rounds otherwise.
+        self.reference_means: list[float] | None = None
 
     def score(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
         """The score of each response, by its last context; float32 [batch] on every rank.
@@ -55,7 +66,32 @@ class RewardModel:
         each = torch.stack(
             [score_sequences(engine, sequences) + bias for engine, bias in self._members]
         )
+        if self._answered:
+            each -= torch.tensor(self._means_of_references())[:, None]
         return self._combined(each), None if len(each) == 1 else spread_of(each)
+
+    def _means_of_references(self) -> list[float]:
+        """Each member's mean score of the reference answers, which is measured once.
+
+        It is the bias of InstructGPT, https://arxiv.org/abs/2203.02155, and of Stiennon et al.,
+        https://arxiv.org/abs/2009.01325: one number for all prompts, not one for each.
+        """
+        if self.reference_means is None:
+            means = []
+            for engine, bias in self._members:
+                scores = [bias + score_sequences(engine, part) for part in self._reference_parts()]
+                means.append(float(torch.cat(scores).double().mean()))
+            self.reference_means = means
+            shown = ", ".join(f"{mean:.4g}" for mean in means)
+            logger.info("the mean score of the reference answers was %s, and is 0 now", shown)
+        return self.reference_means
+
+    def _reference_parts(self) -> Iterator[Sequences]:
+        """The prompts with their reference answers, as many as are cut at once."""
+        for begin in range(0, len(self._answered), _ANSWERS_AT_ONCE):
+            some = self._answered[begin : begin + _ANSWERS_AT_ONCE]
+            rows = [[*prompt, *answer] for prompt, answer in some]
+            yield Sequences.of(rows, [len(prompt) for prompt, _ in some])
 
     def step_scores(self, rollout: Rollout) -> Tensor:
         """Each step's score at its last token, if drawn; else 0; float32 [batch, response_len]."""

@@ -5,17 +5,21 @@ Each scenario stands above the tests of it.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
 from mrlhf.batch import Sequences
+from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.rl import advantages
 from mrlhf.rl.token_baselines import TokenProbabilities, optimal_token_baseline
+from mrlhf.roles.reward_model import RewardModel
 from tests.dist.ppo_runs import (
     DP4,
     MODEL,
+    REWARD_MODEL,
     REWARD_WEIGHT,
     TP2_PP2,
     Runs,
@@ -44,6 +48,42 @@ def test_an_ensemble_gives_the_lowest_score_of_its_members_on_every_layout(runs:
     assert_close(step.experience.scores, each.amin(0))
     spread = float((each[0] - each[1]).abs().mean()) / 2 / REWARD_WEIGHT
     assert step.metrics["reward/reward_model/std"] == pytest.approx(spread, abs=1e-5)
+
+
+def _no_shift_on_one_rank(patch: pytest.MonkeyPatch, rank: int) -> None:
+    right = RewardModel._means_of_references
+
+    def wrong(model: RewardModel) -> list[float]:
+        return [mean * (rank != 1) for mean in right(model)]
+
+    patch.setattr(RewardModel, "_means_of_references", wrong)
+
+
+SHIFT = [*ENSEMBLE, "reward_model.normalise=reference"]
+SHIFT_DEEP = Scenario("shift, tp2 pp2", [*TP2_PP2, "reward_model.tp=2", *SHIFT])
+SHIFT_WIDE = Scenario("shift, dp4", [*DP4, *SHIFT, "reward_model.cp=2", "reward_model.tp=1"])
+SHIFT_LOST = Scenario("shift lost, dp4", [*DP4, *SHIFT], _no_shift_on_one_rank)
+
+
+def test_the_reference_answers_of_the_data_have_the_mean_score_0(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, SHIFT_DEEP, SHIFT_WIDE)
+    tokenizer = load_tokenizer(runs.root / "data" / "tokenizer")
+    answered = []
+    for line in (runs.root / "data" / "train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        ids = tokenizer.encode(row["prompt"]) + tokenizer.encode(row["answer"]) + [EOS]
+        answered.append(torch.tensor(ids))
+
+    for step in runs.steps(SHIFT_DEEP):
+        sequences = step.experience.rollout.sequences()
+        each = []
+        for name in (REWARD_MODEL, f"{MODEL}-critic"):
+            of_answers = torch.tensor(runs.rewards(answered, name))
+            assert abs(of_answers.mean()) > 0.01 and of_answers.std() > 0.01
+            each.append(torch.tensor(runs.rewards(sequences, name)) - of_answers.mean())
+        assert_close(step.experience.scores, torch.stack(each).amin(0))
+    with pytest.raises(AssertionError, match="scores"):
+        assert_same_on_every_layout(runs, SHIFT_DEEP, SHIFT_LOST)
 
 
 EOS = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.families import FAMILIES, Chunk, family_of, load_spec, save_config
 from mrlhf.models.families.llama import LLAMA
 from mrlhf.models.parameters import role_pieces
+from mrlhf.models.rope import rope_of
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.weights.shard import Rule
 from tests.models.engines import hf_model, spec_of
@@ -50,6 +52,7 @@ def _refusal(directory: Path) -> str:
 
 FACTORS = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "factor": 4.0}
 LONGROPE = _rope("longrope", rope_theta=10000.0, original_max_position_embeddings=16, **FACTORS)
+SLIDING = "sliding_attention"
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 4, "sliding_window": 4}
 
 
@@ -328,6 +331,41 @@ def test_which_layers_are_mixtures(tmp_path: Path) -> None:
 def test_the_layers_of_a_draft_model_are_passed_over() -> None:
     spec = tiny_spec("glm4_moe")
     assert family_of(spec).ignored_prefixes(spec) == ("model.layers.4.",)
+
+
+def test_the_published_gemma_3_of_a_billion_parameters(tmp_path: Path) -> None:
+    stated = {
+        "model_type": "gemma3_text",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 262144,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    spec = load_spec(tmp_path, "lm")
+    shapes = family_of(spec).tensor_shapes(spec)
+    assert sum(math.prod(shape) for shape in shapes.values()) == 999_885_952
+    assert spec.windows[:7] == (512, 512, 512, 512, 512, None, 512)
+    assert spec.attention_scale == 1 / 16
+    assert spec.embedding_scale(torch.bfloat16) == 34.0  # of 33.94
+    bases = {kind: rope_of(spec, kind).frequencies[1] for kind in ("full_attention", SLIDING)}
+    wanted = {"full_attention": 1e6 ** (-1 / 128), SLIDING: 1e4 ** (-1 / 128)}
+    assert bases == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("name", FEATURE_MODELS)

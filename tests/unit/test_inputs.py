@@ -87,6 +87,7 @@ def place(tmp_path_factory):
     _write_model(root / "model", LlamaForCausalLM, 64)
     _write_model(root / "small", LlamaForSequenceClassification, 9)
     _write_model(root / "large", LlamaForCausalLM, 96)
+    _write_model(root / "scores", LlamaForSequenceClassification, 64)
     for name, rows in ROWS.items():
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "rewards.py").write_text(REWARDS)

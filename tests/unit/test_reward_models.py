@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from mrlhf.batch import Sequences
 from mrlhf.data.preferences import ComparedPair
 from mrlhf.rl.ensembles import combine_scores, spread_of
+from mrlhf.roles import reward_model
+from mrlhf.roles.reward_model import RewardModel
 from mrlhf.trainers.reward_quality import quality_of, score_moments, words_on_length
 
 SCORES = torch.tensor([[1.0, 4.0], [3.0, 2.0], [2.0, 0.0]])
@@ -23,6 +28,30 @@ def test_an_ensembles_score_by_hand() -> None:
     deviations = combine_scores("mean_minus_std", SCORES, 0.5).tolist()
     assert deviations == pytest.approx([2 - math.sqrt(1 / 6), 2 - math.sqrt(2 / 3)])
     assert spread_of(SCORES).tolist() == pytest.approx([math.sqrt(2 / 3), math.sqrt(8 / 3)])
+
+
+def test_reference_answers_have_the_mean_score_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sums(engine: Any, sequences: Sequences) -> torch.Tensor:
+        each = [float(sequences[row].sum()) for row in range(len(sequences))]
+        return engine.factor * torch.tensor(each)
+
+    monkeypatch.setattr(reward_model, "score_sequences", sums)
+    monkeypatch.setattr(reward_model, "_ANSWERS_AT_ONCE", 2)
+    groups = SimpleNamespace(machine=SimpleNamespace(compute_on_leader=lambda compute: compute()))
+    engines = [SimpleNamespace(factor=factor, groups=groups) for factor in (1.0, -2.0)]
+    rollout = SimpleNamespace(sequences=lambda: Sequences.of([[4, 6], [1, 1, 2]], [1, 2]))
+
+    # The sums 3, 12 and 6 have the mean 7.
+    answered = [([1], [2]), ([3], [4, 5]), ([1, 1], [4])]
+    members: Any = list(zip(engines, (0.5, 0.0), strict=True))
+    model = RewardModel(members, "min", answered=answered)
+    scores, spread = model.score(rollout)
+    assert model.reference_means == [7.5, -14.0]
+    assert scores.tolist() == [min(10.5 - 7.5, -20 + 14), min(4.5 - 7.5, -8 + 14)]
+    assert spread is not None and spread.tolist() == [4.5, 4.5]
+
+    model.reference_means = [0.0, 0.0]  # of a checkpoint
+    assert model.score(rollout)[0].tolist() == [-20.0, -8.0]
 
 
 def _pairs(count: int, margins: list[float] | None = None, ties: int = 0) -> list[ComparedPair]:

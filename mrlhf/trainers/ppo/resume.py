@@ -209,11 +209,13 @@ def restore(
 
 def parts_state(parts: PPOParts) -> dict[str, Any]:
     """The state of all parts but the models, between two steps; large tables are not copied."""
+    reward_model = parts.scorer.reward_model
     return {
         "sampler": parts.sampler.state_dict(),
         "kl_controller": parts.kl_controller.state_dict(),
         "shaper": parts.shaper.state_dict(),
         "response_lengths": parts.generator.state_dict(),
+        "reference_means": reward_model and reward_model.reference_means,
         "begun": {} if parts.partial is None else parts.partial.state_dict(),
     }
 
@@ -223,6 +225,8 @@ def _restore_parts(parts: PPOParts, state: Mapping[str, Any]) -> None:
     parts.kl_controller.load_state_dict(state["kl_controller"])
     parts.shaper.load_state_dict(state["shaper"])
     parts.generator.load_state_dict(state["response_lengths"])
+    if parts.scorer.reward_model is not None:
+        parts.scorer.reward_model.reference_means = state.get("reference_means")
     begun = state.get("begun", {})
     if parts.partial is not None:
         parts.partial.load_state_dict(begun, parts.prompts.with_uids)

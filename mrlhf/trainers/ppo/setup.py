@@ -89,7 +89,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
     )
 
-    reward_model = build_reward_model(config, run, tokenizer)
+    reward_model = build_reward_model(config, run, tokenizer, inputs.answered)
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run, actor.engine)
@@ -237,8 +237,16 @@ def _teacher(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | No
     return Reference(engine, temperature, as_teacher)
 
 
-def build_reward_model(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> RewardModel | None:
-    """The reward model, with all members of its ensemble, if there is one."""
+def build_reward_model(
+    config: PPOConfig,
+    run: Run,
+    tokenizer: Tokenizer,
+    answered: Sequence[tuple[list[int], list[int]]] = (),
+) -> RewardModel | None:
+    """The reward model, with all members of its ensemble, if there is one.
+
+    Without prompts that are `answered` its scores are not shifted.
+    """
     section = config.reward_model
     if section is None:
         return None
@@ -248,7 +256,7 @@ def build_reward_model(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Rew
         if is_reward_model(name)
     ]
     ends = [] if section.at is None else tokenizer.holding(section.at)
-    return RewardModel(members, section.combine, section.combine_coef, ends)
+    return RewardModel(members, section.combine, section.combine_coef, ends, answered)
 
 
 def build_judge(
