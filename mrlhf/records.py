@@ -85,6 +85,8 @@ class SamplingMasks:
 
     A place has the ids of these tokens, ascending, in a word each; or where that is no longer, a
     bit for each token of the vocabulary. A place without words is one at which all could be drawn.
+
+    They are those of the policy that drew, as in https://arxiv.org/abs/2512.02556, section 3.1.
     """
 
     words: Tensor  # int32 [words]
