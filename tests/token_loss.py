@@ -27,8 +27,21 @@ def token_loss(
     return parts.total()
 
 
-def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """The divergence of https://arxiv.org/abs/2306.13649 from log-probabilities [tokens, vocab]."""
+def divergence(
+    log_p: Tensor,
+    log_q: Tensor,
+    beta: float,
+    top_k: int | None = None,
+    sharpness: float = 1.0,
+) -> Tensor:
+    """The divergence of https://arxiv.org/abs/2306.13649 from log-probabilities [tokens, vocab].
+
+    Of both, the `top_k` likeliest tokens of the second count, taken to the power `sharpness`.
+    """
+    if top_k is not None:
+        likeliest = log_q.topk(min(top_k, log_q.shape[1]), dim=1).indices
+        log_p, log_q = log_p.gather(1, likeliest), log_q.gather(1, likeliest)
+    log_p, log_q = ((sharpness * logs).log_softmax(dim=1) for logs in (log_p, log_q))
     p, q = log_p.exp(), log_q.exp()
     if beta == 0:
         return (q * (log_q - log_p)).sum(dim=1)

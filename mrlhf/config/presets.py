@@ -22,6 +22,7 @@ PresetName = Literal[
     "dr_grpo",
     "rloo",
     "reinforce_plus_plus",
+    "flash_reinforce",
     "remax",
     "dapo",
     "gspo",

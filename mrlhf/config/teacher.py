@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from mrlhf.config.fields import PathText, Positive, Rows, Section, Tokens
+from mrlhf.config.fields import Count, Decay, PathText, Positive, Rows, Section, Tokens
 from mrlhf.config.frozen import FrozenSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
 from mrlhf.config.sections import RoleSection
@@ -24,15 +24,22 @@ def _without_teacher(place: KeyPlace) -> NotRead | None:
 
 
 _IF_THERE_IS_ONE = ReadIf(_without_teacher)
+_IF_EARLIER = read_if("weights", lambda name: name == "earlier", "is another", "use earlier")
 _IN_LOSS = read_if("mode", lambda mode: mode == "loss", "is reward", "use loss")
 
 
 class TeacherSection(FrozenSection):
     """A frozen policy that the trained one learns from, in a layout of its own."""
 
-    weights: Literal["path", "base"] = "path"
-    """path: those of path, a model of its own; base: the actor's own model without its adapters,
-    which takes no memory; the keys of a layout are then the actor's"""
+    weights: Literal["path", "base", "earlier"] = "path"
+    """path: those of path, a model of its own; base: the actor's model without its adapters, which
+    takes no memory; earlier: with its adapters of an earlier step. Of the latter two the keys of a
+    layout are the actor's"""
+    every: Annotated[Count, _IF_EARLIER] = 1
+    """earlier: steps after which it moves"""
+    decay: Annotated[Decay, _IF_EARLIER] = 0.0
+    """earlier: the share that stays of its adapters when it moves, in an exponential average; 0: it
+    becomes the policy"""
     path: PathText | Literal[""] = ""
     """weights path: Hugging Face directory, or org/name of the Hub"""
     template: Annotated[str, Field(min_length=1)] | None = None
@@ -53,9 +60,9 @@ class TeacherSection(FrozenSection):
             for key in RoleSection.model_fields
             if self.weights != "path" and self.value_of(key) != _default_of(key)
         ],
-        "{weights} is the actor's model without adapters, and there are none; set "
+        "{weights} is the actor's model with other adapters or none, and it has none; set "
         "actor.lora.rank, or weights to path": lambda self, actor: (
-            self.weights == "base" and not actor.lora.is_on
+            self.weights != "path" and not actor.lora.is_on
         ),
         "{template} writes prompts of a single turn, and episodes have several; leave it out, or "
         "rollout.environment and rollout.tools": lambda self, rollout: (
@@ -83,6 +90,11 @@ class DistillationSection(Section):
         read_if("kl", lambda kl: kl == "jsd", "is not jsd", "use jsd"),
     ] = 0.5
     """jsd: the teacher's share of the mixture, and of the divergences from it"""
+    temperature: Annotated[Positive | None, _IF_THERE_IS_ONE, _IN_LOSS] = None
+    """loss: temperature of both distributions in the divergence; null: rollout.temperature"""
+    top_k: Annotated[Count | None, _IF_THERE_IS_ONE, _IN_LOSS] = None
+    """loss: compare the teacher's so many likeliest tokens alone, over which both distributions are
+    renormalised; null: the whole vocabulary"""
     coef: Annotated[Positive, _IF_THERE_IS_ONE] = 1.0
     """factor of the divergence, or of the reward"""
 
@@ -101,3 +113,7 @@ class DistillationSection(Section):
     def divergence_beta(self) -> float:
         """The teacher's share of the mixture; see `NumbersToCompute.beta`."""
         return {"forward": 0.0, "reverse": 1.0, "jsd": self.beta}[self.kl]
+
+    def sharpness(self, temperature: float) -> float:
+        """What multiplies logits that are divided by `temperature`; see `NumbersToCompute`."""
+        return 1.0 if self.temperature is None else temperature / self.temperature

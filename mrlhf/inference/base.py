@@ -112,7 +112,6 @@ class Request:
             conversation; an engine may keep what it has computed of both, while it has room.
         drawn: how many tokens at the end of the prompt belong to the response already, so that the
             request draws its rest: their places and text count for random numbers and stop strings.
-            vLLM gives the rest other numbers than a response drawn at once.
     """
 
     id: Any

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.host.products import add_mm, mm
+from mrlhf.parallel.vocab_subset import Subset
 from mrlhf.parallel.vocab_sums import (
     Columns,
     LocalSums,
@@ -218,6 +219,8 @@ class _Projection:
         if tokens.ref_layer is not None:
             self._ref_logits = torch.empty_like(self._logits)
         self._held: slice | None = None
+        # Of the chunks measured last, if their divergence is that of other distributions.
+        self._subsets: list[Subset] = []
 
     @property
     def chunks(self) -> list[slice]:
@@ -227,15 +230,24 @@ class _Projection:
     def measure(self, chunks: Sequence[slice]) -> tuple[TokenNumbers, Normalisers]:
         """The numbers of the tokens of consecutive chunks, and normalisers for their gradient."""
         tokens = self._tokens
+        wanted = replace(self._wanted, kl=False) if self._wanted.apart else self._wanted
         first = chunks[0].start
-        sums = LocalSums(chunks[-1].stop - first, self._columns, self._wanted, tokens.hidden.device)
+        sums = LocalSums(chunks[-1].stop - first, self._columns, wanted, tokens.hidden.device)
+        self._subsets = []
         for rows in chunks:
             logits, ref_logits = self._project(rows)
-            sums.add(rows.start - first, logits, tokens.targets[rows], ref_logits)
+            compared = ref_logits if wanted.kl else None
+            sums.add(rows.start - first, logits, tokens.targets[rows], compared)
+            if self._wanted.apart:
+                assert ref_logits is not None
+                both = (logits, ref_logits)
+                subset = Subset.of(*both, self._columns, self._wanted, self._layer.group)
+                self._subsets.append(subset)
         numbers, normalisers = sums.combine(self._layer.group)
-        if not self._wanted.mixes:
-            return numbers, normalisers
-        return self._mixed(chunks, numbers, normalisers)
+        if self._subsets:
+            divergence = torch.cat([subset.divergence for subset in self._subsets])
+            return replace(numbers, full_kl=divergence), normalisers
+        return self._mixed(chunks, numbers, normalisers) if wanted.mixes else (numbers, normalisers)
 
     def _mixed(
         self, chunks: Sequence[slice], numbers: TokenNumbers, normalisers: Normalisers
@@ -263,19 +275,28 @@ class _Projection:
         `grad_numbers` is the gradient of the loss in each of its numbers.
         """
         first = part.chunks[0].start
-        for rows in part.chunks:
+        for number, rows in enumerate(part.chunks):
             logits, ref_logits = self._project(rows)
             inside = slice(rows.start - first, rows.stop - first)
+            gradients = grad_numbers.tokens(inside)
+            slope = None
+            if self._wanted.apart and gradients.full_kl is not None:
+                assert ref_logits is not None
+                subset = self._subsets[number]
+                subset.write_slope(logits, ref_logits, self._columns, self._wanted)
+                slope = ref_logits.mul_(gradients.full_kl[:, None])
             write_gradient(
                 logits,
                 self._tokens.targets[rows],
-                ref_logits,
+                None if self._wanted.apart else ref_logits,
                 self._columns,
                 part.numbers.tokens(inside),
-                grad_numbers.tokens(inside),
+                replace(gradients, full_kl=None) if self._wanted.apart else gradients,
                 part.normalisers[inside],
                 self._wanted.beta,
             )
+            if slope is not None:
+                logits += slope
 
             # The gradient has been written over the logits.
             self._held = None

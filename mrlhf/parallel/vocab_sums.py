@@ -24,7 +24,7 @@ from mrlhf.gpu.library import operator, serves
 # tensors of 64 MiB.
 _BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 # The maximum of no columns. Infinity would give NaN when it is multiplied by a sum of 0.
-_NO_MAXIMUM = -1e30
+NO_MAXIMUM = -1e30
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,15 @@ class NumbersToCompute:
     # https://arxiv.org/abs/2306.13649: 1: KL(p || q); 0: KL(q || p); between: the generalised
     # Jensen-Shannon divergence beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p
     beta: float = 1.0
+    # Of that divergence too: both distributions are renormalised over so many of the reference's
+    # likeliest tokens, None: all; and this multiplies their scaled logits.
+    top_k: int | None = None
+    sharpness: float = 1.0
+
+    @property
+    def apart(self) -> bool:
+        """Whether the divergence is that of other distributions than the other numbers."""
+        return self.kl and (self.top_k is not None or self.sharpness != 1)
 
     @property
     def mixes(self) -> bool:
@@ -115,7 +124,7 @@ class LocalSums:
         self._wanted = wanted
         self._table = torch.zeros(8, tokens, dtype=torch.float32, device=device)
         for row in (self.MAXIMUM, self.REF_MAXIMUM):
-            self._table[row] = _NO_MAXIMUM
+            self._table[row] = NO_MAXIMUM
 
     def add(self, begin: int, logits: Tensor, targets: Tensor, ref_logits: Tensor | None) -> None:
         """Add the logits [rows, vocab_shard] of the tokens from number `begin` on.
@@ -136,7 +145,7 @@ class LocalSums:
 
         Every rank of the group calls it; the group is None if this rank holds all columns.
         """
-        parts = self._gather(group)  # [ranks, 8, tokens]
+        parts = gather_tables(self._table, group)  # [ranks, 8, tokens]
         maxima = parts[:, self.MAXIMUM]
         maximum = maxima.amax(dim=0)
         # Each rank's sums are relative to its own maximum; this brings them to the common one.
@@ -172,13 +181,14 @@ class LocalSums:
         numbers = TokenNumbers(logprobs, entropy, kl, squares)
         return numbers, Normalisers(maximum + log_total, reference)
 
-    def _gather(self, group: dist.ProcessGroup | None) -> Tensor:
-        # All ranks of the group have the same tokens; there may be none.
-        if group is None or group.size() == 1 or not self._table.numel():
-            return self._table[None]
-        parts = [torch.empty_like(self._table) for _ in range(group.size())]
-        dist.all_gather(parts, self._table, group=group)
-        return torch.stack(parts)
+
+def gather_tables(table: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The tables of all ranks, [ranks, ...]; all have the same tokens, and there may be none."""
+    if group is None or group.size() == 1 or not table.numel():
+        return table[None]
+    parts = [torch.empty_like(table) for _ in range(group.size())]
+    dist.all_gather(parts, table, group=group)
+    return torch.stack(parts)
 
 
 def write_gradient(
@@ -232,7 +242,7 @@ def add_mixture(
     for rows in blocks(logits):
         log_p = columns.scaled(logits[rows]).sub_(normalisers.policy[rows, None])
         log_q = columns.scaled(ref_logits[rows]).sub_(normalisers.reference[rows, None])
-        log_m = _log_mixture(log_p, log_q, beta)
+        log_m = log_mixture(log_p, log_q, beta)
         p, q = log_p.exp(), log_q.exp()
         of_policy = torch.linalg.vecdot(p, log_p.sub_(log_m))
         of_reference = torch.linalg.vecdot(q, log_q.sub_(log_m))
@@ -240,7 +250,7 @@ def add_mixture(
         sums[1, rows] = of_policy
 
 
-def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+def log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """log(beta q + (1 - beta) p)."""
     return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
 
@@ -309,7 +319,7 @@ def _write_gradient_by_torch(
             elif beta == 1:
                 slope = log_p.sub_(log_q).sub_(kl[rows, None]).mul_(p)
             else:
-                log_m = _log_mixture(log_p, log_q, beta)
+                log_m = log_mixture(log_p, log_q, beta)
                 slope = log_p.sub_(log_m).sub_(kl[rows, None]).mul_(p).mul_(1 - beta)
             grad_x.add_(slope.mul_((grad_kl[rows] * scale)[:, None]))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from mrlhf.errors import ConfigError
 from mrlhf.rl.group_advantages import (
     AdvantagesAndReturns,
+    flash_reinforce,
     gdpo,
     gpg,
     grpo,
@@ -246,6 +247,7 @@ ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     "reinforce_plus_plus_baseline": lambda x, options: reinforce_plus_plus_baseline(
         x.rewards, x.mask, x.prompt_groups
     ),
+    "flash_reinforce": lambda x, options: flash_reinforce(x.rewards, x.mask),
     "remax": _remax,
     "gdpo": _gdpo,
     "optimal_token_baseline": _token_baseline(optimal_token_baseline),

@@ -148,6 +148,17 @@ def reinforce_plus_plus_baseline(
     return at_every_token(centred, rewards, mask)
 
 
+def flash_reinforce(rewards: Tensor, mask: Tensor) -> AdvantagesAndReturns:
+    """Score less the mean of all responses, https://github.com/OpenRLHF/OpenRLHF/pull/1339.
+
+    A response of which no token trains does not count, so the batch must be whole.
+    """
+    scores = response_scores(rewards, mask)
+    counts = mask.any(dim=1)
+    mean = scores[counts].sum() / counts.sum().clamp(min=1)
+    return at_every_token(scores - mean, rewards, mask)
+
+
 def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> AdvantagesAndReturns:
     """Sum of the rewards from each token on, less the score of the greedy response.
 

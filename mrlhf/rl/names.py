@@ -21,6 +21,7 @@ AdvantageEstimator = Literal[
     "gpg",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "flash_reinforce",
     "remax",
     "gdpo",
     "optimal_token_baseline",
@@ -63,6 +64,7 @@ ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
     "gpg": EstimatorTraits(compares_within_prompt=True),
     "reinforce_plus_plus": EstimatorTraits(whitened=True, sums_later_rewards=True),
     "reinforce_plus_plus_baseline": EstimatorTraits(whitened=True, compares_within_prompt=True),
+    "flash_reinforce": EstimatorTraits(),
     "remax": EstimatorTraits(needs_greedy_answer=True, sums_later_rewards=True),
     "gdpo": EstimatorTraits(
         whitened=True, compares_answers=True, compares_within_prompt=True, compares_terms=True

@@ -78,17 +78,26 @@ class PolicyLossSettings:
     needs_mini_batch_pass: bool  # see the function of this name
     # the divergence from a teacher that is part of the loss; None: none is
     distillation: DistillationSection | None = None
+    sharpness: float = 1.0  # of that divergence; see `NumbersToCompute`
 
     @staticmethod
     def of(
         actor: ActorSection,
         correction: RolloutCorrectionSection,
         distillation: DistillationSection | None = None,
+        temperature: float = 1.0,
     ) -> PolicyLossSettings:
-        """The settings that these sections of the configuration ask for."""
+        """The settings that these sections ask for; `temperature` divides the policy's logits."""
         name = correction.trained_loss(actor.policy_loss.loss_mode)
         settings = PolicyLossSettings.named(name, actor, configured_bypass(correction))
-        return replace(settings, distillation=distillation)
+        return settings.distilling(distillation, temperature)
+
+    def distilling(
+        self, distillation: DistillationSection | None, temperature: float
+    ) -> PolicyLossSettings:
+        """The same with a divergence from a teacher."""
+        sharpness = 1.0 if distillation is None else distillation.sharpness(temperature)
+        return replace(self, distillation=distillation, sharpness=sharpness)
 
     @staticmethod
     def named(name: str, section: ActorSection, bypass: Correction | None) -> PolicyLossSettings:
@@ -107,7 +116,14 @@ class PolicyLossSettings:
     def numbers(self, entropy: bool) -> NumbersToCompute:
         """The numbers of each token that the loss needs; at most one is over two vocabularies."""
         if self.distillation is not None:
-            return NumbersToCompute(entropy, kl=True, beta=self.distillation.divergence_beta)
+            section = self.distillation
+            return NumbersToCompute(
+                entropy,
+                kl=True,
+                beta=section.divergence_beta,
+                top_k=section.top_k,
+                sharpness=self.sharpness,
+            )
         full_kl = self.section.use_kl_loss and self.section.kl_loss_type == "full"
         return NumbersToCompute(entropy, kl=full_kl)
 

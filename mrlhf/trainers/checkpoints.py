@@ -54,6 +54,7 @@ class Checkpoints:
         export: Callable[[Path], None],
         has_validation: bool,
         first_full_step: int = 1,
+        further: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
     ) -> None:
         """Save nothing yet.
 
@@ -62,12 +63,14 @@ class Checkpoints:
             export: writes it as a Hugging Face checkpoint.
             has_validation: whether the run measures more than its steps.
             first_full_step: the first step that trains everything, and so measures everything.
+            further: what else each checkpoint holds, as `Contents.exports`.
         """
         self._run = run
         self._section = config.trainer
         self._models = models
         self._last_step = last_step
-        self._exports = {"hf": export} if config.trainer.save_hf else {}
+        self._further = dict(further)
+        self._exports = self._further | ({"hf": export} if config.trainer.save_hf else {})
 
         files = config.data.train_files
         machine = run.factory.machine
@@ -195,7 +198,7 @@ class Checkpoints:
         if not unfinished_step and self._newest == checkpoint_name(step, False):
             return
         contents = self._contents(step, metrics, state, unfinished_step)
-        self._saver.save(replace(contents, exports={}))  # there may be little time
+        self._saver.save(replace(contents, exports=self._further))  # there may be little time
         self._saver.finish(wait=True)
         self._delete_old()
 

@@ -47,7 +47,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "agg": "seq-mean-token-mean",
         "loss": "gspo",
         "clip_grad": 1.0,
-        "teacher": {"kl": "forward", "coef": 0.4},
+        "teacher": {"kl": "forward", "coef": 0.4, "top_k": 5, "temperature": 0.9},
     },
 }
 """By name, what a `tests.oracle.plain_ppo.Case` says of the policy's loss."""

@@ -294,7 +294,7 @@ def build_actor(setting: Setting, case: Case, **keys: Any) -> Actor:
     bypass = None if case.bypass is None else _BYPASS[case.bypass]
     loss = PolicyLossSettings.named(case.loss, section, bypass)
     if case.teacher:
-        loss = replace(loss, distillation=DistillationSection(**case.teacher))
+        loss = loss.distilling(DistillationSection(**case.teacher), plain_tables.TEMPERATURE)
 
     engine = _build_engine(setting, section, "lm")
     engine.attach_optimizer(section.optim, total_updates=1)

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.preflight.model_bytes import training_bytes
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.reference import Reference
+from mrlhf.training.earlier_adapters import EarlierAdapters
 from tests.dist.role_runs import (
     SEQUENCE_PARALLEL,
     Form,
@@ -61,6 +62,7 @@ def _check(rank: int, world_size: int, root: str) -> dict[str, Any]:
     for name, sizes in SIZES.items():
         groups[name] = factory.role_groups(ParallelLayout.for_world(name, world_size, sizes))
     _check_reference(Setting(Path(root), groups["tp 2"], SEQUENCE_PARALLEL))
+    _check_earlier(Path(root), groups)
 
     found = {}
     for name in SIZES:
@@ -104,6 +106,37 @@ def _check_reference(setting: Setting) -> None:
     assert torch.equal(as_begun.logprobs(rollout, cut), of_start)
     assert torch.equal(logprobs(policy), of_policy)
     assert all(map(torch.equal, copied, own)) and len(copied) == len(own) > 0
+
+
+def _check_earlier(root: Path, groups: dict[str, RoleGroups]) -> None:
+    """A teacher that is an earlier policy moves as it should, and is stored for any layout."""
+    policy = build_actor(Setting(root, groups["tp 2"], SEQUENCE_PARALLEL), ADAPTED)
+    engine = policy.engine
+    began = engine.adapters.copy()
+    earlier = EarlierAdapters(engine, every=2, decay=0.25)
+    update_actor(policy, load_experience(root, ADAPTED), plain_ppo.MINI_BATCH)
+    now = engine.adapters.copy()
+    earlier.after_step(2)
+    for last in (False, True):
+        with earlier.within():
+            held = engine.adapters.copy()
+        for values, before, after in zip(held, began, now, strict=True):
+            share = 0.25**2 if last else 0.25
+            torch.testing.assert_close(values, share * before + (1 - share) * after)
+        earlier.after_step(3 if last else 4)
+    assert all(map(torch.equal, engine.adapters.copy(), now))
+    earlier.save(root / "earlier")
+
+    form = Form("dp 2", 1000, distributed_optimizer=True)
+    policy = build_actor(Setting(root, groups["dp 2"], form), ADAPTED)
+    other = EarlierAdapters(policy.engine, every=1, decay=0.0)
+    other.load(root / "earlier")
+    other.save(root / "again")
+    files = [next((root / name).iterdir()).read_bytes() for name in ("earlier", "again")]
+    assert files[0] == files[1] and len(files[0]) > 1000
+    other.load(root / "not there")  # it begins as the policy, which has not been trained
+    other.save(root / "begun")
+    assert next((root / "begun").iterdir()).read_bytes() != files[0]
 
 
 def _bytes(setting: Setting, case: Case) -> tuple[dict[str, int], dict[str, int], int]:

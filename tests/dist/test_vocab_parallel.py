@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ LENGTHS = [3, 6]
 FREE = 5  # the token at which all could be drawn
 LEAST_ROWS = 4  # three chunks, of which the second sequence takes two
 FACTORS = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(2))
+# Of the divergence: its beta, and the tokens and logits of which it is.
+KINDS: list[tuple[float, dict[str, Any]]] = [
+    (1.0, {}),
+    (0.0, {}),
+    (0.4, {}),
+    (1.0, {"top_k": 4}),
+    (0.4, {"top_k": 9, "sharpness": 0.8}),
+]
 
 
 def _random(rows: int, seed: int) -> Tensor:
@@ -40,16 +49,22 @@ def _all_sizes(
     vocab._CHUNK_BYTES["cpu"] = 1
     vocab._LEAST_CHUNK_TOKENS = LEAST_ROWS
     return [
-        _shard_results(rank, world_size, vocab_size, by_token, beta, masked)
+        _shard_results(rank, world_size, vocab_size, by_token, beta, apart, masked)
         for vocab_size in vocab_sizes
-        for beta in (1.0, 0.0, 0.4)
+        for beta, apart in KINDS
         for by_token in (True, False)
         for masked in (False, True)
     ]
 
 
 def _shard_results(
-    rank: int, world_size: int, vocab_size: int, by_token: bool, beta: float, masked: bool
+    rank: int,
+    world_size: int,
+    vocab_size: int,
+    by_token: bool,
+    beta: float,
+    apart: dict[str, Any],
+    masked: bool,
 ) -> tuple[float, float, float]:
     """Compare one shard with the whole vocabulary in float64; if `masked`, with some tokens of it.
 
@@ -74,19 +89,22 @@ def _shard_results(
         tokens = replace(tokens, masks=masks_of(could[:, None], has_mask[:, None]))
     else:
         could[:] = True
-    wanted = NumbersToCompute(entropy=True, squares=True, kl=True, beta=beta)
+    wanted = NumbersToCompute(entropy=True, squares=True, kl=True, beta=beta, **apart)
     numbers, calls = _counted(lambda: token_numbers(layer, tokens, wanted))
-    each = 1 + wanted.mixes
-    assert calls == each, "one gather for all chunks, and one sum of a mixture's divergence"
+    each = 1 + (wanted.mixes and not apart)
+    of_chunks = 3 * 3 if apart else 0  # the likeliest tokens of each, sums over them, a divergence
+    assert calls == each + of_chunks, "one gather for all chunks, and one sum of a mixture's"
     seen = []
 
     def objective(part: LossPart, current: TokenNumbers) -> Tensor:
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
-    trained = NumbersToCompute(entropy=True, kl=True, beta=beta)
+    trained = NumbersToCompute(entropy=True, kl=True, beta=beta, **apart)
     loss, calls = _counted(lambda: token_loss(layer, tokens, trained, objective, by_token))
-    assert calls == each * (3 if by_token else 2), "as many for each part that has a loss"
+    assert calls == each * (3 if by_token else 2) + of_chunks, (
+        "as many for each part that has a loss"
+    )
     assert torch.equal(torch.cat(seen), numbers.logprobs)
     loss.backward()
     dist.all_reduce(hidden.grad)  # as the model does
@@ -102,7 +120,7 @@ def _shard_results(
     expected = TokenNumbers(
         logprobs=log_p.gather(1, targets[:, None])[:, 0],
         entropy=-(p * log_p).sum(dim=1),
-        full_kl=divergence(log_p, log_q, beta),
+        full_kl=divergence(log_p, log_q, beta, **apart),
         sum_of_squares=p.square().sum(dim=1),
     )
     no_sums = Normalisers(torch.empty(0), torch.empty(0))
@@ -148,7 +166,7 @@ def _counted(function):
 def test_shards_equal_the_whole(world_size: int, vocab_sizes: tuple[int, ...]) -> None:
     """With 41 columns the last shard has padding; with 5 the last of four shards is all padding."""
     for results_of_rank in run_ranks(world_size, _all_sizes, vocab_sizes):
-        assert len(results_of_rank) == 12 * len(vocab_sizes)
+        assert len(results_of_rank) == 4 * len(KINDS) * len(vocab_sizes)
         for value_error, gradient_error, padding in results_of_rank:
             assert value_error < 5e-5
             assert gradient_error < 1e-4

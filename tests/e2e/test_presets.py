@@ -24,6 +24,7 @@ FITTED: dict[str, list[str]] = {
     "dr_grpo": [],
     "rloo": [],
     "reinforce_plus_plus": [],
+    "flash_reinforce": ["actor.ppo_mini_batch_size=256", "data.train_batch_size=256"],
     "remax": ["rollout.n=4"],
     "dapo": ["rollout.n=8", "algorithm.overlong_buffer.len=2"],
     "gspo": ["rollout.n=8"],

@@ -175,14 +175,15 @@ def bypass(inputs: Path) -> Setting:
 
 
 def lora(inputs: Path) -> Setting:
-    """Adapters of actor and critic; reference and teacher are the actor without its own.
+    """Adapters of actor and critic; the reference is the actor without its own.
 
-    A reward model, in a layout of its own, gives the reference answers the mean score 0.
+    The teacher is an average of earlier ones. A reward model, in a layout of its own, gives the
+    reference answers the mean score 0.
     """
     terms = [{"name": f"{inputs / 'rewards.py'}:digits"}, {"name": "reward_model"}]
     keys = [
         *("actor.lora.rank=4", "critic.lora.rank=2", f"reference.path={inputs / 'llama'}"),
-        *("teacher.weights=base", "teacher.max_prompt_length=16"),
+        *("teacher.weights=earlier", "teacher.decay=0.5", "teacher.max_prompt_length=16"),
         "teacher.template='{{ prompt }}={{ ground_truth }}'",
         f"reward.terms={json.dumps(terms)}",
         f"reward_model={{path: {inputs / 'llama-critic'}, normalise: reference, pp: 2}}",

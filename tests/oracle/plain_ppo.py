@@ -21,7 +21,7 @@ from tests.oracle.plain_losses import Row, RowLoss, bypass, geometric_mean, toke
 from tests.oracle.plain_models import critic_of, load, weights_of
 from tests.oracle.plain_optimizer import LR, Outcome, differentiate, make_optimizer
 from tests.oracle.plain_routers import Routers
-from tests.oracle.plain_tables import distribution, drawn, entropy, kl_between, values
+from tests.oracle.plain_tables import TEMPERATURE, distribution, drawn, entropy, kl_between, values
 from tests.token_loss import divergence
 
 MINI_BATCH = 4
@@ -112,9 +112,12 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
         if case.teacher:
             kind = case.teacher["kl"]
             beta = {"forward": 0.0, "reverse": 1.0}.get(kind, case.teacher.get("beta"))
+            sharpness = TEMPERATURE / case.teacher.get("temperature", TEMPERATURE)
+            likeliest = case.teacher.get("top_k")
+            teachers = [distribution(teacher, as_taught, row) for row in numbers]
             tables["actor/distillation_kl"] = [
-                divergence(log_p, distribution(teacher, as_taught, row).detach(), beta)
-                for row, log_p in zip(numbers, distributions, strict=True)
+                divergence(log_p, log_q.detach(), beta, likeliest, sharpness)
+                for log_p, log_q in zip(distributions, teachers, strict=True)
             ]
             total = _sum_of_tables(total, case.teacher["coef"], tables["actor/distillation_kl"])
         tables["total"] = total

@@ -131,6 +131,7 @@ def test_length_adaptive_lambda_literal_numbers():
         ("gpg", [[0.25, 0.25], [-0.25, 0.0], [0.0, 0.0], [0.0, 1.0]]),  # alpha 4/4, f_norm 4
         ("reinforce_plus_plus", [[2.0, 2.0], [1.0, 0.0], [1.0, 2.0], [0.0, 4.0]]),
         ("reinforce_plus_plus_baseline", [[1.0, 1.0], [-1.0, 0.0], [0.0, 0.0], [0.0, 4.0]]),
+        ("flash_reinforce", [[0.5, 0.5], [-1.5, 0.0], [-0.5, -0.5], [0.0, 1.5]]),
         ("remax", [[2.0, 1.0], [-1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]),
         ("grpo_passk", [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 4.0]]),
         # 1, -1, 0 and 4 alone; -1, -1, 2 and 1 alone, with the weight .5

@@ -240,7 +240,7 @@ def test_a_name_that_is_no_preset_is_refused() -> None:
 
 def test_the_presets_differ() -> None:
     methods = [method(load(file)) for file in FILES]
-    assert len(methods) == 14
+    assert len(methods) == 15
     assert all(
         first != second for number, first in enumerate(methods) for second in methods[:number]
     )

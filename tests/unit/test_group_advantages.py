@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from mrlhf.rl.group_advantages import (
+    flash_reinforce,
     gdpo,
     gpg,
     grpo,
@@ -68,6 +69,13 @@ def _assert_tiled(result, expected, mask=MASK):
 )  # fmt: skip
 def test_literal_numbers(estimator, options, expected):
     _assert_tiled(estimator(REWARDS, MASK, PROMPT_GROUPS, **options), expected)
+
+
+def test_flash_reinforce_literal_numbers():
+    # 1, 0, 2, 4, 6, 5 less 18/6; without the last, which then has no token that trains, less 13/5.
+    _assert_tiled(flash_reinforce(REWARDS, MASK), [-2.0, -3.0, -1.0, 1.0, 3.0, 2.0])
+    fewer = MASK & (PROMPT_GROUPS != 9)[:, None]
+    _assert_tiled(flash_reinforce(REWARDS, fewer), [-1.6, -2.6, -0.6, 1.4, 3.4, 0.0], fewer)
 
 
 def test_gpg_of_scores_that_are_all_zero():
@@ -180,6 +188,11 @@ def _slow_rloo(batch, row):
     return _score(batch, row) - (statistics.fmean(others) if others else 0.0)
 
 
+def _slow_flash_reinforce(batch, row):
+    counting = [_score(batch, i) for i in range(len(batch.mask)) if batch.mask[i].any()]
+    return _score(batch, row) - statistics.fmean(counting or [0.0])
+
+
 def _slow_gpg(batch, row):
     rows = range(len(batch.prompt_groups))
     alpha = len(rows) / max(1, sum(_score(batch, i) != 0 for i in rows))
@@ -205,6 +218,8 @@ def test_equal_the_slow_loops_under_any_mask(batch):
     _assert_tiled(
         rloo(rewards, mask, prompt_groups), [_slow_rloo(batch, row) for row in rows], mask
     )
+    flash = [_slow_flash_reinforce(batch, row) for row in rows]
+    _assert_tiled(flash_reinforce(rewards, mask), flash, mask)
     _assert_tiled(
         gpg(rewards, mask, prompt_groups, f_norm=2.5), [_slow_gpg(batch, row) for row in rows], mask
     )

@@ -41,7 +41,7 @@ PAGES = [
     *RECIPES,
 ]
 PAPERS = re.findall(
-    r"^\| [^|]*arXiv[^|]* \| ([^|]*)\| ([^|]*)\| `([^|]*)` \|$",
+    r"^\| [^|]*(?:arXiv|github)[^|]* \| ([^|]*)\| ([^|]*)\| `([^|]*)` \|$",
     (ROOT / "docs" / "papers.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )

@@ -96,6 +96,7 @@ CASES: dict[str, Case] = {
     "rppb": lambda x, mask, row, prompts: group_advantages.reinforce_plus_plus_baseline(
         x, mask, prompts
     ),
+    "flash": lambda x, mask, row, prompts: group_advantages.flash_reinforce(x, mask),
     "remax": lambda x, mask, row, prompts: group_advantages.remax(x, mask, row),
     "gdpo": lambda x, mask, row, prompts: group_advantages.gdpo(
         torch.stack([row, row]), (0.5, 0.25), x, mask, prompts, True
@@ -131,7 +132,18 @@ CASES: dict[str, Case] = {
     ),
 }
 # Those of scores, which may be truth values; a batch without a token has none.
-ADVANTAGES = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "rpp", "rppb", "remax")
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "rpp",
+    "rppb",
+    "flash",
+    "remax",
+)
 for kind in get_args(KlKind):
     if kind != "full":
         CASES[f"KL {kind}"] = lambda x, mask, row, prompts, kind=kind: kl.kl_penalty(

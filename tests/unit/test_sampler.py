@@ -20,17 +20,7 @@ from mrlhf.inference.native.sampler import (
 )
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from tests.compilers import both_ways
-
-MASK = 2**64 - 1
-GAMMA = 0x9E3779B97F4A7C15
-
-
-def mix(state: int) -> int:
-    """SplitMix64 in Python's unbounded integers."""
-    z = (state + GAMMA) & MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
+from tests.oracle.plain_draws import GAMMA, MASK, number
 
 
 def params(**changes) -> SamplingParams:
@@ -73,11 +63,8 @@ def test_uniforms_equal_a_loop_in_python_integers():
     position = 17
     keys = keys_of(seed, uids, n)
     ours = uniforms(keys, np.full(len(uids) * n, position)).tolist()
-    chain = (
-        mix(mix(mix(mix(seed) ^ uid) ^ i) ^ position)
-        for uid, i in itertools.product(uids, range(n))
-    )
-    assert ours == [(bits >> 11) / 2**53 for bits in chain]
+    plain = [number(seed, uid, i, position) for uid, i in itertools.product(uids, range(n))]
+    assert ours == plain
 
 
 def test_uniforms_do_not_depend_on_who_else_is_in_the_batch():

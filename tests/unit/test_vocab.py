@@ -71,6 +71,19 @@ def test_two_tokens_by_hand() -> None:
     assert of(0.0) == pytest.approx(0.1438410, abs=1e-6)
     assert of(0.5) == pytest.approx((0.0322692 + 0.0353749) / 2, abs=1e-6)
 
+    # Of three tokens the teacher's two likeliest count, the last two: the policy's 1/4 and 1/2 of
+    # 1 are 1/3 and 2/3 of these, the teacher's 2/8 and 5/8 are 2/7 and 5/7. At half the logits
+    # they are 1 and sqrt 2, sqrt 2 and sqrt 5, over their sums.
+    layer = OutputLayer(torch.tensor([[1.0], [1.0], [2.0]]).log(), None, 3, 1.0)
+    teacher = OutputLayer(torch.tensor([[1.0], [2.0], [5.0]]).log(), None, 3, 1.0)
+    tokens = Tokens(hidden, torch.tensor([0]), [1], teacher, hidden)
+    for sharpness, wanted in ((1.0, 0.0053883), (0.5, 0.0014999)):
+        numbers = token_numbers(
+            layer, tokens, NumbersToCompute(kl=True, top_k=2, sharpness=sharpness)
+        )
+        assert float(numbers.full_kl) == pytest.approx(wanted, abs=1e-6)
+        assert float(numbers.logprobs) == pytest.approx(math.log(0.25), abs=1e-6)
+
 
 @pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize(
@@ -79,8 +92,17 @@ def test_two_tokens_by_hand() -> None:
     ids=["one", "less than a sequence", "some", "all"],
 )
 @pytest.mark.parametrize(
-    ("padded", "scale", "beta"),
-    [(VOCABULARY, 1.0, 1.0), (40, 1.6, 1.0), (40, 1.6, 0.0), (40, 1.6, 0.3)],
+    ("padded", "scale", "beta", "apart"),
+    [
+        (VOCABULARY, 1.0, 1.0, {}),
+        (40, 1.6, 1.0, {}),
+        (40, 1.6, 0.0, {}),
+        (40, 1.6, 0.3, {}),
+        (40, 1.6, 1.0, {"top_k": 5, "sharpness": 0.7}),
+        (40, 1.6, 0.0, {"top_k": 5}),
+        (40, 1.6, 0.3, {"top_k": 50, "sharpness": 1.3}),
+        (40, 1.6, 0.3, {"sharpness": 0.7}),
+    ],
 )
 def test_numbers_and_gradients_equal_float64(
     monkeypatch: pytest.MonkeyPatch,
@@ -91,6 +113,7 @@ def test_numbers_and_gradients_equal_float64(
     padded: int,
     scale: float,
     beta: float,
+    apart: dict[str, Any],
     by_token: bool,
 ) -> None:
     _small_chunks(monkeypatch, rows, block)
@@ -99,7 +122,7 @@ def test_numbers_and_gradients_equal_float64(
     hidden = _random(TOKENS, 3).requires_grad_()
     tokens = Tokens(hidden, TARGETS, LENGTHS, reference, _random(TOKENS, 4))
 
-    wanted = NumbersToCompute(entropy=True, squares=True, kl=True, beta=beta)
+    wanted = NumbersToCompute(entropy=True, squares=True, kl=True, beta=beta, **apart)
     numbers = token_numbers(layer, tokens, wanted)
     seen = []
 
@@ -107,7 +130,7 @@ def test_numbers_and_gradients_equal_float64(
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
-    wanted = NumbersToCompute(entropy=True, kl=True, beta=beta)
+    wanted = NumbersToCompute(entropy=True, kl=True, beta=beta, **apart)
     loss = token_loss(layer, tokens, wanted, objective, by_token)
     (3 * loss).backward()
 
@@ -119,7 +142,7 @@ def test_numbers_and_gradients_equal_float64(
     expected = TokenNumbers(
         logprobs=log_p.gather(1, TARGETS[:, None])[:, 0],
         entropy=-(p * log_p).sum(dim=1),
-        full_kl=divergence(log_p, log_q, beta),
+        full_kl=divergence(log_p, log_q, beta, **apart),
         sum_of_squares=p.square().sum(dim=1),
     )
     numbers_32 = expected.map(lambda number: number.float())
@@ -131,8 +154,8 @@ def test_numbers_and_gradients_equal_float64(
     for name, wanted in vars(expected).items():
         found = getattr(numbers, name)
         assert found.dtype == torch.float32 and not found.requires_grad
-        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
-    torch.testing.assert_close(loss, slow_loss, atol=3e-5, rtol=0)
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(loss, slow_loss, atol=3e-5, rtol=1e-6)
     torch.testing.assert_close(hidden.grad.double(), slow_hidden.grad, atol=3e-5, rtol=1e-5)
     torch.testing.assert_close(layer.weight.grad.double(), slow_weight.grad, atol=5e-5, rtol=1e-5)
     assert reference.weight.grad is None

@@ -24,6 +24,7 @@ from mrlhf.inference.base import (
 from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.inference.vllm.pieces import CPU_HEAD_SIZES
 from tests.models.engines import answer, fill, spec_of
+from tests.oracle.plain_draws import worst_draw
 from tests.ranks import run_ranks
 from tests.vllm.models import (
     CONFIGS,
@@ -139,6 +140,27 @@ def _draws_follow_the_distribution(engine: VllmEngine, model: Any) -> None:
     assert float((found - wanted).abs().max()) < 0.08  # four standard deviations of a fair coin
 
 
+def _draws_by_number(engine: VllmEngine, model: Any) -> None:
+    """A token is that of its number, whatever is computed beside it, and wherever prompts are cut.
+
+    The prompts have more tokens together than a pass, and more samples than places.
+    """
+    assert sum(map(len, PROMPTS)) > LIMITS.max_prefill_tokens
+    sampling = SamplingParams(n=3, temperature=0.8, max_tokens=12, seed=2**62 + 5)
+    uids = [10**12 + uid for uid in UIDS]
+    forward = answer(engine, PROMPTS, uids, sampling)
+    assert worst_draw(model, PROMPTS, uids, forward, sampling) < 1e-4
+    other_seed = dataclasses.replace(sampling, seed=5)
+    assert worst_draw(model, PROMPTS, uids, forward, other_seed) > 0.5
+
+    by_place = {(s.request_id, s.sample_index): s.token_ids for s in forward}
+    assert len({tuple(tokens) for tokens in by_place.values()}) == 18
+    (alone,) = answer(engine, PROMPTS[4:5], uids[4:5], sampling, samples=[range(1, 2)])
+    assert alone.token_ids == by_place[4, 1]
+    for sample in answer(engine, PROMPTS[::-1], uids[::-1], sampling):
+        assert sample.token_ids == by_place[5 - sample.request_id, sample.sample_index]
+
+
 def _stops(engine: VllmEngine) -> None:
     plain = answer(engine, PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4))
     third = plain[0].token_ids[2]
@@ -171,8 +193,10 @@ def _goes_on(engine: VllmEngine) -> None:
     stopping = dataclasses.replace(GREEDY, stop=(f"{tokens[2]}><{tokens[3]}",))
     (whole,) = answer(engine, PROMPTS[:1], UIDS[:1], stopping)
     assert whole.stopped
+    random = dataclasses.replace(GREEDY, temperature=1.0)
+    (drawn,) = answer(engine, PROMPTS[:1], UIDS[:1], random)
 
-    for sampling, wanted in ((GREEDY, free), (stopping, whole)):
+    for sampling, wanted in ((GREEDY, free), (stopping, whole), (random, drawn)):
         cut = len(wanted.token_ids) - 1
         prompt = [*PROMPTS[0], *wanted.token_ids[:cut]]
         rest = dataclasses.replace(sampling, max_tokens=len(tokens) - cut)
@@ -272,11 +296,16 @@ def _preempts(model: Any) -> None:
     engine = _make(model, cache_bytes=8 * one)
     fill(engine.weight_slots(), model)
     engine.commit(1)
-    greedy = SamplingParams(temperature=0.0, max_tokens=40, seed=0)
-    finished = generate(engine, requests_for(prompts, UIDS, greedy))
-    assert [list(s.token_ids) for s in finished.samples] == hf_greedy(model, prompts, 40)
-    assert finished.stats.preemptions > 0
-    assert finished.stats.cache_bytes == 8 * one
+    sampling = SamplingParams(temperature=1.0, max_tokens=40, seed=0)
+    for temperature in (0.0, 1.0):
+        sampling = dataclasses.replace(sampling, temperature=temperature)
+        finished = generate(engine, requests_for(prompts, UIDS, sampling))
+        assert finished.stats.preemptions > 0
+        assert finished.stats.cache_bytes == 8 * one
+        if temperature:
+            assert worst_draw(model, prompts, UIDS, finished.samples, sampling) < 1e-4
+        else:
+            assert [s.token_ids for s in finished.samples] == hf_greedy(model, prompts, 40)
 
 
 def _never(model: Any) -> list[int]:
@@ -299,6 +328,7 @@ def _leaves_tokens_out(engine: VllmEngine, model: Any) -> None:
         samples = answer(engine, PROMPTS, UIDS, sampling)
         assert not {token for sample in samples for token in sample.token_ids} & set(never)
         assert hf_difference(model, PROMPTS, samples, changes["temperature"]) < 1e-4
+        assert worst_draw(model, PROMPTS, UIDS, samples, sampling, never) < 1e-4
 
 
 def _body(rank: int, world_size: int) -> None:
@@ -319,6 +349,7 @@ def _body(rank: int, world_size: int) -> None:
         if name == "llama":
             _samples_as_asked(engine, model)
             _draws_follow_the_distribution(engine, model)
+            _draws_by_number(engine, model)
             _stops(engine)
             _steps(engine)
             _survives_failures(engine)

@@ -93,21 +93,6 @@ def _prefixes_are_forgotten(engine: VllmEngine) -> bool:
     return answers == hf_greedy(new, LONG_PROMPTS, 6)
 
 
-def _draws_ignore_the_batch(engine: VllmEngine) -> bool:
-    """A sample depends on its uid and index, not on what is computed beside it or on its place."""
-    sampling = SamplingParams(n=2, temperature=1.0, max_tokens=8, seed=5)
-    prompts = [make_prompts()[0]] * 3
-    uids = [11, 12, 13]
-    forward = answer(engine, prompts, uids, sampling)
-    backward = answer(engine, prompts, uids[::-1], sampling)
-    (alone,) = answer(engine, prompts[:1], [12], sampling, samples=[range(1, 2)])
-    assert len({tuple(s.token_ids) for s in forward}) == 6, "samples of one prompt are alike"
-    by_uid = {(uids[s.request_id], s.sample_index): s.token_ids for s in forward}
-    return alone.token_ids == by_uid[12, 1] and all(
-        s.token_ids == by_uid[uids[2 - s.request_id], s.sample_index] for s in backward
-    )
-
-
 def _default_group_survives() -> bool:
     engine = _engine(hf_model("llama"))
     del engine
@@ -122,7 +107,6 @@ def _one_rank(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
     for name, stand_in, check in (
         ("repack_output_layer", _nothing, _tied_output_follows),
         ("drop_prefix_cache", _nothing, _prefixes_are_forgotten),
-        ("request_seed", lambda seed, uid, index: None, _draws_ignore_the_batch),
     ):
         with without(guards, name, stand_in):
             broken = check(tied)
@@ -133,8 +117,8 @@ def _one_rank(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
     gc.collect()
     guarded = _host_randomness_is_untouched()
     gc.collect()
-    with without(guards.SeparateRandomness, "active", lambda self: contextlib.nullcontext()):
-        found["SeparateRandomness"] = guarded, _host_randomness_is_untouched()
+    with without(guards, "randomness_kept", lambda device: contextlib.nullcontext()):
+        found["randomness_kept"] = guarded, _host_randomness_is_untouched()
     gc.collect()
     guarded = _default_group_survives()
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -153,8 +137,7 @@ def test_guards_of_one_rank() -> None:
     assert found == {
         "repack_output_layer": (True, False),
         "drop_prefix_cache": (True, False),
-        "request_seed": (True, False),
-        "SeparateRandomness": (True, False),
+        "randomness_kept": (True, False),
         "keep_default_group": (True, False),
     }
 

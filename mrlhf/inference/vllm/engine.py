@@ -23,6 +23,7 @@ from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.sizes import CacheShape, block_tokens, gpu_room
 from mrlhf.inference.stopping import Decode
 from mrlhf.inference.vllm import guards
+from mrlhf.inference.vllm.draws import Draws
 from mrlhf.inference.vllm.parameters import VllmParameters
 from mrlhf.inference.vllm.pieces import parameter_pieces, parameter_shapes, unsupported_on_cpu
 from mrlhf.inference.vllm.requests import Requests
@@ -61,7 +62,7 @@ class VllmEngine:
         """
         assert spec.head == "lm", f"an engine needs a language model, not head {spec.head!r}"
         require_engine("vllm")
-        replica, tp_size = _replica(tp_group)
+        tp_size = _replica_size(tp_group)
         check_support(spec, tp_size, device)
         self._spec = spec
         self._device = device
@@ -75,25 +76,23 @@ class VllmEngine:
         self._cache_shape = CacheShape.on_rank(spec, tp_size, dtype.itemsize, block)
         self._cache_bytes = self._choose_cache_bytes()
 
-        # The ranks of one replica draw the same random numbers; other replicas draw other numbers.
-        self._randomness = guards.SeparateRandomness(device, seed=replica)
-        self._llm = self._build(tp_size, seed=replica)
+        self._llm = self._build(tp_size)
 
         pieces = parameter_pieces(spec, dist.get_rank(tp_group), tp_size)
         shapes = parameter_shapes(spec, tp_size)
-        worker = self._llm.llm_engine.model_executor.driver_worker.worker
-        self._parameters = VllmParameters(worker.model_runner.model, pieces, shapes, device, dtype)
+        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._parameters = VllmParameters(runner.model, pieces, shapes, device, dtype)
+        runner.sampler = Draws(runner.requests, runner.input_batch, never)
         blocks = self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks  # on a CPU too
         self._all = HeldBytes(self._parameters.nbytes, blocks * self._cache_shape.block_bytes)
         self._in_flight = InFlight(limits, spec.vocab_size, decode)
         self._requests = Requests(
             self._llm.llm_engine,
-            worker.model_runner.sampler,
+            runner.sampler,
             blocks,
             self._cache_shape.block_bytes,
             self._in_flight,
             decode,
-            never,
         )
 
     @property
@@ -152,12 +151,12 @@ class VllmEngine:
             raise EngineError(
                 "the engine sleeps: call wake(), bring weights and commit() before submit()"
             )
-        with self._randomness.active(), torch.inference_mode():
+        with torch.inference_mode():
             self._requests.submit(requests, version)
 
     def step(self) -> None:
         """Run one pass, as `InferenceEngine` says; EngineError if logits are not finite."""
-        with self._randomness.active(), torch.inference_mode():
+        with torch.inference_mode():
             self._requests.step()
 
     def collect(self) -> Finished:
@@ -191,13 +190,13 @@ class VllmEngine:
     def take_cache(self) -> None:
         """Do nothing: a CPU's cache is there from the start, and `commit` takes a GPU's back."""
 
-    def _build(self, tp_size: int, seed: int) -> Any:
+    def _build(self, tp_size: int) -> Any:
         """Construct vLLM from a directory that holds the model's `config.json` and nothing else."""
         job = guards.job_name()
         with (
             tempfile.TemporaryDirectory() as directory,
             guards.HostState().kept(),
-            self._randomness.active(),
+            guards.randomness_kept(self._device),
         ):
             from vllm import LLM
 
@@ -212,9 +211,7 @@ class VllmEngine:
                 dtype=str(self._dtype).removeprefix("torch."),
                 tensor_parallel_size=tp_size,
                 distributed_executor_backend="external_launcher",
-                seed=seed,
                 enable_sleep_mode=self._device.type == "cuda",
-                logprobs_mode="raw_logprobs",
                 **self._size_arguments(),
             )
             guards.remove_memory_names(job)
@@ -224,17 +221,10 @@ class VllmEngine:
         """Return vLLM's arguments about sizes, and those that depend on them."""
         limits = self._limits
         on_cpu = self._device.type == "cpu"
-        # After a chunk vLLM rewinds a request's generator, which a CPU's cannot. So on a CPU a pass
-        # must have room for the longest prompt.
-        batched_tokens = max(limits.max_prefill_tokens, limits.max_num_seqs)
-        if on_cpu:
-            batched_tokens = max(batched_tokens, limits.max_length)
-
         return {
             "max_model_len": limits.max_length,
             "max_num_seqs": limits.max_num_seqs,
-            "max_num_batched_tokens": batched_tokens,
-            "enable_chunked_prefill": not on_cpu,
+            "max_num_batched_tokens": max(limits.max_prefill_tokens, limits.max_num_seqs),
             "block_size": self._cache_shape.block_size,
             "kv_cache_memory_bytes": self._cache_bytes,
             "gpu_memory_utilization": self._share_of_memory(),
@@ -286,19 +276,15 @@ class VllmEngine:
         return max(least, min(limits.max_num_seqs * least, share))
 
 
-def _replica(tp_group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the number of the replica that has these ranks, and how many they are.
-
-    Raises:
-        ConfigError: vLLM would not make a group of these ranks.
-    """
+def _replica_size(tp_group: dist.ProcessGroup) -> int:
+    """Return the number of ranks of a replica; ConfigError if vLLM would not group these ranks."""
     ranks = dist.get_process_group_ranks(tp_group)
     size = len(ranks)
     if ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size:
         raise ConfigError(
             f"vLLM needs replicas of consecutive ranks, not {ranks}; use rollout.engine=native"
         )
-    return ranks[0] // size, size
+    return size
 
 
 def check_support(spec: ModelSpec, tp: int, device: torch.device) -> None:

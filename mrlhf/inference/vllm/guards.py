@@ -3,8 +3,7 @@
 vLLM is made to own its process. In ours it would do damage, with little or no warning. Each guard
 here prevents one kind:
 
-    SeparateRandomness      vLLM reseeds and uses up the host's random numbers
-    request_seed            every replica draws the same numbers
+    randomness_kept         vLLM reseeds the host's random numbers
     keep_default_group      a dropped engine destroys the job's default process group
     name_shared_memory      all jobs on a machine use the same names of shared memory
     remove_memory_names     a process that ends without destructors leaves its shared memory behind
@@ -20,7 +19,6 @@ They do not know what is generated.
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import os
 import random
@@ -36,11 +34,10 @@ import torch.distributed as dist
 
 from mrlhf.errors import EngineError
 
-_SEED_BITS = 62
 _SHARED_MEMORY = Path("/dev/shm")
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler reports log-probs by other rules
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `Draws` stands in for the sampler of the first
     "VLLM_NO_USAGE_STATS": "1",
 }
 _LOGGING = {"VLLM_CONFIGURE_LOGGING": "0"}  # its messages then pass through the host's logging
@@ -73,54 +70,17 @@ class HostState:
             gc.unfreeze()  # vLLM exempts all living objects, also the host's, from collection
 
 
-class SeparateRandomness:
-    """The engine's own random states, which replace the host's while the engine runs.
-
-    Unseeded draws of tensor-parallel ranks must agree, and the host's states differ between them.
-    The engine's states start from `seed` when it first runs.
-    """
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self._device = device
-        self._engine: tuple[Any, ...] | None = None
-        self._seed = seed
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Let the process draw from the engine's random states."""
-        host = self._read()
-        if self._engine is None:
-            self._start()
-        else:
-            self._write(self._engine)
-        try:
+@contextmanager
+def randomness_kept(device: torch.device) -> Iterator[None]:
+    """Restore the process's random states afterwards, also those of `device`."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
-        finally:
-            self._engine = self._read()
-            self._write(host)
-
-    def _start(self) -> None:
-        random.seed(self._seed)
-        np.random.seed(self._seed % 2**32)
-        torch.manual_seed(self._seed)
-
-    def _read(self) -> tuple[Any, ...]:
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
-
-    def _write(self, states: tuple[Any, ...]) -> None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if states[3] is not None:
-            torch.cuda.set_rng_state(states[3], self._device)
-
-
-def request_seed(seed: int, uid: int, sample_index: int) -> int | None:
-    """Return the seed of one sample, which depends on no replica and no other request."""
-    # Without a seed vLLM would draw from the process's generator.
-    digest = hashlib.blake2b(f"{seed}:{uid}:{sample_index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def keep_default_group() -> None:

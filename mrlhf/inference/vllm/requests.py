@@ -1,7 +1,7 @@
 """Samples as vLLM requests: submitted, run step by step, cut at stop strings, counted.
 
-Each sample is a vLLM request of its own, with its own seed; the samples of a prompt share its
-computed prefix in vLLM's cache. This file does not know weights or process groups.
+Each sample is a vLLM request of its own; the samples of a prompt share its computed prefix in
+vLLM's cache. This file does not know weights or process groups.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import (
@@ -26,7 +23,7 @@ from mrlhf.inference.base import (
 )
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.stopping import Decode, StopSearch
-from mrlhf.inference.vllm import guards
+from mrlhf.inference.vllm.draws import Draws, draw_arguments
 
 
 @dataclass
@@ -56,23 +53,19 @@ class Requests:
     def __init__(
         self,
         llm_engine: Any,
-        sampler: Any,
+        draws: Draws,
         blocks: int,
         block_bytes: int,
         in_flight: InFlight,
         decode: Decode | None,
-        never: Sequence[int],
     ) -> None:
         """Watch the scheduler of vLLM's engine, whose core is in this process.
 
-        `sampler` is vLLM's, which reports raw log-probs. `block_bytes` is the size of one of the
-        cache's `blocks`. This class fills `in_flight`. Token ids in `never` are never drawn.
+        `draws` is told how to draw. `block_bytes` is the size of one of the cache's `blocks`. This
+        class fills `in_flight`.
         """
-        assert sampler.logprobs_mode == "raw_logprobs", sampler.logprobs_mode
         self._engine = llm_engine
-        self._sampler = sampler
-        if never:
-            sampler.sample = _sample_without(sampler.sample, torch.tensor(list(never)))
+        self._draws = draws
         self._in_flight = in_flight
         self._decode = decode
         self._cache_bytes = blocks * block_bytes
@@ -96,11 +89,7 @@ class Requests:
         if not requests:
             return
 
-        # The log-probs that vLLM would report are before temperature or after truncation; ours are
-        # in between. All requests in flight have one temperature.
-        temperature = requests[0].sampling.temperature or 1.0
-        self._sampler.compute_logprobs = _logprobs_at(temperature)
-
+        self._draws.sampling = requests[0].sampling
         before = set(self._running)
         try:
             for request in requests:
@@ -164,9 +153,8 @@ class Requests:
 
     def _add_samples(self, request: Request, version: int) -> None:
         sampling = request.sampling
-        for index in request.samples:
-            seed = guards.request_seed(sampling.seed + request.drawn, request.uid, index)
-            params = _request_params(sampling, seed)
+        for index, arguments in zip(request.samples, draw_arguments(request), strict=True):
+            params = _request_params(sampling, arguments)
             name = str(next(self._names))
             search = None
             if sampling.stop:
@@ -227,43 +215,21 @@ def _count(scheduler: Any) -> _SchedulerWork:
     return counts
 
 
-def _request_params(sampling: SamplingParams, seed: int | None) -> Any:
+def _request_params(sampling: SamplingParams, arguments: dict[str, int]) -> Any:
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
     return VllmParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
+        temperature=0.0,  # `Draws` knows how to draw; vLLM need prepare nothing for it
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
-        seed=seed,
+        extra_args=arguments,
         logprobs=0,  # only that of the sampled token
         detokenize=False,
         # Texts are searched for stop strings as they grow.
         output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _logprobs_at(temperature: float) -> Callable[[Tensor], Tensor]:
-    """Return the function from logits [tokens, vocab] to log-probs at a temperature."""
-
-    def compute_logprobs(logits: Tensor) -> Tensor:
-        return (logits.float() / temperature).log_softmax(dim=-1)
-
-    return compute_logprobs
-
-
-def _sample_without(draw: Callable[..., Any], never: Tensor) -> Callable[..., Any]:
-    """Wrap vLLM's function `draw` from logits to tokens, so that it never draws `never`."""
-
-    def draw_others(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal never
-        never = never.to(logits.device)  # a copy each step would make the host wait
-        return draw(logits.index_fill_(-1, never, -torch.inf), *args, **kwargs)
-
-    return draw_others
 
 
 def _sample(running: _Running, answer: Any, end: int | None) -> Sample:

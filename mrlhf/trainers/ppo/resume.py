@@ -37,6 +37,7 @@ from mrlhf.trainers.ppo.setup import PPOParts
 
 logger = logging.getLogger(__name__)
 
+TEACHER = "teacher"  # directory of a checkpoint that holds the adapters of an earlier actor
 # The keys that must not change in the middle of a step.
 _FIXED = (
     "seed",
@@ -186,6 +187,8 @@ def restore(
         DataError: it is of a run with other data.
     """
     _restore_parts(parts, state)
+    if parts.earlier is not None:
+        parts.earlier.load(checkpoint.path / TEACHER)
     settings = _fixed_settings(config)
     if "progress" in state:
         for key, value in state["settings"].items():

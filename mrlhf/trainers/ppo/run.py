@@ -19,7 +19,7 @@ from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.run.reporter import Reporter, ResumePoint, ppo_achievements
 from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint, warm_start
-from mrlhf.trainers.ppo.resume import Between, parts_state, restore, saved_state
+from mrlhf.trainers.ppo.resume import TEACHER, Between, parts_state, restore, saved_state
 from mrlhf.trainers.ppo.setup import PPOParts, assemble
 from mrlhf.trainers.ppo.step import PPOTrainer
 
@@ -73,6 +73,7 @@ class PPORun:
             partial(export_checkpoint, self._exported),
             "val" in parts.held_out,
             trainer.critic_warmup,
+            {} if parts.earlier is None else {TEACHER: parts.earlier.save},
         )
 
         self._completed = 0

@@ -41,6 +41,7 @@ from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.generator_setup import build_generator, check_engine
+from mrlhf.training.earlier_adapters import EarlierAdapters
 from mrlhf.training.engine import ModelEngine
 
 
@@ -60,6 +61,7 @@ class PPOParts:
     critic: Critic | None  # None if the advantage estimator needs no values
     reference: Reference | None  # None if no KL is asked for
     teacher: Reference | None  # a `Teacher` if the loss needs its states; None without one
+    earlier: EarlierAdapters | None  # the teacher's, if it is the actor of an earlier step
     generator: Generator
     scorer: Scorer
     shaper: RewardShaper  # makes the scores that train from the scores of a batch
@@ -93,7 +95,10 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run, actor.engine)
-    teacher = _teacher(config, run, actor.engine)
+    earlier = None
+    if config.teacher is not None and config.teacher.weights == "earlier":
+        earlier = EarlierAdapters(actor.engine, config.teacher.every, config.teacher.decay)
+    teacher = _teacher(config, run, actor.engine, earlier)
     early = EarlyScores(inputs.reward.evaluate) if config.rollout.overlap else None
     judge = build_judge(config, run, inputs.judge)
     groups = actor.engine.groups
@@ -133,6 +138,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         critic=critic,
         reference=reference,
         teacher=teacher,
+        earlier=earlier,
         generator=generator,
         scorer=scorer,
         shaper=shaper,
@@ -199,8 +205,11 @@ def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
     engine = role_engine(config, run, "actor", "lm", initial)
     algorithm = config.algorithm
     distillation = algorithm.distillation if config.distils_in == "loss" else None
-    settings = PolicyLossSettings.of(config.actor, algorithm.rollout_correction, distillation)
-    return Actor(engine, settings, config.rollout.temperature)
+    temperature = config.rollout.temperature
+    settings = PolicyLossSettings.of(
+        config.actor, algorithm.rollout_correction, distillation, temperature
+    )
+    return Actor(engine, settings, temperature)
 
 
 def _critic(config: PPOConfig, run: Run, initial: bool) -> Critic | None:
@@ -222,12 +231,15 @@ def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | 
     return Reference(policy, temperature, as_it_began)
 
 
-def _teacher(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | None:
-    """The teacher; it may be the policy itself without its adapters."""
+def _teacher(
+    config: PPOConfig, run: Run, policy: ModelEngine, earlier: EarlierAdapters | None
+) -> Reference | None:
+    """The teacher; it may be the policy itself without its adapters, or with `earlier` ones."""
     if config.teacher is None:
         return None
     engine = policy
-    as_teacher: Callable[[], AbstractContextManager[None]] = policy.adapters.off
+    as_teacher: Callable[[], AbstractContextManager[None]]
+    as_teacher = policy.adapters.off if earlier is None else earlier.within
     if config.teacher.weights == "path":
         engine = role_engine(config, run, "teacher", "lm")
         as_teacher = nullcontext

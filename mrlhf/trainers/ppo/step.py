@@ -93,7 +93,7 @@ class PPOTrainer:
     def update(
         self, updating: Updating, cuts: Cuts, ref_states: Sequence[ReferenceStates] | None
     ) -> None:
-        """Train critic and actor, unless that is done.
+        """Train critic and actor, and move the teacher, unless that is done.
 
         TrainingError says that too many gradients in a row were of no use; the batch is saved.
         """
@@ -102,5 +102,8 @@ class PPOTrainer:
                 updating.end_update("critic", self._work.update_critic(updating, cuts))
             if "actor" not in updating.updated:
                 updating.end_update("actor", self._work.update_actor(updating, cuts, ref_states))
+            if self.parts.earlier is not None and "teacher" not in updating.updated:
+                self.parts.earlier.after_step(updating.number)
+                updating.end_update("teacher", {})
         except TrainingError as error:
             raise self._report.of_failure(error, updating) from error
