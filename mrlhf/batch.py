@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from mrlhf.records import ExpertRecord, SamplingMasks
 
 NO_VERSION = -1  # of a token that no policy drew
 _ROWS_AT_ONCE = 256
@@ -35,6 +37,8 @@ class Sequences:
     width: int  # columns of a table that holds a number for each response token
     rows: Tensor  # int64 [sequences], the row of each sequence, ascending
     columns: Tensor  # int64 [sequences], the column of the first number of each sequence
+    # Of the places of such a table, by row; None: any token could be drawn everywhere.
+    masks: SamplingMasks | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -76,68 +80,6 @@ class Sequences:
 def flat_ids(rows: Sequence[Sequence[int]]) -> Tensor:
     """All token ids, one row after the other; int32 [tokens]."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.int32))
-
-
-class Parts(NamedTuple):
-    """Parts of a flat tensor, one part after the other."""
-
-    begins: Tensor  # int64 [parts], where each part begins
-    counts: Tensor  # int64 [parts], how many numbers each part has
-
-    @property
-    def places(self) -> Tensor:
-        """The indices of the numbers of all parts, int64."""
-        shifts = self.begins - (self.counts.cumsum(0) - self.counts)
-        places = np.repeat(shifts.numpy(), self.counts.numpy())
-        places += np.arange(len(places))
-        return torch.from_numpy(places)
-
-    def of(self, flat: Tensor) -> Tensor:
-        """A copy of the numbers of all parts."""
-        # NumPy repeats numbers and takes slices several times as fast as torch does.
-        numbers = flat.numpy()
-        ends = (self.begins + self.counts).tolist()
-        slices = [numbers[begin:end] for begin, end in zip(self.begins.tolist(), ends, strict=True)]
-        return torch.from_numpy(np.concatenate([numbers[:0], *slices]))
-
-    def put(self, flat: Tensor, numbers: Tensor) -> None:
-        """Write `numbers` [..., numbers of all parts] into the parts of `flat` [..., size]."""
-        target = flat.numpy()
-        source = numbers.numpy()
-        done = 0
-        for begin, count in zip(self.begins.tolist(), self.counts.tolist(), strict=True):
-            target[..., begin : begin + count] = source[..., done : done + count]
-            done += count
-
-    @staticmethod
-    def join(several: list[Parts]) -> Parts:
-        """All parts of `several` (at least one), one after the other."""
-        return Parts(*(torch.cat(column) for column in zip(*several, strict=True)))
-
-
-@dataclass(frozen=True)
-class ExpertRecord:
-    """The experts that tokens were sent to, in every mixture of a model.
-
-    Only the first tokens of a sequence have a record. The last token of a response never has one:
-    no engine computes it, and nothing depends on its experts.
-    """
-
-    chosen: Tensor  # uint8 or int16 [positions, mixtures, per_token], the numbers of the experts
-    begins: Tensor  # int64 [rows], where the positions of each sequence begin
-    counts: Tensor  # int64 [rows], tokens of each sequence that have a record
-
-    def of_rows(self, rows: Sequence[int] | range) -> ExpertRecord:
-        """The records of the sequences `rows`, in that order, in the same memory."""
-        index = torch.tensor(rows, dtype=torch.int64)
-        return ExpertRecord(self.chosen, self.begins[index], self.counts[index])
-
-    @staticmethod
-    def join(parts: Sequence[ExpertRecord]) -> ExpertRecord:
-        """The records of all parts, one part after the other, with nothing between."""
-        chosen = [Parts(part.begins, part.counts).of(part.chosen) for part in parts]
-        counts = torch.cat([part.counts for part in parts])
-        return ExpertRecord(torch.cat(chosen), counts.cumsum(0) - counts, counts)
 
 
 @dataclass(frozen=True)
@@ -288,6 +230,8 @@ class Rollout:
     stopped: Tensor
     # The engine's experts for each row's prompt and response; None if not recorded.
     experts: ExpertRecord | None = None
+    # Of each response token; None if sampling was not truncated.
+    masks: SamplingMasks | None = None
     # What happened in each row beside its tokens; None without an environment.
     episodes: list[Episode] | None = None
     # float32 [batch, response_len], rewards that terms have placed on tokens; None if none has
@@ -301,6 +245,7 @@ class Rollout:
             f"{batch} prompts"
         )
         assert self.experts is None or len(self.experts.counts) == batch
+        assert self.masks is None or self.masks.counts.shape == self.response_ids.shape
 
         shape = self.response_ids.shape
         assert shape[0] == batch, f"{shape[0]} responses to {batch} prompts"
@@ -385,6 +330,9 @@ class Rollout:
             experts=None
             if self.experts is None
             else ExpertRecord.join([self.experts.of_rows(rows)]),
+            masks=None
+            if self.masks is None
+            else SamplingMasks.join([self.masks.of_rows(rows)], self.masks.counts[index]),
             episodes=None if self.episodes is None else [self.episodes[row] for row in rows],
             placed=None if self.placed is None else self.placed[index],
         )
@@ -395,6 +343,7 @@ class Rollout:
         width = max(part.response_ids.shape[1] for part in parts)
         records = [part.experts for part in parts if part.experts is not None]
         assert len(records) in (0, len(parts)), "some parts have no record of experts"
+        masks = [part.masks or SamplingMasks.none(part.shape) for part in parts]
         episodes = [part.episodes for part in parts if part.episodes is not None]
         assert len(episodes) in (0, len(parts)), "some parts have no episodes"
 
@@ -415,6 +364,9 @@ class Rollout:
             versions=stack([part.versions for part in parts], padding=NO_VERSION),
             stopped=torch.cat([part.stopped for part in parts]),
             experts=None if not records else ExpertRecord.join(records),
+            masks=None
+            if all(part.masks is None for part in parts)
+            else SamplingMasks.join(masks, stack([x.counts for x in masks])),
             episodes=list(chain.from_iterable(episodes)) if episodes else None,
             placed=None
             if all(part.placed is None for part in parts)
@@ -455,6 +407,7 @@ class Rollout:
             width=self.shape[1],
             rows=rows,
             columns=columns,
+            masks=self.masks,
         )
 
 

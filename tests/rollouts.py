@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mrlhf.batch import NO_VERSION, Episode, Prompts, Rollout
+from mrlhf.records import SamplingMasks, as_bits, as_words
 
 
 def make_rollout(
@@ -89,3 +91,24 @@ def with_contexts(rollout: Rollout, contexts: dict[int, list[tuple[int, int]]]) 
     ]
 
     return replace(rollout, episodes=episodes)
+
+
+def masks_of(could: Tensor, drawn: Tensor | None = None) -> SamplingMasks:
+    """The masks of rows.
+
+    Args:
+        could: bool [rows, places, vocab], the tokens that could be drawn.
+        drawn: bool [rows, places], the places that have a mask; None: all.
+    """
+    rows, places, vocab_size = could.shape
+    if drawn is None:
+        drawn = torch.ones(rows, places, dtype=torch.bool)
+    every = as_words(as_bits(could.reshape(-1, vocab_size)).numpy())
+    words = [
+        own if is_drawn else own[:0] for own, is_drawn in zip(every, drawn.flatten(), strict=True)
+    ]
+    counts = torch.tensor([len(own) for own in words], dtype=torch.int32).view(rows, places)
+    in_rows = counts.sum(dim=1)
+    return SamplingMasks(
+        torch.from_numpy(np.concatenate(words)), in_rows.cumsum(0) - in_rows, counts
+    )

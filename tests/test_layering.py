@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"printable"},
     {"errors", "nvidia", "version"},
+    {"records"},
     {"batch", "messages", "rl"},
     {"metrics"},
     {"config", "device", "gpu", "host", "log", "workers"},

@@ -47,5 +47,6 @@ def divergence(
         return (q * (log_q - log_p)).sum(dim=1)
     if beta == 1:
         return (p * (log_p - log_q)).sum(dim=1)
-    log_m = torch.log(beta * q + (1 - beta) * p)
+    # A token that both cannot draw has no logarithm, and no share.
+    log_m = torch.log((beta * q + (1 - beta) * p).clamp(min=torch.finfo(p.dtype).tiny))
     return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(dim=1)

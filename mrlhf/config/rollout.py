@@ -150,9 +150,11 @@ class RolloutSection(Section):
     temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """divisor of the logits, in the engine and in training"""
     top_k: Annotated[int, Field(ge=-1, le=MOST)] = -1
-    """sample from the k most probable tokens; -1: off"""
+    """sample from the k most probable tokens; -1: off. Training then compares probabilities among
+    the tokens that could be drawn; not with vllm"""
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
-    """sample from the most probable tokens that together have this probability; 1: off"""
+    """sample from the most probable tokens that together have this probability; 1: off. As with
+    top_k"""
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] = 256
     """most sequences decoded at once in one replica"""
     max_prefill_tokens: Tokens = 8192
@@ -266,6 +268,11 @@ class RolloutSection(Section):
     @property
     def records_experts(self) -> bool:
         """Whether the engine records to which experts a mixture sends tokens."""
+        return self.engine == "native"
+
+    @property
+    def records_masks(self) -> bool:
+        """Whether the engine records which tokens could be drawn."""
         return self.engine == "native"
 
     @property

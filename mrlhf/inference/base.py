@@ -42,6 +42,8 @@ class SamplingParams:
             step into the seed.
         record_experts: whether samples record the experts of their tokens; only the native engine
             does so, for models with mixtures.
+        record_masks: whether samples record which tokens top_k and top_p let through; only the
+            native engine does so. Log-probabilities are then over these.
     """
 
     n: int = 1
@@ -53,10 +55,20 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int
     record_experts: bool = False
+    record_masks: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from only a part of the distribution."""
+        return self.top_k != -1 or self.top_p < 1
+
+    def without_records(self) -> SamplingParams:
+        """The same, where nothing is recorded that only training needs."""
+        return replace(self, record_experts=False, record_masks=False)
 
     def greedy(self) -> SamplingParams:
         """One response of the likeliest tokens, which ends as these do."""
-        return replace(self, n=1, temperature=0.0, top_k=-1, top_p=1.0, record_experts=False)
+        return replace(self.without_records(), n=1, temperature=0.0, top_k=-1, top_p=1.0)
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:
@@ -70,6 +82,7 @@ class SamplingParams:
             )
         if self.top_k != -1 and self.top_k < 1:
             raise ConfigError(f"top_k {self.top_k} must be -1 (off) or at least 1")
+        assert self.truncates or not self.record_masks, "there is nothing to record"
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p {self.top_p} must be above 0 and at most 1 (off)")
 
@@ -133,6 +146,18 @@ class _PackedList(Generic[N]):
         vars(instance)[self._name] = array(self._typecode, numbers)
 
 
+class MaskWords(NamedTuple):
+    """The tokens that could be drawn at each place of a response, as `SamplingMasks` has them."""
+
+    words: array[int]  # int32, of all places
+    counts: array[int]  # int32, words of each place
+
+    @staticmethod
+    def none(places: int) -> MaskWords:
+        """Places at which all tokens could be drawn."""
+        return MaskWords(array("i"), array("i", bytes(4 * places)))
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response.
@@ -145,12 +170,13 @@ class Sample:
         token_ids: the response, stop token included.
         logprobs: the log-probability of each token, at the sampling temperature (1 if greedy), over
             the whole vocabulary: before top-k and top-p, and with the tokens that the engine never
-            draws.
+            draws. With `masks` it is over the tokens that could be drawn.
         stopped: whether a stop token or stop string ended it; otherwise the length limit did.
         version: the version of the weights that drew it.
         experts: the experts of each token, uint8 or int16 [tokens, mixtures, per_token], prompt
             included; the last token is not computed and has none. None if they were not asked for,
             and on all ranks of a replica but the first.
+        masks: the tokens that could be drawn; None if they were not asked for.
     """
 
     request_id: Any
@@ -161,6 +187,7 @@ class Sample:
     stopped: bool  # type: ignore[misc]
     version: int  # type: ignore[misc]
     experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
+    masks: MaskWords | None = field(default=None, repr=False)
 
     @property
     def arrays(self) -> tuple[array[int], array[float]]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrlhf.batch import ExpertRecord
 from mrlhf.parallel.packs import Pack
+from mrlhf.records import ExpertRecord
 
 TokenSelector = Callable[[Tensor], Tensor]
 """Takes entries of all tokens of a pack, [tokens, ...]; returns those of a router's tokens."""

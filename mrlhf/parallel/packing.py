@@ -9,17 +9,18 @@ which pack, nor why.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mrlhf.batch import Parts, Sequences
+from mrlhf.batch import Sequences
 from mrlhf.device import send
 from mrlhf.parallel.packs import Pack, Trees
 from mrlhf.parallel.segments import WHOLE, Segments
+from mrlhf.records import Parts
 
 Select = Literal["response", "last"]
 
@@ -121,10 +122,14 @@ def make_packs(
         **_selected(sequences, laid, segments, select, device),
     }
     width = sequences.width if select == "response" else 1
-    return [
+    made = [
         Pack(**dict(zip(fields_of, fields, strict=True)), width=width, segments=segments)
         for fields in zip(*fields_of.values(), strict=True)
     ]
+    if sequences.masks is None or select == "last":
+        return made
+    masks = sequences.masks.by_place()
+    return [replace(pack, masks=masks.of_rows(pack.places)) for pack in made]
 
 
 def _lay(

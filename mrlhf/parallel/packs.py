@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import Parts
 from mrlhf.device import send
 from mrlhf.parallel.segments import Segments
+from mrlhf.records import Parts, SamplingMasks
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Pack:
 
     Every rank keeps its packs for the whole step, so a pack holds as little as it can, in int32;
     the properties are made anew each time, in int64. Tensors are where the model is, except
-    `firsts`, `columns` and `counts`, which are on the host.
+    `firsts`, `columns`, `counts` and `masks`, which are on the host.
     """
 
     rows: list[int]  # the row of the batch of each sequence in the pack, in order
@@ -69,6 +69,8 @@ class Pack:
     width: int  # columns of a table that holds a number for each selected position
     segments: Segments  # those that this rank holds
     trees: Trees | None = None  # if rows may share prompts
+    # Of the selected positions, a row each, on the host; None: any token could be drawn.
+    masks: SamplingMasks | None = None
 
     @property
     def position_ids(self) -> Tensor:

@@ -32,10 +32,13 @@ from mrlhf.parallel.vocab_sums import (
     add_mixture,
     write_gradient,
 )
+from mrlhf.records import SamplingMasks
 
 # Size of the logits of a chunk. The matrix products want many rows, memory wants few.
 _CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}
 _LEAST_CHUNK_TOKENS = 128
+# The logit of a token that has no probability; finite, so that 0 times it is 0.
+_EXCLUDED = -1e20
 
 
 def chunk_rows(row_bytes: int, device: str) -> int:
@@ -74,6 +77,8 @@ class Tokens:
     # The most tokens that each has on any of the ranks that hold parts of it; None if this rank
     # holds them whole.
     most_lengths: Sequence[int] | None = None
+    # The distributions are over the tokens that these, a row a token, let through; None: over all.
+    masks: SamplingMasks | None = None
 
 
 @torch.no_grad()
@@ -310,8 +315,20 @@ class _Projection:
                 mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), ref_logits)
                 if tokens.ref_layer.scale != self._layer.scale:  # sums scale both by the latter
                     ref_logits.mul_(tokens.ref_layer.scale / self._layer.scale)
+            self._mask(rows, logits, ref_logits)
             self._held = rows
         return logits, ref_logits
+
+    def _mask(self, rows: slice, *every: Tensor | None) -> None:
+        """Give no probability to the tokens that could not be drawn."""
+        if self._tokens.masks is None:
+            return
+        columns = range(self._columns.first, self._columns.first + self._columns.valid)
+        masks = self._tokens.masks.of_rows(rows)
+        excluded = masks.excluded(columns, self._layer.vocab_size, self._logits.device)
+        for logits in every:
+            if logits is not None:
+                logits[:, : len(columns)].masked_fill_(excluded, _EXCLUDED)
 
 
 def _spans(lengths: Sequence[int], most_lengths: Sequence[int], most_rows: int) -> list[_Span]:

@@ -112,8 +112,6 @@ class PolicyLossTraits:
     sequence_level: bool = False
     # whether it needs tokens that are chosen by a statistic of the whole mini-batch
     selects_tokens: bool = False
-    # whether it uses the ratio of two policies, which truncated sampling breaks
-    uses_ratio: bool = True
     # whether the loss of a token depends on other tokens of its sequence
     needs_sequences: bool = False
 
@@ -123,14 +121,14 @@ POLICY_LOSS_TRAITS: Mapping[str, PolicyLossTraits] = {
     "gspo": PolicyLossTraits(sequence_level=True, needs_sequences=True),
     "cispo": PolicyLossTraits(),
     "sapo": PolicyLossTraits(sequence_level=True),
-    "gpg": PolicyLossTraits(uses_ratio=False),
+    "gpg": PolicyLossTraits(),
     "geo_mean": PolicyLossTraits(sequence_level=True, needs_sequences=True),
     "clip_cov": PolicyLossTraits(selects_tokens=True),
     "kl_cov": PolicyLossTraits(selects_tokens=True),
     "dppo_tv": PolicyLossTraits(),
     "dppo_kl": PolicyLossTraits(),
     "surrogate": PolicyLossTraits(),
-    "reinforce": PolicyLossTraits(uses_ratio=False),
+    "reinforce": PolicyLossTraits(),
 }
 OWN_POLICY_LOSS = PolicyLossTraits(needs_sequences=True)
 """The traits of a user's loss. It is given whole sequences, since it may use them."""

@@ -13,12 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mrlhf.batch import Experience, ExpertRecord, Rollout
+from mrlhf.batch import Experience, Rollout
 from mrlhf.errors import Interrupted
 from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.vocab_sums import NumbersToCompute
+from mrlhf.records import ExpertRecord
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.policy_objective import MiniBatchLoss, PolicyMiniBatch
 from mrlhf.roles.router_replay import EvaluationRouting, replayed_in_update

@@ -10,9 +10,10 @@ import math
 import torch
 import torch.distributed as dist
 
-from mrlhf.batch import Experience, ExpertRecord, Rollout
+from mrlhf.batch import Experience, Rollout
 from mrlhf.parallel.machine import OpenTable
 from mrlhf.parallel.pack_routing import PassRouting
+from mrlhf.records import ExpertRecord
 from mrlhf.rl.names import RouterReplay
 from mrlhf.training.engine import ModelEngine
 

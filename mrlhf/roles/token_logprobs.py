@@ -94,6 +94,7 @@ class TokenLogprobs:
             pack.targets,
             lengths=counts[pack.segments.rank].tolist(),
             most_lengths=counts.amax(dim=0).tolist(),
+            masks=pack.masks,
         )
         if reference is None:
             return tokens

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from mrlhf.batch import NO_VERSION, Episode
-from mrlhf.inference.base import Sample
+from mrlhf.inference.base import MaskWords, Sample
 
 
 class TokenRun(NamedTuple):
@@ -40,6 +40,8 @@ class DrawnSample:
     recorded: int = 0
     experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
     episode: Episode | None = None  # None without an environment
+    # Which tokens could be drawn at the place of each.
+    masks: MaskWords = field(default_factory=lambda: MaskWords.none(0), repr=False)
 
     @property
     def length(self) -> int:
@@ -68,6 +70,7 @@ class DrawnSample:
         tokens, logprobs = sample.arrays
         self.token_ids += tokens
         self.logprobs += logprobs
+        self._add_masks(sample.masks or MaskWords.none(len(tokens)))
         self._add_run(len(tokens), sample.version)
 
     def add_read(self, tokens: list[int]) -> None:
@@ -75,6 +78,7 @@ class DrawnSample:
         if tokens:
             self.token_ids.extend(tokens)
             self.logprobs.extend([0.0] * len(tokens))
+            self._add_masks(MaskWords.none(len(tokens)))
             self._add_run(len(tokens), NO_VERSION)
 
     def forget_record(self) -> None:
@@ -85,7 +89,12 @@ class DrawnSample:
     def exclude(self) -> None:
         """Let nobody have drawn any token, so that none of them trains."""
         self.logprobs = array("f", [0.0] * self.length)
+        self.masks = MaskWords.none(self.length)
         self.runs = [TokenRun(self.length, NO_VERSION)] if self.length else []
+
+    def _add_masks(self, masks: MaskWords) -> None:
+        self.masks.words.extend(masks.words)
+        self.masks.counts.extend(masks.counts)
 
     def _add_run(self, length: int, version: int) -> None:
         if self.runs and self.runs[-1].version == version:

@@ -6,9 +6,10 @@ It also says how a checkpoint keeps the samples. It knows neither prompts nor en
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,17 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import Episode, Parts
-from mrlhf.inference.base import EngineStats
+from mrlhf.batch import Episode
+from mrlhf.inference.base import EngineStats, MaskWords
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.collectives import all_gather_objects, all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import OpenTable
+from mrlhf.records import Parts
 from mrlhf.rollout.drawn_sample import DrawnSample, TokenRun
 
 _STATS = len(fields(EngineStats))
 _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
-_Columns = TypeVar("_Columns", "SampleHeaders", "SampleRuns")
+_NO_MASKS = torch.zeros(0, dtype=torch.int32)
+_Columns = TypeVar("_Columns", "SampleHeaders", "SampleRuns", Parts)
 
 
 class SampleHeaders(NamedTuple):
@@ -38,15 +41,23 @@ class SampleHeaders(NamedTuple):
     stopped: Tensor  # 1 if a stop token or stop string ended it
     replicas: Tensor  # which replica drew it
     recorded: Tensor  # for how many tokens of prompt and response the experts are recorded
+    mask_words: Tensor  # the words of its sampling masks
 
     @property
-    def record_begins(self) -> Tensor:
-        """Where the record of each sample begins if the records are ordered by row."""
+    def records(self) -> Parts:
+        """The part of each sample if the records of experts are ordered by row."""
+        return self._parts(self.recorded)
+
+    @property
+    def masks(self) -> Parts:
+        """The part of each sample if the words of sampling masks are ordered by row."""
+        return self._parts(self.mask_words)
+
+    def _parts(self, counts: Tensor) -> Parts:
         order = self.rows.argsort()
-        counts = self.recorded[order]
         begins = torch.empty_like(counts)
-        begins[order] = counts.cumsum(0) - counts
-        return begins
+        begins[order] = counts[order].cumsum(0) - counts[order]
+        return Parts(begins, counts)
 
     @staticmethod
     def of(samples: Sequence[DrawnSample], replica: int = 0) -> SampleHeaders:
@@ -58,6 +69,7 @@ class SampleHeaders(NamedTuple):
             [sample.stopped for sample in samples],
             [replica] * len(samples),
             [sample.recorded for sample in samples],
+            [len(sample.masks.words) for sample in samples],
         )
         return SampleHeaders(*(torch.tensor(column, dtype=torch.int64) for column in columns))
 
@@ -93,6 +105,9 @@ class DrawnSamples:
     # uint8 or int16 [recorded tokens, mixtures, per_token], the experts of all tokens of one row,
     # then those of the next row
     experts: Tensor
+    masks: Tensor  # int32 [words], the sampling masks of all tokens of one row, then of the next
+    # int32 [batch, response_len], words of each token; no rows if no sample has masks
+    mask_counts: Tensor
     # what happened in each row beside its tokens; empty without an environment
     episodes: dict[int, Episode]
 
@@ -106,6 +121,8 @@ class DrawnSamples:
             torch.zeros(0, 1, dtype=torch.int32),
             torch.zeros(0, 1, dtype=torch.float32),
             _NO_RECORD,
+            _NO_MASKS,
+            _NO_MASKS[:, None],
             {},
         )
 
@@ -119,6 +136,9 @@ class DrawnSamples:
         }
 
         runs = self.runs_of(lengths)
+        begins = self.headers.masks.begins.tolist()
+        begin_of = dict(zip(self.headers.rows.tolist(), begins, strict=True))
+        masks = {row: self._masks_of(row, begin_of[row], length) for row, length in lengths.items()}
         return {
             row: DrawnSample(
                 row,
@@ -126,9 +146,19 @@ class DrawnSamples:
                 array("f", self.logprobs[row, :length].tolist()),
                 runs[row],
                 episode=deepcopy(self.episodes.get(row)),
+                masks=masks[row],
             )
             for row, length in lengths.items()
         }
+
+    def _masks_of(self, row: int, begin: int, length: int) -> MaskWords:
+        """The masks of the first tokens of a row, whose words begin at `begin`."""
+        if not len(self.masks):
+            return MaskWords.none(length)
+        counts = self.mask_counts[row, :length].tolist()
+        return MaskWords(
+            array("i", self.masks[begin : begin + sum(counts)].tolist()), array("i", counts)
+        )
 
     def runs_of(self, rows: Iterable[int]) -> dict[int, list[TokenRun]]:
         """The runs of each of `rows`."""
@@ -140,11 +170,14 @@ class DrawnSamples:
 
     def without(self, rows: Tensor) -> DrawnSamples:
         """The other samples; none of `rows` has a record of experts."""
-        headers = _chosen(self.headers, ~torch.isin(self.headers.rows, rows))
+        stays = ~torch.isin(self.headers.rows, rows)
+        headers = _chosen(self.headers, stays)
+        order = self.headers.rows.argsort()
+        masks = _chosen(self.headers.masks, order[stays[order]]).of(self.masks)
         runs = _chosen(self.runs, ~torch.isin(self.runs.rows, rows))
         gone = set(rows.tolist())
         episodes = {row: episode for row, episode in self.episodes.items() if row not in gone}
-        return replace(self, headers=headers, runs=runs, episodes=episodes)
+        return replace(self, headers=headers, runs=runs, masks=masks, episodes=episodes)
 
     def select(self, rows: Sequence[int]) -> DrawnSamples:
         """The samples of `rows`, all of which are there, as rows from 0 on; without statistics."""
@@ -155,7 +188,6 @@ class DrawnSamples:
         place = torch.empty_like(number)
         place[self.headers.rows] = torch.arange(len(self.headers.rows))
         headers = _chosen(self.headers, place[index])
-        record = Parts(self.headers.record_begins[place[index]], headers.recorded)
         width = max([1, *headers.lengths.tolist()])
         runs = _chosen(self.runs, number[self.runs.rows] >= 0)
         return DrawnSamples(
@@ -164,7 +196,9 @@ class DrawnSamples:
             runs._replace(rows=number[runs.rows]),
             self.token_ids[index, :width],
             self.logprobs[index, :width],
-            record.of(self.experts),
+            _chosen(self.headers.records, place[index]).of(self.experts),
+            _chosen(self.headers.masks, place[index]).of(self.masks),
+            self.mask_counts[index, :width] if len(self.masks) else _NO_MASKS[:, None],
             {new: self.episodes[row] for new, row in enumerate(rows) if row in self.episodes},
         )
 
@@ -179,30 +213,48 @@ class DrawnSamples:
             "tokens": self.token_ids[headers.rows][is_there],
             "logprobs": self.logprobs[headers.rows][is_there],
             "experts": self.experts,
+            "masks": self.masks,
+            "mask_counts": self.mask_counts[headers.rows][is_there]
+            if len(self.masks)
+            else _NO_MASKS,
             "episodes": {str(row): asdict(episode) for row, episode in self.episodes.items()},
         }
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> DrawnSamples:
         """The inverse of `state_dict`."""
+        # mrlhf 0.8 kept no masks.
+        without = {"mask_words": torch.zeros_like(state["rows"]), "masks": _NO_MASKS}
+        state = {**without, "mask_counts": _NO_MASKS, **state}
         headers = SampleHeaders(*(state[name] for name in SampleHeaders._fields))
         if not len(headers.rows):
             return DrawnSamples.none(len(state["stats"]))
 
         shape = (int(headers.rows.max()) + 1, max(1, int(headers.lengths.max())))
         is_there = torch.arange(shape[1]) < headers.lengths[:, None]
-        tables = []
-        for name, dtype in (("tokens", torch.int32), ("logprobs", torch.float32)):
-            of_samples = torch.zeros(is_there.shape, dtype=dtype)
-            of_samples[is_there] = state[name]
-            table = torch.zeros(shape, dtype=dtype)
+
+        def spread(numbers: Tensor) -> Tensor:
+            of_samples = numbers.new_zeros(is_there.shape)
+            of_samples[is_there] = numbers
+            table = numbers.new_zeros(shape)
             table[headers.rows] = of_samples
-            tables.append(table)
+            return table
+
         stats = [EngineStats(*numbers) for numbers in state["stats"]]
         runs = SampleRuns(**state["runs"])
         episodes = {int(row): Episode(**facts) for row, facts in state["episodes"].items()}
-        token_ids, logprobs = tables
-        return DrawnSamples(stats, headers, runs, token_ids, logprobs, state["experts"], episodes)
+        masks = state["masks"]
+        return DrawnSamples(
+            stats,
+            headers,
+            runs,
+            spread(state["tokens"]),
+            spread(state["logprobs"]),
+            state["experts"],
+            masks,
+            spread(state["mask_counts"]) if len(masks) else _NO_MASKS[:, None],
+            episodes,
+        )
 
 
 def exchange_samples(
@@ -263,38 +315,67 @@ def exchange_samples(
     if groups.tp_rank == 0:
         _write(token_ids, {sample.row: sample.token_ids for sample in drawn})
         _write(logprobs, {sample.row: sample.logprobs for sample in drawn})
+
     record = _NO_RECORD
     if experts is not None:
-        record = _exchange_experts(groups, drawn, headers, earlier, experts)
+        empty = torch.zeros(0, experts.mixtures, experts.per_token, dtype=experts.record_dtype)
+        before = earlier.experts if len(earlier.experts) else empty
+        recorded = {sample.row: sample.experts for sample in drawn if sample.recorded}
+        of_earlier = earlier.headers, before
+        record = _exchange_flat(groups, headers, recorded, *of_earlier, attrgetter("records"))
+
+    masks = _exchange_masks(groups, batch, drawn, headers, earlier)
     tables = token_ids.complete(), logprobs.complete()
-    return DrawnSamples(every_stats, headers, runs, *tables, record, episodes)
+    return DrawnSamples(every_stats, headers, runs, *tables, record, *masks, episodes)
 
 
-def _exchange_experts(
+def _exchange_masks(
     groups: EngineGroups,
+    batch: int,
     drawn: Sequence[DrawnSample],
     headers: SampleHeaders,
     earlier: DrawnSamples,
-    experts: Experts,
-) -> Tensor:
-    """The experts of all samples, which `headers` describes, one row after the other."""
-    shape = (int(headers.recorded.sum()), experts.mixtures, experts.per_token)
-    table = groups.machine.table(shape, experts.record_dtype)
-    begins = headers.record_begins
-
+) -> tuple[Tensor, Tensor]:
+    """`masks` and `mask_counts` of all samples, which `headers` describes."""
+    if not headers.mask_words.any():
+        return _NO_MASKS, _NO_MASKS[:, None]
+    words = {sample.row: sample.masks.words for sample in drawn}
     known = earlier.headers
-    if dist.get_rank() == 0 and len(earlier.experts):
-        held = Parts(known.record_begins, known.recorded)
-        wanted = Parts(begins[: len(known.rows)], known.recorded)
-        table.entries[wanted.places] = held.of(earlier.experts)
+    masks = _exchange_flat(groups, headers, words, known, earlier.masks, attrgetter("masks"))
+
+    counts = groups.machine.table((batch, int(headers.lengths.max())), torch.int32)
+    if dist.get_rank() == 0 and len(earlier.masks):
+        before = earlier.mask_counts[known.rows]
+        counts.entries[known.rows, : before.shape[1]] = before
     if groups.tp_rank == 0:
-        begin_of = dict(zip(headers.rows.tolist(), begins.tolist(), strict=True))
+        _write(counts, {sample.row: sample.masks.counts for sample in drawn})
+    return masks, counts.complete()
+
+
+def _exchange_flat(
+    groups: EngineGroups,
+    headers: SampleHeaders,
+    drawn: Mapping[int, Any],
+    known: SampleHeaders,
+    before: Tensor,
+    parts_of: Callable[[SampleHeaders], Parts],
+) -> Tensor:
+    """The numbers of all samples, which `headers` describes, one row after the other.
+
+    `drawn` has those of rows of this replica, and `before` those of the `known` samples.
+    """
+    parts = parts_of(headers)
+    table = groups.machine.table((int(parts.counts.sum()), *before.shape[1:]), before.dtype)
+    if dist.get_rank() == 0 and len(before):
+        held = parts_of(known)
+        wanted = Parts(parts.begins[: len(known.rows)], held.counts)
+        table.entries[wanted.places] = held.of(before)
+    if groups.tp_rank == 0:
+        begin_of = dict(zip(headers.rows.tolist(), parts.begins.tolist(), strict=True))
         numbers = table.entries.numpy()
-        for sample in drawn:
-            if sample.recorded:
-                assert sample.experts is not None and len(sample.experts) == sample.recorded
-                begin = begin_of[sample.row]
-                numbers[begin : begin + sample.recorded] = sample.experts
+        for row, content in drawn.items():
+            begin = begin_of[row]
+            numbers[begin : begin + len(content)] = content
     return table.complete()
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrlhf.batch import NO_VERSION, Episode, ExpertRecord, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, Episode, Prompts, Rollout
 from mrlhf.errors import EngineError, Interrupted
 from mrlhf.inference.base import EngineStats, InferenceEngine, Request, SamplingParams
 from mrlhf.models.spec import Experts
@@ -30,6 +30,7 @@ from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import Machine
 from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.replica_speed import compare_replicas
+from mrlhf.records import ExpertRecord, SamplingMasks
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 from mrlhf.rollout.drawing import Drawn, Pace, RequestId, Sampler, Task, mix_seed
@@ -352,6 +353,7 @@ class Generator:
             versions=versions,
             stopped=headers.stopped[order].bool(),
             experts=_record(drawn.experts, headers.recorded[order]),
+            masks=_masks(drawn, headers.mask_words[order]),
             episodes=episodes,
         )
         return rollout, metrics
@@ -362,6 +364,13 @@ def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:
     if not len(experts):
         return None
     return ExpertRecord(experts, recorded.cumsum(0) - recorded, recorded)
+
+
+def _masks(drawn: DrawnSamples, words: Tensor) -> SamplingMasks | None:
+    """The sampling masks of rows with so many `words` each; None if there are none."""
+    if not len(drawn.masks):
+        return None
+    return SamplingMasks(drawn.masks, words.cumsum(0) - words, drawn.mask_counts)
 
 
 def _check_finite(logprobs: Tensor, prompts: Prompts, n: int) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -112,7 +112,7 @@ def answer(
 
     policy = open_policy(config, run, inputs)
     generator = policy.generator
-    sampling = replace(policy.sampling, record_experts=False)
+    sampling = policy.sampling.without_records()
     sampling = sampling.greedy() if options.greedy else sampling
     scorer = None
     if reward is not None:

@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mrlhf.batch import Parts, Sequences
+from mrlhf.batch import Sequences
 from mrlhf.config.sections import AdaptedSection, OptimSection, RoleSection, RouterSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.errors import WeightError
@@ -45,6 +45,7 @@ from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.phases import Phases
 from mrlhf.parallel.prefixes import prompt_groups
 from mrlhf.parallel.schedule import Pipeline
+from mrlhf.records import Parts
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertRouting
 from mrlhf.training.first_weights import read_for_all

@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top-k": {"temperature": 1.0, "top_k": 5},
     "top-p": {"temperature": 1.0, "top_p": 0.6},
     "both": {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    "recorded": {"temperature": 1.0, "top_k": 40, "top_p": 0.8, "record_masks": True},
     "several samples of a prompt": {"temperature": 1.0, "n": 3},
     "stop tokens": {"temperature": 1.0, "top_k": 3, "stop_token_ids": tuple(range(0, 1000, 7))},
     "stop strings": {"temperature": 1.0, "stop": ("7 ", "13")},
@@ -38,13 +39,17 @@ def compare() -> dict[str, dict[str, Any]]:
             theirs = _samples(host, options)
             pairs = list(zip(ours, theirs, strict=True))
             found[f"{name}, {'eager' if eager else 'graphs'}"] = {
-                "same": sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
+                "same": sum(_are_same(a, b) for a, b in pairs) / len(pairs),
                 "gap": max(_gap(a, b) for a, b in pairs),
                 "never": any(token in NEVER for a in ours for token in a.token_ids),
                 "lengths": sorted({len(a.token_ids) for a in ours}),
             }
 
     return found
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    return a.token_ids == b.token_ids and a.masks == b.masks
 
 
 def _gap(a: Any, b: Any) -> float:

@@ -28,6 +28,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "corrected": True,
         # With adapters it is the policy without them, else a model of its own.
         "teacher": {"kl": "jsd", "beta": 0.3, "coef": 0.7},
+        "truncated": True,
         "demonstrates": True,
     },
     "full KL": {
@@ -40,6 +41,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "settings": {"positive_lm_coef": 0.3},
         "holes": True,
         "contexts": True,
+        "truncated": True,
     },
     "whole sequences": {
         "agg": "seq-mean-token-mean",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,15 +154,30 @@ def save_inputs(root: Path, layers: int = 2, models: Sequence[str] = plain_model
 
 
 def load_experience(root: Path, case: Case) -> Experience:
-    """The experience of the case's model, corrected, broken or with holes as the case says."""
-    file = _experience_file(root, case.model, case.contexts)
-    experience: Experience = torch.load(file, weights_only=False)
-    if case.corrected:
+    """The experience of the case's model, corrected, broken, truncated, with holes, as it says."""
+    has = (case.contexts, case.corrected, case.broken, case.holes, case.truncated)
+    return _experience(root, case.model, *has)
+
+
+@cache
+def _experience(
+    root: Path,
+    model: str,
+    contexts: bool,
+    corrected: bool,
+    broken: bool,
+    holes: bool,
+    truncated: bool,
+) -> Experience:
+    experience: Experience = torch.load(_experience_file(root, model, contexts), weights_only=False)
+    if corrected:
         experience = plain_experience.with_correction(experience)
-    if case.broken:
+    if broken:
         experience = plain_experience.broken(experience)
-    if case.holes:
+    if holes:
         experience = plain_experience.with_holes(experience)
+    if truncated:
+        experience = plain_experience.with_masks(experience, root / model)
     return experience
 
 

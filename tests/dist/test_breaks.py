@@ -29,6 +29,7 @@ from mrlhf.models import build
 from mrlhf.models.experts import RoutedExperts
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.vocab_sums import LocalSums
+from mrlhf.records import SamplingMasks
 from mrlhf.roles.actor import Actor
 from mrlhf.trainers import critic as critic_trainer
 from mrlhf.trainers.ppo import experience as experience_of_ppo
@@ -237,6 +238,27 @@ def _normalise_alone(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(LocalSums, "combine", lambda sums, group: right(sums, None))
 
 
+def _mask_the_first_columns(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Each rank takes the masks of the first rank's part of the vocabulary for its own."""
+    right = SamplingMasks.excluded
+
+    def wrong(masks: SamplingMasks, columns: range, *arguments: Any) -> Any:
+        return right(masks, range(len(columns)), *arguments)
+
+    patch.setattr(SamplingMasks, "excluded", wrong)
+
+
+def _mask_other_tokens(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """A token has the mask of the place after it."""
+    right = SamplingMasks.by_place
+
+    def wrong(masks: SamplingMasks) -> SamplingMasks:
+        every = right(masks)
+        return replace(every, begins=every.begins.roll(-1), counts=every.counts.roll(-1, dims=0))
+
+    patch.setattr(SamplingMasks, "by_place", wrong)
+
+
 def _orthogonalise_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Each rank takes its part of a matrix for the whole."""
 
@@ -350,6 +372,8 @@ BREAKS = {
     "a vocabulary that is not summed": Break(
         TENSORS, _normalise_alone, ("tables", "actor metrics", "sft metrics")
     ),
+    "masks of other columns": Break(TENSORS, _mask_the_first_columns, ("actor metrics",)),
+    "masks of other tokens": Break(CONTEXT, _mask_other_tokens, ("actor metrics", "actor weights")),
     "frozen weights train": Break(
         FROZEN,
         _freeze_nothing,

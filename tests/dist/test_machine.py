@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import threading
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import MethodError, UserTraceback
-from mrlhf.inference.base import EngineStats, Sample
+from mrlhf.inference.base import EngineStats, MaskWords, Sample
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
@@ -172,6 +173,13 @@ def _samples(replica: int, with_experts: bool) -> tuple[list[int], list[Sample]]
     return rows, samples
 
 
+def _masks(row: int, places: int) -> MaskWords:
+    """Up to two words of each place, which say where they belong."""
+    counts = [(row + place) % 3 for place in range(places)]
+    words = [100 * row + 10 * place + w for place in range(places) for w in range(counts[place])]
+    return MaskWords(array("i", words), array("i", counts))
+
+
 def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
     """The samples of all replicas at once, and in two parts with a checkpoint between."""
     actor = ParallelLayout(tp=1, pp=1, dp=WORLD_SIZE)
@@ -188,15 +196,18 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
         tokens, logprobs = sample.arrays
         runs = [TokenRun(len(tokens), sample.version)]
         recorded = len(_recorded(row))
-        return DrawnSample(
-            row, tokens, logprobs, runs, True, sample.stopped, recorded, sample.experts
-        )
+        masks = _masks(row, len(tokens))
+        arguments = (runs, True, sample.stopped, recorded, sample.experts)
+        return DrawnSample(row, tokens, logprobs, *arguments, masks=masks)
 
     def begun(one: DrawnSample) -> DrawnSample:
         """Its first two tokens."""
         length = min(2, len(one.token_ids))
         runs = [TokenRun(length, one.runs[0].version)]
-        return DrawnSample(one.row, one.token_ids[:length], one.logprobs[:length], runs)
+        masks = _masks(one.row, length)
+        return DrawnSample(
+            one.row, one.token_ids[:length], one.logprobs[:length], runs, masks=masks
+        )
 
     every = list(map(whole_of, rows, samples))
 
@@ -224,19 +235,23 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
         "experts": whole.experts.tolist(),
         "in parts": torch.equal(both.token_ids, whole.token_ids)
         and torch.equal(both.experts, whole.experts)
+        and torch.equal(both.masks, whole.masks)
+        and torch.equal(both.mask_counts, whole.mask_counts)
         and torch.equal(both.logprobs, whole.logprobs)
         and both.stats == whole.stats,
         "headers": sorted(zip(*(column.tolist() for column in both.headers), strict=True)),
         "versions": both.runs.of_tokens().tolist(),
         "steps": [one.steps for one in whole.stats],
         "open": {
-            row: (list(one.token_ids), list(one.logprobs), one.runs)
+            row: (list(one.token_ids), list(one.logprobs), one.runs, one.masks)
             for row, one in still_open.items()
         },
         "chosen": {
             "tokens": chosen.token_ids.tolist(),
             "logprobs": chosen.logprobs.tolist(),
             "experts": chosen.experts.tolist(),
+            "masks": chosen.masks.tolist(),
+            "mask counts": chosen.mask_counts.tolist(),
             "headers": list(zip(*(column.tolist() for column in chosen.headers), strict=True)),
             "versions": chosen.runs.of_tokens().tolist(),
         },
@@ -349,13 +364,17 @@ def test_every_rank_sees_the_samples_of_all_replicas(
         tokens.append(there + [0] * (4 - len(there)))
     facts = [(row % 5, 1, int(row % 2 == 0)) for row in range(BATCH)]
     counts = [len(_recorded(row)) for row in range(BATCH)]
+    masks = [_masks(row, row % 5) for row in range(BATCH)]
     versions = [row for row in range(BATCH) for _ in range(row % 5)]
     experts = np.concatenate([_recorded(row) for row in range(BATCH)]).tolist()
 
     for rank in ranks:
         for exchanged, steps in zip(rank[name]["exchanged"], ([1, 2, 3, 4], [1, 2]), strict=True):
             replicas = len(steps)
-            headers = [(row, *facts[row], row % replicas, counts[row]) for row in range(BATCH)]
+            headers = [
+                (row, *facts[row], row % replicas, counts[row], len(masks[row].words))
+                for row in range(BATCH)
+            ]
             assert exchanged["rows"] == list(range(BATCH))
             assert exchanged["tokens"] == tokens
             assert exchanged["logprobs"] == [[-token / 8 for token in row] for row in tokens]
@@ -367,13 +386,22 @@ def test_every_rank_sees_the_samples_of_all_replicas(
             rows_begun = (0, 1, 2, 3) if replicas == 4 else (0, 1, 2, 3, 6, 7, 10, 11)
             begun = {row: min(2, row % 5) for row in rows_begun}
             assert exchanged["open"] == {
-                row: (tokens[row][:n], [-t / 8 for t in tokens[row][:n]], [(n, row)])
+                row: (
+                    tokens[row][:n],
+                    [-t / 8 for t in tokens[row][:n]],
+                    [(n, row)],
+                    _masks(row, n),
+                )
                 for row, n in begun.items()
             }
             chosen = exchanged["chosen"]
             assert chosen["tokens"] == [tokens[row] for row in CHOSEN]
             assert chosen["logprobs"] == [[-t / 8 for t in tokens[row]] for row in CHOSEN]
             assert chosen["experts"] == np.concatenate([_recorded(r) for r in CHOSEN]).tolist()
+            assert chosen["masks"] == [word for row in CHOSEN for word in masks[row].words]
+            assert chosen["mask counts"] == [
+                [*masks[row].counts, *[0] * (4 - row % 5)] for row in CHOSEN
+            ]
             assert chosen["headers"] == [(new, *headers[row][1:]) for new, row in enumerate(CHOSEN)]
             assert chosen["versions"] == [row for row in CHOSEN for _ in range(row % 5)]
 

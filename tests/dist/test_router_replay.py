@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 
-from mrlhf.batch import Experience, ExpertRecord, Rollout
+from mrlhf.batch import Experience, Rollout
 from mrlhf.parallel.layout import AxisSizes
+from mrlhf.records import ExpertRecord
 from mrlhf.roles.actor import Actor
 from tests.dist.ppo_runs import Runs, Scenario, assert_same_on_every_layout
 from tests.dist.role_runs import (

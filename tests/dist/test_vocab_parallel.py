@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from mrlhf.parallel import vocab
 from mrlhf.parallel.vocab import LossPart, OutputLayer, Tokens, token_numbers
 from mrlhf.parallel.vocab_sums import Normalisers, NumbersToCompute, TokenNumbers
 from tests.ranks import run_ranks
+from tests.rollouts import masks_of
 from tests.token_loss import divergence, token_loss
 
 TOKENS = 9
 HIDDEN = 6
 SCALE = 1.25
 LENGTHS = [3, 6]
+FREE = 5  # the token at which all could be drawn
 LEAST_ROWS = 4  # three chunks, of which the second sequence takes two
 FACTORS = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(2))
 # Of the divergence: its beta, and the tokens and logits of which it is.
@@ -46,10 +49,11 @@ def _all_sizes(
     vocab._CHUNK_BYTES["cpu"] = 1
     vocab._LEAST_CHUNK_TOKENS = LEAST_ROWS
     return [
-        _shard_results(rank, world_size, vocab_size, by_token, beta, apart)
+        _shard_results(rank, world_size, vocab_size, by_token, beta, apart, masked)
         for vocab_size in vocab_sizes
         for beta, apart in KINDS
         for by_token in (True, False)
+        for masked in (False, True)
     ]
 
 
@@ -60,8 +64,9 @@ def _shard_results(
     by_token: bool,
     beta: float,
     apart: dict[str, Any],
+    masked: bool,
 ) -> tuple[float, float, float]:
-    """Compare one shard with the whole vocabulary in float64.
+    """Compare one shard with the whole vocabulary in float64; if `masked`, with some tokens of it.
 
     Returns:
         Largest error of the values, largest error of the gradients, sum of the padding's gradients.
@@ -77,6 +82,13 @@ def _shard_results(
     layer = OutputLayer(whole[mine].clone().requires_grad_(), group, vocab_size, SCALE)
     ref_layer = OutputLayer(reference[mine].clone(), group, vocab_size, SCALE)
     tokens = Tokens(hidden, targets, LENGTHS, ref_layer, _random(TOKENS, 4))
+    could = _could_be_drawn(targets, vocab_size)
+    if masked:
+        has_mask = torch.arange(TOKENS) != FREE
+        could[FREE] = True
+        tokens = replace(tokens, masks=masks_of(could[:, None], has_mask[:, None]))
+    else:
+        could[:] = True
     wanted = NumbersToCompute(entropy=True, squares=True, kl=True, beta=beta, **apart)
     numbers, calls = _counted(lambda: token_numbers(layer, tokens, wanted))
     each = 1 + (wanted.mixes and not apart)
@@ -99,9 +111,11 @@ def _shard_results(
 
     slow_hidden = _random(TOKENS, 3).double().requires_grad_()
     slow = whole.double().requires_grad_()
-    log_p = torch.log_softmax((slow_hidden @ slow.T)[:, :vocab_size] * SCALE, dim=-1)
+    logits = (slow_hidden @ slow.T)[:, :vocab_size] * SCALE
+    log_p = torch.log_softmax(logits.masked_fill(~could, -1e5), dim=-1)
     ref_logits = _random(TOKENS, 4).double() @ reference.double().T
-    log_q = torch.log_softmax(ref_logits[:, :vocab_size] * SCALE, dim=-1)
+    ref_logits = ref_logits[:, :vocab_size] * SCALE
+    log_q = torch.log_softmax(ref_logits.masked_fill(~could, -1e5), dim=-1)
     p = log_p.exp()
     expected = TokenNumbers(
         logprobs=log_p.gather(1, targets[:, None])[:, 0],
@@ -124,6 +138,14 @@ def _shard_results(
     return worst_value, worst_gradient, padding.abs().sum().item()
 
 
+def _could_be_drawn(targets: Tensor, vocab_size: int) -> Tensor:
+    """The target alone at one token, and more and more at those after it; bool [tokens, vocab]."""
+    generator = torch.Generator().manual_seed(5)
+    shares = torch.linspace(0, 0.9, TOKENS)[:, None]
+    could = torch.rand(TOKENS, vocab_size, generator=generator) < shares
+    return could.scatter(1, targets[:, None], True)
+
+
 def _counted(function):
     """What the function gives, and how many collective operations it took."""
     calls = []
@@ -144,7 +166,7 @@ def _counted(function):
 def test_shards_equal_the_whole(world_size: int, vocab_sizes: tuple[int, ...]) -> None:
     """With 41 columns the last shard has padding; with 5 the last of four shards is all padding."""
     for results_of_rank in run_ranks(world_size, _all_sizes, vocab_sizes):
-        assert len(results_of_rank) == 2 * len(KINDS) * len(vocab_sizes)
+        assert len(results_of_rank) == 4 * len(KINDS) * len(vocab_sizes)
         for value_error, gradient_error, padding in results_of_rank:
             assert value_error < 5e-5
             assert gradient_error < 1e-4

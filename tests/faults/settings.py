@@ -138,13 +138,17 @@ def episodes(inputs: Path) -> Setting:
 
 
 def partial(inputs: Path) -> Setting:
-    """Those episodes, drawn in several steps, with a slow function beside their own reward."""
+    """Those episodes, drawn in several steps, with a slow function beside their own reward.
+
+    Not all tokens can be drawn.
+    """
     terms = [{"name": "environment"}, {"name": f"{inputs / 'rewards.py'}:waits", "weight": 0.5}]
     keys = [
         f"reward.terms={json.dumps(terms)}",
         "rollout.partial.over=1.75",
         "rollout.partial.max_versions=3",
         "rollout.partial.turn_cost=2",
+        "rollout.top_p=0.9",
         "algorithm.filter_groups.enable=false",
     ]
     return Setting("partial", "ppo", [*episodes(inputs).arguments, *keys])

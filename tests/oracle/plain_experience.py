@@ -104,6 +104,26 @@ def with_correction(experience: Experience) -> Experience:
     return replace(experience, loss_mask=kept, weights=weights)
 
 
+def with_masks(experience: Experience, model: Path) -> Experience:
+    """The same, but at each place only some random tokens could be drawn, few or many."""
+    generator = torch.Generator().manual_seed(8)
+    rollout = experience.rollout
+    shape = (*rollout.shape, SIZES["vocab_size"])
+    shares = torch.rand(rollout.shape, generator=generator)[:, :, None] ** 3
+    could = torch.rand(shape, generator=generator) < shares
+    could.scatter_(2, rollout.response_ids[:, :, None].long(), True)
+    masked = replace(rollout, masks=rollouts.masks_of(could, rollout.loss_mask))
+
+    policy = load(model)
+    of_masks = evaluate(policy, masked)[0] - evaluate(policy, rollout)[0]
+    return replace(
+        experience,
+        rollout=masked,
+        old_logprobs=experience.old_logprobs + of_masks,
+        ref_logprobs=evaluate(load(Path(f"{model}-ref")), masked)[0],
+    )
+
+
 def with_holes(experience: Experience) -> Experience:
     """The same, but a tool and not the policy has put the tokens at `HOLES` into the responses."""
     not_drawn = torch.zeros_like(experience.loss_mask)

@@ -60,6 +60,7 @@ class Case:
     # its adapters, if that has any.
     demonstrates: bool = False
     freeze: bool = False  # whether what `FROZEN` matches does not train
+    truncated: bool = False  # whether not all tokens could be drawn
 
     @property
     def has_full_kl(self) -> bool:

@@ -5,6 +5,7 @@ It shares no code with mrlhf but the batch types; the formulas are written out a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,35 @@ def full_kl(model: Any, reference: Any, rollout: Rollout) -> Tensor:
 def distribution(model: Any, rollout: Rollout, row: int) -> Tensor:
     """Log-probs of the whole vocabulary at each token of a response, [response_len, vocab].
 
-    They are 0 at the tokens that are the prompts of contexts.
+    They are 0 at the tokens that are the prompts of contexts. Where sampling was truncated, they
+    are over the tokens that could be drawn, and the others have no probability.
     """
-    parts = []
+    parts: list[Tensor] = []
     for told, ids, first in _contexts(rollout, row):
-        log_p = (model(ids[None]).logits[0, first:-1] / TEMPERATURE).log_softmax(dim=-1)
+        logits = model(ids[None]).logits[0, first:-1] / TEMPERATURE
+        begin = sum(map(len, parts)) + told
+        could = _could_be_drawn(rollout, row, range(begin, begin + len(logits)), logits.shape[1])
+        log_p = logits.masked_fill(~could, -1e9).log_softmax(dim=-1)
         parts += [log_p.new_zeros(told, log_p.shape[1]), log_p]
     return torch.cat(parts)
+
+
+def _could_be_drawn(rollout: Rollout, row: int, places: range, vocab_size: int) -> Tensor:
+    """The tokens that the rollout's masks let through at some places, bool [places, vocab]."""
+    could = torch.ones(len(places), vocab_size, dtype=torch.bool)
+    if rollout.masks is None:
+        return could
+    counts = rollout.masks.counts[row].tolist()
+    for number, place in enumerate(places):
+        begin = int(rollout.masks.begins[row]) + sum(counts[:place])
+        words = rollout.masks.words[begin : begin + counts[place]].tolist()
+        if len(words) == math.ceil(vocab_size / 32):
+            could[number] = torch.tensor([w >> bit & 1 for w in words for bit in range(32)])[
+                :vocab_size
+            ]
+        elif words:
+            could[number] = torch.isin(torch.arange(vocab_size), torch.tensor(words))
+    return could
 
 
 def _contexts(rollout: Rollout, row: int) -> Iterator[tuple[int, Tensor, int]]:

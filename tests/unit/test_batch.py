@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from mrlhf.records import ExpertRecord
 from tests.rollouts import as_episodes, make_rollout, with_holes
 
 

@@ -10,13 +10,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mrlhf.batch import Episode, Experience, ExpertRecord, Prompts
+from mrlhf.batch import Episode, Experience, Prompts
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.data.rollouts import ScoredResponse, encode_rollouts
 from mrlhf.data.rows import read_rows, write_rows
 from mrlhf.data.sample_table import read_samples
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
+from mrlhf.records import ExpertRecord
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.ppo.dump import Dump, chosen_rows, save_batch, write_dump, write_validation
 from tests.rollouts import make_rollout, with_holes

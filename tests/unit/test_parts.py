@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mrlhf.batch import Parts
+from mrlhf.records import Parts
 
 PARTS = Parts(torch.tensor([5, 0, 3]), torch.tensor([2, 3, 0]))
 

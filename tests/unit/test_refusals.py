@@ -83,7 +83,8 @@ def test_no_case_is_there_twice() -> None:
 
 
 def test_several_mistakes_are_all_told() -> None:
-    said = said_of("PPOConfig", 6, "rollout.top_p=0.5; rollout.tp=3; trainer.test_freq=1")
+    changes = "rollout.top_p=0.5; rollout.engine=vllm; rollout.tp=3; trainer.test_freq=1"
+    said = said_of("PPOConfig", 6, changes)
     assert [line.split()[0] for line in said.splitlines()] == [
         "actor:",
         "rollout.tp",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, Prompts, Rollout
 from mrlhf.checkpoint.state_tree import (
     StateCopy,
     object_from,
@@ -19,6 +19,7 @@ from mrlhf.checkpoint.state_tree import (
 )
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
 from mrlhf.errors import CheckpointError
+from mrlhf.records import ExpertRecord
 
 
 def test_a_state_comes_back(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class _Pass:
 
     draws: Ints  # the rows that get their next token
     gone: set[int] = field(default_factory=set)  # those that ended after it was scheduled
-    drawn: Fetch | None = None  # tokens and log-probabilities; None if it draws none
+    drawn: Fetch | None = None  # what it draws; None if it draws none
 
     @property
     def kept(self) -> Ints:
@@ -119,10 +119,10 @@ class Batch:
         self._unread = None
         if last is None or last.drawn is None:
             return []
-        tokens, logprobs = (tensor.numpy() for tensor in last.drawn.wait())
         kept = last.kept
+        drawn = (tensor.numpy()[kept] for tensor in last.drawn.wait())
 
-        ended = self._sequences.record(last.draws[kept], tokens[kept], logprobs[kept])
+        ended = self._sequences.record(last.draws[kept], *drawn)
         experts = self._experts_of(ended)
         self._share(ended)
         self._scheduler.end(ended)

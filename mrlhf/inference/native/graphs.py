@@ -18,8 +18,9 @@ from torch import Tensor
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.inputs import Pass, PassArrays, as_pass, packed, unpacked
 
-Drawn = tuple[Tensor, Tensor]
-"""Tokens, int64 [draws], and their log-probabilities, float32 [draws]."""
+Drawn = tuple[Tensor, ...]
+"""Tokens, int64 [draws], and their log-probabilities, float32 [draws]; with `record_masks` also
+a bit for each token that could be drawn, uint8 [draws, bytes]."""
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -72,7 +73,7 @@ class DecodeGraphs:
         """
         batch = len(arrays.tokens)
         size = next(size for size in self._sizes if size >= batch)
-        key = (size, sampling.temperature, sampling.top_k, sampling.top_p)
+        key = (size, sampling.temperature, sampling.top_k, sampling.top_p, sampling.record_masks)
         places = np.arange(self._most, self._most + size)  # of the arrays' tokens, which come first
         places[:batch][origins >= 0] = origins[origins >= 0]
         whole = (*self._padded(arrays, size), places)
@@ -80,10 +81,10 @@ class DecodeGraphs:
         self._words[self._most : self._most + len(words)].copy_(words, non_blocking=True)
         if key not in self._graphs:
             self._graphs[key] = self._capture(whole, len(words), draw)
-        graph, (tokens, logprobs) = self._graphs[key]
+        graph, drawn = self._graphs[key]
 
         graph.replay()
-        return tokens[:batch], logprobs[:batch]
+        return tuple(numbers[:batch] for numbers in drawn)
 
     def _capture(
         self, arrays: Sequence[NDArray[Any]], words: int, draw: Callable[[Pass], Drawn]

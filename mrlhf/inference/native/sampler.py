@@ -22,6 +22,7 @@ from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for
 from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native.tensor_parallel import TensorParallel
+from mrlhf.records import as_bits
 
 Words = NDArray[np.uint64]
 
@@ -70,7 +71,7 @@ class TokenSampler:
 
     def draw(
         self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Draw one token for each row.
 
         Args:
@@ -82,7 +83,8 @@ class TokenSampler:
 
         Returns:
             The tokens, int64 [batch], and their log-probabilities over the whole vocabulary at the
-            temperature, float32 [batch].
+            temperature, float32 [batch]. With `record_masks` they are over the tokens that top-k
+            and top-p let through, and the third result has a bit for each of these; see `as_bits`.
         """
         if not len(self._never):
             return self._draw_any(logits, vocab_start, uniform, sampling)
@@ -95,7 +97,9 @@ class TokenSampler:
         scale = 1.0 / (sampling.temperature or 1.0)
         excluded = (logits[:, columns].float() * scale).logsumexp(dim=-1).double()
         logits.index_fill_(1, columns, max(_NEVER, torch.finfo(logits.dtype).min))
-        tokens, logprobs = self._draw_any(logits, vocab_start, uniform, sampling)
+        tokens, logprobs, *bits = self._draw_any(logits, vocab_start, uniform, sampling)
+        if bits:
+            return tokens, logprobs, *bits
         return tokens, self._over_all(logits, vocab_start, tokens, logprobs, excluded, scale)
 
     def _over_all(
@@ -125,9 +129,9 @@ class TokenSampler:
 
     def _draw_any(
         self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Draw as `draw` does, among all tokens."""
-        if sampling.temperature > 0 and (sampling.top_k != -1 or sampling.top_p < 1):
+        if sampling.temperature > 0 and sampling.truncates:
             return sample_truncated(self._parallel.all_columns(logits), uniform, sampling)
 
         rows = max(1, _MOST_LOGITS // max(1, logits.shape[-1]))
@@ -281,14 +285,17 @@ def pick(
 
 def sample_truncated(
     logits: Tensor, uniform: Tensor, sampling: SamplingParams
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Draw as `TokenSampler.draw`, with top-k and top-p, from all logits [batch, vocab]."""
     scaled = logits.float() / sampling.temperature
     shifted = scaled - scaled.amax(dim=-1, keepdim=True)
     weights = shifted.exp()
-    normaliser = weights.sum(dim=-1).log()
-    tokens = invert(truncate(weights, sampling.top_k, sampling.top_p), uniform)
-    return tokens, shifted.gather(-1, tokens[:, None])[:, 0] - normaliser
+    kept = truncate(weights, sampling.top_k, sampling.top_p)
+    tokens = invert(kept, uniform)
+    chosen = shifted.gather(-1, tokens[:, None])[:, 0]
+    if not sampling.record_masks:
+        return tokens, chosen - weights.sum(dim=-1).log()
+    return tokens, chosen - kept.sum(dim=-1).log(), as_bits(kept > 0)
 
 
 def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:

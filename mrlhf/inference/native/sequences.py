@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import Request, Sample, SamplingParams, response_so_far
+from mrlhf.inference.base import MaskWords, Request, Sample, SamplingParams, response_so_far
 from mrlhf.inference.native import sampler
 from mrlhf.inference.native.rows import RowNumbers, enlarged
 from mrlhf.inference.stopping import Decode, StopSearch
+from mrlhf.records import as_words
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -41,6 +42,7 @@ class DrawnSequences:
         self._owners: dict[int, tuple[Any, int]] = {}  # request and sample index of each row
         self._searches: dict[int, StopSearch] = {}  # of each row, if there are stop strings
         self._recorded: set[int] = set()  # rows whose samples say which experts they went to
+        self._masks: dict[int, MaskWords] = {}  # of each row, if they are recorded
         self._going_on: set[int] = set()  # rows with which the prompt of a later request begins
         self._keys = np.zeros(0, dtype=np.uint64)
         self._tokens = np.zeros((0, 0), dtype=np.int32)
@@ -73,6 +75,8 @@ class DrawnSequences:
             self._max_tokens[rows] = request.sampling.max_tokens
             if request.sampling.record_experts:
                 self._recorded.update(rows)
+            if request.sampling.record_masks:
+                self._masks.update((row, MaskWords.none(0)) for row in rows)
             if request.goes_on:
                 self._going_on.update(rows)
             for row, index in zip(rows, request.samples, strict=True):
@@ -92,8 +96,16 @@ class DrawnSequences:
         places = self._drawn_before[rows] + positions - self._prompt_lengths[rows]
         return sampler.uniforms(self._keys[rows], places)
 
-    def record(self, rows: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> list[int]:
+    def record(
+        self,
+        rows: Ints,
+        tokens: Ints,
+        logprobs: NDArray[np.float32],
+        bits: NDArray[np.uint8] | None = None,
+    ) -> list[int]:
         """Append one token to each of `rows`, and return the rows that ended with it.
+
+        `bits` are those of the tokens that could be drawn, as `as_bits` gives them.
 
         Raises:
             EngineError: a log-probability is not finite.
@@ -108,6 +120,10 @@ class DrawnSequences:
         self._tokens[rows, self._prompt_lengths[rows] + counts] = tokens
         self._logprobs[rows, counts] = logprobs
         self._counts[rows] = counts + 1
+        if bits is not None:
+            for row, words in zip(rows.tolist(), as_words(bits), strict=True):
+                self._masks[row].words.frombytes(words.tobytes())
+                self._masks[row].counts.append(len(words))
 
         # np.isin takes many times as long for so few tokens.
         stopped = (tokens[:, None] == self._stop_tokens).any(axis=1)
@@ -160,6 +176,7 @@ class DrawnSequences:
             stopped=bool(self._stopped[row]),
             version=self._version,
             experts=experts,
+            masks=self._masks.pop(row, None),
         )
 
     def _make_room(self, requests: Sequence[Request], rows: int) -> None:

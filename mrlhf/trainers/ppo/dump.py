@@ -209,6 +209,11 @@ def save_batch(path: Path, experience: Experience) -> None:
     tables["prompts"] = rollout.prompts.token_ids
     tables["episodes"] = rollout.episodes and [vars(episode) for episode in rollout.episodes]
     tables["uid"] = rollout.prompts.uid
-    for name, record in (("engine_experts", rollout.experts), ("experts", experience.experts)):
+    records = {
+        "engine_experts": rollout.experts,
+        "experts": experience.experts,
+        "masks": rollout.masks,
+    }
+    for name, record in records.items():
         tables[name] = None if record is None else vars(record)
     torch.save(tables, path)

@@ -37,7 +37,7 @@ class HeldOut:
         self._parts = parts
         self._samples = samples
         self._greedy = sampling.greedy()
-        self._sampled = replace(sampling, n=section.val_n, record_experts=False)
+        self._sampled = replace(sampling.without_records(), n=section.val_n)
 
     def due(self, number: int) -> list[str]:
         """The splits that are due after training step `number`; 0 is before the first one."""

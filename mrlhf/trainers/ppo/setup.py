@@ -167,6 +167,7 @@ def training_sampling(config: PPOConfig, endings: Endings, actor: ModelEngine) -
         stop=endings.strings,
         seed=config.seed,
         record_experts=rollout.records_experts and actor.spec.experts is not None,
+        record_masks=rollout.truncates,
     )
 
 
@@ -279,7 +280,7 @@ def build_judge(
     own = config.of_judge()
     engine = role_engine(config, run, "judge_model", "lm")
     generator = replace(build_generator(own, run, engine, inputs), name="judge engine")
-    sampling = replace(training_sampling(own, inputs.endings, engine), record_experts=False)
+    sampling = training_sampling(own, inputs.endings, engine).without_records()
     longest = own.data.max_prompt_length
     return RankJudge(Judge(config.judge), generator, sampling, inputs.tokenizer, longest).score
 

@@ -79,12 +79,13 @@ class Work:
         """Cut the batch for each model that trains, once for all passes and updates of the step."""
         parts = self.parts
         samples = parts.samples_per_mini_batch
-        sequences = self.machine.compute_on_leader(rollout.sequences)
+        shared = (rollout.masks,)
+        sequences = self.machine.compute_on_leader(rollout.sequences, shared)
 
         own = {}
         for role, ids_of in parts.prompts.other_ids.items():
             other = [ids_of[uid] for uid in rollout.prompts.uid]
-            own[role] = self.machine.compute_on_leader(partial(rollout.sequences, other))
+            own[role] = self.machine.compute_on_leader(partial(rollout.sequences, other), shared)
 
         actor = parts.actor.engine.cut(sequences, "response", samples["actor"])
         cuts = Cuts(sequences, actor, None, own)
