@@ -6,8 +6,8 @@ The first row has up to `_LONG` tokens, or twice as many with its prompt; the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class MadeUpPrompts:
 
     size: int
     longest: int
+    other_ids: Mapping[str, Mapping[int, list[int]]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.size

@@ -102,8 +102,9 @@ def test_the_papers_are_those_of_every_preset_and_of_no_other() -> None:
 @pytest.mark.parametrize(("_", "words", "test"), PAPERS)
 def test_the_key_and_the_test_file_of_a_paper_are_there(_: str, words: str, test: str) -> None:
     key, _, value = words.strip().strip("`").partition(": ")
-    starts = (f"- `{key}` (", f"- `{key}.")
-    rows = [line for line in _text("configuration.md").splitlines() if line.startswith(starts)]
+    section, _, name = key.rpartition(".")
+    row = re.compile(rf"- `{key}(` \(|\.)|- `{section}`, as in .*`{name}`")
+    rows = [line for line in _text("configuration.md").splitlines() if row.match(line)]
     assert rows, key
     assert not value or f"`{value}`" in rows[0]
     assert value in (ROOT / "tests" / "unit" / test).read_text(encoding="utf-8")
