@@ -65,8 +65,7 @@ class Root(Section):
 
     def longest_of(self, role: str) -> int:
         """Tokens of the longest sequence that a role reads."""
-        longest: int = self.value_of("data.max_length")
-        return longest
+        return int(self.value_of("data.max_length"))
 
     def head_of(self, role: str) -> Literal["lm", "scalar"]:
         """The head of a role's model."""
@@ -251,9 +250,8 @@ class PPOConfig(Root):
 
     def own_prompts(self) -> dict[str, OwnPromptSection]:
         """The sections of the models that read other prompts than the policy, by their names."""
-        readers: dict[str, OwnPromptSection | None] = {"teacher": self.teacher}
-        if self.needs_critic:
-            readers["critic"] = self.critic
+        critic = self.critic if self.needs_critic else None
+        readers: dict[str, OwnPromptSection | None] = {"teacher": self.teacher, "critic": critic}
         return {name: section for name, section in readers.items() if section and section.template}
 
     @property
@@ -271,12 +269,6 @@ class PPOConfig(Root):
             or policy_loss_traits(loss).selects_tokens
             or self.actor.router_replay != "none"
         )
-
-    @property
-    def answer_readers(self) -> list[str]:
-        """The keys with which every training prompt needs a reference answer that is text."""
-        model = self.reward_model
-        return [] if model is None or not model.is_shifted else ["reward_model.normalise reference"]
 
     @property
     def prompts_per_step(self) -> int:

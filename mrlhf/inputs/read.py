@@ -342,7 +342,8 @@ def _prompts(
     rules = answer_rules(term.name for term in config.reward.terms)
     others: dict[str, OtherPrompts] = {}
     if split == "train":
-        rules |= dict.fromkeys(config.answer_readers, bool)
+        if config.reward_model is not None and config.reward_model.is_shifted:
+            rules["reward_model.normalise reference"] = bool
         for role, section in config.own_prompts().items():
             others[role] = OtherPrompts.of(role, section, config.data.max_prompt_length)
     prompts = PromptDataset(

@@ -43,7 +43,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor | None, eps: f
     """Add `delta` to `hidden` [tokens, hidden] in place, and return the RMSNorm of the sum.
 
     Without a `delta` nothing is added, and without a `weight` [hidden] nothing is normalised. A
-    float32 `weight` of other numbers multiplies them before they are rounded.
+    `weight` in float32 multiplies bfloat16 numbers before these are rounded.
     """
     host = None if weight is None else kernels.find_for(hidden, weight)
     if weight is not None and host is not None:
