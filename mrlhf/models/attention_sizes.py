@@ -30,12 +30,12 @@ class Product(NamedTuple):
 class CachedHeads(NamedTuple):
     """What the engine caches of a token in one layer."""
 
-    count: int  # KV heads, which ranks share out; if there are more ranks, several hold the same
+    heads: int  # KV heads, which ranks share out; if there are more ranks, several hold the same
     key_dim: int
 
     def on_rank(self, tp: int) -> int:
         """KV heads on each of `tp` ranks."""
-        return max(1, self.count // tp)
+        return max(1, self.heads // tp)
 
     def numbers(self, tp: int) -> int:
         """Numbers of a token on each of `tp` ranks."""
