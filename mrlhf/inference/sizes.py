@@ -5,15 +5,19 @@ All engines and the checks before a run use it. It is arithmetic on a spec, with
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from mrlhf.host.products import float32_is_faster
 from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.parallel_sizes import tp_problem
-from mrlhf.models.spec import Experts, ModelSpec
+from mrlhf.models.spec import DeltaNet, Experts, ModelSpec
+
+Store = TypeVar("Store")
 
 VLLM_VOCABULARY_UNIT = 64
 
@@ -28,17 +32,41 @@ _BLOCKS = {
 _FREE_GPU_SHARE = 0.1  # of its memory
 
 
+@dataclass(frozen=True)
+class StateShape:
+    """What the delta nets of one rank keep of a sequence, in place of keys and values."""
+
+    net: DeltaNet
+    tp_size: int
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Rows and channels that the convolution of a layer still sees."""
+        return self.net.taps - 1, self.net.channels // self.tp_size
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Value heads of a layer, and the shape of the float32 state of each."""
+        return self.net.value_heads // self.tp_size, self.net.key_dim, self.net.value_dim
+
+    def sequence_bytes(self, itemsize: int) -> int:
+        """Bytes of a sequence in all layers."""
+        of_layer = math.prod(self.window) * itemsize + 4 * math.prod(self.state)
+        return sum(self.net.layers) * of_layer
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
     """The cache of one rank, without its number of blocks."""
 
-    num_layers: int
+    num_layers: int  # that have keys and values
     kv_heads: int  # on the rank
     head_dim: int
     itemsize: int  # bytes of a number
     block_size: int  # tokens in a block
     # the mixtures whose chosen experts are recorded; None records nothing
     experts: Experts | None = None
+    states: StateShape | None = None  # None if all layers have keys and values
 
     @classmethod
     def on_rank(
@@ -52,12 +80,13 @@ class CacheShape:
         """Return the cache of a model on one of `tp_size` ranks."""
         cached = attention_of(spec).cached
         return cls(
-            num_layers=spec.num_layers,
+            num_layers=spec.num_layers - (0 if spec.delta is None else sum(spec.delta.layers)),
             kv_heads=cached.on_rank(tp_size),
             head_dim=cached.key_dim,
             itemsize=itemsize,
             block_size=block_size,
             experts=experts,
+            states=None if spec.delta is None else StateShape(spec.delta, tp_size),
         )
 
     @property
@@ -70,6 +99,18 @@ class CacheShape:
     def record_bytes(self) -> int:
         """Bytes of the record of one token's experts."""
         return 0 if self.experts is None else self.experts.record_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence, whatever its length."""
+        return 0 if self.states is None else self.states.sequence_bytes(self.itemsize)
+
+    def in_order(self, paged: Sequence[Store], states: Sequence[Store]) -> list[Store]:
+        """Return what each layer stores, from that of layers with keys, and of those with states."""
+        if self.states is None:
+            return list(paged)
+        with_keys, with_states = iter(paged), iter(states)
+        return [next(with_states if has else with_keys) for has in self.states.net.layers]
 
     @property
     def block_bytes(self) -> int:

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from mrlhf.models.delta_net import GatedDeltaNet
 from mrlhf.models.linear import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from mrlhf.models.megatron_versions import dense_mlp, submodules_of
 from mrlhf.models.mixture_layer import MixtureLayer
@@ -67,15 +68,26 @@ def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> Transfo
     layer_specs = []
     for layer in layers:
         dense = by_rope[spec.ropes[layer]]
+        if spec.has_delta(layer):
+            dense = delta_layer(spec, dense)
         layer_specs.append(mixture_layer(spec, dense) if spec.has_experts(layer) else dense)
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=_norm(spec))
+
+
+def delta_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
+    """Return the layer with a gated delta net in place of a dense layer's attention."""
+    attention = ModuleSpec(module=GatedDeltaNet, params={"net": spec.delta})
+    return replace(dense, submodules=replace(dense.submodules, self_attention=attention))
 
 
 def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
     """Return the layer with a dense layer's attention, and a mixture of experts as its MLP."""
     # TransformerEngine fuses the norm into the linear layer that follows it.
     submodules = replace(
-        dense.submodules, pre_mlp_layernorm=RMSNorm, mlp=IdentityOp, sharded_state_dict_keys_map={}
+        dense.submodules,
+        pre_mlp_layernorm=_norm(spec),
+        mlp=IdentityOp,
+        sharded_state_dict_keys_map={},
     )
     shared = MLPSubmodules(
         linear_fc1=ColumnLinear,

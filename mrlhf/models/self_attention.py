@@ -119,8 +119,11 @@ class TensorParallelSelfAttention(SelfAttention):
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.unsqueeze(1))
         return projected
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of this rank's heads before rotation, shaped as for `attend`."""
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k and v of this rank's heads before rotation, shaped as for `attend`.
+
+        A gate of the output, shaped as q, is the fourth, if the model has one.
+        """
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         kv_heads = self.config.num_query_groups
         if self.world_size > kv_heads:
@@ -132,15 +135,18 @@ class TensorParallelSelfAttention(SelfAttention):
             key = key.squeeze(2)
             value = value.squeeze(2)
 
+        gate: list[Tensor] = []
+        if self.config.attention_output_gate:
+            query, *gate = query.unflatten(2, (-1, 2)).unbind(3)
         if self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp):
             query = self.q_layernorm(query.flatten(1, 2)).view(query.shape)
             key = self.k_layernorm(key)
-        return query, key, value
+        return query, key, value, *gate
 
     def _gather_shares(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's q, and the one k and v for it, out of all ranks' shares."""
         head_dim = self.hidden_size_per_attention_head
-        q_width = self.query_projection_size // self.world_size
+        q_width = mixed.shape[-1] - 2 * self.kv_projection_size // self.world_size
         query = mixed[..., :q_width].unflatten(-1, (1, -1, head_dim))
 
         # Each rank has the same share of k, followed by the same share of v.
@@ -156,13 +162,13 @@ class TensorParallelSelfAttention(SelfAttention):
 
     def _attend(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, heads * head_dim]."""
-        query, key, value = projections
+        query, key, value, *gate = projections
         rotation = None
         if self._rope is not None:
             rotation = packed.rotation(self._rope.frequencies, self._rope.scale)
         if isinstance(self.core_attention, CoreAttention):
             output: Tensor = self.core_attention(query, key, value, rotation, packed)
-            return output
+            return output * gate[0].flatten(1).sigmoid() if gate else output
 
         # TransformerEngine's attention is a module of its own, with the window in its settings.
         query, key = rotated(query, key, rotation)

@@ -71,6 +71,42 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets, https://arxiv.org/abs/2412.06464, in place of attention in some layers.
+
+    A value head has a state, a matrix [key_dim, value_dim], that each token decays and corrects.
+    Neighbouring value heads share a key head.
+    """
+
+    layers: tuple[bool, ...]  # for each layer whether it has a delta net, and not attention
+    key_heads: int  # of q and of k
+    value_heads: int  # a multiple of it
+    key_dim: int  # of a head of q and k
+    value_dim: int  # of a head of v
+    taps: int  # tokens that the convolution of q, k and v sees, the newest included
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of all heads of k."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of all heads of v."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_numbers(self) -> int:
+        """Float32 numbers of the states of a sequence in a layer."""
+        return self.value_size * self.key_dim
+
+
+@dataclass(frozen=True)
 class Lora:
     """The low-rank adapters of a model: to W x each adds scale * B A x.
 
@@ -166,6 +202,8 @@ class ModelSpec:
     attention_multiplier: float | None = None  # of products of q and k; None for 1 / sqrt(head_dim)
     logits_divisor: float = 1.0  # the logits are divided by it
     experts: Experts | None = None  # None in a dense model
+    delta: DeltaNet | None = None  # None if all layers have attention
+    output_gate: bool = False  # q_proj gives a gate too, by whose sigmoid attention is multiplied
     lora: Lora | None = None  # None if all weights are those of the checkpoint
     frozen: frozenset[str] = frozenset()  # tensors of the base that do not train; see `freezing`
 
@@ -208,6 +246,10 @@ class ModelSpec:
         sizes = {size for size in self.windows if size is not None}
         assert len(sizes) <= 1, f"windows of different sizes: {sizes}"
         return next(iter(sizes), None)
+
+    def has_delta(self, layer: int) -> bool:
+        """Whether the layer with this number has a delta net in place of attention."""
+        return self.delta is not None and self.delta.layers[layer]
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of the layer with this number is a mixture of experts."""

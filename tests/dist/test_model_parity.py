@@ -108,6 +108,7 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "mixtral": "core_attn",
     "qwen2-moe": "none",
     "glm4-moe": "full",
+    "qwen3-next": "core_attn",
 }
 # By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
 MIXTURE_LAYOUTS = {
@@ -127,6 +128,11 @@ MIXTURE_LAYOUTS = {
         AxisSizes(tp=2, ep=2, etp=2),
         AxisSizes(tp=2, ep=4),
     ],
+}
+
+DELTA_LAYOUTS = {
+    1: [AxisSizes()],
+    2: [AxisSizes(tp=2), AxisSizes(tp=2, ep=2), AxisSizes(pp=2, pp_layers=(1, 3))],
 }
 
 
@@ -402,12 +408,14 @@ def test_packed_outputs_and_gradients_equal_transformers(
         assert max(worst.values()) < 1e-4, worst
 
 
-def _mixture_parity(rank: int, world_size: int, root: str) -> dict[str, float]:
+def _mixture_parity(
+    rank: int, world_size: int, root: str, layouts: list[AxisSizes], names: tuple[str, ...]
+) -> dict[str, float]:
     factory = GroupFactory(timeout_s=600.0)
     worst = {}
-    for sizes in MIXTURE_LAYOUTS[world_size]:
+    for sizes in layouts:
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
-        for name in MIXTURES:
+        for name in names:
             label = f"{name} {sizes} vpp {sizes.vpp}"
             for sequence_parallel in (False, True) if sizes.tp > 1 else (False,):
                 worst |= _compared(Path(root) / name, label, groups, sequence_parallel)
@@ -416,7 +424,15 @@ def _mixture_parity(rank: int, world_size: int, root: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("world_size", MIXTURE_LAYOUTS)
 def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
-    for worst in run_ranks(world_size, _mixture_parity, str(references)):
+    layouts = MIXTURE_LAYOUTS[world_size]
+    for worst in run_ranks(world_size, _mixture_parity, str(references), layouts, MIXTURES):
+        assert max(worst.values()) < 1e-4, worst
+
+
+@pytest.mark.parametrize("world_size", DELTA_LAYOUTS)
+def test_delta_nets_equal_transformers(references: Path, world_size: int) -> None:
+    arguments = (str(references), DELTA_LAYOUTS[world_size], ("qwen3-next",))
+    for worst in run_ranks(world_size, _mixture_parity, *arguments):
         assert max(worst.values()) < 1e-4, worst
 
 

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe")
@@ -61,7 +62,28 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             routed_scaling_factor=1.7,
             pad_token_id=None,
         ),
+        # Half of each head is rotated, and two value heads share a key head. Two ranks share the KV head.
+        "qwen3-next": Qwen3NextConfig(
+            **{**sizes, "num_key_value_heads": 1},
+            head_dim=16,
+            partial_rotary_factor=0.5,
+            layer_types=_delta_layers(sizes["num_hidden_layers"]),
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=6,
+            linear_value_head_dim=10,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            tie_word_embeddings=False,
+        ),
     }
+
+
+def _delta_layers(layers: int) -> list[str]:
+    """Attention in the second layer alone."""
+    return ["full_attention" if layer == 1 else "linear_attention" for layer in range(layers)]
 
 
 def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:

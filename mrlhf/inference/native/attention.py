@@ -32,6 +32,7 @@ class Attention:
     tables: Tables
     window: int | None  # how many tokens a token sees, itself included; None for all
     proj: Linear  # the output projection, without its bias
+    has_gate: bool = False  # whether `qkv` gives after each q head a gate of its output
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
@@ -40,11 +41,17 @@ class Attention:
         head_dim = store[0].shape[-1]
         qkv = self.qkv(add_norm(hidden, delta, self.norm, self.eps))
         qkv = qkv.view(len(hidden), self.kv_heads, -1, head_dim)
+        gate = None
+        if self.has_gate:
+            queries, keys_values = qkv.split([qkv.shape[2] - 2, 2], dim=2)
+            query, gate = queries.unflatten(2, (-1, 2)).unbind(3)
+            qkv = torch.cat([query, keys_values], dim=2)
         if self.projection_norms is not None:
             self._norm_projections(qkv, self.projection_norms)
 
         q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
-        return self.proj(attend(q, *store, inputs.mask, scale=self.scale, window=self.window))
+        output = attend(q, *store, inputs.mask, scale=self.scale, window=self.window)
+        return self.proj(output if gate is None else output * gate.flatten(1).sigmoid())
 
     def _norm_projections(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> None:
         """Normalise, in place, q over the heads of all ranks together, and k in the same way.

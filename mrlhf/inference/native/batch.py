@@ -85,6 +85,7 @@ class Batch:
         origins = self._origins(step.rows) if captured else None
         drawn = self._runner.run(self._inputs(step), origins, self._sampling)
         self._runner.cache.copy(step.copies)
+        self._runner.cache.copy_states(step.state_copies)
         following.drawn = None if drawn is None else Fetch(*drawn)
 
         samples += self._read(following.gone)
@@ -164,6 +165,7 @@ class Batch:
             query_edges=query_edges,
             lengths=lengths.astype(np.int32),
             block_tables=np.ascontiguousarray(block_tables),
+            slots=self._scheduler.slots[step.rows],
         )
 
     def _experts_of(self, rows: Sequence[int]) -> dict[int, NDArray[Any]]:

@@ -14,9 +14,10 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 class BlockManager:
-    """Hands out block numbers 0 .. blocks - 1."""
+    """Hands out block numbers 0 .. blocks - 1; with `shares` off no prefix becomes known."""
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, blocks: int, block_size: int, shares: bool = True) -> None:
+        self._shares = shares
         self._block_size = block_size
         self._blocks = blocks
         self._free = list(range(blocks - 1, -1, -1))
@@ -80,6 +81,8 @@ class BlockManager:
 
     def publish(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Let other prompts share the full blocks that hold the beginning of `tokens`."""
+        if not self._shares:
+            return
         number = 0
         size = self._block_size
         for place in range(min(len(blocks), len(tokens) // size)):

@@ -84,7 +84,7 @@ class NativeEngine:
         self._sampler = TokenSampler(self._parallel, never)
         if device.type == "cuda":
             try_kernels(spec.kernel_sizes(self._dtype, self._cache_shape.block_size))
-        captures = device.type == "cuda" and not limits.enforce_eager
+        captures = device.type == "cuda" and not limits.enforce_eager and spec.delta is None
         block_size = self._cache_shape.block_size
         self._graphs = DecodeGraphs(limits, block_size, device) if captures else None
         self._is_warm = device.type == "cpu"  # a GPU's kernels are compiled when they first run
@@ -210,7 +210,8 @@ class NativeEngine:
             computed_prompt_tokens=counts.computed_prompt_tokens,
             preemptions=counts.preemptions,
             cache_bytes=self._cache.nbytes,
-            peak_cache_bytes=counts.peak_blocks * self._cache_shape.block_bytes,
+            peak_cache_bytes=counts.peak_blocks * self._cache_shape.block_bytes
+            + self._cache.state_bytes,
         )
         return Finished(finished.samples, finished.stats + stats)
 
@@ -257,11 +258,13 @@ class NativeEngine:
         shape = self._cache_shape
         sizes = (shape.block_size, shape.block_bytes)
         nbytes = self._parameters.nbytes
-        blocks = blocks_for(self._limits, *sizes, self._device, spare, nbytes)
+        slots = self._limits.max_num_seqs
+        states = slots * shape.state_bytes
+        blocks = blocks_for(self._limits, *sizes, self._device, spare, nbytes, states)
         if self._graphs is not None and self._blocks <= blocks < 1.1 * self._blocks:
             blocks = self._blocks  # graphs may be kept for a cache of the same size
         self._blocks = blocks
-        self._cache = KVCache(shape, blocks, self._dtype, self._device)
+        self._cache = KVCache(shape, blocks, self._dtype, self._device, slots)
 
     def _ready_runner(self, decoder: Decoder) -> Runner:
         """Return the runner of these weights; all ranks make it together."""

@@ -29,6 +29,7 @@ class PassArrays(NamedTuple):
     query_edges: NDArray[np.int32]
     lengths: NDArray[np.int32]
     block_tables: NDArray[np.int32]
+    slots: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 Pass = tuple[StepInputs, Tensor, Tensor]
@@ -68,6 +69,6 @@ def _words(array: NDArray[Any]) -> int:
 
 def as_pass(parts: Sequence[Tensor], most_queries: int, most_keys: int) -> Pass:
     """Return the inputs from tensors in the order of `PassArrays`, with the sizes of `Paged`."""
-    tokens, positions, cache_places, last, sources, uniform, edges, lengths, tables = parts
+    tokens, positions, cache_places, last, sources, uniform, edges, lengths, tables, slots = parts
     mask = Paged(edges, lengths, tables, most_queries, most_keys)
-    return StepInputs(tokens, positions, cache_places, mask, last), sources, uniform
+    return StepInputs(tokens, positions, cache_places, mask, last, slots), sources, uniform

@@ -31,9 +31,17 @@ class KVCache:
     """
 
     def __init__(
-        self, shape: CacheShape, blocks: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: CacheShape,
+        blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        slots: int = 0,
     ) -> None:
-        """Take the memory, on a host when it is first written to; EngineError if there is none."""
+        """Take the memory, on a host when it is first written to; EngineError if there is none.
+
+        `slots` is the number of sequences that run at once, of which layers may have states.
+        """
         assert shape.itemsize == dtype.itemsize, f"{dtype} does not have {shape.itemsize} bytes"
         pair_shape = (2, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
         # In memory of its own, else what training takes later could lie in it, and hold all of it.
@@ -42,17 +50,20 @@ class KVCache:
             with nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, device):
                 pairs = [_zeros(pair_shape, dtype, device) for _ in range(shape.num_layers)]
                 self.experts = _record(shape, blocks, device)
+                self.states = _states(shape, slots, dtype, device)
         except (OSError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-            wanted = blocks * shape.block_bytes
+            wanted = blocks * shape.block_bytes + slots * shape.state_bytes
             raise EngineError(
                 f"no memory for a KV cache of {blocks} blocks = {size_text(wanted)}: lower "
                 f"rollout.kv_cache_mb (on a CPU) or rollout.gpu_memory_utilization (on a GPU)"
             ) from error
 
-        self.layers: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
+        self._paged: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
+        self.layers = shape.in_order(self._paged, self.states)
         self.blocks = blocks
         self.block_size = shape.block_size
-        self.nbytes = blocks * shape.block_bytes
+        self.state_bytes = slots * shape.state_bytes
+        self.nbytes = blocks * shape.block_bytes + self.state_bytes
         self._pool = pool  # set last, so that it goes after the tensors
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -63,12 +74,37 @@ class KVCache:
         if not pairs:
             return
         sources, targets = send(torch.tensor(pairs), self.layers[0][0].device).unbind(1)
-        for keys, values in self.layers:
+        for keys, values in self._paged:
             keys[targets] = keys[sources]
             values[targets] = values[sources]
         if self.experts is not None:
             in_blocks = self.experts.unflatten(0, (self.blocks, self.block_size))
             in_blocks[targets] = in_blocks[sources]
+
+    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy the states of sequences, given as (from, to) slots, as `copy` does blocks."""
+        if not pairs or not self.states:
+            return
+        sources, targets = send(torch.tensor(pairs), self.states[0][0].device).unbind(1)
+        for store in self.states:
+            for part in store:
+                part[targets] = part[sources]
+
+
+def _states(
+    shape: CacheShape, slots: int, dtype: torch.dtype, device: torch.device
+) -> list[Layer]:
+    """The states of each layer that has some."""
+    if shape.states is None:
+        return []
+    window, state = shape.states.window, shape.states.state
+    return [
+        (
+            _zeros((slots, *window), dtype, device),
+            _zeros((slots, *state), torch.float32, device),
+        )
+        for _ in range(sum(shape.states.net.layers))
+    ]
 
 
 def _record(shape: CacheShape, blocks: int, device: torch.device) -> Tensor | None:
@@ -86,22 +122,24 @@ def blocks_for(
     device: torch.device,
     spare: int,
     weight_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> int:
     """Return the number of blocks: as many as could ever be used, or as fit the memory.
 
-    No sequence uses the additional `spare` blocks. `block_bytes` and `weight_bytes` are sizes of a
-    block and of the engine's weights.
+    No sequence uses the additional `spare` blocks. `block_bytes`, `weight_bytes` and `state_bytes`
+    are sizes of a block, of the engine's weights and of the states of all sequences.
 
     Raises:
         EngineError: one sequence may need more.
     """
     per_sequence = -(-limits.max_length // block_size)
-    room = _budget(limits, device, weight_bytes)
+    room = max(0, _budget(limits, device, weight_bytes) - state_bytes)
     blocks = min(limits.max_num_seqs * per_sequence + spare, room // block_bytes)
     if blocks < per_sequence + spare:
+        beside = f", beside {size_text(state_bytes)} for states" if state_bytes else ""
         key = "rollout.gpu_memory_utilization" if device.type == "cuda" else "rollout.kv_cache_mb"
         raise EngineError(
-            f"the KV cache has room for {blocks * block_size} tokens ({size_text(room)}), and "
+            f"the KV cache has room for {blocks * block_size} tokens ({size_text(room)}{beside}), and "
             f"one sequence may have {limits.max_length} tokens = "
             f"{size_text(per_sequence * block_bytes)}: raise {key}, or lower "
             f"data.max_prompt_length or data.max_response_length"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mrlhf.inference.native.adapters import linear_of
 from mrlhf.inference.native.attention import Attention
+from mrlhf.inference.native.delta_net import DeltaLayer
 from mrlhf.inference.native.experts import TorchExperts
 from mrlhf.inference.native.linear import Linear, linear_in_float32
 from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer, norm_of
@@ -34,7 +35,7 @@ class DecoderLayer:
     """One layer; norms and biases are None where the model has none."""
 
     # A bias is added, and an output normalised, after the sum over the ranks' shares.
-    attention: Attention
+    attention: Attention | DeltaLayer
     proj_bias: Tensor | None
     proj_norm: Tensor | None
     mlp: Mlp
@@ -70,7 +71,11 @@ class Decoder:
         self._embedding = tensor(_EMBEDDING)
         self._layers: list[DecoderLayer] = []
         for number in range(spec.num_layers):
-            attention = _attention(spec, number, tables[number], tensor, norm, layer, parallel)
+            attention: Attention | DeltaLayer
+            if spec.has_delta(number):
+                attention = _delta_layer(spec, number, tensor, norm, layer)
+            else:
+                attention = _attention(spec, number, tables[number], tensor, norm, layer, parallel)
             mlp = mlp_of_layer(spec, number, parameters, dtype)
             self._layers.append(_layer(spec, number, tensor, norm, attention, mlp))
 
@@ -101,7 +106,7 @@ class Decoder:
         """Return the logits after the tokens `inputs.last`.
 
         Args:
-            cache: keys and values of each layer; this pass adds its own.
+            cache: keys and values of each layer, or its states; this pass adds its own.
             record: the experts of each token in the cache, [places, mixtures, per_token]; this pass
                 adds its own. None: they are not recorded.
 
@@ -190,6 +195,32 @@ def _attention(
         tables=tables,
         window=spec.windows[number],
         proj=layer(attention + "linear_proj.weight"),
+        has_gate=spec.output_gate,
+    )
+
+
+def _delta_layer(
+    spec: ModelSpec,
+    number: int,
+    tensor: Callable[[str], Tensor],
+    norm: Callable[[str], Tensor],
+    layer: Callable[..., Linear],
+) -> DeltaLayer:
+    """Return the delta net of layer `number` on this rank."""
+    assert spec.delta is not None
+    prefix = f"decoder.layers.{number}."
+    own = prefix + "self_attention."
+    return DeltaLayer(
+        net=spec.delta,
+        eps=spec.norm_eps,
+        norm=norm(prefix + "input_layernorm.weight"),
+        qkvz=layer(own + "linear_qkvz.weight"),
+        ba=layer(own + "linear_ba.weight"),
+        taps=tensor(own + "conv1d.weight"),
+        log_rate=tensor(own + "A_log"),
+        bias=tensor(own + "dt_bias"),
+        output_norm=tensor(own + "norm.weight"),
+        proj=layer(own + "linear_proj.weight"),
     )
 
 
@@ -198,7 +229,7 @@ def _layer(
     number: int,
     tensor: Callable[[str], Tensor],
     norm: Callable[[str], Tensor],
-    attention: Attention,
+    attention: Attention | DeltaLayer,
     mlp: Mlp,
 ) -> DecoderLayer:
     prefix = f"decoder.layers.{number}."

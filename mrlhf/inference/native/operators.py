@@ -20,7 +20,9 @@ from mrlhf.parallel.masks import Paged
 Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each.
 
-On a CPU with a compiler the keys of a block are stored as [kv_heads, head_dim, block_size].
+On a CPU with a compiler the keys of a block are stored as [kv_heads, head_dim, block_size]. A layer
+with a delta net has, of each sequence, the rows before the next token that its convolution sees,
+[slots, taps - 1, channels], and its states, float32 [slots, value_heads, key_dim, value_dim].
 """
 
 Tables = tuple[Tensor, Tensor]
@@ -37,6 +39,8 @@ class StepInputs:
     cache_places: Tensor
     mask: Paged  # what each token sees in the cache after this pass
     last: Tensor  # places of the tokens after which logits are wanted, int64 [rows]
+    # where the states of each sequence lie, int64 [sequences]; None or empty if there are none
+    slots: Tensor | None = None
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:

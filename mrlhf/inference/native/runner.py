@@ -52,7 +52,8 @@ class Runner:
 
         # Padding of captured steps writes to a block of its own.
         blocks = parallel.least(cache.blocks) - (graphs is not None)
-        self.manager = BlockManager(blocks, cache.block_size)
+        # What a state holds of a prefix is lost with the next token.
+        self.manager = BlockManager(blocks, cache.block_size, shares=not cache.states)
         if graphs is not None:
             tensors = (*weights, *(keys for keys, _ in cache.layers))
             places = (blocks, cache.blocks, *(tensor.data_ptr() for tensor in tensors))
@@ -96,6 +97,7 @@ class Runner:
                 query_edges=np.array([0, count], dtype=np.int32),
                 lengths=np.array([blocks * size], dtype=np.int32),
                 block_tables=np.zeros((1, blocks), dtype=np.int32),
+                slots=np.zeros(1, dtype=np.int64),
             )
             sampling = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
             self._draw(on_device(arrays, self._device), sampling)

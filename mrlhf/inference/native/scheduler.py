@@ -41,6 +41,7 @@ class Step:
     draws: Ints
     sources: Ints  # for each of `draws`, the place in `complete` whose logits it uses, [draws]
     copies: list[tuple[int, int]]  # (from, to) blocks, to be copied between this pass and the next
+    state_copies: list[tuple[int, int]]  # (from, to) slots of states, copied then too
 
     @property
     def decodes(self) -> bool:
@@ -66,11 +67,13 @@ class _Fork:
     place: int  # the leader's place in the pass
     rows: list[int]  # the rows that start, in order
     copies: list[tuple[int, int]]  # (from, to) blocks to be copied for them
+    slots: list[tuple[int, int]]  # (from, to) slots of states to be copied for them
 
 
 class Scheduler:
     """The rows that wait and the rows that run; `manager` has room for the longest row alone.
 
+    A row that runs has one of `max_num_seqs` slots, for the states of layers that have them.
     `max_num_seqs` rows run at once, and a pass computes at most `max_prefill_tokens` prompt tokens.
     Rows start where so many as `starts_together` can, for some passes: fewer passes start any.
     """
@@ -97,6 +100,8 @@ class Scheduler:
         self._computed = np.zeros(0, dtype=np.int64)  # tokens in the cache
         self._counted = np.zeros(0, dtype=np.int64)  # prompt tokens in `counts` already
         self._held = np.zeros(0, dtype=np.int64)  # blocks
+        self.slots: Ints = np.zeros(0, dtype=np.int64)
+        self._free_slots = list(range(max_num_seqs))
 
         # Rows of one prompt wait together, and those that may start follow the first of them: when
         # it has computed the prompt, they start with it.
@@ -187,8 +192,9 @@ class Scheduler:
             draws = np.append(draws, forked)
             sources = np.append(sources, np.searchsorted(complete, leaders))
         copies = [copy for fork in forks for copy in fork.copies]
+        state_copies = [slots for fork in forks for slots in fork.slots]
         self.lengths[draws] += 1
-        return Step(rows, starts, counts, complete, draws, sources, copies)
+        return Step(rows, starts, counts, complete, draws, sources, copies, state_copies)
 
     def share_response(self, row: int, tokens: Sequence[int]) -> None:
         """Let later prompts share what a row, whose tokens these are, has computed of them."""
@@ -228,6 +234,7 @@ class Scheduler:
         self._computed = enlarged(self._computed, rows)
         self._counted = enlarged(self._counted, rows)
         self._held = enlarged(self._held, rows)
+        self.slots = enlarged(self.slots, rows)
 
     def _share_prompt(self, row: int, start: int, place: int) -> _Fork:
         """Let other rows use what `row` has computed of its prompt after this pass.
@@ -248,7 +255,7 @@ class Scheduler:
         held = self.block_tables[row, : self._held[row]].tolist()
         self._manager.publish(self._prompts[row][:computed], held)
         if computed < self.lengths[row]:
-            return _Fork(place, [], [])
+            return _Fork(place, [], [], [])
         return self._fork(row, place, self._followers.pop(row, []))
 
     def _fork(self, leader: int, place: int, followers: list[int]) -> _Fork:
@@ -257,21 +264,23 @@ class Scheduler:
         Followers for which there is no block go on waiting, and are not in the result.
         """
         copies: list[tuple[int, int]] = []
+        slots: list[tuple[int, int]] = []
         full, rest = divmod(int(self.lengths[leader]), self._block_size)
         shared = self.block_tables[leader, :full].tolist()
         for number, row in enumerate(followers):
             own = self._manager.take(1 if rest else 0)
             if own is None:
                 self._waiting.appendleft(followers[number:])
-                return _Fork(place, followers[:number], copies)
+                return _Fork(place, followers[:number], copies, slots)
 
             self._manager.share(shared)
             if own:
                 copies.append((int(self.block_tables[leader, full]), own[0]))
             self._hold(row, shared + own)
+            slots.append((int(self.slots[leader]), int(self.slots[row])))
             self._computed[row] = self.lengths[row]
             self._running.append(row)
-        return _Fork(place, followers, copies)
+        return _Fork(place, followers, copies, slots)
 
     def _grow(self) -> bool:
         """Give running rows a block for their newest token; return whether that preempted any."""
@@ -352,7 +361,10 @@ class Scheduler:
     def _hold(self, row: int, blocks: list[int]) -> None:
         self.block_tables[row, : len(blocks)] = blocks
         self._held[row] = len(blocks)
+        self.slots[row] = self._free_slots.pop()
 
     def _release_blocks(self, row: int) -> None:
+        if self._held[row]:
+            self._free_slots.append(int(self.slots[row]))
         self._manager.release(self.block_tables[row, : self._held[row]].tolist())
         self._held[row] = 0

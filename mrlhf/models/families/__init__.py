@@ -31,6 +31,7 @@ from mrlhf.models.families.qwen2 import QWEN2
 from mrlhf.models.families.qwen2_moe import QWEN2_MOE
 from mrlhf.models.families.qwen3 import QWEN3
 from mrlhf.models.families.qwen3_moe import QWEN3_MOE
+from mrlhf.models.families.qwen3_next import QWEN3_NEXT
 from mrlhf.models.families.seed_oss import SEED_OSS
 from mrlhf.models.families.smollm3 import SMOLLM3
 from mrlhf.models.families.values import check_values
@@ -55,7 +56,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GEMMA3, GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
         *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
-        *(GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+        *(GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT),
     )
 }
 

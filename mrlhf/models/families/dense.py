@@ -203,6 +203,7 @@ def megatron_options(spec: ModelSpec) -> dict[str, Any]:
         # tensor-parallel group, which is wrong where each rank has weights of its own.
         "qk_layernorm": spec.qk_norm == "head",
         "softmax_scale": spec.attention_multiplier,
+        "attention_output_gate": spec.output_gate,
     }
 
     window = spec.sliding_window

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from mrlhf.models.families.base import Chunk
+from mrlhf.models.families.delta_weights import delta_parameters, delta_rules, delta_shapes
 from mrlhf.models.families.expert_weights import (
     ExpertNames,
     expert_parameters,
@@ -36,7 +37,10 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
         prefix = f"model.layers.{layer}."
         if spec.norms_before:
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes.update(_attention_shapes(spec, prefix + "self_attn."))
+        if spec.delta is not None and spec.has_delta(layer):
+            shapes.update(delta_shapes(hidden, spec.delta, prefix + "linear_attn."))
+        else:
+            shapes.update(_attention_shapes(spec, prefix + "self_attn."))
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
         if spec.norms == "both":
             shapes[prefix + "pre_feedforward_layernorm.weight"] = (hidden,)
@@ -71,7 +75,8 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
         if spec.has_experts(layer):
             mlp = expert_parameters(spec, chunk.experts)
         names += [
-            f"decoder.layers.{number}.{name}" for name in (*_attention_parameters(spec), *mlp)
+            f"decoder.layers.{number}.{name}"
+            for name in (*_attention_parameters(spec, layer), *mlp)
         ]
 
     if chunk.is_last:
@@ -91,7 +96,7 @@ def rules_of(spec: ModelSpec, chunk: Chunk, names: ExpertNames | None = None) ->
     for number, layer in enumerate(chunk.layers):
         own = f"decoder.layers.{number}."
         prefix = f"model.layers.{layer}."
-        for name, rule in _layer_rules(spec, prefix, names).items():
+        for name, rule in _layer_rules(spec, prefix, names, spec.has_delta(layer)).items():
             rules[own + name] = rule
 
         if spec.has_experts(layer):
@@ -104,7 +109,8 @@ def rules_of(spec: ModelSpec, chunk: Chunk, names: ExpertNames | None = None) ->
 
 def _qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
     kv_rows = spec.num_kv_heads * spec.head_dim
-    return spec.num_heads * spec.head_dim, kv_rows, kv_rows
+    of_head = 2 if spec.output_gate else 1  # each head's q, then its gate
+    return of_head * spec.num_heads * spec.head_dim, kv_rows, kv_rows
 
 
 def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
@@ -122,7 +128,7 @@ def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape
         yield prefix + "q_norm.weight", (rows[0] if together else spec.head_dim,)
         yield prefix + "k_norm.weight", (rows[1] if together else spec.head_dim,)
 
-    yield prefix + "o_proj.weight", (spec.hidden_size, rows[0])
+    yield prefix + "o_proj.weight", (spec.hidden_size, spec.num_heads * spec.head_dim)
     if spec.o_bias:
         yield prefix + "o_proj.bias", (spec.hidden_size,)
 
@@ -141,7 +147,7 @@ def _mlp_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
         yield prefix + "down_proj.bias", (spec.hidden_size,)
 
 
-def _attention_parameters(spec: ModelSpec) -> list[str]:
+def _attention_parameters(spec: ModelSpec, layer: int) -> list[str]:
     """The parameters of a layer before its MLP."""
     attention = ["linear_proj.weight"]
     if spec.norms_after:
@@ -154,6 +160,8 @@ def _attention_parameters(spec: ModelSpec) -> list[str]:
     if spec.qk_norm != "none":
         attention += ["q_layernorm.weight", "k_layernorm.weight"]
 
+    if spec.has_delta(layer):
+        attention = delta_parameters()
     names = [f"self_attention.{name}" for name in attention]
     if spec.norms_before:
         names = ["input_layernorm.weight", *names, "pre_mlp_layernorm.weight"]
@@ -188,11 +196,17 @@ def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
 
 # A plan asks for a layer once for each rank that has some of its experts.
 @lru_cache(maxsize=128)
-def _layer_rules(spec: ModelSpec, prefix: str, names: ExpertNames | None) -> Mapping[str, Rule]:
+def _layer_rules(
+    spec: ModelSpec, prefix: str, names: ExpertNames | None, has_delta: bool
+) -> Mapping[str, Rule]:
     """The rules of all parameters that a layer has in either build, those of experts aside."""
+    if spec.delta is not None and has_delta:
+        attention = delta_rules(spec.delta, prefix + "linear_attn.")
+    else:
+        attention = _attention_rules(spec, prefix + "self_attn.")
     return {
         **_norm_rules(spec, prefix),
-        **_attention_rules(spec, prefix + "self_attn."),
+        **attention,
         **_mlp_rules(spec, prefix + "mlp."),
         **({} if names is None else shared_rules(names, prefix)),
     }

@@ -1,0 +1,115 @@
+"""A gated delta net in place of a layer's attention, for packed sequences.
+
+Ranks split the key heads, with the value heads that share them. Each sequence of a pack begins with
+empty states. This file knows no family.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrlhf.models.delta_rule import (
+    Chunks,
+    chunked,
+    convolve,
+    gated_norm,
+    gates_of,
+    heads_of,
+    split_projections,
+)
+from mrlhf.models.linear import ColumnLinear, RowLinear
+from mrlhf.models.spec import DeltaNet
+from mrlhf.parallel.packed_sequences import PackedSequences
+
+
+class GatedDeltaNet(MegatronModule):
+    """The heads of this rank, with the interface of megatron-core's self-attention."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        net: DeltaNet,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self._net = net
+        self._tp_group = pg_collection.tp
+        self._recomputes = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+        hidden = config.hidden_size
+        options: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "skip_bias_add": False,
+            "tp_group": self._tp_group,
+        }
+
+        heads = net.value_heads // self._tp_group.size()
+        self.A_log = self._parameter(heads)
+        self.dt_bias = self._parameter(heads)
+        rows = 2 * (net.key_size + net.value_size)
+        self.linear_qkvz = ColumnLinear(hidden, rows, gather_output=False, **options)
+        self.linear_ba = ColumnLinear(hidden, 2 * net.value_heads, gather_output=False, **options)
+        self.conv1d = torch.nn.Module()
+        self.conv1d.weight = self._parameter(net.channels // self._tp_group.size(), 1, net.taps)
+        self.norm = torch.nn.Module()
+        weight = torch.ones(net.value_dim, dtype=config.params_dtype)
+        self.norm.weight = torch.nn.Parameter(weight)
+        self.linear_proj = RowLinear(net.value_size, hidden, input_is_parallel=True, **options)
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=self.config.params_dtype))
+        # The ranks' weights are different numbers, and all of them count in the gradient's norm.
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        return parameter
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute each sequence of a pack by itself, as `TensorParallelSelfAttention.forward`."""
+        assert attention_mask is None
+        assert packed_seq_params.keys is None, "sequences are neither shared nor split"
+
+        def compute(qkvz: Tensor, ba: Tensor) -> Tensor:
+            return self._compute(qkvz, ba, packed_seq_params)
+
+        qkvz = self.linear_qkvz(hidden_states)[0].squeeze(1)
+        ba = self.linear_ba(hidden_states)[0].squeeze(1)
+        if self._recomputes and self.training:
+            output = checkpoint(compute, False, qkvz, ba)
+        else:
+            output = compute(qkvz, ba)
+        projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.unsqueeze(1))
+        return projected
+
+    def _compute(self, qkvz: Tensor, ba: Tensor, packed: PackedSequences) -> Tensor:
+        """Return [tokens, value_heads * value_dim]."""
+        lengths = [length for length in packed.mask.query_lengths if length]
+        x, z, numbers = split_projections(self._net, qkvz, ba)
+        empty = x.new_zeros((self._net.taps - 1, x.shape[-1]))
+        x = convolve(x, self.conv1d.weight, [empty] * len(lengths), lengths)
+
+        q, k, v = heads_of(self._net, x)
+        gates = gates_of(numbers, self.A_log, self.dt_bias)
+        output, _ = chunked(q, k, v, gates, Chunks(tuple(lengths), x.device))
+        # Each rank's heads have a part of the gradient of the one norm.
+        weight = copy_to_tensor_model_parallel_region(self.norm.weight, group=self._tp_group)
+        return gated_norm(output, z, weight, self.config.layernorm_epsilon).flatten(1)

@@ -1,0 +1,190 @@
+"""The gated delta rule on torch's operators, for training and the engine.
+
+A head's state S, [key_dim, value_dim], goes through the tokens of a sequence: with decay a, rate b,
+key k, value v and query q, S becomes a S + b k (v - a k S), and the output is q S
+(https://arxiv.org/abs/2412.06464). Chunks of tokens are computed together, as in transformers. All
+is float32. This file knows sequences laid end to end, and neither layers nor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrlhf.models.ops import rms_norm
+from mrlhf.models.spec import DeltaNet
+
+_CHUNK = 64  # tokens, as in transformers
+_EPS = 1e-6  # added to the square of the length of a query or key
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What a token does to the states of each value head, float32 [tokens, value_heads] each."""
+
+    log_decay: Tensor
+    rate: Tensor
+
+
+def split_projections(net: DeltaNet, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the channels of the convolution, [tokens, channels], z and the numbers for the gates.
+
+    `qkvz` and `ba` have, for each key head of this rank, its q, its k, and v and z of its value
+    heads; and b and a of these. z is [tokens, value_heads, value_dim], the last [tokens,
+    value_heads, 2]: b, then a.
+    """
+    shared = net.value_heads // net.key_heads
+    values = shared * net.value_dim
+    heads = qkvz.unflatten(-1, (-1, 2 * net.key_dim + 2 * values))
+    *qkv, z = heads.split([net.key_dim, net.key_dim, values, values], dim=-1)
+    channels = torch.cat([part.flatten(1) for part in qkv], dim=-1)
+    gates = ba.unflatten(-1, (-1, 2, shared)).transpose(-1, -2).flatten(1, 2)
+    return channels, z.reshape(len(z), -1, net.value_dim), gates
+
+
+def gates_of(numbers: Tensor, log_rate: Tensor, bias: Tensor) -> Gates:
+    """Return the gates from [tokens, value_heads, 2]; the others are A_log and dt_bias."""
+    b, a = numbers.unbind(-1)
+    log_decay = -log_rate.float().exp() * F.softplus(a.float() + bias)
+    return Gates(log_decay, b.sigmoid().float())
+
+
+def convolve(x: Tensor, weight: Tensor, pasts: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """Return silu of the causal convolution of each channel of x [tokens, channels].
+
+    Args:
+        weight: [channels, 1, taps].
+        pasts: for each sequence the `taps - 1` rows before its first token; zeros at its beginning.
+        lengths: tokens of each sequence, 1 or more.
+    """
+    before = weight.shape[-1] - 1
+    rows = [part for pair in zip(pasts, x.split(list(lengths)), strict=True) for part in pair]
+    outputs = F.conv1d(torch.cat(rows).t()[None], weight, groups=len(weight))[0].t()
+    # Between two sequences lie outputs that see both.
+    sizes = [size for length in lengths for size in (length, before)][:-1]
+    return F.silu(torch.cat(outputs.split(sizes)[::2]))
+
+
+def heads_of(net: DeltaNet, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of each value head, float32 [tokens, value_heads, dim], from channels.
+
+    q and k have length 1, but for the scale of q.
+    """
+    keys = channels.shape[-1] * net.key_size // net.channels
+    q, k, v = channels.float().split([keys, keys, channels.shape[-1] - 2 * keys], dim=-1)
+    q, k = (part.unflatten(-1, (-1, net.key_dim)) for part in (q, k))
+    q, k = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + _EPS) for part in (q, k))
+    shared = net.value_heads // net.key_heads
+    q, k = (part.repeat_interleave(shared, dim=1) for part in (q, k))
+    return q * net.key_dim**-0.5, k, v.unflatten(-1, (-1, net.value_dim))
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm of x, times silu(z); all [tokens, value_heads, value_dim], in z's dtype."""
+    normed = rms_norm(x.to(z.dtype), weight, eps)
+    return (normed * F.silu(z.float())).to(z.dtype)
+
+
+def one_token(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and states after one token of each sequence; else as `chunked`."""
+    states = states * gates.log_decay.exp()[..., None, None]
+    known = (states * k[..., None]).sum(dim=-2)
+    change = (v - known) * gates.rate[..., None]
+    states = states + k[..., None] * change[..., None, :]
+    return (states * q[..., None]).sum(dim=-2), states
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Sequences of these lengths, each cut into chunks of which the last one is filled up."""
+
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @cached_property
+    def size(self) -> int:
+        """Tokens of a chunk."""
+        return min(_CHUNK, max(self.lengths))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Chunks of each sequence."""
+        return [-(-length // self.size) for length in self.lengths]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The place of each token among those of all chunks, int64 [tokens]."""
+        places = []
+        first = 0
+        for length, count in zip(self.lengths, self.counts, strict=True):
+            places.append(torch.arange(first, first + length))
+            first += count * self.size
+        return torch.cat(places).to(self.device)
+
+    @cached_property
+    def turns(self) -> list[tuple[Tensor, Tensor]]:
+        """The sequences that have a chunk of each number, and these chunks; int64 each."""
+        firsts = [sum(self.counts[:number]) for number in range(len(self.counts))]
+        turns = []
+        for turn in range(max(self.counts)):
+            alive = [number for number, count in enumerate(self.counts) if count > turn]
+            chunks = [firsts[number] + turn for number in alive]
+            turns.append(tuple(torch.tensor(part, device=self.device) for part in (alive, chunks)))
+        return turns
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return x [tokens, heads, ...] as [chunks, heads, size, ...], filled up with zeros."""
+        padded = x.new_zeros((sum(self.counts) * self.size, *x.shape[1:]))
+        return padded.index_copy(0, self.places, x).unflatten(0, (-1, self.size)).transpose(1, 2)
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, chunks: Chunks, states: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the rule for whole sequences.
+
+    Args:
+        q: [tokens, heads, key_dim], as k; v is [tokens, heads, value_dim].
+        states: before the first token of each sequence, [sequences, heads, key_dim, value_dim];
+            None: zeros.
+
+    Returns:
+        The outputs, shaped as v, and the states after the last token of each sequence.
+    """
+    if states is None:
+        states = v.new_zeros((len(chunks.lengths), v.shape[1], k.shape[-1], v.shape[-1]))
+    rate = gates.rate[..., None]
+    q, k, k_rated, v_rated = (chunks.of(x) for x in (q, k, k * rate, v * rate))
+    decay = chunks.of(gates.log_decay).cumsum(dim=-1)
+
+    # Within a chunk, what each token adds depends on the ones before it: a triangular system.
+    between = decay[..., :, None] - decay[..., None, :]
+    above = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
+    between = between.masked_fill(above, float("-inf")).exp()
+    system = (k_rated @ k.transpose(-1, -2)) * between
+    seen = (q @ k.transpose(-1, -2)) * between
+    wanted = torch.cat([v_rated, k_rated * decay.exp()[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    values, of_states = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+
+    q = q * decay.exp()[..., None]
+    k = k * (decay[..., -1:] - decay).exp()[..., None]
+    whole = decay[..., -1, None, None].exp()
+    outputs = []
+    for alive, turn in chunks.turns:
+        before = states[alive]
+        added = values[turn] - of_states[turn] @ before
+        outputs.append(q[turn] @ before + seen[turn] @ added)
+        after = before * whole[turn] + k[turn].transpose(-1, -2) @ added
+        states = states.index_copy(0, alive, after)
+
+    order = torch.cat([turn for _, turn in chunks.turns]).argsort()
+    tokens = torch.cat(outputs)[order].transpose(1, 2).flatten(0, 1)
+    return tokens[chunks.places], states

@@ -1,0 +1,93 @@
+"""Qwen3-Next: gated delta nets in most layers, gated attention in the others, and experts.
+
+This file knows only what its `config.json` may say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mrlhf.errors import ConfigError
+from mrlhf.models.families.dense import dense_spec
+from mrlhf.models.families.expert_weights import ExpertNames
+from mrlhf.models.families.mixture import count, mixture_family, stated_experts, with_experts
+from mrlhf.models.spec import WHOLE_MODEL, DeltaNet, Head, ModelSpec
+
+_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
+    """The spec of a Qwen3-Next `config.json`."""
+    if config["attention_bias"]:
+        raise ConfigError(
+            "config.json sets attention_bias, which is not supported in a qwen3_next model"
+        )
+    key_heads, value_heads, key_dim, value_dim = (count(config, key) for key in _SIZES[:4])
+    if value_heads % key_heads:
+        raise ConfigError(
+            f"config.json has linear_num_value_heads={value_heads}, which must be a multiple of "
+            f"linear_num_key_heads={key_heads}"
+        )
+    is_delta = _is_delta(config)
+    net = DeltaNet(
+        layers=is_delta,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        taps=count(config, _SIZES[4], least=2),
+    )
+
+    spec = replace(
+        dense_spec(config, head, partial_rotary=True),
+        qk_norm="head",
+        norms_add_one=True,
+        output_gate=True,
+        ropes=tuple(None if delta else WHOLE_MODEL for delta in is_delta),
+        delta=net if any(is_delta) else None,
+    )
+    experts = replace(
+        stated_experts(config),
+        shared_ffn_size=count(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return with_experts(spec, experts)
+
+
+def _is_delta(config: dict[str, Any]) -> tuple[bool, ...]:
+    """For each layer whether it is a delta net; ConfigError if `layer_types` say something else."""
+    types = config["layer_types"]
+    layers = config["num_hidden_layers"]
+    wrong = set(types) - {"linear_attention", "full_attention"}
+    if wrong or len(types) != layers:
+        raise ConfigError(
+            f"config.json has {len(types)} layer_types {', '.join(sorted(set(types)))}; give "
+            f"linear_attention or full_attention for each of its {layers} layers"
+        )
+    if "full_attention" not in types:
+        raise ConfigError(
+            "config.json has layer_types without full_attention, which is not supported"
+        )
+    return tuple(kind == "linear_attention" for kind in types)
+
+
+QWEN3_NEXT = replace(
+    mixture_family(
+        "qwen3_next",
+        "Qwen3Next",
+        read_config,
+        ExpertNames(),
+        (
+            *("num_experts or num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            *("shared_expert_intermediate_size", "head_dim", *_SIZES),
+        ),
+    ),
+    ignored_prefixes=lambda spec: ("mtp.",),  # the layers of a draft model
+)
