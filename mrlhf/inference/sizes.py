@@ -106,7 +106,7 @@ class CacheShape:
         return 0 if self.states is None else self.states.sequence_bytes(self.itemsize)
 
     def in_order(self, paged: Sequence[Store], states: Sequence[Store]) -> list[Store]:
-        """Return what each layer stores, from that of layers with keys, and of those with states."""
+        """Return what each layer stores, from that of layers with keys and of those with states."""
         if self.states is None:
             return list(paged)
         with_keys, with_states = iter(paged), iter(states)

@@ -6,11 +6,12 @@ of attention states them once. Pure arithmetic on a spec; it knows no tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import DeltaNet, ModelSpec
 
 
 class Product(NamedTuple):
@@ -52,23 +53,61 @@ class AttentionSizes:
     keys_and_values: int  # of a token, which context parallelism exchanges
     kept: int  # of a token for the backward pass, beside the layer's input
     cached: CachedHeads
+    token_products: int = 0  # multiplications for a token beside `products`, whatever it sees
+    state_bytes: int = 0  # of a sequence in the engine, read and written for each token
+
+
+@lru_cache(maxsize=8)
+def attention_layers(spec: ModelSpec) -> tuple[AttentionSizes, ...]:
+    """Return the sizes of each layer's attention, or of what it has in its place."""
+    attention = attention_of(spec)
+    if spec.delta is None:
+        return (attention,) * spec.num_layers
+    net = _of_delta_net(spec.hidden_size, spec.delta)
+    return tuple(net if is_delta else attention for is_delta in spec.delta.layers)
+
+
+def attention_kinds(spec: ModelSpec) -> list[tuple[AttentionSizes, float]]:
+    """Return the sizes of each kind of layer, and its share of the layers."""
+    counts = Counter(attention_layers(spec))
+    return [(sizes, count / spec.num_layers) for sizes, count in counts.items()]
 
 
 @lru_cache(maxsize=8)
 def attention_of(spec: ModelSpec) -> AttentionSizes:
-    """Return the sizes of each layer's attention."""
+    """Return the sizes of the attention of each layer that has some."""
     hidden = spec.hidden_size
     queries = spec.num_heads * spec.head_dim
     keys_and_values = 2 * spec.num_kv_heads * spec.head_dim
     # Heads of q and of k: what the linear layer gives, they rotated, and normed if they are.
     copies = 3 if spec.qk_norm == "none" else 4
+    gates = queries if spec.output_gate else 0  # they, their sigmoid, the product are kept
     return AttentionSizes(
         products=(
-            Product(hidden, queries + keys_and_values, dim=0),
+            Product(hidden, queries + gates + keys_and_values, dim=0),
             Product(queries, hidden, dim=1),
         ),
         pair_products=2 * queries,
         keys_and_values=keys_and_values,
-        kept=copies * (queries + keys_and_values // 2),
+        kept=copies * (queries + keys_and_values // 2) + 3 * gates,
         cached=CachedHeads(spec.num_kv_heads, spec.head_dim),
+    )
+
+
+def _of_delta_net(hidden: int, net: DeltaNet) -> AttentionSizes:
+    """The sizes of a gated delta net, whose inner steps the backward pass computes again."""
+    projected = net.channels + net.value_size
+    return AttentionSizes(
+        products=(
+            Product(hidden, projected, dim=0),
+            Product(hidden, 2 * net.value_heads, dim=0),
+            Product(net.value_size, hidden, dim=1),
+        ),
+        pair_products=0,
+        keys_and_values=0,
+        kept=projected + 2 * net.value_heads + net.value_size,
+        cached=CachedHeads(0, 0),
+        # The state is multiplied by a key and a query, and gets a product of a key and a value.
+        token_products=3 * net.state_numbers + net.taps * net.channels,
+        state_bytes=4 * net.state_numbers,
     )

@@ -45,9 +45,8 @@ class GatedDeltaNet(MegatronModule):
         super().__init__(config=config)
         self._net = net
         self._tp_group = pg_collection.tp
-        self._recomputes = (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        )
+        # What the chunks need is many times what goes into them.
+        self._recomputes = config.recompute_granularity != "full"
         hidden = config.hidden_size
         options: dict[str, Any] = {
             "config": config,
@@ -93,7 +92,7 @@ class GatedDeltaNet(MegatronModule):
 
         qkvz = self.linear_qkvz(hidden_states)[0].squeeze(1)
         ba = self.linear_ba(hidden_states)[0].squeeze(1)
-        if self._recomputes and self.training:
+        if self._recomputes and torch.is_grad_enabled():
             output = checkpoint(compute, False, qkvz, ba)
         else:
             output = compute(qkvz, ba)

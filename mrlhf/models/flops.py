@@ -2,7 +2,8 @@
 
 Matrix products count, with two operations for each multiplication and addition: every linear layer
 (of experts those that a token goes to), the output layer at the positions whose output is used, and
-attention between the pairs of positions that see each other. The lookup of embeddings, norms,
+attention between the pairs of positions that see each other; of a delta net its convolution, and
+what changes and reads its states token by token. The lookup of embeddings, norms,
 rotation and softmax do not count, nor does whatever an implementation does twice (recomputed
 activations) or in vain (masked pairs, padding, outputs that nobody reads). Divided by time and by
 the peak of the device, this is the model FLOPs utilisation of https://arxiv.org/abs/2204.02311,
@@ -17,7 +18,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from mrlhf.models.attention_sizes import attention_of
+from mrlhf.models.attention_sizes import attention_layers
 from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 
@@ -26,18 +27,22 @@ _BACKWARD = 2  # products in the backward pass for each one in the forward pass
 
 def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
     """Count the operations of a forward pass whose output layer sees `outputs` positions."""
-    pairs = sum(visible_pairs(length, window) for window in spec.windows)
-    products = attention_of(spec).pair_products * pairs
+    products = 0
+    for sizes, window in zip(attention_layers(spec), spec.windows, strict=True):
+        products += sizes.pair_products * visible_pairs(length, window)
+        products += sizes.token_products * length
     return _linear_flops(spec, length, outputs) + 2 * products
 
 
 def _linear_flops(spec: ModelSpec, length: int, outputs: int) -> int:
     """Count the operations of the linear layers alone."""
-    attention = sum(product.inputs * product.outputs for product in attention_of(spec).products)
+    attention = 0
+    for sizes in attention_layers(spec):
+        attention += sum(product.inputs * product.outputs for product in sizes.products)
     mlps = sum(_mlp_products(spec, layer) for layer in range(spec.num_layers))
     head = spec.hidden_size * (spec.vocab_size if spec.head == "lm" else 1)
 
-    return 2 * ((spec.num_layers * attention + mlps) * length + head * outputs)
+    return 2 * ((attention + mlps) * length + head * outputs)
 
 
 def _mlp_products(spec: ModelSpec, layer: int) -> int:

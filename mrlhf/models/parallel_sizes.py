@@ -138,6 +138,8 @@ def _misfits(
             "of a head hold equal parts of it)"
         )
 
+    if spec.delta is not None and spec.delta.key_heads % tp:
+        misfits.append(f"{spec.delta.key_heads} key heads of its delta nets")
     if spec.has_dense_layers and spec.ffn_size % tp:
         misfits.append(f"intermediate size {spec.ffn_size}")
     if spec.experts is not None and spec.experts.shared_ffn_size % tp:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mrlhf.models.attention_sizes import attention_of
+from mrlhf.models.attention_sizes import attention_kinds
 from mrlhf.models.flops import visible_pairs
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
@@ -76,11 +76,13 @@ class Passes:
         """Seconds of a pass of the engine; products wait for their weights from memory."""
         spec = self.spec
         layer = sum(self._engine_product(linear) for linear in self._linears(work.tokens))
-        sizes = attention_of(spec)
-        keys = sizes.cached.numbers(self.layout.tp) * self.itemsize * work.outputs * work.length
-        pairs = work.tokens * work.length
-        attention = self.gpu.computing_s(2 * sizes.pair_products / self.layout.tp * pairs)
-        layer += max(attention, self.gpu.memory_s(keys))
+        tp = self.layout.tp
+        for sizes, share in attention_kinds(spec):
+            keys = sizes.cached.numbers(tp) * self.itemsize * work.outputs * work.length
+            states = 2 * sizes.state_bytes / tp * work.outputs
+            each = sizes.pair_products * work.length + sizes.token_products
+            attention = self.gpu.computing_s(2 * each / tp * work.tokens)
+            layer += share * max(attention, self.gpu.memory_s(keys + states))
 
         vocab = spec.vocab_size / self.layout.tp
         head = self._engine_product(_Linear(work.outputs, spec.hidden_size, vocab, 1))
@@ -123,8 +125,10 @@ class Passes:
         spec = self.spec
         length = max(1, round(work.length))
         pairs = sum(visible_pairs(length, window) for window in spec.windows) / spec.num_layers
-        products = attention_of(spec).pair_products / self.layout.tp
-        return 2 * products * pairs * work.tokens / length
+        products = 0.0
+        for sizes, share in attention_kinds(spec):
+            products += share * (sizes.pair_products * pairs / length + sizes.token_products)
+        return 2 * products / self.layout.tp * work.tokens
 
     def _activations(self, work: Work) -> float:
         """Seconds that it takes to read once what a layer keeps for the backward pass."""
@@ -145,8 +149,9 @@ class Passes:
         spec = self.spec
         hidden = spec.hidden_size
         tp = self.layout.tp
-        for product in attention_of(spec).products:
-            yield _Linear(tokens, *product.on_rank(tp), 1)
+        for sizes, share in attention_kinds(spec):
+            for product in sizes.products:
+                yield _Linear(tokens, *product.on_rank(tp), share)
         experts = spec.experts
         mixtures = 0.0 if experts is None else experts.mixtures / spec.num_layers
         yield from _mlp(tokens, hidden, spec.ffn_size / tp, 1 - mixtures)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from mrlhf.config.sections import RoleSection
-from mrlhf.models.attention_sizes import attention_of
+from mrlhf.models.attention_sizes import attention_layers, attention_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.pipeline_order import in_flight
@@ -23,13 +23,18 @@ from mrlhf.parallel.vocab import chunk_rows
 
 
 def layer_bytes(
-    spec: ModelSpec, recompute: str, is_mixture: bool | None = None, etp: int = 1
+    spec: ModelSpec,
+    recompute: str,
+    is_mixture: bool | None = None,
+    etp: int = 1,
+    layer: int | None = None,
 ) -> tuple[int, int]:
     """Bytes that a layer keeps of a token in bfloat16.
 
     Args:
         is_mixture: whether it is a mixture; None: if the model has experts.
         etp: ranks that split an expert; each of them has copies of the tokens of all.
+        layer: its number; None: one that has attention.
 
     Returns:
         What tensor-parallel ranks each keep without sequence parallelism, and what they share out.
@@ -37,7 +42,8 @@ def layer_bytes(
     """
     if recompute == "full":
         return 2 * spec.hidden_size, 0
-    of_heads = 2 * attention_of(spec).kept
+    attention = attention_of(spec) if layer is None else attention_layers(spec)[layer]
+    of_heads = 2 * attention.kept
     experts = spec.experts
     if experts is None or is_mixture is False:
         return 8 * spec.hidden_size, of_heads + 6 * spec.ffn_size
@@ -116,7 +122,7 @@ class Activations:
     def _kept(self, layer: int, recompute: str | None = None) -> float:
         is_mixture = self.spec.has_experts(layer)
         whole, split = layer_bytes(
-            self.spec, recompute or self.role.recompute, is_mixture, self.layout.etp
+            self.spec, recompute or self.role.recompute, is_mixture, self.layout.etp, layer
         )
         each = whole / (self.layout.tp if self._splits else 1) + split / self.layout.tp
         return self._tokens * each * self.itemsize / 2

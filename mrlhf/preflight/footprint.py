@@ -168,7 +168,7 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
             found.sizes["judge engine/params"] = _engine_bytes(judge, True, judge.layout.tp, 1)
             found.phases["passes of judge_model"] |= {
                 "judge engine/params": found.sizes["judge engine/params"],
-                "judge engine/cache, at least": cache_needs(config.of_judge(), judge.spec).bytes,
+                "judge engine/cache, at least": cache_needs(config.of_judge(), judge.spec).least,
             }
     return found
 
@@ -231,8 +231,8 @@ def _add_generation(found: RankBytes, config: PPOConfig, actor: _Share) -> None:
         found.held[ENGINE] = engine  # the base comes once
     else:
         generating[ENGINE] = engine
-    sample = cache_needs(config, spec).bytes
-    found.phases[GENERATION] = generating | {"engine/cache, at least": sample}
+    least = cache_needs(config, spec).least
+    found.phases[GENERATION] = generating | {"engine/cache, at least": least}
 
 
 def update_of(name: str) -> str:

@@ -52,11 +52,17 @@ class CacheNeeds:
 
     shape: CacheShape
     tokens: int  # length of the longest sequence, in whole blocks
+    sequences: int  # that may run; each has its states from the beginning
 
     @property
     def bytes(self) -> int:
-        """Bytes of the sequence's keys and values on the rank."""
-        return self.shape.token_bytes * self.tokens
+        """Bytes of the sequence's keys and values, and states, on the rank."""
+        return self.shape.token_bytes * self.tokens + self.shape.state_bytes
+
+    @property
+    def least(self) -> int:
+        """Bytes of the smallest cache, with the states of all sequences."""
+        return self.bytes + (self.sequences - 1) * self.shape.state_bytes
 
     def __str__(self) -> str:
         shape = self.shape
@@ -66,7 +72,10 @@ class CacheNeeds:
         )
         if shape.record_bytes:
             pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"
-        return f"{pairs} x {self.tokens} tokens = {size_text(self.bytes)}"
+        states = ""
+        if shape.state_bytes:
+            states = f" + {shape.state_bytes} bytes of states x {self.sequences} max_num_seqs"
+        return f"{pairs} x {self.tokens} tokens{states} = {size_text(self.least)}"
 
 
 def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, ModelSpec | None]:
@@ -189,7 +198,7 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
 
     experts = spec.experts if rollout.records_experts else None
     shape = CacheShape.on_rank(spec, rollout.tp, dtype.itemsize, block, experts)
-    return CacheNeeds(shape, tokens=blocks * block)
+    return CacheNeeds(shape, tokens=blocks * block, sequences=rollout.max_num_seqs)
 
 
 def cache_block(config: PPOConfig) -> int:
@@ -219,6 +228,8 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
             actor_fits = not any(problems)
         yield from filter(None, problems)
         yield from _router_problems(name, role, spec)
+        if spec.delta is not None:
+            yield from _delta_problems(key, role)
 
     spec = specs.get("rollout")
     if isinstance(config, PPOConfig) and spec is not None:
@@ -262,6 +273,14 @@ def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[
             yield f"{name}.{key} does not fit a model without experts; set it to 0"
 
 
+def _delta_problems(key: str, role: RoleSection) -> Iterator[str]:
+    """Keys by which sequences are cut or joined, which delta nets compute one after another."""
+    if role.cp > 1:
+        yield f"{key}.cp {role.cp} is not supported for a model with delta nets; set it to 1"
+    if role.share_prompts:
+        yield (f"{key}.share_prompts is not supported for a model with delta nets; set it to false")
+
+
 def _is_as_trained(reference: RoleSection, config: AnyConfig) -> bool:
     """Whether the reference is the trained policy's model in the same layout."""
     policy = config.actor if isinstance(config, PPOConfig) else config.model
@@ -291,11 +310,11 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
 
     megabytes = rollout.kv_cache_mb
     needs = cache_needs(config, spec)
-    if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
+    if megabytes is not None and megabytes * MEBIBYTE < needs.least:
         yield (
             f"rollout.kv_cache_mb {megabytes} = {size_text(megabytes * MEBIBYTE)} is less than one "
             f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
-            f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"
+            f"{-(-needs.least // MEBIBYTE)} or lower the data's maximum lengths"
         )
 
 

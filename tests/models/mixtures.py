@@ -62,7 +62,7 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             routed_scaling_factor=1.7,
             pad_token_id=None,
         ),
-        # Half of each head is rotated, and two value heads share a key head. Two ranks share the KV head.
+        # Half of a head is rotated. Two value heads share a key head, and two ranks the KV head.
         "qwen3-next": Qwen3NextConfig(
             **{**sizes, "num_key_value_heads": 1},
             head_dim=16,

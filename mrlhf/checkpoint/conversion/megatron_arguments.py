@@ -121,6 +121,8 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
 def _beyond_megatron(spec: ModelSpec) -> str | None:
     """A feature of the model, in words, that Megatron-LM's layers or arguments lack, or None."""
     features = {
+        "gated delta nets": spec.delta is not None,
+        "gates of attention": spec.output_gate,
         "norms after attention and MLP": spec.norms_after,
         "gates with gelu": spec.activation != "silu",
         "a norm over all heads of q and k": spec.qk_norm == "projection",

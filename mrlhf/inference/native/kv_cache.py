@@ -91,9 +91,7 @@ class KVCache:
                 part[targets] = part[sources]
 
 
-def _states(
-    shape: CacheShape, slots: int, dtype: torch.dtype, device: torch.device
-) -> list[Layer]:
+def _states(shape: CacheShape, slots: int, dtype: torch.dtype, device: torch.device) -> list[Layer]:
     """The states of each layer that has some."""
     if shape.states is None:
         return []
@@ -139,8 +137,8 @@ def blocks_for(
         beside = f", beside {size_text(state_bytes)} for states" if state_bytes else ""
         key = "rollout.gpu_memory_utilization" if device.type == "cuda" else "rollout.kv_cache_mb"
         raise EngineError(
-            f"the KV cache has room for {blocks * block_size} tokens ({size_text(room)}{beside}), and "
-            f"one sequence may have {limits.max_length} tokens = "
+            f"the KV cache has room for {blocks * block_size} tokens ({size_text(room)}{beside}), "
+            f"and one sequence may have {limits.max_length} tokens = "
             f"{size_text(per_sequence * block_bytes)}: raise {key}, or lower "
             f"data.max_prompt_length or data.max_response_length"
         )
