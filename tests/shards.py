@@ -48,6 +48,18 @@ _MIXTURE: dict[str, dict[str, Any]] = {
         "head_dim": 4,
         "pad_token_id": None,
     },
+    "qwen3_next": {
+        "head_dim": 4,
+        "partial_rotary_factor": 0.5,
+        "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    },
 }
 MIXTURES = tuple(_MIXTURE)
 

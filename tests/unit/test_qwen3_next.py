@@ -1,0 +1,253 @@
+"""Qwen3-Next: the gated delta rule, the states of the engine, the published sizes, and refusals.
+
+That training computes what transformers does, and that its files go to any layout and back, is
+tested with the other families.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of
+from mrlhf.config import PPOConfig, load_config
+from mrlhf.errors import CheckpointError, ConfigError
+from mrlhf.inference.base import SamplingParams, generate, requests_for
+from mrlhf.inference.checks import missing_feature
+from mrlhf.inference.sizes import CacheShape
+from mrlhf.models.attention_sizes import attention_layers
+from mrlhf.models.delta_rule import Chunks, Gates, chunked, one_token
+from mrlhf.models.families import family_of, load_spec, spec_of
+from mrlhf.models.flops import forward_flops
+from mrlhf.models.parallel_sizes import tp_problem
+from mrlhf.preflight.footprint import footprint
+from mrlhf.preflight.model_checks import cache_needs, check_models
+from tests.models.engines import (
+    PROMPTS,
+    UIDS,
+    adapted_model,
+    answer,
+    assert_same,
+    hf_model,
+    make_engine,
+)
+from tests.models.engines import spec_of as spec_of_model
+from tests.models.published import QWEN3_NEXT, write_published
+from tests.shards import tiny_config, tiny_spec
+
+ROOT = Path(__file__).parents[2]
+NAME = "qwen3-next"
+FILE = str(ROOT / "configs/gpu/qwen3_30b_a3b_grpo_16_gpus.yaml")
+# The norm after a state divides by numbers that may be small, and so enlarges what is rounded.
+ROUNDING = 3e-4
+
+
+def _inputs(lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Gates]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = sum(lengths)
+    q, k = torch.nn.functional.normalize(torch.randn(2, tokens, 3, 5, generator=generator), dim=-1)
+    v = torch.randn(tokens, 3, 7, generator=generator)
+    log_decay, rate = torch.rand(2, tokens, 3, generator=generator)
+    return q, k, v, Gates(-0.3 * log_decay, rate)
+
+
+def test_chunks_of_packed_sequences_are_the_rule_of_each_token() -> None:
+    """Outputs and states are those of transformers' loop, and sequences go on where they ended."""
+    lengths = [1, 150, 64, 70, 128]
+    q, k, v, gates = _inputs(lengths)
+    chunks = Chunks(tuple(lengths), torch.device("cpu"))
+    outputs, states = chunked(q, k, v, gates, chunks)
+    again, _ = chunked(q, k, v, gates, chunks, states)
+
+    parts = [x.split(lengths) for x in (q, k, v, gates.log_decay, gates.rate)]
+    begin = 0
+    for number, own in enumerate(zip(*parts, strict=True)):
+        for given, wanted in ((None, outputs), (states[number : number + 1], again)):
+            output, state = torch_recurrent_gated_delta_rule(
+                own[0][None] * 5**0.5,  # which it divides by
+                *(x[None] for x in own[1:]),
+                initial_state=given,
+                output_final_state=True,
+            )
+            torch.testing.assert_close(
+                wanted[begin : begin + lengths[number]], output[0], rtol=1e-4, atol=1e-5
+            )
+            if given is None:
+                torch.testing.assert_close(states[number], state[0], rtol=1e-4, atol=1e-5)
+        begin += lengths[number]
+
+
+def test_one_token_goes_on_as_a_chunk_of_one() -> None:
+    q, k, v, gates = _inputs([1, 1])
+    states = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(2))
+    chunks = Chunks((1, 1), torch.device("cpu"))
+    for mine, wanted in zip(
+        one_token(q, k, v, gates, states), chunked(q, k, v, gates, chunks, states), strict=True
+    ):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
+def _logprobs(model: Any, prompt: list[int], response: list[int], temperature: float) -> Tensor:
+    """Of the response, as transformers computes them in one pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def test_the_engine_equals_transformers_where_states_are_forked_and_lost() -> None:
+    """Prompts in parts, samples that begin with the state of a prompt, rows that begin again."""
+    model = hf_model(NAME)
+    sampling = SamplingParams(n=3, temperature=0.8, max_tokens=10, seed=5, stop_token_ids=(7, 20))
+    prompts = PROMPTS[:4]
+    whole = answer(make_engine(model), prompts, UIDS[:4], sampling)
+    for sample in whole:
+        wanted = _logprobs(model, prompts[sample.request_id], list(sample.token_ids), 0.8)
+        assert sample.logprobs == pytest.approx(wanted.tolist(), abs=ROUNDING)
+
+    spec = spec_of_model(model)
+    shape = CacheShape.on_rank(spec, 1, 4, 4, spec.experts)
+    assert shape.num_layers == 1
+    assert shape.state_bytes == 3 * 4 * (3 * (2 * 12 + 40) + 4 * 6 * 10)
+    engine = make_engine(
+        model,
+        block_size=4,
+        cache_bytes=6 * shape.state_bytes + 11 * shape.block_bytes,
+        max_num_seqs=6,
+        max_prefill_tokens=7,
+        max_length=36,
+    )
+    for _ in range(2):  # nothing is kept of prompts
+        found = generate(engine, requests_for(prompts, UIDS[:4], sampling))
+        assert_same(found.samples, whole, ROUNDING)
+        assert found.stats.preemptions > 0
+        assert found.stats.computed_prompt_tokens >= sum(map(len, prompts))
+        assert found.stats.cache_bytes == 6 * shape.state_bytes + 11 * shape.block_bytes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("adapted", [False, True])
+def test_greedy_equals_transformers_generate(adapted: bool, tmp_path: Path) -> None:
+    model = adapted_model(NAME, tmp_path / "adapter") if adapted else hf_model(NAME)
+    sampling = SamplingParams(temperature=0.0, max_tokens=10, seed=0)
+    for prompt, sample in zip(
+        PROMPTS[:5], answer(make_engine(model), PROMPTS[:5], UIDS[:5], sampling), strict=True
+    ):
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None}
+        output = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
+        assert list(sample.token_ids) == output[0, len(prompt) :].tolist()
+        wanted = _logprobs(model, prompt, list(sample.token_ids), 1.0)
+        assert sample.logprobs == pytest.approx(wanted.tolist(), abs=ROUNDING)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("published")
+    write_published(root)
+    return root / "Qwen3-Next-80B-A3B"
+
+
+def test_the_published_sizes(published: Path) -> None:
+    spec = load_spec(published, "lm")
+    shapes = family_of(spec).tensor_shapes(spec)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(published)
+        )
+    assert sum(map(math.prod, shapes.values())) == 79_674_391_296
+    assert sum(parameter.numel() for parameter in model.parameters()) == 79_674_391_296
+    assert family_of(spec).ignored_prefixes(spec) == ("mtp.",)
+
+    # 12 layers with 2 KV heads of 256; 36 with 3 rows of 8192 channels and 32 states of 128 x 128.
+    whole = CacheShape.on_rank(spec, 1, 2, 64)
+    assert whole.token_bytes == 12 * 2 * 2 * 256 * 2 == 24_576
+    assert whole.state_bytes == 36 * (3 * 8192 * 2 + 4 * 32 * 128 * 128) == 77_266_944
+    split = CacheShape.on_rank(spec, 4, 2, 64)
+    assert (split.token_bytes, split.state_bytes) == (12_288, 77_266_944 // 4)
+
+    # A token through a delta net: its matrices, and its states and convolution.
+    net = attention_layers(spec)[0]
+    matrices = 2048 * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * 2048
+    assert sum(product.inputs * product.outputs for product in net.products) == matrices
+    assert net.token_products == 3 * 32 * 128 * 128 + 4 * 8192
+    gated = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
+    mlp = 2048 * (3 * 11 * 512 + 512 + 1)
+    of_token = 36 * (matrices + net.token_products) + 12 * gated + 48 * mlp
+    assert forward_flops(spec, 3, 0) == 2 * (3 * of_token + 12 * 2 * 4096 * 6)
+
+
+def test_training_on_8_machines_of_8_gpus(published: Path) -> None:
+    layout = ["tp=4", "pp=2", "ep=16", "etp=1", f"path={published}"]
+    keys = ["distributed.device=cuda", "rollout.tp=4", *(f"actor.{key}" for key in layout)]
+    config = load_config(PPOConfig, FILE, keys)
+    specs = {name: spec for name, spec in check_models(config).items() if spec is not None}
+    sizes = footprint(config, specs, 64)
+    experts = 48 * 512 * 3 * 2048 * 512
+    weights = (experts / 16 + (79_674_391_296 - experts) / 4) / 2
+    assert sizes.held["actor/params"] == pytest.approx(2 * weights, rel=0.05)
+
+    needs = cache_needs(config, specs["actor"])
+    assert sizes.sample_bytes == needs.bytes == needs.tokens * (12_288 + 48 * 10 * 2) + 19_316_736
+    assert needs.least == needs.bytes + (config.rollout.max_num_seqs - 1) * 19_316_736
+    assert f"19316736 bytes of states x {config.rollout.max_num_seqs} max_num_seqs" in str(needs)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("actor.cp=2", "actor.cp 2 is not supported for a model with delta nets; set it to 1"),
+        ("actor.share_prompts=true", "share_prompts is not supported for a model with delta nets"),
+        ("rollout.engine=vllm", "rollout.engine is vllm, which is not supported for a model with"),
+        ("rollout.kv_cache_mb=1000", "19316736 bytes of states x 256 max_num_seqs"),
+    ],
+)
+def test_keys_that_do_not_fit_states_are_refused(published: Path, key: str, said: str) -> None:
+    layout = ["tp=4", "pp=2", "ep=16", "etp=1", f"path={published}"]
+    keys = ["distributed.device=cuda", "rollout.tp=4", *(f"actor.{item}" for item in layout), key]
+    with pytest.raises(ConfigError, match=said):
+        check_models(load_config(PPOConfig, FILE, keys))
+
+
+def test_layouts_and_other_formats_are_refused_by_name() -> None:
+    spec = tiny_spec("qwen3_next")
+    assert "4 key heads of its delta nets" in str(tp_problem("tp", 8, spec))
+    assert missing_feature("vllm", spec, "cuda") == "the family qwen3_next"
+    with pytest.raises(CheckpointError, match="gated delta nets"):
+        arguments_of(spec, 1)
+    assert spec.needs_own_layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "sets attention_bias, which is not supported"),
+        ({"hidden_act": "gelu"}, "only silu is supported"),
+        ({"layer_types": ["linear_attention"] * 4}, "has layer_types linear_attention; only"),
+        ({"layer_types": ["sliding_attention"] * 4}, "has layer_types sliding_attention; only"),
+        ({"linear_num_value_heads": 6}, "linear_num_value_heads=6, which must be a multiple of"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1; it must be an integer from 2"),
+    ],
+)
+def test_options_that_are_not_built_are_refused(changes: dict[str, Any], message: str) -> None:
+    config = tiny_config("qwen3_next").to_dict() | changes
+    with pytest.raises(ConfigError, match=message) as refused:
+        spec_of(config, "lm")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["linear_num_key_heads", "linear_conv_kernel_dim", "head_dim"])
+def test_sizes_must_be_stated(key: str, tmp_path: Path) -> None:
+    stated = {name: value for name, value in QWEN3_NEXT.items() if name != key}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ConfigError, match=f"no {key}; a qwen3_next model must state it"):
+        load_spec(tmp_path, "lm")
