@@ -108,6 +108,8 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "mixtral": "core_attn",
     "qwen2-moe": "none",
     "glm4-moe": "full",
+    "deepseek-v3": "core_attn",
+    "moonlight": "none",
 }
 # By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
 MIXTURE_LAYOUTS = {

@@ -60,6 +60,11 @@ _NUMBERS = {
     "num_attention_heads": _Range(1, 10**5),
     "num_key_value_heads": _Range(1, 10**5),
     "head_dim": _Range(1, 10**5),
+    "q_lora_rank": _Range(1, 10**6),
+    "kv_lora_rank": _Range(1, 10**6),
+    "qk_nope_head_dim": _Range(1, 10**5),
+    "qk_rope_head_dim": _Range(1, 10**5),
+    "v_head_dim": _Range(1, 10**5),
     "max_position_embeddings": _COUNT,
     "rms_norm_eps": _SHARE,
     "layer_norm_eps": _SHARE,
@@ -80,6 +85,7 @@ _FLAGS = (
     "use_qk_norm",
     "norm_topk_prob",
     "qkv_bias",
+    "rope_interleave",
 )
 _ROPE_NUMBERS = {
     "rope_theta": _POSITIVE,
