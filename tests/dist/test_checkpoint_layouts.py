@@ -79,7 +79,7 @@ EXPERT_LAYOUTS = {
 }
 EXPERTS = {
     "experts": Case("qwen2-moe", "token-mean"),
-    "rounded experts": Case("glm4-moe", "token-mean", ROUNDED),
+    "rounded experts": Case("deepseek-v3", "token-mean", ROUNDED),
 }
 CASES = DENSE | EXPERTS
 # What is read from a checkpoint leaves the device and comes back.

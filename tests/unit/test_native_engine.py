@@ -71,7 +71,9 @@ def test_greedy_equals_transformers_generate(name):
         assert_logprobs(model, sample)
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen2-tied", "phi3", "mixtral", "qwen2-moe"))
+@pytest.mark.parametrize(
+    "name", ("llama", "qwen2-tied", "phi3", "mixtral", "qwen2-moe", "deepseek-v3")
+)
 def test_adapters_are_added_as_in_transformers(name, tmp_path):
     model = adapted_model(name, tmp_path / "adapter")
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
