@@ -120,6 +120,7 @@ MIXTURE_LAYOUTS = {
         AxisSizes(pp=2),
         AxisSizes(ep=2),
         AxisSizes(tp=2, ep=2),
+        AxisSizes(cp=2),
     ],
     4: [
         AxisSizes(tp=2, pp=2),
@@ -409,7 +410,7 @@ def _mixture_parity(rank: int, world_size: int, root: str) -> dict[str, float]:
     worst = {}
     for sizes in MIXTURE_LAYOUTS[world_size]:
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
-        for name in MIXTURES:
+        for name in MIXTURES if world_size != 2 else (*MIXTURES, "moonlight"):
             label = f"{name} {sizes} vpp {sizes.vpp}"
             for sequence_parallel in (False, True) if sizes.tp > 1 else (False,):
                 worst |= _compared(Path(root) / name, label, groups, sequence_parallel)
