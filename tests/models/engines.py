@@ -194,7 +194,8 @@ SAMPLED = SamplingParams(
 
 def tight(model, blocks: int, block_size: int = 4, **changes):
     """An engine whose cache has so many blocks."""
-    shape = CacheShape.on_rank(spec_of(model), 1, 4, block_size)
+    spec = spec_of(model)
+    shape = CacheShape.on_rank(spec, 1, 4, block_size, spec.experts)
     cache_bytes = blocks * shape.block_bytes
     return make_engine(model, block_size=block_size, cache_bytes=cache_bytes, **changes)
 
