@@ -24,11 +24,6 @@ from mrlhf.parallel.masks import Mask, Packed, Paged
 if TYPE_CHECKING:
     from mrlhf.parallel.packed_sequences import Rotation
 
-try:
-    from torch.nn.attention import varlen
-except ImportError:  # before torch 2.10
-    varlen = None  # type: ignore[assignment]
-
 _MOST_GAP = 0.05  # of the largest number, between two ways; bfloat16 rounds by 0.004
 _log = logging.getLogger(__name__)
 
@@ -53,15 +48,18 @@ def attend(
         query: [tokens, kv_heads, heads per KV head, head_dim].
         key: [tokens, kv_heads, head_dim]; if the mask is paged, the cache, [blocks, block_size,
             kv_heads, head_dim].
-        value: shaped as `key`.
+        value: shaped as `key`; in a cache its heads may be narrower than those of keys.
         scale: products of queries and keys are multiplied by it.
         window: how many tokens a token sees, itself included; None for all before it.
         rotation: rotates queries and keys first. A cache holds keys that are rotated already.
         keeps_keys: whether to keep gathered keys, since they are dropped and computed again anyhow.
 
     Returns:
-        [tokens, heads * head_dim].
+        [tokens, heads * head_dim of `value`].
     """
+    if key.shape[-1] != value.shape[-1]:
+        assert isinstance(mask, Paged) and rotation is None
+        return attend_gathered(query, key, value, mask, scale, window)
     backend = next(
         some for some in _IMPLEMENTATIONS if isinstance(mask, some.mask) and some.serves(query, key)
     )
@@ -102,7 +100,7 @@ def attend_varlen(
     if "enable_gqa" in _varlen_options():
         groups["enable_gqa"] = query.shape[2] > 1
 
-    output = varlen.varlen_attn(
+    output = _varlen_attn()(
         query.flatten(1, 2),
         key,
         value,
@@ -158,7 +156,7 @@ def attend_gathered(
 
     # Sequences with one query are computed together. A chunk of a prompt is computed alone: padding
     # the others to its length would take more memory than the model.
-    context = torch.empty_like(query)
+    context = query.new_empty((*query.shape[:-1], value.shape[-1]))
     starts = mask.query_edges.tolist()
     lengths = mask.lengths.tolist()
     counts = mask.query_edges.diff().tolist()
@@ -205,7 +203,16 @@ def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    """Attend with [sequences, tokens, heads, head_dim] each, to the shape of `q`."""
+    """Attend with [sequences, tokens, heads, head_dim] each, to [sequences, tokens of `q`, heads,
+    head_dim of `v`].
+    """
+    if k.shape[-1] != v.shape[-1] and k.shape[2] == 1 and q.shape[2] > 1 and seen is not None:
+        # Heads that share the KV head become rows: torch would copy keys and values for each.
+        heads = q.shape[2]
+        rows = _attend_by_torch(
+            q.flatten(1, 2)[:, :, None], k, v, seen.repeat_interleave(heads, dim=-2), scale
+        )
+        return rows.view(*q.shape[:3], v.shape[-1])
     output = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -273,7 +280,18 @@ def _varlen_gap(dtype: torch.dtype, heads: int, head_dim: int, window: int | Non
 @cache
 def _varlen_options() -> frozenset[str]:
     """Return what torch's attention of sequences of any lengths takes; it may not be there."""
-    return frozenset(() if varlen is None else inspect.signature(varlen.varlen_attn).parameters)
+    attend = _varlen_attn()
+    return frozenset(() if attend is None else inspect.signature(attend).parameters)
+
+
+def _varlen_attn() -> Any:
+    """torch's attention of sequences of any lengths; None before torch 2.10."""
+    # Imported here because it brings torch's compiler, which ranks on a CPU do not need.
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:
+        return None
+    return varlen.varlen_attn
 
 
 def _serves_all(query: Tensor, key: Tensor) -> bool:

@@ -71,6 +71,22 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention: a token's keys and values are linear in one vector, its latent.
+
+    A head of q and k has `plain_dim` dimensions, which come first, and `rotary_dim` of the model
+    that are rotated. These are the same in the keys of all heads.
+    """
+
+    q_rank: int | None  # queries come from a latent of this size; None: from the hidden state
+    kv_rank: int  # size of the latent of keys and values
+    plain_dim: int
+    value_dim: int  # of a head; at most that of keys
+    interleaved: bool  # whether neighbours are rotated by one angle, instead of halves
+    norm_eps: float = 1e-6  # of the norms of latents, whatever the model's other norms have
+
+
+@dataclass(frozen=True)
 class DeltaNet:
     """Gated delta nets, https://arxiv.org/abs/2412.06464, in place of attention in some layers.
 
@@ -173,7 +189,7 @@ class ModelSpec:
     num_layers: int
     num_heads: int  # query heads
     num_kv_heads: int  # key and value heads; divides num_heads
-    head_dim: int  # width of one head
+    head_dim: int  # width of one head of q and k, and of v if it has no other
     norm_eps: float  # of every RMSNorm
     tied_embeddings: bool  # whether a language model's output layer is its embedding
     max_positions: int  # longest sequence the rotary embedding was made for, tokens
@@ -202,6 +218,7 @@ class ModelSpec:
     attention_multiplier: float | None = None  # of products of q and k; None for 1 / sqrt(head_dim)
     logits_divisor: float = 1.0  # the logits are divided by it
     experts: Experts | None = None  # None in a dense model
+    latent: Latent | None = None  # None where keys and values come from the hidden state
     delta: DeltaNet | None = None  # None if all layers have attention
     output_gate: bool = False  # q_proj gives a gate too, by whose sigmoid attention is multiplied
     lora: Lora | None = None  # None if all weights are those of the checkpoint
@@ -261,7 +278,8 @@ class ModelSpec:
         has_biases = self.o_bias or self.mlp_bias
         has_norms = self.norms_after or self.qk_norm == "projection" or self.norms_add_one
         multiplies = self.residual_multiplier != 1.0
-        return has_biases or has_norms or multiplies or self.keeps_weights
+        is_latent = self.latent is not None
+        return has_biases or has_norms or multiplies or is_latent or self.keeps_weights
 
     @property
     def keeps_weights(self) -> bool:

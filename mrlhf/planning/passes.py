@@ -80,7 +80,8 @@ class Passes:
         for sizes, share in attention_kinds(spec):
             keys = sizes.cached.numbers(tp) * self.itemsize * work.outputs * work.length
             states = 2 * sizes.state_bytes / tp * work.outputs
-            each = sizes.pair_products * work.length + sizes.token_products
+            products = sizes.engine_pair_products or sizes.pair_products
+            each = products * work.length + sizes.token_products
             attention = self.gpu.computing_s(2 * each / tp * work.tokens)
             layer += share * max(attention, self.gpu.memory_s(keys + states))
 

@@ -44,13 +44,14 @@ def layer_bytes(
         return 2 * spec.hidden_size, 0
     attention = attention_of(spec) if layer is None else attention_layers(spec)[layer]
     of_heads = 2 * attention.kept
+    of_tokens = 8 * spec.hidden_size + 2 * attention.kept_whole
     experts = spec.experts
     if experts is None or is_mixture is False:
-        return 8 * spec.hidden_size, of_heads + 6 * spec.ffn_size
+        return of_tokens, of_heads + 6 * spec.ffn_size
     width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
     copies = 4 * experts.per_token * spec.hidden_size * etp
     router = 2 * spec.hidden_size + 5 * experts.count + 26 * experts.per_token
-    return 8 * spec.hidden_size + router, of_heads + 6 * width + copies
+    return of_tokens + router, of_heads + 6 * width + copies
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,10 @@ _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _PREFIX = "model."
 BUFFER = "rotary_emb.inv_freq"
 _ROWS_AT_ONCE = 4096
+FP8 = "F8_E4M3"
+FP8_BLOCK = 128
+"""Rows and columns of a block of a matrix of fp8 numbers, whose scale multiplies them."""
+_SCALES = "_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class FileTensor:
     dtype: str  # as safetensors calls it
     shape: Shape  # its full shape, or that of the part
     part: MatrixRows | None = None  # the part of the named tensor that it is; None: all of it
+    scales: FileTensor | None = None  # of the blocks of a matrix of fp8 numbers
 
 
 @dataclass(frozen=True)
@@ -150,12 +155,14 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
     """The stored tensor of each tensor of a model.
 
     As transformers does, it adds or removes the prefix `model.` where that makes a name known.
+    Matrices of fp8 numbers come with the scales of their blocks.
 
     Raises:
         WeightError: a tensor is missing, unknown, ambiguous, of another shape than the model's, or
             of a number format that is not of weights.
     """
     directory = stored.directory
+    stored = replace(stored, tensors=_with_scales(stored))
     known = {*expected.shapes, *expected.ignored}
     found: dict[str, FileTensor] = {}
     unknown = []
@@ -213,11 +220,15 @@ def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> 
 def open_files(tensors: Iterable[FileTensor]) -> Iterator[Callable[[FileTensor], Any]]:
     """Open the files of some stored tensors; gives what reads one when it is indexed by slices."""
     with ExitStack() as stack:
-        paths = sorted({tensor.file for tensor in tensors})
+        read = list(tensors)
+        read += [tensor.scales for tensor in read if tensor.scales is not None]
+        paths = sorted({tensor.file for tensor in read})
         handles = {path: stack.enter_context(_open(path)) for path in paths}
 
         def lazily(tensor: FileTensor) -> Any:
             whole = handles[tensor.file].get_slice(tensor.name)
+            if tensor.scales is not None:
+                return _ScaledBlocks(whole, tensor.shape, lazily(tensor.scales)[:])
             return whole if tensor.part is None else _SliceOfMatrix(whole, tensor.part)
 
         yield lazily
@@ -246,6 +257,24 @@ class _SliceOfMatrix:
         place = (matrix, slice(part.start + start, part.start + stop), *columns)
         read: Tensor = self._stack[place]
         return read[0]
+
+
+class _ScaledBlocks:
+    """A matrix of fp8 numbers in blocks; what is read of it is float32, times its scales."""
+
+    def __init__(self, matrix: Any, shape: Shape, scales: Tensor) -> None:
+        self._matrix = matrix
+        self._shape = shape
+        self._scales = scales.float()
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        rows, columns = (*(index if isinstance(index, tuple) else (index,)), slice(None))[:2]
+        row_blocks, column_blocks = (
+            torch.arange(size)[part] // FP8_BLOCK
+            for size, part in zip(self._shape, (rows, columns), strict=True)
+        )
+        read: Tensor = self._matrix[rows, columns]
+        return read.float() * self._scales[row_blocks][:, column_blocks]
 
 
 def _open(file: Path) -> Any:
@@ -328,6 +357,21 @@ def _by_model_name(
             yield held, replace(tensor, shape=(*rows, form.shape[-1]), part=part)
 
 
+def _with_scales(stored: ModelFiles) -> dict[str, FileTensor]:
+    """The tensors other than scales; matrices of fp8 numbers have theirs."""
+    tensors = dict(stored.tensors)
+    for name, scales in stored.tensors.items():
+        matrix = stored.tensors.get(name.removesuffix(_SCALES))
+        if name.endswith(_SCALES) and matrix is not None and matrix.dtype == FP8:
+            blocks = tuple(-(-size // FP8_BLOCK) for size in matrix.shape)
+            if len(blocks) != 2:
+                continue  # refused for its format
+            _require_shape(stored.directory, name, scales.shape, blocks)
+            tensors[matrix.name] = replace(matrix, scales=scales)
+            del tensors[name]
+    return tensors
+
+
 def _require_shape(directory: Path, name: str, shape: Shape, expected: Shape) -> None:
     """Raise a WeightError with both shapes if they differ."""
     if shape != expected:
@@ -349,7 +393,7 @@ def _model_name(name: str, known: Collection[str]) -> str:
 def _check_formats(stored: ModelFiles) -> None:
     """Refuse integers and numbers of 8 bits or fewer: they need scales to mean anything."""
     for tensor in stored.tensors.values():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES and tensor.scales is None:
             raise WeightError(
                 f"{tensor.file}: {tensor.name} is of type {tensor.dtype}; quantised weights are "
                 "not supported, give the model in bfloat16, float16 or float32"

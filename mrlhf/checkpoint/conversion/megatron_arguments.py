@@ -124,6 +124,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "gated delta nets": spec.delta is not None,
         "gates of attention": spec.output_gate,
         "norms after attention and MLP": spec.norms_after,
+        "latent attention": spec.latent is not None,
         "gates with gelu": spec.activation != "silu",
         "a norm over all heads of q and k": spec.qk_norm == "projection",
         "multipliers of embeddings, residuals, attention or logits": (

@@ -43,7 +43,7 @@ class KVCache:
         `slots` is the number of sequences that run at once, of which layers may have states.
         """
         assert shape.itemsize == dtype.itemsize, f"{dtype} does not have {shape.itemsize} bytes"
-        pair_shape = (2, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+        pair_shape = (shape.stores, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
         # In memory of its own, else what training takes later could lie in it, and hold all of it.
         pool = torch.cuda.MemPool() if device.type == "cuda" else None
         try:
@@ -58,7 +58,9 @@ class KVCache:
                 f"rollout.kv_cache_mb (on a CPU) or rollout.gpu_memory_utilization (on a GPU)"
             ) from error
 
-        self._paged: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
+        self._paged: list[Layer] = [
+            (pair[0], pair[-1][..., : shape.values_in_keys]) for pair in pairs
+        ]
         self.layers = shape.in_order(self._paged, self.states)
         self.blocks = blocks
         self.block_size = shape.block_size
@@ -76,7 +78,7 @@ class KVCache:
         sources, targets = send(torch.tensor(pairs), self.layers[0][0].device).unbind(1)
         for keys, values in self._paged:
             keys[targets] = keys[sources]
-            values[targets] = values[sources]
+            values[targets] = values[sources]  # again, if they are a part of the keys
         if self.experts is not None:
             in_blocks = self.experts.unflatten(0, (self.blocks, self.block_size))
             in_blocks[targets] = in_blocks[sources]

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrlhf.inference.native.adapters import linear_of
+from mrlhf.inference.native.adapters import linear_of, matrix_of
 from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.delta_net import DeltaLayer
 from mrlhf.inference.native.experts import TorchExperts
+from mrlhf.inference.native.latent_attention import LatentAttention
 from mrlhf.inference.native.linear import Linear, linear_in_float32
 from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer, norm_of
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
@@ -27,6 +28,8 @@ from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 
+AnyAttention = Attention | LatentAttention | DeltaLayer
+
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -35,7 +38,7 @@ class DecoderLayer:
     """One layer; norms and biases are None where the model has none."""
 
     # A bias is added, and an output normalised, after the sum over the ranks' shares.
-    attention: Attention | DeltaLayer
+    attention: AnyAttention
     proj_bias: Tensor | None
     proj_norm: Tensor | None
     mlp: Mlp
@@ -71,9 +74,11 @@ class Decoder:
         self._embedding = tensor(_EMBEDDING)
         self._layers: list[DecoderLayer] = []
         for number in range(spec.num_layers):
-            attention: Attention | DeltaLayer
+            attention: AnyAttention
             if spec.has_delta(number):
                 attention = _delta_layer(spec, number, tensor, norm, layer)
+            elif spec.latent is not None:
+                attention = _latent_attention(spec, number, tables[number], parameters, norm, layer)
             else:
                 attention = _attention(spec, number, tables[number], tensor, norm, layer, parallel)
             mlp = mlp_of_layer(spec, number, parameters, dtype)
@@ -224,12 +229,45 @@ def _delta_layer(
     )
 
 
+def _latent_attention(
+    spec: ModelSpec,
+    number: int,
+    tables: Tables,
+    parameters: Parameters,
+    norm: Callable[[str], Tensor],
+    layer: Callable[..., Linear],
+) -> LatentAttention:
+    """Return the attention of layer `number` on this rank."""
+    latent = spec.latent
+    assert latent is not None
+    prefix = f"decoder.layers.{number}."
+    own = prefix + "self_attention."
+    norm_before = norm(prefix + "input_layernorm.weight")
+    down = latent.q_rank is not None
+
+    kv_up = matrix_of(parameters, norm_before.dtype, own + "linear_kv_up_proj.weight")
+    return LatentAttention(
+        latent=latent,
+        eps=spec.norm_eps,
+        scale=spec.attention_scale,
+        norm=norm_before,
+        q_down=layer(own + "linear_q_down_proj.weight") if down else None,
+        q_norm=norm(own + "q_layernorm.weight") if down else None,
+        q_up=layer(own + ("linear_q_up_proj.weight" if down else "linear_q_proj.weight")),
+        kv_down=layer(own + "linear_kv_down_proj.weight"),
+        kv_norm=norm(own + "kv_layernorm.weight"),
+        kv_up=kv_up.unflatten(0, (-1, latent.plain_dim + latent.value_dim)),
+        tables=tables,
+        proj=layer(own + "linear_proj.weight"),
+    )
+
+
 def _layer(
     spec: ModelSpec,
     number: int,
     tensor: Callable[[str], Tensor],
     norm: Callable[[str], Tensor],
-    attention: Attention | DeltaLayer,
+    attention: AnyAttention,
     mlp: Mlp,
 ) -> DecoderLayer:
     prefix = f"decoder.layers.{number}."

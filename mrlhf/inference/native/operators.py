@@ -20,9 +20,10 @@ from mrlhf.parallel.masks import Paged
 Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each.
 
-On a CPU with a compiler the keys of a block are stored as [kv_heads, head_dim, block_size]. A layer
-with a delta net has, of each sequence, the rows before the next token that its convolution sees,
-[slots, taps - 1, channels], and its states, float32 [slots, value_heads, key_dim, value_dim].
+On a CPU with a compiler the keys of a block are stored as [kv_heads, head_dim, block_size]. With
+latent attention values are the first numbers of keys, in the same memory. A layer with a delta net
+has, of each sequence, the rows before the next token that its convolution sees, [slots, taps - 1,
+channels], and its states, float32 [slots, value_heads, key_dim, value_dim].
 """
 
 Tables = tuple[Tensor, Tensor]

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families.base import Chunk, Family
+from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3
 from mrlhf.models.families.gemma3 import GEMMA3
 from mrlhf.models.families.glm4_moe import GLM4_MOE
 from mrlhf.models.families.granite import GRANITE
@@ -56,12 +57,13 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GEMMA3, GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
         *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
-        *(GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT),
+        *(DEEPSEEK_V3, GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT),
     )
 }
 
 _MOST_PARAMETERS = 10**13
-_NAMES_OF_CODE = ("auto_map", "custom_pipelines")
+# Keys that say nothing about the model: names of code, and how its files store the weights.
+_OF_FILES = ("auto_map", "custom_pipelines", "quantization_config")
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -178,7 +180,7 @@ def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype) -> N
 
 def _completed(stated: dict[str, Any]) -> dict[str, Any]:
     """Complete a `config.json` as transformers does, without code; ConfigError if it refuses."""
-    plain = {key: value for key, value in stated.items() if key not in _NAMES_OF_CODE}
+    plain = {key: value for key, value in stated.items() if key not in _OF_FILES}
     # transformers takes a mistral with `layer_types` for a ministral.
     if plain["model_type"] == "mistral" and "layer_types" in plain:
         plain["model_type"] = "ministral"
