@@ -36,23 +36,15 @@ _FREE_GPU_SHARE = 0.1  # of its memory
 class StateShape:
     """What the delta nets of one rank keep of a sequence, in place of keys and values."""
 
-    net: DeltaNet
-    tp_size: int
+    layers: tuple[bool, ...]  # which have it
+    window: tuple[int, int]  # rows and channels that the convolution of a layer still sees
+    state: tuple[int, int, int]  # value heads of a layer, and the shape of each one's in float32
 
-    @property
-    def window(self) -> tuple[int, int]:
-        """Rows and channels that the convolution of a layer still sees."""
-        return self.net.taps - 1, self.net.channels // self.tp_size
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """Value heads of a layer, and the shape of the float32 state of each."""
-        return self.net.value_heads // self.tp_size, self.net.key_dim, self.net.value_dim
-
-    def sequence_bytes(self, itemsize: int) -> int:
-        """Bytes of a sequence in all layers."""
-        of_layer = math.prod(self.window) * itemsize + 4 * math.prod(self.state)
-        return sum(self.net.layers) * of_layer
+    @classmethod
+    def on_rank(cls, net: DeltaNet, tp_size: int) -> StateShape:
+        """Return those on one of `tp_size` ranks."""
+        window = (net.taps - 1, net.channels // tp_size)
+        return cls(net.layers, window, (net.value_heads // tp_size, net.key_dim, net.value_dim))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +81,7 @@ class CacheShape:
             block_size=block_size,
             experts=experts,
             values_in_keys=cached.values_in_keys,
-            states=None if spec.delta is None else StateShape(spec.delta, tp_size),
+            states=None if spec.delta is None else StateShape.on_rank(spec.delta, tp_size),
         )
 
     @property
@@ -111,14 +103,17 @@ class CacheShape:
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence, whatever its length."""
-        return 0 if self.states is None else self.states.sequence_bytes(self.itemsize)
+        if self.states is None:
+            return 0
+        of_layer = math.prod(self.states.window) * self.itemsize + 4 * math.prod(self.states.state)
+        return sum(self.states.layers) * of_layer
 
     def in_order(self, paged: Sequence[Store], states: Sequence[Store]) -> list[Store]:
         """Return what each layer stores, from that of layers with keys and of those with states."""
         if self.states is None:
             return list(paged)
         with_keys, with_states = iter(paged), iter(states)
-        return [next(with_states if has else with_keys) for has in self.states.net.layers]
+        return [next(with_states if has else with_keys) for has in self.states.layers]
 
     @property
     def block_bytes(self) -> int:

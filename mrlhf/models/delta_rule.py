@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -103,63 +103,49 @@ def one_token(
 
 @dataclass(frozen=True)
 class Chunks:
-    """Sequences of these lengths, each cut into chunks of which the last one is filled up."""
+    """Sequences laid end to end, each cut into chunks of which the last one is filled up."""
 
-    lengths: tuple[int, ...]
-    device: torch.device
+    size: int  # tokens of a chunk
+    count: int
+    places: Tensor  # of each token among those of all chunks, int64 [tokens]
+    # for each turn the sequences that have a chunk of that number, and these chunks; int64
+    turns: list[tuple[Tensor, Tensor]]
 
-    @cached_property
-    def size(self) -> int:
-        """Tokens of a chunk."""
-        return min(_CHUNK, max(self.lengths))
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Chunks of each sequence."""
-        return [-(-length // self.size) for length in self.lengths]
-
-    @cached_property
-    def places(self) -> Tensor:
-        """The place of each token among those of all chunks, int64 [tokens]."""
-        places = []
-        first = 0
-        for length, count in zip(self.lengths, self.counts, strict=True):
-            places.append(torch.arange(first, first + length))
-            first += count * self.size
-        return torch.cat(places).to(self.device)
-
-    @cached_property
-    def turns(self) -> list[tuple[Tensor, Tensor]]:
-        """The sequences that have a chunk of each number, and these chunks; int64 each."""
-        firsts = [sum(self.counts[:number]) for number in range(len(self.counts))]
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
+        """Cut sequences of these lengths, 1 or more."""
+        size = min(_CHUNK, max(lengths))
+        counts = [-(-length // size) for length in lengths]
+        firsts = [0, *accumulate(counts)]
+        places = [
+            torch.arange(first * size, first * size + length)
+            for first, length in zip(firsts[:-1], lengths, strict=True)
+        ]
         turns = []
-        for turn in range(max(self.counts)):
-            alive = [number for number, count in enumerate(self.counts) if count > turn]
+        for turn in range(max(counts)):
+            alive = [number for number, count in enumerate(counts) if count > turn]
             chunks = [firsts[number] + turn for number in alive]
-            turns.append(tuple(torch.tensor(part, device=self.device) for part in (alive, chunks)))
-        return turns
+            turns.append((torch.tensor(alive).to(device), torch.tensor(chunks).to(device)))
+        return cls(size, firsts[-1], torch.cat(places).to(device), turns)
 
     def of(self, x: Tensor) -> Tensor:
         """Return x [tokens, heads, ...] as [chunks, heads, size, ...], filled up with zeros."""
-        padded = x.new_zeros((sum(self.counts) * self.size, *x.shape[1:]))
+        padded = x.new_zeros((self.count * self.size, *x.shape[1:]))
         return padded.index_copy(0, self.places, x).unflatten(0, (-1, self.size)).transpose(1, 2)
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, chunks: Chunks, states: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, chunks: Chunks, states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the rule for whole sequences.
 
     Args:
         q: [tokens, heads, key_dim], as k; v is [tokens, heads, value_dim].
-        states: before the first token of each sequence, [sequences, heads, key_dim, value_dim];
-            None: zeros.
+        states: before the first token of each sequence, [sequences, heads, key_dim, value_dim].
 
     Returns:
         The outputs, shaped as v, and the states after the last token of each sequence.
     """
-    if states is None:
-        states = v.new_zeros((len(chunks.lengths), v.shape[1], k.shape[-1], v.shape[-1]))
     rate = gates.rate[..., None]
     q, k, k_rated, v_rated = (chunks.of(x) for x in (q, k, k * rate, v * rate))
     decay = chunks.of(gates.log_decay).cumsum(dim=-1)

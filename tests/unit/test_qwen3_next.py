@@ -63,8 +63,8 @@ def test_chunks_of_packed_sequences_are_the_rule_of_each_token() -> None:
     """Outputs and states are those of transformers' loop, and sequences go on where they ended."""
     lengths = [1, 150, 64, 70, 128]
     q, k, v, gates = _inputs(lengths)
-    chunks = Chunks(tuple(lengths), torch.device("cpu"))
-    outputs, states = chunked(q, k, v, gates, chunks)
+    chunks = Chunks.of_lengths(lengths, torch.device("cpu"))
+    outputs, states = chunked(q, k, v, gates, chunks, torch.zeros(5, 3, 5, 7))
     again, _ = chunked(q, k, v, gates, chunks, states)
 
     parts = [x.split(lengths) for x in (q, k, v, gates.log_decay, gates.rate)]
@@ -88,7 +88,7 @@ def test_chunks_of_packed_sequences_are_the_rule_of_each_token() -> None:
 def test_one_token_goes_on_as_a_chunk_of_one() -> None:
     q, k, v, gates = _inputs([1, 1])
     states = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(2))
-    chunks = Chunks((1, 1), torch.device("cpu"))
+    chunks = Chunks.of_lengths((1, 1), torch.device("cpu"))
     for mine, wanted in zip(
         one_token(q, k, v, gates, states), chunked(q, k, v, gates, chunks, states), strict=True
     ):
@@ -186,6 +186,7 @@ def test_the_published_sizes(published: Path) -> None:
     assert forward_flops(spec, 3, 0) == 2 * (3 * of_token + 12 * 2 * 4096 * 6)
 
 
+@pytest.mark.full
 def test_training_on_8_machines_of_8_gpus(published: Path) -> None:
     layout = ["tp=4", "pp=2", "ep=16", "etp=1", f"path={published}"]
     keys = ["distributed.device=cuda", "rollout.tp=4", *(f"actor.{key}" for key in layout)]

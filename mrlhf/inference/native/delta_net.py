@@ -83,5 +83,5 @@ class DeltaLayer:
         if lengths[0] == 1:
             outputs, states = one_token(q, k, v, gates, states)
         else:
-            outputs, states = chunked(q, k, v, gates, Chunks(tuple(lengths), x.device), states)
+            outputs, states = chunked(q, k, v, gates, Chunks.of_lengths(lengths, x.device), states)
         return outputs, kept, states

@@ -97,14 +97,11 @@ def _states(shape: CacheShape, slots: int, dtype: torch.dtype, device: torch.dev
     """The states of each layer that has some."""
     if shape.states is None:
         return []
-    window, state = shape.states.window, shape.states.state
-    return [
-        (
-            _zeros((slots, *window), dtype, device),
-            _zeros((slots, *state), torch.float32, device),
-        )
-        for _ in range(sum(shape.states.net.layers))
-    ]
+    states: list[Layer] = []
+    for _ in range(sum(shape.states.layers)):
+        window = _zeros((slots, *shape.states.window), dtype, device)
+        states.append((window, _zeros((slots, *shape.states.state), torch.float32, device)))
+    return states
 
 
 def _record(shape: CacheShape, blocks: int, device: torch.device) -> Tensor | None:
