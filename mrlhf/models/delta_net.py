@@ -59,14 +59,11 @@ class GatedDeltaNet(MegatronModule):
         heads = net.value_heads // self._tp_group.size()
         self.A_log = self._parameter(heads)
         self.dt_bias = self._parameter(heads)
+        self.conv1d = self._parameter(net.channels // self._tp_group.size(), 1, net.taps)
+        self.norm = torch.nn.Parameter(torch.ones(net.value_dim, dtype=config.params_dtype))
         rows = 2 * (net.key_size + net.value_size)
         self.linear_qkvz = ColumnLinear(hidden, rows, gather_output=False, **options)
         self.linear_ba = ColumnLinear(hidden, 2 * net.value_heads, gather_output=False, **options)
-        self.conv1d = torch.nn.Module()
-        self.conv1d.weight = self._parameter(net.channels // self._tp_group.size(), 1, net.taps)
-        self.norm = torch.nn.Module()
-        weight = torch.ones(net.value_dim, dtype=config.params_dtype)
-        self.norm.weight = torch.nn.Parameter(weight)
         self.linear_proj = RowLinear(net.value_size, hidden, input_is_parallel=True, **options)
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
@@ -104,12 +101,12 @@ class GatedDeltaNet(MegatronModule):
         lengths = [length for length in packed.mask.query_lengths if length]
         x, z, numbers = split_projections(self._net, qkvz, ba)
         empty = x.new_zeros((self._net.taps - 1, x.shape[-1]))
-        x = convolve(x, self.conv1d.weight, [empty] * len(lengths), lengths)
+        x = convolve(x, self.conv1d, [empty] * len(lengths), lengths)
 
         q, k, v = heads_of(self._net, x)
         gates = gates_of(numbers, self.A_log, self.dt_bias)
         states = v.new_zeros((len(lengths), v.shape[1], k.shape[-1], v.shape[-1]))
         output, _ = chunked(q, k, v, gates, Chunks.of_lengths(lengths, x.device), states)
         # Each rank's heads have a part of the gradient of the one norm.
-        weight = copy_to_tensor_model_parallel_region(self.norm.weight, group=self._tp_group)
+        weight = copy_to_tensor_model_parallel_region(self.norm, group=self._tp_group)
         return gated_norm(output, z, weight, self.config.layernorm_epsilon).flatten(1)

@@ -221,10 +221,10 @@ def _delta_layer(
         norm=norm(prefix + "input_layernorm.weight"),
         qkvz=layer(own + "linear_qkvz.weight"),
         ba=layer(own + "linear_ba.weight"),
-        taps=tensor(own + "conv1d.weight"),
+        taps=tensor(own + "conv1d"),
         log_rate=tensor(own + "A_log"),
         bias=tensor(own + "dt_bias"),
-        output_norm=tensor(own + "norm.weight"),
+        output_norm=tensor(own + "norm"),
         proj=layer(own + "linear_proj.weight"),
     )
 

@@ -24,8 +24,8 @@ def delta_shapes(hidden: int, net: DeltaNet, prefix: str) -> Iterator[tuple[str,
 
 def delta_parameters() -> list[str]:
     """The parameters of a net in the model's order."""
-    matrices = ("linear_qkvz", "linear_ba", "conv1d", "norm", "linear_proj")
-    return ["A_log", "dt_bias", *(f"{name}.weight" for name in matrices)]
+    matrices = [f"linear_{name}.weight" for name in ("qkvz", "ba", "proj")]
+    return ["A_log", "dt_bias", "conv1d", "norm", *matrices]
 
 
 def delta_rules(net: DeltaNet, prefix: str) -> dict[str, Rule]:
@@ -41,9 +41,7 @@ def delta_rules(net: DeltaNet, prefix: str) -> dict[str, Rule]:
         "self_attention.dt_bias": of_heads("dt_bias"),
         "self_attention.linear_qkvz.weight": of_heads("in_proj_qkvz.weight"),
         "self_attention.linear_ba.weight": of_heads("in_proj_ba.weight"),
-        "self_attention.conv1d.weight": Rule(
-            (prefix + "conv1d.weight",) * 3, dim=0, intervals=rows
-        ),
-        "self_attention.norm.weight": Rule((prefix + "norm.weight",), dim=None),
+        "self_attention.conv1d": Rule((prefix + "conv1d.weight",) * 3, dim=0, intervals=rows),
+        "self_attention.norm": Rule((prefix + "norm.weight",), dim=None),
         "self_attention.linear_proj.weight": Rule((prefix + "out_proj.weight",), dim=1),
     }
