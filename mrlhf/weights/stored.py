@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mrlhf.data.hub_files import refuse_pointer
 from mrlhf.errors import WeightError
+from mrlhf.weights import mxfp4
 from mrlhf.weights.shard import Shape
 
 SINGLE = "model.safetensors"
@@ -54,6 +55,22 @@ class OtherForm:
     shape: Shape
     # The part of it that each of the model's tensors is, by name; None: all of it.
     parts: Mapping[str, MatrixRows | None]
+    is_transposed: bool = False  # whether the columns of a matrix in the stack are the model's rows
+    # The name of the tensor with the scales of a stack in MXFP4. Both are bytes, and the one with
+    # the scales has no parts.
+    scales: str | None = None
+    is_packed: bool = False  # whether it is one of these two
+
+    def shape_of(self, part: MatrixRows | None) -> Shape:
+        """The shape of the model's tensor that is this part."""
+        if part is None:
+            return self.shape
+        rows = part.stop - part.start
+        if self.is_transposed:
+            return (rows, self.shape[1])
+        if self.scales is not None:
+            return (rows, self.shape[2] * mxfp4.BLOCK)
+        return (rows, *self.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,8 @@ class FileTensor:
     dtype: str  # as safetensors calls it
     shape: Shape  # its full shape, or that of the part
     part: MatrixRows | None = None  # the part of the named tensor that it is; None: all of it
+    is_transposed: bool = False  # see `OtherForm`
+    scales: FileTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +188,7 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
             found[name] = tensor
         elif not name.endswith(BUFFER) and not name.startswith(expected.ignored_prefixes):
             unknown.append(tensor.name)
-    _check_formats(stored)
+    _check_formats(stored, expected.other_forms)
 
     for name, stand_in in expected.stand_ins.items():
         if name not in found and stand_in in found:
@@ -194,6 +213,20 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
     return {name: found[name] for name in expected.shapes if name in found}
 
 
+def names_in_files(
+    names: Iterable[str], forms: Mapping[str, OtherForm]
+) -> dict[str, list[str]]:
+    """For each tensor of files in these forms the model's tensors in it, in the order of `names`.
+
+    A tensor that no form holds has its own name in a file.
+    """
+    holders = {part: name for name, form in forms.items() for part in form.parts}
+    held: dict[str, list[str]] = {}
+    for name in names:
+        held.setdefault(holders.get(name, name), []).append(name)
+    return held
+
+
 def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> bool:
     """Whether two matrices are equal in `dtype`, or in that of the first one."""
     if one.shape != other.shape:
@@ -213,12 +246,20 @@ def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> 
 def open_files(tensors: Iterable[FileTensor]) -> Iterator[Callable[[FileTensor], Any]]:
     """Open the files of some stored tensors; gives what reads one when it is indexed by slices."""
     with ExitStack() as stack:
-        paths = sorted({tensor.file for tensor in tensors})
+        needed = list(tensors)
+        needed += [tensor.scales for tensor in needed if tensor.scales is not None]
+        paths = sorted({tensor.file for tensor in needed})
         handles = {path: stack.enter_context(_open(path)) for path in paths}
 
         def lazily(tensor: FileTensor) -> Any:
             whole = handles[tensor.file].get_slice(tensor.name)
-            return whole if tensor.part is None else _SliceOfMatrix(whole, tensor.part)
+            if tensor.part is None:
+                return whole
+            if tensor.scales is None:
+                return _SliceOfMatrix(whole, tensor.part, tensor.is_transposed)
+            return _Dequantised(
+                _SliceOfMatrix(whole, tensor.part), _SliceOfMatrix(lazily(tensor.scales), tensor.part)
+            )
 
         yield lazily
 
@@ -234,18 +275,36 @@ def read_tensor(tensor: FileTensor) -> Tensor:
 class _SliceOfMatrix:
     """Some rows of a matrix in a stack, which are read when this is indexed."""
 
-    def __init__(self, stack: Any, part: MatrixRows) -> None:
+    def __init__(self, stack: Any, part: MatrixRows, is_transposed: bool = False) -> None:
         self._stack = stack
         self._part = part
+        self._is_transposed = is_transposed
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         rows, *columns = index if isinstance(index, tuple) else (index,)
         part = self._part
         start, stop, _ = rows.indices(part.stop - part.start)
         matrix = slice(part.number, part.number + 1)
-        place = (matrix, slice(part.start + start, part.start + stop), *columns)
-        read: Tensor = self._stack[place]
+        in_matrix = (slice(part.start + start, part.start + stop), *columns)
+        if self._is_transposed:
+            across = columns or [slice(None)]
+            turned: Tensor = self._stack[(matrix, *across, in_matrix[0])]
+            return turned[0].t()
+        read: Tensor = self._stack[(matrix, *in_matrix)]
         return read[0]
+
+
+class _Dequantised:
+    """Some rows of a matrix in MXFP4, of which whole rows are read."""
+
+    def __init__(self, blocks: _SliceOfMatrix, scales: _SliceOfMatrix) -> None:
+        self._blocks = blocks
+        self._scales = scales
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        whole = mxfp4.dequantised(self._blocks[rows], self._scales[rows])
+        return whole[(slice(None), *columns)]
 
 
 def _open(file: Path) -> Any:
@@ -316,6 +375,7 @@ def _by_model_name(
 ) -> Iterator[tuple[str, FileTensor]]:
     """The stored tensors by the model's names, or by their own where it does not know them."""
     names = {*known, *other_forms}
+    by_name = {_model_name(tensor.name, names): tensor for tensor in stored.tensors.values()}
     for tensor in stored.tensors.values():
         name = _model_name(tensor.name, names)
         if name in known or name not in other_forms:
@@ -323,9 +383,16 @@ def _by_model_name(
             continue
         form = other_forms[name]
         _require_shape(stored.directory, name, tensor.shape, form.shape)
+        held_in = replace(tensor, is_transposed=form.is_transposed)
+        if form.scales is not None:
+            if form.scales not in by_name:
+                raise WeightError(
+                    f"{stored.directory}: no tensor {form.scales}, the scales of {name}; the "
+                    "checkpoint is not whole"
+                )
+            held_in = replace(held_in, dtype="BF16", scales=by_name[form.scales])
         for held, part in form.parts.items():
-            rows = form.shape[:-1] if part is None else (part.stop - part.start,)
-            yield held, replace(tensor, shape=(*rows, form.shape[-1]), part=part)
+            yield held, replace(held_in, shape=form.shape_of(part), part=part)
 
 
 def _require_shape(directory: Path, name: str, shape: Shape, expected: Shape) -> None:
@@ -346,10 +413,12 @@ def _model_name(name: str, known: Collection[str]) -> str:
     return prefixed if prefixed in known else name
 
 
-def _check_formats(stored: ModelFiles) -> None:
+def _check_formats(stored: ModelFiles, other_forms: Mapping[str, OtherForm]) -> None:
     """Refuse integers and numbers of 8 bits or fewer: they need scales to mean anything."""
     for tensor in stored.tensors.values():
-        if tensor.dtype not in DTYPES:
+        form = other_forms.get(_model_name(tensor.name, other_forms))
+        is_packed = form is not None and form.is_packed
+        if tensor.dtype not in (("U8",) if is_packed else DTYPES):
             raise WeightError(
                 f"{tensor.file}: {tensor.name} is of type {tensor.dtype}; quantised weights are "
                 "not supported, give the model in bfloat16, float16 or float32"

@@ -7,7 +7,7 @@ names no key. This file knows values; families know what they mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,15 @@ _ROPE_NUMBERS = {
 }
 
 
-def check_values(config: Mapping[str, Any]) -> None:
-    """Refuse wrong kinds, sizes and quantised weights; a ConfigError names the key."""
+def check_values(config: Mapping[str, Any], quantisations: Sequence[str] = ()) -> None:
+    """Refuse wrong kinds, sizes and quantised weights; a ConfigError names the key.
+
+    `quantisations` are the methods of `quantization_config` that can be read.
+    """
     for key in _QUANTISED:
-        if config.get(key) is not None:
+        stated = config.get(key)
+        method = stated.get("quant_method") if isinstance(stated, dict) else None
+        if stated is not None and method not in quantisations:
             raise ConfigError(
                 f"{key} says that the weights are quantised, which is not supported; give the "
                 "model in bfloat16, float16 or float32"
