@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 DEEP = ("olmo2", "qwen2-tied")
-MIXTURES = ("qwen2-moe", "qwen3-moe", "glm4-moe")
+MIXTURES = ("qwen2-moe", "qwen3-moe", "glm4-moe", "gpt-oss")
 # With four stages, the first one trains nothing.
 FROZEN = ("*.self_attn.*", "model.embed_tokens.*", "model.layers.0.*")
 MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
@@ -102,7 +102,7 @@ def _configs(layers: int) -> dict[str, Any]:
 
 
 def _mixtures(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Of the mixtures of experts; some layers of each are dense."""
+    """Of the mixtures of experts; some layers of each but the last are dense."""
     return {
         "qwen2-moe": transformers.Qwen2MoeConfig(
             **sizes,
@@ -136,6 +136,17 @@ def _mixtures(sizes: dict[str, Any]) -> dict[str, Any]:
             n_group=4,
             topk_group=2,
             routed_scaling_factor=1.7,
+            pad_token_id=None,
+            tie_word_embeddings=False,
+        ),
+        "gpt-oss": transformers.GptOssConfig(
+            **sizes,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=5,
+            swiglu_limit=0.4,
+            rope_parameters=YARN,
             pad_token_id=None,
             tie_word_embeddings=False,
         ),
