@@ -16,8 +16,8 @@ _VARYING = (
     # differ between calls, or layers
     "rows", "sequences", "splits", "table_stride", "group", "window", "first",
     # are parts of a larger tensor; single numbers are read of most
-    "tables", "query_starts", "lengths", "sinks", "positions", "places", "uniform", "likeliest", "targets",
-    "sums", "tops", "table", "log_total", "ref_log_total", "entropy", "kl",
+    "tables", "query_starts", "lengths", "sinks", "positions", "places", "uniform", "likeliest",
+    "targets", "sums", "tops", "table", "log_total", "ref_log_total", "entropy", "kl",
     "grad_logprobs", "grad_entropy", "grad_kl", "entries",
 )  # fmt: skip
 _kernel = triton.jit(do_not_specialize=_VARYING)

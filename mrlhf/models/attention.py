@@ -65,24 +65,20 @@ def attend(
     Returns:
         [tokens, heads * head_dim].
     """
-    backend = next(
-        some
-        for some in _IMPLEMENTATIONS
-        if isinstance(mask, some.mask)
-        and some.serves(query, key)
-        and (sinks is None or some.takes_sinks)
-    )
+    able = [some for some in _IMPLEMENTATIONS if sinks is None or some.takes_sinks]
+    backend = next(some for some in able if isinstance(mask, some.mask) and some.serves(query, key))
     if backend.does_all:
         return backend.attend(query, key, value, mask, scale, window, sinks, rotation)
+    more = () if sinks is None else (sinks,)
     query, key = rotated(query, key, rotation)
 
     exchange = mask.exchange if isinstance(mask, Packed) else None
     if exchange is None:
-        return backend.attend(query, key, value, mask, scale, window, sinks)
+        return backend.attend(query, key, value, mask, scale, window, *more)
 
     def gather_and_attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = exchange.gather(torch.stack([key, value], dim=1)).unbind(1)
-        return backend.attend(query, keys, values, mask, scale, window, sinks)
+        return backend.attend(query, keys, values, mask, scale, window, *more)
 
     if keeps_keys or not torch.is_grad_enabled():
         return gather_and_attend(query, key, value)
@@ -101,15 +97,9 @@ def rotated(query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tens
 
 
 def attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Packed,
-    scale: float,
-    window: int | None,
-    sinks: None = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Packed, scale: float, window: int | None
 ) -> Tensor:
-    """Attend by torch's attention of sequences of any lengths, in one call; it takes no sinks."""
+    """Attend by torch's attention of sequences of any lengths, in one call."""
     # Before torch 2.13 it groups the query heads without being asked to.
     groups: dict[str, Any] = {}
     if "enable_gqa" in _varlen_options():
@@ -133,14 +123,9 @@ def attend_varlen(
 
 
 def attend_one_by_one(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Packed,
-    scale: float,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Packed, scale: float, window: int | None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attend by torch's scaled_dot_product_attention, sequence by sequence."""
     outputs = []
     queries = query.flatten(1, 2).split(mask.query_lengths)
@@ -157,14 +142,9 @@ def attend_one_by_one(
 
 
 def attend_gathered(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Paged,
-    scale: float,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attend by torch's scaled_dot_product_attention to copies of the blocks of each sequence."""
     query = query.flatten(1, 2)
 
@@ -196,14 +176,9 @@ def attend_gathered(
 
 
 def attend_pages(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Paged,
-    scale: float,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attend to the blocks of each sequence by a kernel of ours on a GPU."""
     output: Tensor = _paged_attention(
         query.flatten(1, 2), key, value, mask.block_tables, mask.query_edges, mask.lengths,

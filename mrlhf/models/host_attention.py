@@ -27,14 +27,9 @@ def serves(query: Tensor, key: Tensor) -> bool:
 
 
 def attend_paged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Paged,
-    scale: float,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attend to a cache in whose blocks `rotate_store` has transposed the keys."""
     host = kernels.find(query.dtype)
     assert host is not None

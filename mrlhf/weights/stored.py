@@ -213,9 +213,7 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
     return {name: found[name] for name in expected.shapes if name in found}
 
 
-def names_in_files(
-    names: Iterable[str], forms: Mapping[str, OtherForm]
-) -> dict[str, list[str]]:
+def names_in_files(names: Iterable[str], forms: Mapping[str, OtherForm]) -> dict[str, list[str]]:
     """For each tensor of files in these forms the model's tensors in it, in the order of `names`.
 
     A tensor that no form holds has its own name in a file.
@@ -258,7 +256,8 @@ def open_files(tensors: Iterable[FileTensor]) -> Iterator[Callable[[FileTensor],
             if tensor.scales is None:
                 return _SliceOfMatrix(whole, tensor.part, tensor.is_transposed)
             return _Dequantised(
-                _SliceOfMatrix(whole, tensor.part), _SliceOfMatrix(lazily(tensor.scales), tensor.part)
+                _SliceOfMatrix(whole, tensor.part),
+                _SliceOfMatrix(lazily(tensor.scales), tensor.part),
             )
 
         yield lazily
@@ -285,12 +284,12 @@ class _SliceOfMatrix:
         part = self._part
         start, stop, _ = rows.indices(part.stop - part.start)
         matrix = slice(part.number, part.number + 1)
-        in_matrix = (slice(part.start + start, part.start + stop), *columns)
+        rows = slice(part.start + start, part.start + stop)
         if self._is_transposed:
-            across = columns or [slice(None)]
-            turned: Tensor = self._stack[(matrix, *across, in_matrix[0])]
+            turned: Tensor = self._stack[matrix, columns[0] if columns else slice(None), rows]
             return turned[0].t()
-        read: Tensor = self._stack[(matrix, *in_matrix)]
+        place = (matrix, rows, *columns)
+        read: Tensor = self._stack[place]
         return read[0]
 
 
@@ -302,9 +301,8 @@ class _Dequantised:
         self._scales = scales
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        rows, *columns = index if isinstance(index, tuple) else (index,)
-        whole = mxfp4.dequantised(self._blocks[rows], self._scales[rows])
-        return whole[(slice(None), *columns)]
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        return mxfp4.dequantised(self._blocks[rows], self._scales[rows])[:, columns]
 
 
 def _open(file: Path) -> Any:

@@ -344,7 +344,7 @@ def _parity(
     layout = ParallelLayout.for_world("actor", world_size, sizes)
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     worst = {}
-    for name in _names(sizes):
+    for name in _names(sizes) if compiled else (*_names(sizes), "gpt-oss"):
         for sequence_parallel in _sequence_parallel(sizes):
             worst |= _compared(Path(root) / name, name, groups, sequence_parallel)
     return worst

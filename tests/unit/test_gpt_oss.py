@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from mrlhf.config.sections import LoraSection
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.adapter_choice import trained_spec
 from mrlhf.models.families import family_of, load_spec, save_config
@@ -20,7 +21,6 @@ from mrlhf.models.parameters import role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ClampedSwish, Experts
 from mrlhf.models.weight_files import read_model
-from mrlhf.config.sections import LoraSection
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.weights.mxfp4 import dequantised
 from tests.shards import make_slots, stored, tiny_config, tiny_spec
@@ -181,7 +181,8 @@ def test_numbers_in_mxfp4_by_hand() -> None:
     found = dequantised(blocks, torch.tensor([128, 0], dtype=torch.uint8)).float()
     assert found.shape == (64,) and found.dtype == torch.float32
     assert found[[0, 1, 2, 30, 31]].tolist() == [1.0, 12.0, 0.0, -1.0, -12.0]
-    assert found[[32, 33, 62, 63]].tolist() == [2.0**-128, 6 * 2.0**-127, -(2.0**-128), -6 * 2.0**-127]
+    small = 2.0**-127
+    assert found[[32, 33, 62, 63]].tolist() == [small / 2, 6 * small, -small / 2, -6 * small]
 
 
 def test_experts_in_mxfp4_are_read_as_transformers_converts_them(tmp_path: Path) -> None:
@@ -202,7 +203,9 @@ def test_experts_in_mxfp4_are_read_as_transformers_converts_them(tmp_path: Path)
 
     scales = packed.pop(EXPERTS + "down_proj_scales")
     save_file(packed, tmp_path / FILE)
-    with pytest.raises(WeightError, match=r"no tensor model\.layers\.3\.mlp\.experts\.down_proj_sc"):
+    with pytest.raises(
+        WeightError, match=r"no tensor model\.layers\.3\.mlp\.experts\.down_proj_sc"
+    ):
         _assert_read(tmp_path, tensors)
     packed[EXPERTS + "down_proj_scales"] = scales.float()
     save_file(packed, tmp_path / FILE)

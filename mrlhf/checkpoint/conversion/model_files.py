@@ -140,9 +140,7 @@ def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int
     files = dict(zip(file_names(len(contents)), contents, strict=True))
     for file, names in files.items():
         tensors = [
-            _stack_to_write(source, name, forms[name])
-            if name in forms
-            else _to_write(source, name)
+            _stack_to_write(source, name, forms[name]) if name in forms else _to_write(source, name)
             for name in names
         ]
         write_tensors(directory, temporary(Path(file)).name, tensors)

@@ -19,7 +19,7 @@ from mrlhf.gpu.library import operator
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
-from mrlhf.inference.native.linear import Factors, linear, panels, with_added
+from mrlhf.inference.native.linear import Factors, Linear, linear, panels, with_added
 from mrlhf.models.grouped_products import ALIGNMENT, has_kernel, stacked
 from mrlhf.models.ops import gated
 from mrlhf.models.spec import Activation

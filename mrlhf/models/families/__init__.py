@@ -61,7 +61,8 @@ FAMILIES: dict[str, Family] = {
 }
 
 _MOST_PARAMETERS = 10**13
-_NAMES_OF_CODE = ("auto_map", "custom_pipelines")
+# Keys that say nothing about the model: names of code, and how its files store the weights.
+_OF_FILES = ("auto_map", "custom_pipelines", "quantization_config")
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -178,7 +179,7 @@ def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype) -> N
 
 def _completed(stated: dict[str, Any]) -> dict[str, Any]:
     """Complete a `config.json` as transformers does, without code; ConfigError if it refuses."""
-    plain = {key: value for key, value in stated.items() if key not in _NAMES_OF_CODE}
+    plain = {key: value for key, value in stated.items() if key not in _OF_FILES}
     # transformers takes a mistral with `layer_types` for a ministral.
     if plain["model_type"] == "mistral" and "layer_types" in plain:
         plain["model_type"] = "ministral"

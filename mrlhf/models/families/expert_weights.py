@@ -27,8 +27,7 @@ class ExpertNames:
         gate: the matrix of an expert that goes through the activation.
         up: the matrix of an expert that is multiplied with it. None: its rows and those of `gate`
             alternate in one matrix, and files hold the experts of a layer in stacks, as those of
-            gpt-oss. One expert's matrix or bias of such a stack then has the number of the expert in
-            its name: `mlp.experts.3.down_proj_bias`.
+            gpt-oss. A part of a stack has the expert's number in its name: `mlp.experts.3.down_proj`.
         down: the matrix of an expert that gives its output.
         shared: the beginning of the names of the shared expert's tensors.
         shared_gate: the matrix that the shared expert's gate comes from.

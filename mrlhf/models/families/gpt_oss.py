@@ -16,19 +16,16 @@ from mrlhf.models.families.mixture import count, mixture_family, with_experts
 from mrlhf.models.spec import ClampedSwish, Experts, Head, ModelSpec
 from mrlhf.weights.stored import OtherForm
 
-_NAMES = ExpertNames(
-    router="mlp.router.weight", gate="gate_up_proj", up=None, down="down_proj"
-)
+_NAMES = ExpertNames(router="mlp.router.weight", gate="gate_up_proj", up=None, down="down_proj")
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a gpt-oss `config.json`."""
-    # Experts in MXFP4 are read as bfloat16, and written so.
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
     for key in ("swiglu_alpha", "swiglu_limit"):
         value = config[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"config.json has {key}={value!r}; it must be a number above 0")
+
     bias = bool(config["attention_bias"])
     spec = replace(
         with_layer_types(dense_spec(config, head)), qkv_bias=bias, o_bias=bias, has_sinks=True
