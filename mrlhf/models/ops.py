@@ -55,8 +55,8 @@ def gated(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
 def _clamped_swish(gate_up: Tensor, activation: ClampedSwish) -> Tensor:
     gate = gate_up[..., ::2].clamp(max=activation.limit)
     up = gate_up[..., 1::2].clamp(-activation.limit, activation.limit)
-    # torch.sigmoid rounds the last numbers of a tensor in another way. With 1 + e^80, which is finite
-    # in float32, the product is 0 to rounding, and so is its gradient.
+    # torch.sigmoid rounds the last numbers of a tensor in another way. Over 1 + e^80, which float32
+    # and bfloat16 hold, all is 0 to rounding.
     inverse = 1 + (-activation.alpha * gate).clamp(max=80.0).exp()
     return (up + 1) * (gate / inverse)
 

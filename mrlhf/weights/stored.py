@@ -37,6 +37,8 @@ _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _PREFIX = "model."
 BUFFER = "rotary_emb.inv_freq"
 _ROWS_AT_ONCE = 4096
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,7 @@ class OtherForm:
     # The part of it that each of the model's tensors is, by name; None: all of it.
     parts: Mapping[str, MatrixRows | None]
     is_transposed: bool = False  # whether the columns of a matrix in the stack are the model's rows
-    # The name of the tensor with the scales of a stack in MXFP4. Both are bytes, and the one with
-    # the scales has no parts.
-    scales: str | None = None
-    is_packed: bool = False  # whether it is one of these two
+    is_packed: bool = False  # whether it has bytes of numbers in MXFP4
 
     def shape_of(self, part: MatrixRows | None) -> Shape:
         """The shape of the model's tensor that is this part."""
@@ -68,7 +67,7 @@ class OtherForm:
         rows = part.stop - part.start
         if self.is_transposed:
             return (rows, self.shape[1])
-        if self.scales is not None:
+        if self.is_packed:
             return (rows, self.shape[2] * mxfp4.BLOCK)
         return (rows, *self.shape[2:])
 
@@ -83,7 +82,7 @@ class FileTensor:
     shape: Shape  # its full shape, or that of the part
     part: MatrixRows | None = None  # the part of the named tensor that it is; None: all of it
     is_transposed: bool = False  # see `OtherForm`
-    scales: FileTensor | None = None
+    scales: FileTensor | None = None  # of the blocks of a stack in MXFP4
 
 
 @dataclass(frozen=True)
@@ -169,12 +168,14 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
     """The stored tensor of each tensor of a model.
 
     As transformers does, it adds or removes the prefix `model.` where that makes a name known.
+    Stacks in MXFP4 come with the scales of their blocks.
 
     Raises:
         WeightError: a tensor is missing, unknown, ambiguous, of another shape than the model's, or
             of a number format that is not of weights.
     """
     directory = stored.directory
+    stored = replace(stored, tensors=_with_scales(stored))
     known = {*expected.shapes, *expected.ignored}
     found: dict[str, FileTensor] = {}
     unknown = []
@@ -188,7 +189,7 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
             found[name] = tensor
         elif not name.endswith(BUFFER) and not name.startswith(expected.ignored_prefixes):
             unknown.append(tensor.name)
-    _check_formats(stored, expected.other_forms)
+    _check_formats(stored)
 
     for name, stand_in in expected.stand_ins.items():
         if name not in found and stand_in in found:
@@ -301,8 +302,9 @@ class _Dequantised:
         self._scales = scales
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        return mxfp4.dequantised(self._blocks[rows], self._scales[rows])[:, columns]
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        whole = mxfp4.dequantised(self._blocks[rows], self._scales[rows])
+        return whole[:, columns[0]] if columns else whole
 
 
 def _open(file: Path) -> Any:
@@ -373,7 +375,6 @@ def _by_model_name(
 ) -> Iterator[tuple[str, FileTensor]]:
     """The stored tensors by the model's names, or by their own where it does not know them."""
     names = {*known, *other_forms}
-    by_name = {_model_name(tensor.name, names): tensor for tensor in stored.tensors.values()}
     for tensor in stored.tensors.values():
         name = _model_name(tensor.name, names)
         if name in known or name not in other_forms:
@@ -381,16 +382,22 @@ def _by_model_name(
             continue
         form = other_forms[name]
         _require_shape(stored.directory, name, tensor.shape, form.shape)
-        held_in = replace(tensor, is_transposed=form.is_transposed)
-        if form.scales is not None:
-            if form.scales not in by_name:
-                raise WeightError(
-                    f"{stored.directory}: no tensor {form.scales}, the scales of {name}; the "
-                    "checkpoint is not whole"
-                )
-            held_in = replace(held_in, dtype="BF16", scales=by_name[form.scales])
+        dtype = tensor.dtype if tensor.scales is None else "BF16"
+        read = replace(tensor, dtype=dtype, is_transposed=form.is_transposed)
         for held, part in form.parts.items():
-            yield held, replace(held_in, shape=form.shape_of(part), part=part)
+            yield held, replace(read, shape=form.shape_of(part), part=part)
+
+
+def _with_scales(stored: ModelFiles) -> dict[str, FileTensor]:
+    """The tensors other than scales; stacks in MXFP4 have theirs."""
+    tensors = dict(stored.tensors)
+    for name, scales in stored.tensors.items():
+        blocks = stored.tensors.get(f"{name.removesuffix(_SCALES)}{_BLOCKS}")
+        if name.endswith(_SCALES) and blocks is not None and scales.dtype == blocks.dtype == "U8":
+            _require_shape(stored.directory, name, scales.shape, blocks.shape[:-1])
+            tensors[blocks.name] = replace(blocks, scales=scales)
+            del tensors[name]
+    return tensors
 
 
 def _require_shape(directory: Path, name: str, shape: Shape, expected: Shape) -> None:
@@ -411,12 +418,10 @@ def _model_name(name: str, known: Collection[str]) -> str:
     return prefixed if prefixed in known else name
 
 
-def _check_formats(stored: ModelFiles, other_forms: Mapping[str, OtherForm]) -> None:
+def _check_formats(stored: ModelFiles) -> None:
     """Refuse integers and numbers of 8 bits or fewer: they need scales to mean anything."""
     for tensor in stored.tensors.values():
-        form = other_forms.get(_model_name(tensor.name, other_forms))
-        is_packed = form is not None and form.is_packed
-        if tensor.dtype not in (("U8",) if is_packed else DTYPES):
+        if tensor.dtype not in DTYPES and tensor.scales is None:
             raise WeightError(
                 f"{tensor.file}: {tensor.name} is of type {tensor.dtype}; quantised weights are "
                 "not supported, give the model in bfloat16, float16 or float32"

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
 from mrlhf.config.sections import LoraSection
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.adapter_choice import trained_spec
@@ -201,16 +202,21 @@ def test_experts_in_mxfp4_are_read_as_transformers_converts_them(tmp_path: Path)
     save_file(packed, tmp_path / FILE)
     _assert_read(tmp_path, tensors)
 
+    (tmp_path / "converted").mkdir()
+    write_hugging_face(HuggingFaceSource(tmp_path), tmp_path / "converted", 10**9)
+    converted = load_file(tmp_path / "converted" / FILE)
+    assert converted.keys() == tensors.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
+    assert load_spec(tmp_path / "converted", "lm") == load_spec(tmp_path, "lm")
+
     scales = packed.pop(EXPERTS + "down_proj_scales")
-    save_file(packed, tmp_path / FILE)
-    with pytest.raises(
-        WeightError, match=r"no tensor model\.layers\.3\.mlp\.experts\.down_proj_sc"
+    for other, message in (
+        ({}, "down_proj_blocks is of type U8; quantised weights are not supported"),
+        ({EXPERTS + "down_proj_scales": scales[:3]}, r"down_proj_scales is \[3, 32, 2\] and not"),
     ):
-        _assert_read(tmp_path, tensors)
-    packed[EXPERTS + "down_proj_scales"] = scales.float()
-    save_file(packed, tmp_path / FILE)
-    with pytest.raises(WeightError, match="down_proj_scales is of type F32"):
-        _assert_read(tmp_path, tensors)
+        save_file(packed | other, tmp_path / FILE)
+        with pytest.raises(WeightError, match=message):
+            read_model(tmp_path, load_spec(tmp_path, "lm"), [], needs_head=False)
 
 
 @pytest.mark.parametrize(

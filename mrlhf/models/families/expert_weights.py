@@ -27,7 +27,7 @@ class ExpertNames:
         gate: the matrix of an expert that goes through the activation.
         up: the matrix of an expert that is multiplied with it. None: its rows and those of `gate`
             alternate in one matrix, and files hold the experts of a layer in stacks, as those of
-            gpt-oss. A part of a stack has the expert's number in its name: `mlp.experts.3.down_proj`.
+            gpt-oss. The name of a part has the expert's number: `mlp.experts.3.down_proj`.
         down: the matrix of an expert that gives its output.
         shared: the beginning of the names of the shared expert's tensors.
         shared_gate: the matrix that the shared expert's gate comes from.
@@ -110,11 +110,8 @@ def stacked_forms(
             stack = (experts.count, *reversed(shape))
             yield begin + name, OtherForm(stack, parts, is_transposed=len(shape) == 2)
         elif len(shape) == 2 and shape[1] % BLOCK == 0:
-            stack = (experts.count, shape[0], shape[1] // BLOCK)
-            scales = f"{begin}{name}_scales"
-            blocks = OtherForm((*stack, BYTES), parts, scales=scales, is_packed=True)
-            yield f"{begin}{name}_blocks", blocks
-            yield scales, OtherForm(stack, {}, is_packed=True)
+            stack = (experts.count, shape[0], shape[1] // BLOCK, BYTES)
+            yield f"{begin}{name}_blocks", OtherForm(stack, parts, is_packed=True)
 
 
 def forms_in_memory(
