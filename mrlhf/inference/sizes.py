@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from mrlhf.host.products import float32_is_faster
+from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.parallel_sizes import tp_problem
 from mrlhf.models.spec import Experts, ModelSpec
 
@@ -49,10 +50,11 @@ class CacheShape:
         experts: Experts | None = None,
     ) -> CacheShape:
         """Return the cache of a model on one of `tp_size` ranks."""
+        cached = attention_of(spec).cached
         return cls(
             num_layers=spec.num_layers,
-            kv_heads=kv_heads_on_rank(spec, tp_size),
-            head_dim=spec.head_dim,
+            kv_heads=cached.on_rank(tp_size),
+            head_dim=cached.key_dim,
             itemsize=itemsize,
             block_size=block_size,
             experts=experts,
@@ -165,11 +167,6 @@ def gpu_room(utilization: float, weights: int, free: int, total: int, idle: int 
     # `utilization` is above 0.9.
     kept = int(total * min(1 - utilization, _FREE_GPU_SHARE)) - idle
     return max(0, min(int(total * utilization) - weights, free - max(0, kept)))
-
-
-def kv_heads_on_rank(spec: ModelSpec, tp_size: int) -> int:
-    """Return the KV heads on each of `tp_size` ranks; ranks share if there are more than heads."""
-    return max(1, spec.num_kv_heads // tp_size)
 
 
 def block_tokens(engine: str, device: str, wanted: int | None) -> int:

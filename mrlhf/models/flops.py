@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 
@@ -25,16 +26,14 @@ _BACKWARD = 2  # products in the backward pass for each one in the forward pass
 
 def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
     """Count the operations of a forward pass whose output layer sees `outputs` positions."""
-    q_rows = spec.num_heads * spec.head_dim
-    pairs = q_rows * sum(visible_pairs(length, window) for window in spec.windows)
-    return _linear_flops(spec, length, outputs) + 4 * pairs
+    pairs = sum(visible_pairs(length, window) for window in spec.windows)
+    products = attention_of(spec).pair_products * pairs
+    return _linear_flops(spec, length, outputs) + 2 * products
 
 
 def _linear_flops(spec: ModelSpec, length: int, outputs: int) -> int:
     """Count the operations of the linear layers alone."""
-    q_rows = spec.num_heads * spec.head_dim
-    kv_rows = spec.num_kv_heads * spec.head_dim
-    attention = spec.hidden_size * (q_rows + 2 * kv_rows) + q_rows * spec.hidden_size
+    attention = sum(product.inputs * product.outputs for product in attention_of(spec).products)
     mlps = sum(_mlp_products(spec, layer) for layer in range(spec.num_layers))
     head = spec.hidden_size * (spec.vocab_size if spec.head == "lm" else 1)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.flops import visible_pairs
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
@@ -75,10 +76,10 @@ class Passes:
         """Seconds of a pass of the engine; products wait for their weights from memory."""
         spec = self.spec
         layer = sum(self._engine_product(linear) for linear in self._linears(work.tokens))
-        kv_heads = max(1, spec.num_kv_heads // self.layout.tp)
-        keys = 2 * kv_heads * spec.head_dim * self.itemsize * work.outputs * work.length
-        heads = spec.num_heads * spec.head_dim / self.layout.tp
-        attention = self.gpu.computing_s(4 * heads * work.tokens * work.length)
+        sizes = attention_of(spec)
+        keys = sizes.cached.numbers(self.layout.tp) * self.itemsize * work.outputs * work.length
+        pairs = work.tokens * work.length
+        attention = self.gpu.computing_s(2 * sizes.pair_products / self.layout.tp * pairs)
         layer += max(attention, self.gpu.memory_s(keys))
 
         vocab = spec.vocab_size / self.layout.tp
@@ -122,8 +123,8 @@ class Passes:
         spec = self.spec
         length = max(1, round(work.length))
         pairs = sum(visible_pairs(length, window) for window in spec.windows) / spec.num_layers
-        heads = spec.num_heads * spec.head_dim / self.layout.tp
-        return 4 * heads * pairs * work.tokens / length
+        products = attention_of(spec).pair_products / self.layout.tp
+        return 2 * products * pairs * work.tokens / length
 
     def _activations(self, work: Work) -> float:
         """Seconds that it takes to read once what a layer keeps for the backward pass."""
@@ -144,10 +145,8 @@ class Passes:
         spec = self.spec
         hidden = spec.hidden_size
         tp = self.layout.tp
-        queries = spec.num_heads * spec.head_dim / tp
-        kv = spec.num_kv_heads * spec.head_dim / tp
-        yield _Linear(tokens, hidden, queries + 2 * kv, 1)
-        yield _Linear(tokens, queries, hidden, 1)
+        for product in attention_of(spec).products:
+            yield _Linear(tokens, *product.on_rank(tp), 1)
         experts = spec.experts
         mixtures = 0.0 if experts is None else experts.mixtures / spec.num_layers
         yield from _mlp(tokens, hidden, spec.ffn_size / tp, 1 - mixtures)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
 from mrlhf.config.sections import Dtype, RoleSection
 from mrlhf.device import dtype_on
+from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.pipeline_order import idle_share
@@ -173,7 +174,7 @@ def _passes(
     # Exchanges between the ranks of a layer, for the tokens that a rank sees in its layers.
     layers = spec.num_layers / layout.pp
     exchanges = 1 + backward * (1 + recomputes)
-    kv = 2 * spec.num_kv_heads * spec.head_dim / layout.tp
+    kv = attention_of(spec).keys_and_values / layout.tp
     states = 2 * spec.hidden_size * itemsize
     moved = [
         (layout.tp, layout.tp, states),  # attention

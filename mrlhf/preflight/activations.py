@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from mrlhf.config.sections import RoleSection
+from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.pipeline_order import in_flight
@@ -36,8 +37,7 @@ def layer_bytes(
     """
     if recompute == "full":
         return 2 * spec.hidden_size, 0
-    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    of_heads = (6 if spec.qk_norm == "none" else 8) * heads
+    of_heads = 2 * attention_of(spec).kept
     experts = spec.experts
     if experts is None or is_mixture is False:
         return 8 * spec.hidden_size, of_heads + 6 * spec.ffn_size

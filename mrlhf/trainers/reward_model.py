@@ -6,6 +6,7 @@ The formula of pairs is that of `score_loss`. This file knows the metrics; the l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -104,13 +105,17 @@ class PreferenceLearning(SupervisedTask[PreferenceRows]):
         return metrics
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """`rm_pair_accuracy`, or the error, on the held-out rows; else those of the last step."""
+        """`rm_pair_accuracy`, or the error, on the held-out rows; else those of the last step.
+
+        Rows of ties alone have no accuracy.
+        """
         kind = "val" if self.has_held_out else "rm"
         if self._train.targets is not None:
             return {"rm_squared_error": metrics[f"{kind}/loss"]}
         length = words_on_length(metrics)
-        told = {} if length is None else {"rm_length": length}
-        return {"rm_pair_accuracy": metrics[f"{kind}/accuracy"], **told}
+        accuracy = metrics[f"{kind}/accuracy"]
+        told = {} if math.isnan(accuracy) else {"rm_pair_accuracy": accuracy}
+        return told if length is None else {**told, "rm_length": length}
 
     def _measure(self, data: PreferenceRows, rows: Sequence[int], scores: Tensor) -> Measured:
         """The loss of these rows and what is told of it; `scores` are those of their responses."""

@@ -140,24 +140,13 @@ class Cluster:
             self._hastened.add(start)
         return shown
 
-    def kill_node(self, node: str, silently: bool) -> None:
-        """Kill the daemon of a node and all that runs on the node.
-
-        Args:
-            node: its name.
-            silently: as a loss of power does; otherwise Slurm is told that the job's processes have
-                been killed.
-        """
+    def kill_node(self, node: str) -> None:
+        """Kill the daemon of a node and the job's processes there, as Slurm is then told."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait(timeout=LIMIT_S)
 
-        processes = self._processes_on(node)
-        if silently:
-            parents = [process.parent() for process in processes]
-            keepers = {parent for parent in parents if parent and parent.name() == "slurmstepd"}
-            processes = [*keepers, *processes]
-        for process in processes:
+        for process in self._processes_on(node):
             # One that ends when its parent is killed may be gone already.
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

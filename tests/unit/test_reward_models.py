@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from mrlhf.batch import Sequences
-from mrlhf.data.preferences import ComparedPair
+from mrlhf.config.pair_losses import RewardLossSection
+from mrlhf.data.preferences import ComparedPair, PreferenceRows
 from mrlhf.rl.ensembles import combine_scores, spread_of
 from mrlhf.roles import reward_model
 from mrlhf.roles.reward_model import RewardModel
+from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.trainers.reward_quality import quality_of, score_moments, words_on_length
 
 SCORES = torch.tensor([[1.0, 4.0], [3.0, 2.0], [2.0, 0.0]])
@@ -61,6 +63,13 @@ def _pairs(count: int, margins: list[float] | None = None, ties: int = 0) -> lis
         ComparedPair(2 * row, 2 * row + 1, each[row], row >= count - ties, 1.0)
         for row in range(count)
     ]
+
+
+def test_ties_alone_leave_no_number_that_json_lacks() -> None:
+    rows = PreferenceRows([[[1, 2], [1, 3]]], [1], dropped=0, ties=[True])
+    task = PreferenceLearning(RewardLossSection(), rows, rows)
+    assert task.summary(quality_of(_pairs(1, ties=1), torch.zeros(2), [1, 1])) == {}
+    assert task.summary({"val/accuracy": 0.75}) == {"rm_pair_accuracy": 0.75}
 
 
 def test_quality_by_hand() -> None:

@@ -22,7 +22,7 @@ from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer, norm_of
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.tensor_parallel import TensorParallel
-from mrlhf.inference.sizes import kv_heads_on_rank
+from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 
@@ -182,7 +182,7 @@ def _attention(
         parallel=parallel,
         eps=spec.norm_eps,
         scale=spec.attention_scale,
-        kv_heads=kv_heads_on_rank(spec, parallel.size),
+        kv_heads=attention_of(spec).cached.on_rank(parallel.size),
         norm=norm(prefix + "input_layernorm.weight") if spec.norms_before else None,
         qkv=layer(attention + "linear_qkv.weight", bias),
         head_norms=norms if spec.qk_norm == "head" else None,

@@ -1,0 +1,74 @@
+"""What the attention of a layer multiplies, keeps and caches: the one description of its sizes.
+
+Cost (`flops`, `planning`), memory (`preflight`) and the engine's cache read it, so that a new kind
+of attention states them once. Pure arithmetic on a spec; it knows no tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from mrlhf.models.spec import ModelSpec
+
+
+class Product(NamedTuple):
+    """A linear layer, or several that are one parameter."""
+
+    inputs: int
+    outputs: int
+    dim: int | None  # of its matrix [outputs, inputs] that ranks split; None: each has the whole
+
+    def on_rank(self, tp: int) -> tuple[float, float]:
+        """Inputs and outputs on each of `tp` ranks."""
+        inputs = self.inputs / tp if self.dim == 1 else self.inputs
+        outputs = self.outputs / tp if self.dim == 0 else self.outputs
+        return inputs, outputs
+
+
+class CachedHeads(NamedTuple):
+    """What the engine caches of a token in one layer."""
+
+    heads: int  # KV heads, which ranks share out; if there are more ranks, several hold the same
+    key_dim: int
+
+    def on_rank(self, tp: int) -> int:
+        """KV heads on each of `tp` ranks."""
+        return max(1, self.heads // tp)
+
+    def numbers(self, tp: int) -> int:
+        """Numbers of a token on each of `tp` ranks."""
+        return 2 * self.on_rank(tp) * self.key_dim
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """The attention of a layer over all ranks; numbers of a token count elements, not bytes."""
+
+    products: tuple[Product, ...]
+    # multiplications for a query and a key that it sees, in all heads
+    pair_products: int
+    keys_and_values: int  # of a token, which context parallelism exchanges
+    kept: int  # of a token for the backward pass, beside the layer's input
+    cached: CachedHeads
+
+
+@lru_cache(maxsize=8)
+def attention_of(spec: ModelSpec) -> AttentionSizes:
+    """Return the sizes of each layer's attention."""
+    hidden = spec.hidden_size
+    queries = spec.num_heads * spec.head_dim
+    keys_and_values = 2 * spec.num_kv_heads * spec.head_dim
+    # Heads of q and of k: what the linear layer gives, they rotated, and normed if they are.
+    copies = 3 if spec.qk_norm == "none" else 4
+    return AttentionSizes(
+        products=(
+            Product(hidden, queries + keys_and_values, dim=0),
+            Product(queries, hidden, dim=1),
+        ),
+        pair_products=2 * queries,
+        keys_and_values=keys_and_values,
+        kept=copies * (queries + keys_and_values // 2),
+        cached=CachedHeads(spec.num_kv_heads, spec.head_dim),
+    )
