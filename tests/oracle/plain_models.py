@@ -194,4 +194,5 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             weights[name] = buffer.clone()
-    return as_in_files(weights, model.config.model_type)
+    is_as_in_files = model.config.model_type == "gpt_oss"
+    return weights if is_as_in_files else as_in_files(weights, model.config.model_type)
