@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
 from mrlhf.config.sections import LoraSection
-from mrlhf.errors import ConfigError, WeightError
+from mrlhf.errors import CheckpointError, ConfigError, WeightError
+from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.adapter_choice import trained_spec
 from mrlhf.models.families import family_of, load_spec, save_config
 from mrlhf.models.parameters import role_pieces
@@ -245,3 +247,10 @@ def test_adapters_go_beside_all_but_experts() -> None:
     assert ends == {f"self_attn.{letter}_proj" for letter in "qkvo"}
     with pytest.raises(ConfigError, match="gate_up_proj"):
         trained_spec(spec, LoraSection(rank=2, target_modules=["gate_up_proj"]), [])
+
+
+def test_what_others_cannot_build_of_it_is_refused() -> None:
+    spec = tiny_spec("gpt_oss")
+    assert unsupported_feature(spec) == "the family gpt_oss"
+    with pytest.raises(CheckpointError, match="attention sinks"):
+        arguments_of(spec, 128)

@@ -85,7 +85,7 @@ ROTATIONS: dict[str, list[dict[str, Any]]] = {
     "qwen3-moe": [PLAIN, YARN],
     "mixtral": [PLAIN, YARN],
     "qwen2-moe": [PLAIN, YARN],
-    "gpt-oss": [PLAIN],
+    "gpt-oss": [YARN],
     "glm4-moe": [PLAIN | PART, YARN | PART | {"partial_rotary_factor": 0.25}],
 }
 # Transformers 4 has no place for two bases in one model, nor for yarn in OLMo-2. It must fail with
