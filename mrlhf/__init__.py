@@ -12,6 +12,8 @@ if is_launcher():
     end_on_signals()
 
 from mrlhf.host.finder import install_cpu_stand_ins
+from mrlhf.host.light_transformers import lighten_transformers
 from mrlhf.version import __version__ as __version__
 
 install_cpu_stand_ins()
+lighten_transformers()

@@ -15,7 +15,6 @@ import importlib.machinery
 import importlib.util
 import marshal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -27,7 +26,7 @@ import torch
 
 from mrlhf.host.products import add_mm
 from mrlhf.host.products import matmul as matmul  # rewritten modules call it
-from mrlhf.host.user_cache import cache_directory
+from mrlhf.host.user_cache import cache_directory, write_whole
 
 T = TypeVar("T")
 
@@ -165,7 +164,7 @@ class StandInLoader(importlib.machinery.SourceFileLoader):
         code = self.source_to_code(source, self.path)
         if not sys.dont_write_bytecode:
             with contextlib.suppress(OSError):
-                _write_whole(_kept_bytecode(source, self.path), marshal.dumps(code))
+                write_whole(_kept_bytecode(source, self.path), marshal.dumps(code))
         return code
 
     def source_to_code(  # type: ignore[override]  # noqa: D102
@@ -203,11 +202,3 @@ def _bytecode_directory() -> Path:
     directory = cache_directory() / "megatron_bytecode"
     directory.mkdir(mode=0o700, exist_ok=True)
     return directory
-
-
-def _write_whole(file: Path, content: bytes) -> None:
-    """Write a file so that other processes see all of it or nothing."""
-    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-        unfinished = Path(scratch) / file.name
-        unfinished.write_bytes(content)
-        unfinished.replace(file)

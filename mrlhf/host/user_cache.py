@@ -25,3 +25,11 @@ def _home_caches() -> list[Path]:
         return [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrlhf"]
     except RuntimeError:  # this user has no home
         return []
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file so that other processes see all of it or nothing."""
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        unfinished = Path(scratch) / file.name
+        unfinished.write_bytes(content)
+        unfinished.replace(file)

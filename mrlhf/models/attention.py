@@ -24,11 +24,6 @@ from mrlhf.parallel.masks import Mask, Packed, Paged
 if TYPE_CHECKING:
     from mrlhf.parallel.packed_sequences import Rotation
 
-try:
-    from torch.nn.attention import varlen
-except ImportError:  # before torch 2.10
-    varlen = None  # type: ignore[assignment]
-
 _MOST_GAP = 0.05  # of the largest number, between two ways; bfloat16 rounds by 0.004
 _log = logging.getLogger(__name__)
 
@@ -105,7 +100,7 @@ def attend_varlen(
     if "enable_gqa" in _varlen_options():
         groups["enable_gqa"] = query.shape[2] > 1
 
-    output = varlen.varlen_attn(
+    output = _varlen_attn()(
         query.flatten(1, 2),
         key,
         value,
@@ -301,7 +296,18 @@ def _varlen_gap(dtype: torch.dtype, heads: int, head_dim: int, window: int | Non
 @cache
 def _varlen_options() -> frozenset[str]:
     """Return what torch's attention of sequences of any lengths takes; it may not be there."""
-    return frozenset(() if varlen is None else inspect.signature(varlen.varlen_attn).parameters)
+    attend = _varlen_attn()
+    return frozenset(() if attend is None else inspect.signature(attend).parameters)
+
+
+def _varlen_attn() -> Any:
+    """torch's attention of sequences of any lengths; None before torch 2.10."""
+    # Imported here because it brings torch's compiler, which ranks on a CPU do not need.
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:
+        return None
+    return varlen.varlen_attn
 
 
 def _serves_all(query: Tensor, key: Tensor) -> bool:

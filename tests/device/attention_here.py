@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -50,7 +49,7 @@ def taken() -> dict[str, bool]:
     for name, way in WAYS.items():
         attention._varlen_options.cache_clear()
         attention._varlen_works.cache_clear()
-        with mock.patch.object(attention, "varlen", SimpleNamespace(varlen_attn=way)):
+        with mock.patch.object(attention, "_varlen_attn", lambda way=way: way):
             found[name] = attention._has_varlen(query, query[:, :, 0])
     attention._varlen_options.cache_clear()
     attention._varlen_works.cache_clear()

@@ -108,7 +108,7 @@ def test_it_is_short_and_shows_what_it_does(demo: Demo) -> None:
     assert (demo.place / "runs/demo/report.html").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.recipes
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
 def test_its_pictures_are_taken(demo: Demo) -> None:
     code, screen = _on_a_terminal(["make", "screenshots", *VARIABLES], demo.place)

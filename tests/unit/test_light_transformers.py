@@ -1,0 +1,29 @@
+"""What processes that train leave out of transformers, and that nothing else of it changes."""
+
+from __future__ import annotations
+
+from tests.e2e.programs import run_program, succeed
+
+PROGRAM = """
+import sys
+import mrlhf.data.tokenizer
+import mrlhf.models.families
+
+assert "torch._dynamo" not in sys.modules and "transformers.modeling_utils" not in sys.modules
+
+import transformers
+from transformers.utils.import_utils import define_import_structure as define
+
+[models] = transformers.models.__path__
+for arguments in ((models, "models"), (models + "/__init__.py",)):
+    assert define(*arguments) == define.__wrapped__(*arguments)
+
+mixin = transformers.GenerationMixin
+assert mixin.__module__ == "transformers.generation.utils"
+assert issubclass(transformers.LlamaForCausalLM, mixin)
+assert transformers.AutoModelForCausalLM and transformers.LlamaConfig().num_hidden_layers == 32
+"""
+
+
+def test_tokenizers_come_without_models_and_models_as_ever() -> None:
+    succeed(run_program(["-c", PROGRAM]))
