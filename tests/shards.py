@@ -49,6 +49,20 @@ _MIXTURE: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
     "gpt_oss": {"num_local_experts": 4, "head_dim": 4, "sliding_window": 16},
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "q_lora_rank": 14,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 3,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "pad_token_id": None,
+    },
 }
 MIXTURES = tuple(_MIXTURE)
 

@@ -39,6 +39,8 @@ class CacheShape:
     block_size: int  # tokens in a block
     # the mixtures whose chosen experts are recorded; None records nothing
     experts: Experts | None = None
+    # values are so many first numbers of the keys; None: they are stored beside them
+    values_in_keys: int | None = None
 
     @classmethod
     def on_rank(
@@ -58,12 +60,18 @@ class CacheShape:
             itemsize=itemsize,
             block_size=block_size,
             experts=experts,
+            values_in_keys=cached.values_in_keys,
         )
+
+    @property
+    def stores(self) -> int:
+        """Keys and values, or keys alone."""
+        return 2 if self.values_in_keys is None else 1
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token: its keys and values, and the record of its experts."""
-        pairs = 2 * self.num_layers * self.kv_heads * self.head_dim * self.itemsize
+        pairs = self.stores * self.num_layers * self.kv_heads * self.head_dim * self.itemsize
         return pairs + self.record_bytes
 
     @property

@@ -119,16 +119,16 @@ class Adapters(torch.nn.ModuleDict):
 
 
 class WholeAdapters(Adapters):
-    """That of a router, which every rank holds whole, and which is computed in float32."""
+    """That of a layer which every rank holds whole; a router's is computed in float32."""
 
     def __init__(self, adapters: Mapping[str, Adapter], ranks: SplitRanks) -> None:
         super().__init__(adapters, None, ranks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x, float32 [tokens, in], to what is added to the output, [tokens, out]."""
+        """Map x [..., in] to what is added to the output, [..., out] in the dtype of x."""
         first, second = self.only()
-        inner = _product(x, first.float())
-        return _product(inner * self.only.scale, second.float())
+        inner = _product(x, first.to(x.dtype))
+        return _product(inner * self.only.scale, second.to(x.dtype))
 
 
 class RowAdapters(Adapters):

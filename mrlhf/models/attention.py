@@ -49,7 +49,7 @@ def attend(
         query: [tokens, kv_heads, heads per KV head, head_dim].
         key: [tokens, kv_heads, head_dim]; if the mask is paged, the cache, [blocks, block_size,
             kv_heads, head_dim].
-        value: shaped as `key`.
+        value: shaped as `key`; in a cache its heads may be narrower than those of keys.
         scale: products of queries and keys are multiplied by it.
         window: how many tokens a token sees, itself included; None for all before it.
         rotation: rotates queries and keys first. A cache holds keys that are rotated already.
@@ -58,8 +58,11 @@ def attend(
             gpt-oss.
 
     Returns:
-        [tokens, heads * head_dim].
+        [tokens, heads * head_dim of `value`].
     """
+    if key.shape[-1] != value.shape[-1]:
+        assert isinstance(mask, Paged) and rotation is None
+        return attend_gathered(query, key, value, mask, scale, window, sinks)
     able = [some for some in _IMPLEMENTATIONS if sinks is None or some.takes_sinks]
     backend = next(some for some in able if isinstance(mask, some.mask) and some.serves(query, key))
     if backend.does_all:
@@ -158,7 +161,7 @@ def attend_gathered(
 
     # Sequences with one query are computed together. A chunk of a prompt is computed alone: padding
     # the others to its length would take more memory than the model.
-    context = torch.empty_like(query)
+    context = query.new_empty((*query.shape[:-1], value.shape[-1]))
     starts = mask.query_edges.tolist()
     lengths = mask.lengths.tolist()
     counts = mask.query_edges.diff().tolist()
@@ -209,11 +212,20 @@ def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 def _attend_by_torch(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attend with [sequences, tokens, heads, head_dim] each, to the shape of `q`."""
+    """Attend with [sequences, tokens, heads, head_dim] each, to [sequences, tokens of `q`, heads,
+    head_dim of `v`].
+    """
     if sinks is not None:
         assert seen is not None
         extended = _with_sinks(q, k, v, seen, sinks / scale)
-        return _attend_by_torch(*extended, scale, None)[..., : q.shape[-1]]
+        return _attend_by_torch(*extended, scale, None)[..., : v.shape[-1]]
+    if k.shape[-1] != v.shape[-1] and k.shape[2] == 1 and q.shape[2] > 1 and seen is not None:
+        # Heads that share the KV head become rows: torch would copy keys and values for each.
+        heads = q.shape[2]
+        rows = _attend_by_torch(
+            q.flatten(1, 2)[:, :, None], k, v, seen.repeat_interleave(heads, dim=-2), scale, None
+        )
+        return rows.view(*q.shape[:3], v.shape[-1])
     output = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import Latent, ModelSpec
 
 
 class Product(NamedTuple):
@@ -32,6 +32,7 @@ class CachedHeads(NamedTuple):
 
     heads: int  # KV heads, which ranks share out; if there are more ranks, several hold the same
     key_dim: int
+    values_in_keys: int | None = None  # as in `CacheShape`
 
     def on_rank(self, tp: int) -> int:
         """KV heads on each of `tp` ranks."""
@@ -39,7 +40,7 @@ class CachedHeads(NamedTuple):
 
     def numbers(self, tp: int) -> int:
         """Numbers of a token on each of `tp` ranks."""
-        return 2 * self.on_rank(tp) * self.key_dim
+        return (2 if self.values_in_keys is None else 1) * self.on_rank(tp) * self.key_dim
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,16 @@ class AttentionSizes:
     keys_and_values: int  # of a token, which context parallelism exchanges
     kept: int  # of a token for the backward pass, beside the layer's input
     cached: CachedHeads
+    kept_whole: int = 0  # beside `kept`, which ranks share out: of all tokens on a rank
+    # `pair_products` of the engine, which may attend in another way; None: in the same
+    engine_pair_products: int | None = None
 
 
 @lru_cache(maxsize=8)
 def attention_of(spec: ModelSpec) -> AttentionSizes:
     """Return the sizes of each layer's attention."""
+    if spec.latent is not None:
+        return _of_latents(spec, spec.latent)
     hidden = spec.hidden_size
     queries = spec.num_heads * spec.head_dim
     keys_and_values = 2 * spec.num_kv_heads * spec.head_dim
@@ -71,4 +77,35 @@ def attention_of(spec: ModelSpec) -> AttentionSizes:
         keys_and_values=keys_and_values,
         kept=copies * (queries + keys_and_values // 2),
         cached=CachedHeads(spec.num_kv_heads, spec.head_dim),
+    )
+
+
+def _of_latents(spec: ModelSpec, latent: Latent) -> AttentionSizes:
+    """The sizes of latent attention; the engine absorbs the up-projection of keys and values."""
+    hidden = spec.hidden_size
+    heads = spec.num_heads
+    queries = heads * spec.head_dim
+    values = heads * latent.value_dim
+    down = latent.kv_rank + spec.rotary_dim
+    products = [
+        Product(hidden, down, dim=None),
+        Product(latent.kv_rank, heads * latent.plain_dim + values, dim=0),
+        Product(values, hidden, dim=1),
+    ]
+    kept_whole = down + latent.kv_rank  # what the linear layer gives, and it normed
+    if latent.q_rank is None:
+        products.append(Product(hidden, queries, dim=0))
+    else:
+        products.append(Product(hidden, latent.q_rank, dim=None))
+        products.append(Product(latent.q_rank, queries, dim=0))
+        kept_whole += 2 * latent.q_rank
+
+    return AttentionSizes(
+        products=tuple(products),
+        pair_products=queries + values,
+        keys_and_values=2 * queries,  # values are filled up to the size of keys
+        kept=4 * queries + values,  # q and k rotated, v and the output filled up, the output
+        cached=CachedHeads(1, down, latent.kv_rank),
+        kept_whole=kept_whole,
+        engine_pair_products=heads * (down + latent.kv_rank),
     )

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from mrlhf.models.latent_attention import LatentSelfAttention
 from mrlhf.models.linear import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from mrlhf.models.megatron_versions import dense_mlp, submodules_of
 from mrlhf.models.mixture_layer import MixtureLayer
@@ -130,6 +131,9 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
 
 
 def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
+    if spec.latent is not None:
+        params = {"latent": spec.latent, "rope": _rope(spec, rope)}
+        return ModuleSpec(module=LatentSelfAttention, params=params)
     head_norm = _norm(spec) if spec.qk_norm == "head" else IdentityOp
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnLinear,

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrlhf.host.products import linear
 from mrlhf.models.adapters import Adapters
 
 
@@ -45,6 +48,24 @@ class RowLinear(RowParallelLinear):
         """Map x [..., input_size of the rank] to [..., output_size], and a bias not yet added."""
         output, bias = super().forward(x)
         return adapted(output, self.adapters, x), bias
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer that every tensor-parallel rank has whole, without a bias."""
+
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
+        super().__init__()
+        matrix = torch.zeros(output_size, input_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(matrix)
+        # Under sequence parallelism each rank multiplies its own tokens, so megatron-core must sum
+        # this gradient over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.adapters: Adapters | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., input_size] to [..., output_size]."""
+        product = linear(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+        return adapted(product, self.adapters, x)
 
 
 class BiasedColumnLinear(ColumnLinear):

@@ -46,7 +46,7 @@ def linear_layers(rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
 
 def adapted_layers(spec: ModelSpec, rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
     """Return the linear layers of a parameter that have an adapter; routers only if named."""
-    is_router = rule.dim is None
+    is_router = rule.dim is None and ".self_attn." not in rule.names[0]
     if spec.lora is None or (is_router and spec.lora.targets is None):
         return []
     return [layer for layer in linear_layers(rule, shapes) if spec.lora.adapts(layer)]

@@ -92,6 +92,14 @@ def torch_rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat([turned_first.to(x.dtype), turned_second.to(x.dtype), rest], dim=-1)
 
 
+def halves(x: Tensor) -> Tensor:
+    """Put the numbers of x [..., dim] that stand at even places before those at odd ones.
+
+    Where a model rotates neighbours by one angle, `rotate` then does it.
+    """
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
 class _HostNorm(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, host: Kernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:

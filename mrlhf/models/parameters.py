@@ -17,8 +17,9 @@ from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
-# The ends of the names of linear layers' matrices.
-_LINEAR = tuple(f".linear_{layer}.weight" for layer in ("qkv", "proj", "fc1", "fc2"))
+# The ends of the names of linear layers' matrices, those aside that every rank has whole.
+_SPLIT = ("qkv", "proj", "fc1", "fc2", "q_proj", "q_up_proj", "kv_up_proj")
+_LINEAR = tuple(f".linear_{layer}.weight" for layer in _SPLIT)
 
 
 def chunks_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[Chunk]:

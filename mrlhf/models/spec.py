@@ -86,6 +86,22 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention: a token's keys and values are linear in one vector, its latent.
+
+    A head of q and k has `plain_dim` dimensions, which come first, and `rotary_dim` of the model
+    that are rotated. These are the same in the keys of all heads.
+    """
+
+    q_rank: int | None  # queries come from a latent of this size; None: from the hidden state
+    kv_rank: int  # size of the latent of keys and values
+    plain_dim: int
+    value_dim: int  # of a head; at most that of keys
+    interleaved: bool  # whether neighbours are rotated by one angle, instead of halves
+    norm_eps: float = 1e-6  # of the norms of latents, whatever the model's other norms have
+
+
+@dataclass(frozen=True)
 class Lora:
     """The low-rank adapters of a model: to W x each adds scale * B A x.
 
@@ -152,7 +168,7 @@ class ModelSpec:
     num_layers: int
     num_heads: int  # query heads
     num_kv_heads: int  # key and value heads; divides num_heads
-    head_dim: int  # width of one head
+    head_dim: int  # width of one head of q and k, and of v if it has no other
     norm_eps: float  # of every RMSNorm
     tied_embeddings: bool  # whether a language model's output layer is its embedding
     max_positions: int  # longest sequence the rotary embedding was made for, tokens
@@ -183,6 +199,7 @@ class ModelSpec:
     attention_multiplier: float | None = None  # of products of q and k; None for 1 / sqrt(head_dim)
     logits_divisor: float = 1.0  # the logits are divided by it
     experts: Experts | None = None  # None in a dense model
+    latent: Latent | None = None  # None where keys and values come from the hidden state
     lora: Lora | None = None  # None if all weights are those of the checkpoint
     frozen: frozenset[str] = frozenset()  # tensors of the base that do not train; see `freezing`
 
@@ -236,7 +253,8 @@ class ModelSpec:
         has_biases = self.o_bias or self.mlp_bias
         has_norms = self.norms_after or self.qk_norm == "projection" or self.norms_add_one
         multiplies = self.residual_multiplier != 1.0
-        return has_biases or has_norms or multiplies or self.has_sinks or self.keeps_weights
+        is_other = self.latent is not None or self.has_sinks
+        return has_biases or has_norms or multiplies or is_other or self.keeps_weights
 
     @property
     def keeps_weights(self) -> bool:

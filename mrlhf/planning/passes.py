@@ -79,7 +79,8 @@ class Passes:
         sizes = attention_of(spec)
         keys = sizes.cached.numbers(self.layout.tp) * self.itemsize * work.outputs * work.length
         pairs = work.tokens * work.length
-        attention = self.gpu.computing_s(2 * sizes.pair_products / self.layout.tp * pairs)
+        products = sizes.engine_pair_products or sizes.pair_products
+        attention = self.gpu.computing_s(2 * products / self.layout.tp * pairs)
         layer += max(attention, self.gpu.memory_s(keys))
 
         vocab = spec.vocab_size / self.layout.tp

@@ -37,14 +37,16 @@ def layer_bytes(
     """
     if recompute == "full":
         return 2 * spec.hidden_size, 0
-    of_heads = 2 * attention_of(spec).kept
+    attention = attention_of(spec)
+    of_heads = 2 * attention.kept
+    of_tokens = 8 * spec.hidden_size + 2 * attention.kept_whole
     experts = spec.experts
     if experts is None or is_mixture is False:
-        return 8 * spec.hidden_size, of_heads + 6 * spec.ffn_size
+        return of_tokens, of_heads + 6 * spec.ffn_size
     width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
     copies = 4 * experts.per_token * spec.hidden_size * etp
     router = 2 * spec.hidden_size + 5 * experts.count + 26 * experts.per_token
-    return 8 * spec.hidden_size + router, of_heads + 6 * width + copies
+    return of_tokens + router, of_heads + 6 * width + copies
 
 
 @dataclass(frozen=True)

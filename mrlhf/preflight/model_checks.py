@@ -61,8 +61,8 @@ class CacheNeeds:
     def __str__(self) -> str:
         shape = self.shape
         pairs = (
-            f"2 x {shape.num_layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} x "
-            f"{shape.itemsize} bytes"
+            f"{shape.stores} x {shape.num_layers} layers x {shape.kv_heads} KV heads x "
+            f"{shape.head_dim} x {shape.itemsize} bytes"
         )
         if shape.record_bytes:
             pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"

@@ -37,8 +37,12 @@ _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _PREFIX = "model."
 BUFFER = "rotary_emb.inv_freq"
 _ROWS_AT_ONCE = 4096
-_BLOCKS = "_blocks"
-_SCALES = "_scales"
+FP8 = "F8_E4M3"
+FP8_BLOCK = 128
+"""Rows and columns of a block of a matrix of fp8 numbers, whose scale multiplies them."""
+_SCALES = "_scale_inv"
+_MXFP4_BLOCKS = "_blocks"
+_MXFP4_SCALES = "_scales"
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class FileTensor:
     shape: Shape  # its full shape, or that of the part
     part: MatrixRows | None = None  # the part of the named tensor that it is; None: all of it
     is_transposed: bool = False  # see `OtherForm`
-    scales: FileTensor | None = None  # of the blocks of a stack in MXFP4
+    scales: FileTensor | None = None  # of the blocks of a matrix of fp8 numbers, or in MXFP4
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
     """The stored tensor of each tensor of a model.
 
     As transformers does, it adds or removes the prefix `model.` where that makes a name known.
-    Stacks in MXFP4 come with the scales of their blocks.
+    Matrices of fp8 numbers, and stacks in MXFP4, come with the scales of their blocks.
 
     Raises:
         WeightError: a tensor is missing, unknown, ambiguous, of another shape than the model's, or
@@ -245,15 +249,17 @@ def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> 
 def open_files(tensors: Iterable[FileTensor]) -> Iterator[Callable[[FileTensor], Any]]:
     """Open the files of some stored tensors; gives what reads one when it is indexed by slices."""
     with ExitStack() as stack:
-        needed = list(tensors)
-        needed += [tensor.scales for tensor in needed if tensor.scales is not None]
-        paths = sorted({tensor.file for tensor in needed})
+        read = list(tensors)
+        read += [tensor.scales for tensor in read if tensor.scales is not None]
+        paths = sorted({tensor.file for tensor in read})
         handles = {path: stack.enter_context(_open(path)) for path in paths}
 
         def lazily(tensor: FileTensor) -> Any:
             whole = handles[tensor.file].get_slice(tensor.name)
             if tensor.part is None:
-                return whole
+                if tensor.scales is None:
+                    return whole
+                return _ScaledBlocks(whole, tensor.shape, lazily(tensor.scales)[:])
             if tensor.scales is None:
                 return _SliceOfMatrix(whole, tensor.part, tensor.is_transposed)
             return _Dequantised(
@@ -305,6 +311,24 @@ class _Dequantised:
         rows, *columns = index if isinstance(index, tuple) else (index,)
         whole = mxfp4.dequantised(self._blocks[rows], self._scales[rows])
         return whole[:, columns[0]] if columns else whole
+
+
+class _ScaledBlocks:
+    """A matrix of fp8 numbers in blocks; what is read of it is float32, times its scales."""
+
+    def __init__(self, matrix: Any, shape: Shape, scales: Tensor) -> None:
+        self._matrix = matrix
+        self._shape = shape
+        self._scales = scales.float()
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        rows, columns = (*(index if isinstance(index, tuple) else (index,)), slice(None))[:2]
+        row_blocks, column_blocks = (
+            torch.arange(size)[part] // FP8_BLOCK
+            for size, part in zip(self._shape, (rows, columns), strict=True)
+        )
+        read: Tensor = self._matrix[rows, columns]
+        return read.float() * self._scales[row_blocks][:, column_blocks]
 
 
 def _open(file: Path) -> Any:
@@ -389,14 +413,23 @@ def _by_model_name(
 
 
 def _with_scales(stored: ModelFiles) -> dict[str, FileTensor]:
-    """The tensors other than scales; stacks in MXFP4 have theirs."""
+    """The tensors other than scales; matrices of fp8 numbers and stacks in MXFP4 have theirs."""
     tensors = dict(stored.tensors)
     for name, scales in stored.tensors.items():
-        blocks = stored.tensors.get(f"{name.removesuffix(_SCALES)}{_BLOCKS}")
-        if name.endswith(_SCALES) and blocks is not None and scales.dtype == blocks.dtype == "U8":
-            _require_shape(stored.directory, name, scales.shape, blocks.shape[:-1])
-            tensors[blocks.name] = replace(blocks, scales=scales)
-            del tensors[name]
+        matrix = stored.tensors.get(name.removesuffix(_SCALES))
+        stack = stored.tensors.get(f"{name.removesuffix(_MXFP4_SCALES)}{_MXFP4_BLOCKS}")
+        if name.endswith(_SCALES) and matrix is not None and matrix.dtype == FP8:
+            blocks = tuple(-(-size // FP8_BLOCK) for size in matrix.shape)
+            if len(blocks) != 2:
+                continue  # refused for its format
+        elif stack is not None and stack.dtype == scales.dtype == "U8":
+            matrix = stack
+            blocks = stack.shape[:-1]
+        else:
+            continue
+        _require_shape(stored.directory, name, scales.shape, blocks)
+        tensors[matrix.name] = replace(matrix, scales=scales)
+        del tensors[name]
     return tensors
 
 

@@ -6,7 +6,7 @@ import gc
 from functools import partial
 from typing import Any
 
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import pick_device
@@ -33,6 +33,8 @@ def compare() -> dict[str, tuple[float, int]]:
     models = {
         **{f"dense {sizes}": partial(_spec, *sizes) for sizes in SIZES},
         "with norms of queries and keys": partial(_spec, *SIZES[2], kind=Qwen3Config),
+        "latent attention": partial(_latent, None),
+        "latents of queries too": partial(_latent, 48),
         **{f"mixture {sizes}": partial(_mixture, *sizes) for sizes in MIXTURES},
     }
     found = {}
@@ -63,6 +65,25 @@ def _mixture(hidden: int, ffn: int, experts: int, chosen: int, layers: int) -> M
     )
 
     return FAMILIES["qwen3_moe"].read_config(config.to_dict(), "lm")
+
+
+def _latent(q_rank: int | None, layers: int) -> ModelSpec:
+    config = DeepseekV3Config(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=q_rank,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        first_k_dense_replace=layers,
+        max_position_embeddings=4096,
+    )
+    return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
 def _spec(

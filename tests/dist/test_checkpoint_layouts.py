@@ -3,7 +3,7 @@
 Actor (tied embeddings and biases, q, k and v in one tensor, adapters, or matrices that Muon
 orthogonalises; mixtures of experts, of which one has numbers that no optimizer knows) are trained,
 saved and trained on; then each saved state is loaded into every other layout, saved again and
-compared bit by bit, and trained on. Moments of AdamW are no moments of Muon.
+compared bit by bit, and some are trained on. Moments of AdamW are no moments of Muon.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ EXPERT_LAYOUTS = {
 }
 EXPERTS = {
     "experts": Case("qwen2-moe", "token-mean"),
-    "rounded experts": Case("glm4-moe", "token-mean", ROUNDED),
+    "rounded experts": Case("deepseek-v3", "token-mean", ROUNDED),
 }
 CASES = DENSE | EXPERTS
 # What is read from a checkpoint leaves the device and comes back.
@@ -175,6 +175,7 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path, experts: boo
     loaded = []
     for dtype, case, setting in _all_settings(root, world_size, experts):
         own = _directory(root, dtype, setting)
+        trained_on = False
         for directory in sorted((root / "saved" / dtype).iterdir()):
             if own != directory and not _is_their_turn(own, directory):
                 continue
@@ -191,15 +192,19 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path, experts: boo
             if rank == 0:
                 assert_equal_checkpoints(directory / "step_000001", again / "step_000001")
 
-            metrics = update_actor(actor, load_experience(root, case), plain_ppo.MINI_BATCH)
-            wanted = torch.load(directory / "metrics", weights_only=True)
+            loaded.append((_layout_of(own), dtype, directory.name))
             exact = own.name == directory.name
-            _assert_metrics_near(metrics, wanted, dtype, exact)
+            # What was saved again is the same; that the model computes with it is seen of its own
+            # checkpoint and of one of another layout.
+            if exact or not trained_on:
+                trained_on |= not exact
+                metrics = update_actor(actor, load_experience(root, case), plain_ppo.MINI_BATCH)
+                wanted = torch.load(directory / "metrics", weights_only=True)
+                _assert_metrics_near(metrics, wanted, dtype, exact)
             if exact:
                 saver.save(Contents(2, False, {"actor": actor.engine}, {}))
                 if rank == 0:
                     assert_equal_checkpoints(directory / "step_000002", again / "step_000002")
-            loaded.append((_layout_of(own), dtype, directory.name))
             dist.barrier()
     return loaded
 

@@ -109,6 +109,8 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "qwen2-moe": "none",
     "glm4-moe": "full",
     "gpt-oss": "core_attn",
+    "deepseek-v3": "core_attn",
+    "moonlight": "none",
 }
 # By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
 MIXTURE_LAYOUTS = {
@@ -119,6 +121,7 @@ MIXTURE_LAYOUTS = {
         AxisSizes(pp=2),
         AxisSizes(ep=2),
         AxisSizes(tp=2, ep=2),
+        AxisSizes(cp=2),
     ],
     4: [
         AxisSizes(tp=2, pp=2),
@@ -415,7 +418,8 @@ def _mixture_parity(rank: int, world_size: int, root: str) -> dict[str, float]:
     more = SINK_LAYOUTS[world_size]
     for sizes in MIXTURE_LAYOUTS[world_size] + more:
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
-        for name in ("gpt-oss",) if sizes in more else MIXTURES:
+        names = (*MIXTURES, "moonlight") if world_size == 2 else MIXTURES
+        for name in ("gpt-oss",) if sizes in more else names:
             label = f"{name} {sizes} vpp {sizes.vpp}"
             for sequence_parallel in (False, True) if sizes.tp > 1 else (False,):
                 worst |= _compared(Path(root) / name, label, groups, sequence_parallel)

@@ -22,6 +22,7 @@ from mrlhf.inference.base import (
     requests_for,
 )
 from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.sizes import CacheShape
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.lora import A
@@ -194,8 +195,9 @@ SAMPLED = SamplingParams(
 def tight(model, blocks: int, block_size: int = 4, **changes):
     """An engine whose cache has so many blocks."""
     spec = spec_of(model)
-    block_bytes = 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * 4
-    return make_engine(model, block_size=block_size, cache_bytes=blocks * block_bytes, **changes)
+    shape = CacheShape.on_rank(spec, 1, 4, block_size, spec.experts)
+    cache_bytes = blocks * shape.block_bytes
+    return make_engine(model, block_size=block_size, cache_bytes=cache_bytes, **changes)
 
 
 def assert_same(samples: list[Sample], others: list[Sample], tolerance: float = 1e-5) -> None:

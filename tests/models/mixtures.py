@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     MixtralConfig,
@@ -19,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss")
+MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3", "gpt-oss")
 
 
 def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
@@ -81,7 +82,43 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
                 "original_max_position_embeddings": 16,
             },
         ),
+        "deepseek-v3": deepseek_config(
+            sizes,
+            q_lora_rank=22,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 6.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
+        ),
+        # As Moonlight: queries come from the hidden state.
+        "moonlight": deepseek_config(sizes, q_lora_rank=None, rope_interleave=False),
     }
+
+
+def deepseek_config(sizes: dict[str, Any], **options: Any) -> DeepseekV3Config:
+    """A tiny DeepSeek-V3 with odd sizes, whose norms of latents have another epsilon."""
+    return DeepseekV3Config(
+        **{**sizes, "num_key_value_heads": sizes["num_attention_heads"]},
+        **options,
+        rms_norm_eps=1e-3,
+        kv_lora_rank=19,
+        qk_nope_head_dim=11,
+        qk_rope_head_dim=6,
+        v_head_dim=9,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        pad_token_id=None,
+    )
 
 
 def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:

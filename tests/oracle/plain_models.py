@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 DEEP = ("olmo2", "qwen2-tied")
-MIXTURES = ("qwen2-moe", "qwen3-moe", "glm4-moe", "gpt-oss")
+MIXTURES = ("qwen2-moe", "qwen3-moe", "deepseek-v3", "gpt-oss")
 # With four stages, the first one trains nothing.
 FROZEN = ("*.self_attn.*", "model.embed_tokens.*", "model.layers.0.*")
 MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
@@ -39,11 +39,8 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def critic_of(model: str) -> str:
-    """The name of the critic, or reward model, that belongs to a policy.
-
-    transformers has no critics of GLM-4.5.
-    """
-    return "qwen3-moe-critic" if model == "glm4-moe" else f"{model}-critic"
+    """The name of the critic, or reward model, that belongs to a policy."""
+    return f"{model}-critic"
 
 
 def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
@@ -65,8 +62,6 @@ def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
         policy.save_pretrained(root / f"{name}-ref")
 
-        if f"{name}-critic" != critic_of(name):
-            continue
         critic = transformers.AutoModelForSequenceClassification.from_config(config, **EAGER)
         _randomise(critic, generator)
         critic.save_pretrained(root / f"{name}-critic")
@@ -123,11 +118,13 @@ def _mixtures(sizes: dict[str, Any]) -> dict[str, Any]:
             mlp_only_layers=[1],
             tie_word_embeddings=True,
         ),
-        "glm4-moe": transformers.Glm4MoeConfig(
-            **sizes,
-            head_dim=8,
-            attention_bias=True,
-            use_qk_norm=True,
+        "deepseek-v3": transformers.DeepseekV3Config(
+            **{**sizes, "num_key_value_heads": 4},
+            q_lora_rank=14,
+            kv_lora_rank=10,
+            qk_nope_head_dim=5,
+            qk_rope_head_dim=4,
+            v_head_dim=6,
             first_k_dense_replace=1,
             n_routed_experts=8,
             n_shared_experts=2,

@@ -31,7 +31,8 @@ def matrices_of(model: Any, name: str) -> Callable[[Tensor], list[Tensor]] | Non
     """How to see the matrices of hidden layers in a parameter; None if it holds none."""
     config = model.config
     last = name.removesuffix(".weight").rpartition(".")[2]
-    if not last.endswith("_proj") or name.endswith(".bias"):
+    # Those to the latent of attention, which all heads share, do not count.
+    if not last.endswith("_proj") or last == "q_a_proj" or name.endswith(".bias"):
         return None
     if last == "qkv_proj":
         size = config.hidden_size // config.num_attention_heads

@@ -39,7 +39,7 @@ class Routers:
             model: of transformers.
             with_losses: whether routers have losses.
         """
-        self._sigmoid = model.config.model_type == "glm4_moe"
+        self._sigmoid = model.config.model_type == "deepseek_v3"
         self._with_losses = with_losses
         self._layers: list[list[Choice]] = []
         for name, module in model.named_modules():

@@ -84,7 +84,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": LEFT_OUT}, "config.json: no model_type; supported are gemma3_text,"),
+        ({"model_type": LEFT_OUT}, "config.json: no model_type; supported are deepseek_v3,"),
         ({"model_type": "gpt2"}, "config.json: model_type 'gpt2' is not supported; supported are"),
         ({"model_type": "unheard-of"}, "config.json: model_type 'unheard-of' is not supported"),
         ({"model_type": ["llama"]}, "config.json: model_type ['llama'] is not supported"),

@@ -106,5 +106,7 @@ def test_a_mixture_counts_the_experts_that_a_token_goes_to(name: str) -> None:
     with FlopCounterMode(display=False) as forward:
         model(torch.arange(LENGTH)[None])
     seen = sum(pairs_by_loop(LENGTH, window) for window in spec.windows)
-    unseen = 4 * spec.num_heads * spec.head_dim * (spec.num_layers * LENGTH * LENGTH - seen)
+    value_dim = spec.head_dim if spec.latent is None else spec.latent.value_dim
+    products = spec.num_heads * (spec.head_dim + value_dim)
+    unseen = 2 * products * (spec.num_layers * LENGTH * LENGTH - seen)
     assert forward_flops(spec, LENGTH, LENGTH) == forward.get_total_flops() - unseen

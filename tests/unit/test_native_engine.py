@@ -62,7 +62,7 @@ def hf_greedy(model, prompt: list[int], end=None, never=None) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS, *MIXTURES))
+@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS, *MIXTURES, "moonlight"))
 def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
@@ -71,7 +71,9 @@ def test_greedy_equals_transformers_generate(name):
         assert_logprobs(model, sample)
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen2-tied", "phi3", "mixtral", "qwen2-moe"))
+@pytest.mark.parametrize(
+    "name", ("llama", "qwen2-tied", "phi3", "mixtral", "qwen2-moe", "deepseek-v3")
+)
 def test_adapters_are_added_as_in_transformers(name, tmp_path):
     model = adapted_model(name, tmp_path / "adapter")
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
@@ -99,7 +101,7 @@ def test_with_adapters_a_response_does_not_depend_on_others_to_the_last_bit(name
         assert_same(alone, together[3 * number : 3 * number + 3], tolerance=0)
 
 
-@pytest.mark.parametrize("name", (*MODELS, "gpt-oss"))
+@pytest.mark.parametrize("name", (*MODELS, "deepseek-v3", "gpt-oss"))
 def test_sampling_equals_a_slow_loop_over_transformers(name):
     model = hf_model(name)
     samples = answer(make_engine(model), PROMPTS, UIDS, SAMPLED)
@@ -200,8 +202,9 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
     assert torch.cat(errors).max() < 3 * torch.cat(reference).max()
 
 
-def test_preemption_chunks_and_shared_prefixes_change_nothing():
-    model = hf_model("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("deepseek-v3", marks=pytest.mark.full)])
+def test_preemption_chunks_and_shared_prefixes_change_nothing(name):
+    model = hf_model(name)
     prefix = make_prompts(4)[3]
     prompts = [*PROMPTS, *(prefix[:10] + prompt for prompt in PROMPTS[:4])]
     uids = list(range(len(prompts)))

@@ -122,6 +122,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
     """A feature of the model, in words, that Megatron-LM's layers or arguments lack, or None."""
     features = {
         "norms after attention and MLP": spec.norms_after,
+        "latent attention": spec.latent is not None,
         "gates with gelu": spec.activation != "silu",
         "a norm over all heads of q and k": spec.qk_norm == "projection",
         "multipliers of embeddings, residuals, attention or logits": (

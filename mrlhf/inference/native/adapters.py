@@ -32,6 +32,16 @@ def adapted(parameters: Parameters, dtype: torch.dtype, weight: str, base: Linea
     return with_added(base, added)
 
 
+def matrix_of(parameters: Parameters, dtype: torch.dtype, weight: str) -> Tensor:
+    """Return the parameter `weight` with its adapters, for what needs them in one matrix."""
+    base = parameters[weight].to(dtype)
+    added = factors_of(parameters, weight, torch.float32)
+    if added is None:
+        return base
+    whole = (base.float() + added.second @ added.first).to(dtype)
+    return parameters.kept(f"{weight} whole", whole)
+
+
 def factors_of(parameters: Parameters, weight: str, dtype: torch.dtype) -> Factors | None:
     """Return the factors for a parameter in `dtype`; None if it has no adapters.
 

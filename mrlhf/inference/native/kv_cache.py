@@ -35,7 +35,7 @@ class KVCache:
     ) -> None:
         """Take the memory, on a host when it is first written to; EngineError if there is none."""
         assert shape.itemsize == dtype.itemsize, f"{dtype} does not have {shape.itemsize} bytes"
-        pair_shape = (2, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+        pair_shape = (shape.stores, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
         # In memory of its own, else what training takes later could lie in it, and hold all of it.
         pool = torch.cuda.MemPool() if device.type == "cuda" else None
         try:
@@ -49,7 +49,9 @@ class KVCache:
                 f"rollout.kv_cache_mb (on a CPU) or rollout.gpu_memory_utilization (on a GPU)"
             ) from error
 
-        self.layers: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
+        self.layers: list[Layer] = [
+            (pair[0], pair[-1][..., : shape.values_in_keys]) for pair in pairs
+        ]
         self.blocks = blocks
         self.block_size = shape.block_size
         self.nbytes = blocks * shape.block_bytes
@@ -65,7 +67,7 @@ class KVCache:
         sources, targets = send(torch.tensor(pairs), self.layers[0][0].device).unbind(1)
         for keys, values in self.layers:
             keys[targets] = keys[sources]
-            values[targets] = values[sources]
+            values[targets] = values[sources]  # again, if they are a part of the keys
         if self.experts is not None:
             in_blocks = self.experts.unflatten(0, (self.blocks, self.block_size))
             in_blocks[targets] = in_blocks[sources]

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrlhf.inference.native.adapters import linear_of
+from mrlhf.inference.native.adapters import linear_of, matrix_of
 from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.experts import TorchExperts
+from mrlhf.inference.native.latent_attention import LatentAttention
 from mrlhf.inference.native.linear import Linear, linear_in_float32
 from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer, norm_of
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
@@ -34,7 +35,7 @@ class DecoderLayer:
     """One layer; norms and biases are None where the model has none."""
 
     # A bias is added, and an output normalised, after the sum over the ranks' shares.
-    attention: Attention
+    attention: Attention | LatentAttention
     proj_bias: Tensor | None
     proj_norm: Tensor | None
     mlp: Mlp
@@ -70,7 +71,11 @@ class Decoder:
         self._embedding = tensor(_EMBEDDING)
         self._layers: list[DecoderLayer] = []
         for number in range(spec.num_layers):
-            attention = _attention(spec, number, tables[number], tensor, norm, layer, parallel)
+            attention: Attention | LatentAttention
+            if spec.latent is not None:
+                attention = _latent_attention(spec, number, tables[number], parameters, norm, layer)
+            else:
+                attention = _attention(spec, number, tables[number], tensor, norm, layer, parallel)
             mlp = mlp_of_layer(spec, number, parameters, dtype)
             self._layers.append(_layer(spec, number, tensor, norm, attention, mlp))
 
@@ -194,12 +199,45 @@ def _attention(
     )
 
 
+def _latent_attention(
+    spec: ModelSpec,
+    number: int,
+    tables: Tables,
+    parameters: Parameters,
+    norm: Callable[[str], Tensor],
+    layer: Callable[..., Linear],
+) -> LatentAttention:
+    """Return the attention of layer `number` on this rank."""
+    latent = spec.latent
+    assert latent is not None
+    prefix = f"decoder.layers.{number}."
+    own = prefix + "self_attention."
+    norm_before = norm(prefix + "input_layernorm.weight")
+    down = latent.q_rank is not None
+
+    kv_up = matrix_of(parameters, norm_before.dtype, own + "linear_kv_up_proj.weight")
+    return LatentAttention(
+        latent=latent,
+        eps=spec.norm_eps,
+        scale=spec.attention_scale,
+        norm=norm_before,
+        q_down=layer(own + "linear_q_down_proj.weight") if down else None,
+        q_norm=norm(own + "q_layernorm.weight") if down else None,
+        q_up=layer(own + ("linear_q_up_proj.weight" if down else "linear_q_proj.weight")),
+        kv_down=layer(own + "linear_kv_down_proj.weight"),
+        kv_norm=norm(own + "kv_layernorm.weight"),
+        kv_up=kv_up.unflatten(0, (-1, latent.plain_dim + latent.value_dim)),
+        tables=tables,
+        proj=layer(own + "linear_proj.weight"),
+    )
+
+
 def _layer(
     spec: ModelSpec,
     number: int,
     tensor: Callable[[str], Tensor],
     norm: Callable[[str], Tensor],
-    attention: Attention,
+    attention: Attention | LatentAttention,
     mlp: Mlp,
 ) -> DecoderLayer:
     prefix = f"decoder.layers.{number}."

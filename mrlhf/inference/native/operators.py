@@ -20,7 +20,8 @@ from mrlhf.parallel.masks import Paged
 Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each.
 
-On a CPU with a compiler the keys of a block are stored as [kv_heads, head_dim, block_size].
+On a CPU with a compiler the keys of a block are stored as [kv_heads, head_dim, block_size]. With
+latent attention values are the first numbers of keys, in the same memory.
 """
 
 Tables = tuple[Tensor, Tensor]

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families.base import Chunk, Family
+from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3
 from mrlhf.models.families.gemma3 import GEMMA3
 from mrlhf.models.families.glm4_moe import GLM4_MOE
 from mrlhf.models.families.gpt_oss import GPT_OSS
@@ -56,7 +57,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GEMMA3, GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
         *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
-        *(GLM4_MOE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+        *(DEEPSEEK_V3, GLM4_MOE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     )
 }
 

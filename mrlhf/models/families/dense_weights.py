@@ -19,6 +19,11 @@ from mrlhf.models.families.expert_weights import (
     expert_shapes,
     shared_rules,
 )
+from mrlhf.models.families.latent_weights import (
+    latent_parameters,
+    latent_rules,
+    latent_shapes,
+)
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape
 
@@ -108,6 +113,9 @@ def _qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
 
 
 def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    if spec.latent is not None:
+        yield from latent_shapes(spec, spec.latent, prefix)
+        return
     rows = _qkv_rows(spec)
     if spec.fused_tensors:
         yield prefix + "qkv_proj.weight", (sum(rows), spec.hidden_size)
@@ -157,6 +165,8 @@ def _attention_parameters(spec: ModelSpec) -> list[str]:
     if spec.qk_norm != "none":
         attention += ["q_layernorm.weight", "k_layernorm.weight"]
 
+    if spec.latent is not None:
+        attention = latent_parameters(spec.latent)
     names = [f"self_attention.{name}" for name in attention]
     if spec.norms_before:
         names = ["input_layernorm.weight", *names, "pre_mlp_layernorm.weight"]
@@ -221,6 +231,8 @@ def _norm_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
 
 
 def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
+    if spec.latent is not None:
+        return latent_rules(spec.latent, prefix)
     q_norm = Rule((prefix + "q_norm.weight",), dim=None)
     k_norm = Rule((prefix + "k_norm.weight",), dim=None)
     if spec.qk_norm == "projection":

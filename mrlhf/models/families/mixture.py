@@ -5,6 +5,7 @@ A family file says which keys mean what. This file knows no family by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -84,6 +85,39 @@ def stated_experts(config: dict[str, Any]) -> Experts:
         layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in layers),
         normalised=bool(config["norm_topk_prob"]),
     )
+
+
+def grouped_experts(config: dict[str, Any]) -> Experts:
+    """The mixtures of a `config.json` with the keys of DeepSeek-V3's, after the dense layers."""
+    scale = config["routed_scaling_factor"]
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not is_number or not 0 < scale < math.inf:
+        raise ConfigError(
+            f"config.json has routed_scaling_factor={scale!r}; it must be a number above 0"
+        )
+
+    first = count(config, "first_k_dense_replace", least=0)
+    ffn_size = count(config, "moe_intermediate_size")
+    return Experts(
+        count=count(config, "n_routed_experts", "num_local_experts", least=2),
+        per_token=count(config, "num_experts_per_tok"),
+        ffn_size=ffn_size,
+        layers=tuple(layer >= first for layer in range(config["num_hidden_layers"])),
+        scoring="sigmoid",
+        normalised=bool(config["norm_topk_prob"]),
+        scale=float(scale),
+        groups=count(config, "n_group"),
+        groups_per_token=count(config, "topk_group"),
+        has_correction=True,
+        shared_ffn_size=ffn_size * count(config, "n_shared_experts"),
+    )
+
+
+def draft_layers(spec: ModelSpec) -> tuple[str, ...]:
+    """The beginning of the names of the draft model's tensors, which nothing here reads."""
+    stated = spec.hf_config.get("num_nextn_predict_layers")
+    first = spec.num_layers
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + (stated or 0)))
 
 
 def count(config: dict[str, Any], *names: str, least: int = 1) -> int:

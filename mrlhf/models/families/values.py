@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrlhf.errors import ConfigError
+from mrlhf.weights.stored import FP8_BLOCK
 
 _LARGEST_COUNT = 10**9
 _QUANTISED = ("quantization_config", "compression_config")
@@ -60,6 +61,11 @@ _NUMBERS = {
     "num_attention_heads": _Range(1, 10**5),
     "num_key_value_heads": _Range(1, 10**5),
     "head_dim": _Range(1, 10**5),
+    "q_lora_rank": _Range(1, 10**6),
+    "kv_lora_rank": _Range(1, 10**6),
+    "qk_nope_head_dim": _Range(1, 10**5),
+    "qk_rope_head_dim": _Range(1, 10**5),
+    "v_head_dim": _Range(1, 10**5),
     "max_position_embeddings": _COUNT,
     "rms_norm_eps": _SHARE,
     "layer_norm_eps": _SHARE,
@@ -71,6 +77,7 @@ _NUMBERS = {
     "bos_token_id": _TOKEN,
     "num_labels": _COUNT,
 }
+_FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _FLAGS = (
     "tie_word_embeddings",
@@ -80,6 +87,7 @@ _FLAGS = (
     "use_qk_norm",
     "norm_topk_prob",
     "qkv_bias",
+    "rope_interleave",
 )
 _ROPE_NUMBERS = {
     "rope_theta": _POSITIVE,
@@ -104,10 +112,11 @@ def check_values(config: Mapping[str, Any], quantisations: Sequence[str] = ()) -
     for key in _QUANTISED:
         stated = config.get(key)
         method = stated.get("quant_method") if isinstance(stated, dict) else None
-        if stated is not None and method not in quantisations:
+        if stated is not None and method not in quantisations and not _is_block_fp8(stated):
             raise ConfigError(
-                f"{key} says that the weights are quantised, which is not supported; give the "
-                "model in bfloat16, float16 or float32"
+                f"{key} says that the weights are quantised, which is not supported but for fp8 "
+                f"with weight_block_size {_FP8_BLOCKS}; give the model in bfloat16, float16 or "
+                "float32"
             )
     if config.get("transformers_weights") is not None:
         raise ConfigError(
@@ -130,6 +139,13 @@ def check_values(config: Mapping[str, Any], quantisations: Sequence[str] = ()) -
             raise ConfigError(f"{key} is {config[key]!r}; it must be true or false")
     for key in ("rope_parameters", "rope_scaling"):
         _check_rope(key, config.get(key))
+
+
+def _is_block_fp8(quantisation: object) -> bool:
+    """Whether weights are fp8 in blocks, whose numbers are multiplied out when they are read."""
+    if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "fp8":
+        return False
+    return quantisation.get("weight_block_size") == _FP8_BLOCKS
 
 
 def _check_numbers(prefix: str, ranges: Mapping[str, _Range], values: Mapping[str, Any]) -> None:

@@ -1,0 +1,93 @@
+"""DeepSeek-V3 and R1, Moonlight: latent attention, and experts as in GLM-4.5.
+
+This file knows only what their `config.json` may say, and how their checkpoints name tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from mrlhf.errors import ConfigError
+from mrlhf.models.families.dense import dense_spec
+from mrlhf.models.families.expert_weights import ExpertNames
+from mrlhf.models.families.mixture import (
+    draft_layers,
+    grouped_experts,
+    mixture_family,
+    with_experts,
+)
+from mrlhf.models.spec import Head, Latent, ModelSpec
+
+# What transformers computes whatever these keys say, which it does not know.
+_ONLY = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+
+
+def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
+    """The spec of a DeepSeek-V3 `config.json`."""
+    for key, only in _ONLY.items():
+        if config.get(key, only) != only:
+            raise ConfigError(
+                f"config.json has {key}={config[key]!r}; only {only!r} is supported in a "
+                "deepseek_v3 model"
+            )
+    if config["attention_bias"]:
+        raise ConfigError(
+            "config.json sets attention_bias, which is not supported in a deepseek_v3 model"
+        )
+    if config["num_key_value_heads"] != config["num_attention_heads"]:
+        raise ConfigError(
+            f"config.json has num_key_value_heads={config['num_key_value_heads']} and "
+            f"num_attention_heads={config['num_attention_heads']}; with latent attention they are "
+            "equal"
+        )
+
+    rotary_dim = config["qk_rope_head_dim"]
+    latent = Latent(
+        q_rank=config["q_lora_rank"],
+        kv_rank=config["kv_lora_rank"],
+        plain_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+        interleaved=bool(config["rope_interleave"]),
+    )
+    head_dim = latent.plain_dim + rotary_dim
+    if rotary_dim % 2 or latent.value_dim > head_dim:
+        raise ConfigError(
+            f"config.json has qk_rope_head_dim={rotary_dim}, which must be even, and "
+            f"v_head_dim={latent.value_dim}, which may be at most qk_nope_head_dim + "
+            f"qk_rope_head_dim = {head_dim}"
+        )
+
+    spec = replace(
+        dense_spec(config, head),  # for which a head has the rotated dimensions alone
+        head_dim=head_dim,
+        latent=latent,
+        attention_multiplier=_scale(config["rope_parameters"]) * head_dim**-0.5,
+    )
+    return with_experts(spec, grouped_experts(config))
+
+
+def _scale(rope: dict[str, Any]) -> float:
+    """What products of q and k are multiplied with for a longer context, in yarn."""
+    factor = rope.get("factor", 1.0)
+    if rope["rope_type"] == "default" or factor <= 1 or not rope.get("mscale_all_dim"):
+        return 1.0
+    return float((0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0) ** 2)
+
+
+DEEPSEEK_V3 = replace(
+    mixture_family(
+        "deepseek_v3",
+        "DeepseekV3",
+        read_config,
+        ExpertNames(shared="mlp.shared_experts"),
+        (
+            *("n_routed_experts or num_local_experts", "num_experts_per_tok"),
+            *("moe_intermediate_size", "kv_lora_rank"),
+            *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        ),
+    ),
+    ignored_prefixes=draft_layers,
+    float32_endings=(ExpertNames().correction,),
+)

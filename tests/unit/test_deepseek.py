@@ -1,0 +1,183 @@
+"""DeepSeek-V3 as published: its sizes, its memory on 8 x 8 GPUs, fp8 weights, and what is refused.
+
+That training and engine compute what transformers does is tested with the other families.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from mrlhf.config import PPOConfig, load_config
+from mrlhf.errors import ConfigError, WeightError
+from mrlhf.inference.sizes import CacheShape
+from mrlhf.models.attention_sizes import attention_of
+from mrlhf.models.families import Chunk, family_of, load_spec, spec_of
+from mrlhf.models.families.values import check_values
+from mrlhf.models.rope import rope_of
+from mrlhf.models.weight_files import expected_tensors
+from mrlhf.preflight.footprint import footprint
+from mrlhf.preflight.model_checks import check_models
+from mrlhf.weights.hf import read_weights
+from mrlhf.weights.shard import Slot, local_shape, pieces_of
+from tests.models.published import DEEPSEEK_V3, write_published
+from tests.shards import full_tensors, tiny_config, tiny_spec
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("published")
+    write_published(root)
+    return root / "DeepSeek-V3"
+
+
+def test_the_published_sizes(published: Path) -> None:
+    spec = load_spec(published, "lm")
+    shapes = family_of(spec).tensor_shapes(spec)
+    assert sum(map(math.prod, shapes.values())) == 671_026_419_200
+    assert spec.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert rope_of(spec).scale == 1.0 and spec.rotary_dim == 64
+
+    products = sum(product.inputs * product.outputs for product in attention_of(spec).products)
+    assert products == 7168 * (1536 + 576 + 128 * 128) + 1536 * 128 * 192 + 512 * 128 * 256
+    for tp in (1, 64):  # every rank has the whole latent
+        assert CacheShape.on_rank(spec, tp, 2, 64).token_bytes == 61 * (512 + 64) * 2 == 70_272
+    assert family_of(spec).ignored_prefixes(spec) == ("model.layers.61.",)
+
+
+@pytest.mark.full
+def test_adapters_train_on_8_machines_of_8_gpus(published: Path) -> None:
+    layout = ["tp=8", "pp=1", "ep=64", "etp=1", "lora.rank=16", f"path={published}"]
+    keys = ["distributed.device=cuda", "rollout.tp=64", *(f"actor.{key}" for key in layout)]
+    file = str(ROOT / "configs/gpu/qwen3_30b_a3b_grpo_16_gpus.yaml")
+    config = load_config(PPOConfig, file, keys)
+    specs = {name: spec for name, spec in check_models(config).items() if spec is not None}
+    sizes = footprint(config, specs, 64)
+    # The experts, a 64th of them, and of the rest an eighth, but for the matrices to latents. Two
+    # percent more are routers and adapters.
+    experts = 58 * 256 * 3 * 7168 * 2048
+    whole = 61 * 7168 * (1536 + 576)
+    weights = experts / 64 + (671_026_419_200 - experts - whole) / 8 + whole
+    assert sizes.held["actor/params"] == pytest.approx(2 * weights, rel=0.02)
+    assert sizes.sample_bytes == 70_272 * 8192
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "sets attention_bias"),
+        ({"topk_method": "greedy"}, "topk_method='greedy'; only 'noaux_tc'"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax'; only 'sigmoid'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2; only 1"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads=4 and num_attention_heads=8"),
+        ({"v_head_dim": 8}, "v_head_dim=8, which may be at most"),
+        ({"qk_rope_head_dim": 3}, "qk_rope_head_dim=3, which must be even"),
+        ({"hidden_act": "gelu"}, "only silu is supported"),
+    ],
+)
+def test_options_that_are_not_built_are_refused(changes: dict[str, Any], message: str) -> None:
+    config = tiny_config("deepseek_v3").to_dict() | changes
+    with pytest.raises(ConfigError, match=message) as refused:
+        spec_of(config, "lm")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["kv_lora_rank", "qk_nope_head_dim", "v_head_dim"])
+def test_sizes_must_be_stated(key: str, tmp_path: Path) -> None:
+    stated = {name: value for name, value in DEEPSEEK_V3.items() if name != key}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ConfigError, match=f"no {key}; a deepseek_v3 model must state it"):
+        load_spec(tmp_path, "lm")
+
+
+def _save_as_fp8(directory: Path) -> dict[str, torch.Tensor]:
+    """Save a model whose matrices have partial blocks; returns the numbers that it stands for."""
+    config = transformers.LlamaConfig(
+        vocab_size=37,
+        hidden_size=160,
+        intermediate_size=264,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    config.save_pretrained(directory)
+    stated = json.loads((directory / "config.json").read_text())
+    quantisation = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    stated["quantization_config"] = quantisation
+    (directory / "config.json").write_text(json.dumps(stated))
+
+    stored = {}
+    meant = {}
+    for name, tensor in full_tensors(spec_of(config.to_dict(), "lm")).items():
+        stored[name] = meant[name] = tensor
+        if name.endswith("_proj.weight"):
+            rows, columns = tensor.shape
+            stored[name] = tensor.to(torch.float8_e4m3fn)
+            scales = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
+            stored[f"{name}_scale_inv"] = scales
+            meant[name] = stored[name].float()
+            for row in range(rows):
+                for column in range(0, columns, 128):
+                    scale = scales[row // 128, column // 128]
+                    meant[name][row, column : column + 128] *= scale
+    save_file(stored, directory / "model.safetensors")
+    return meant
+
+
+@pytest.mark.parametrize(("tp", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_fp8_weights_are_multiplied_by_the_scales_of_their_blocks(
+    tp: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    meant = _save_as_fp8(tmp_path)
+    spec = load_spec(tmp_path, "lm")
+    assert "quantization_config" not in spec.hf_config
+    shapes = family_of(spec).tensor_shapes(spec)
+    whole = Chunk(range(1), is_first=True, is_last=True)
+    rules = family_of(spec).rules_of(spec, whole)
+    for rank in range(tp):
+        slots = []
+        for name in family_of(spec).parameter_names(spec, whole):
+            parameter = torch.zeros(local_shape(rules[name], shapes, tp), dtype=dtype)
+            pieces = pieces_of(name, rules[name], shapes, rank, tp)
+            slots += [Slot(piece, parameter) for piece in pieces]
+        assert read_weights(tmp_path, slots, expected_tensors(spec)) == []
+        for slot in slots:
+            piece = slot.piece
+            wanted = meant[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+            assert torch.equal(slot.load(), wanted.to(dtype)), piece.name
+
+
+def test_fp8_weights_without_fitting_scales_are_refused(tmp_path: Path) -> None:
+    _save_as_fp8(tmp_path)
+    spec = load_spec(tmp_path, "lm")
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    scales = stored.pop(f"{name}_scale_inv")
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=f"{name} is of type F8_E4M3"):
+        read_weights(tmp_path, [], expected_tensors(spec))
+
+    save_file({**stored, f"{name}_scale_inv": scales[:1]}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"is \[1, 2\] and not \[2, 2\]"):
+        read_weights(tmp_path, [], expected_tensors(spec))
+
+
+def test_other_blocks_of_fp8_are_refused() -> None:
+    quantised = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    with pytest.raises(ConfigError, match=r"fp8 with weight_block_size \[128, 128\]"):
+        check_values(tiny_config("deepseek_v3").to_dict() | {"quantization_config": quantised})
+
+
+def test_a_critic_has_a_head_of_one_row() -> None:
+    spec = tiny_spec("deepseek_v3", "scalar")
+    shapes = family_of(spec).tensor_shapes(spec)
+    assert shapes["score.weight"] == (1, 32)
