@@ -49,7 +49,7 @@ GREEDY = {
     2: [*((name, 1) for name in (*FEATURE_MODELS, *MIXTURES)), *((name, 2) for name in MIXTURES)],
     4: [
         *(("phi3", 1), ("olmo3", 1)),
-        *(("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4)),
+        *(("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4), ("gpt-oss", 2)),
     ],
 }
 # With adapters, on ranks that share a KV head too, and with experts split, whole or both.

@@ -32,6 +32,7 @@ class Attention:
     tables: Tables
     window: int | None  # how many tokens a token sees, itself included; None for all
     proj: Linear  # the output projection, without its bias
+    sinks: Tensor | None  # [heads], of this rank
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
@@ -44,7 +45,10 @@ class Attention:
             self._norm_projections(qkv, self.projection_norms)
 
         q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
-        return self.proj(attend(q, *store, inputs.mask, scale=self.scale, window=self.window))
+        context = attend(
+            q, *store, inputs.mask, scale=self.scale, window=self.window, sinks=self.sinks
+        )
+        return self.proj(context)
 
     def _norm_projections(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> None:
         """Normalise, in place, q over the heads of all ranks together, and k in the same way.
