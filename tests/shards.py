@@ -48,6 +48,7 @@ _MIXTURE: dict[str, dict[str, Any]] = {
         "head_dim": 4,
         "pad_token_id": None,
     },
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 4, "sliding_window": 16},
     "deepseek_v3": {
         "num_key_value_heads": 8,
         "q_lora_rank": 14,

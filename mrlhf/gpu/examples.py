@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,12 @@ def _rotate_store(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
 
 
 def _paged_attention(
-    numbers: Numbers, sizes: Sizes, queries: int = 4, longest: int = max(_LENGTHS), window: int = 7
+    numbers: Numbers,
+    sizes: Sizes,
+    queries: int = 4,
+    longest: int = max(_LENGTHS),
+    window: int = 7,
+    has_sinks: bool = False,
 ) -> tuple[Any, ...]:
     keys, values = _pages(numbers, sizes)
     tables = torch.arange(len(keys), dtype=torch.int32, device=keys.device).view(2, -1)
@@ -62,12 +68,13 @@ def _paged_attention(
     lengths = torch.tensor(_LENGTHS, dtype=torch.int32, device=keys.device)
     q = numbers(queries + 1, 2 * sizes.group, sizes.dim)
     scale = 1.7 * sizes.dim**-0.5
-    return q, keys, values, tables, edges, lengths, queries, longest, window, scale
+    sinks = numbers(2 * sizes.group) if has_sinks else None
+    return q, keys, values, tables, edges, lengths, queries, longest, window, scale, sinks
 
 
-def _decoding(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
+def _decoding(numbers: Numbers, sizes: Sizes, has_sinks: bool = False) -> tuple[Any, ...]:
     """Attention of one token of each sequence, whose keys are read in parts."""
-    return _paged_attention(numbers, sizes, queries=1, longest=1024, window=0)
+    return _paged_attention(numbers, sizes, queries=1, longest=1024, window=0, has_sinks=has_sinks)
 
 
 def _draw(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
@@ -116,7 +123,11 @@ EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
     "vocab_sums": _vocab_sums,
     "vocab_gradient": _vocab_gradient,
 }  # fmt: skip
-_FURTHER = {"paged_attention": [_decoding]}
+_FURTHER = {
+    "paged_attention": [
+        _decoding, partial(_decoding, has_sinks=True), partial(_paged_attention, has_sinks=True),
+    ]
+}  # fmt: skip
 
 
 def largest_gap(kernel: Form, form: Form, name: str, numbers: Numbers, sizes: Sizes) -> float:

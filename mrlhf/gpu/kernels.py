@@ -16,8 +16,8 @@ _VARYING = (
     # differ between calls, or layers
     "rows", "sequences", "splits", "table_stride", "group", "window", "first",
     # are parts of a larger tensor; single numbers are read of most
-    "tables", "query_starts", "lengths", "positions", "places", "uniform", "likeliest", "targets",
-    "sums", "tops", "table", "log_total", "ref_log_total", "entropy", "kl",
+    "tables", "query_starts", "lengths", "sinks", "positions", "places", "uniform", "likeliest",
+    "targets", "sums", "tops", "table", "log_total", "ref_log_total", "entropy", "kl",
     "grad_logprobs", "grad_entropy", "grad_kl", "entries",
 )  # fmt: skip
 _kernel = triton.jit(do_not_specialize=_VARYING)
@@ -221,7 +221,7 @@ def _add_keys(scores, value, top, total, context):
 
 @_kernel
 def paged_attention(
-    q, keys, values, tables, query_starts, lengths, out, parts, sums, tops,
+    q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
     sequences, kv_heads, dim, table_stride, scale, window,
     GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
@@ -284,6 +284,9 @@ def paged_attention(
         top, total, context = _add_keys(scores, value, top, total, context)
 
     if splits == 1:
+        if sinks is not None:
+            sink = tl.load(sinks + heads, real, 0.0).to(tl.float32)
+            total += tl.where(real, tl.exp(sink - top), 0.0)
         # A row that sees nothing is padding, and gets zeros.
         context = context / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + places, context.to(out.dtype.element_ty), wanted)
@@ -296,7 +299,7 @@ def paged_attention(
 
 
 @_kernel
-def join_splits(parts, sums, tops, out, rows, splits, dim, DIM: tl.constexpr):
+def join_splits(parts, sums, tops, sinks, out, rows, splits, heads, dim, DIM: tl.constexpr):
     """out [rows, dim] from the splits of `paged_attention`; one program a row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, DIM)
@@ -306,6 +309,8 @@ def join_splits(parts, sums, tops, out, rows, splits, dim, DIM: tl.constexpr):
     for split in range(1, splits):
         top = tl.maximum(top, tl.load(tops + split * rows + row))
     total = 0.0
+    if sinks is not None:
+        total += tl.exp(tl.load(sinks + row % heads).to(tl.float32) - top)
     context = tl.zeros([DIM], tl.float32)
     for split in range(splits):
         place = split * rows + row

@@ -163,6 +163,7 @@ def paged_attention(
     longest: int,
     window: int,
     scale: float,
+    sinks: Tensor | None = None,
     splits: int = 0,
 ) -> Tensor:
     """Return causal attention of the last tokens of each sequence to its pages, shaped as q.
@@ -178,6 +179,7 @@ def paged_attention(
         longest: no sequence is longer.
         window: how many tokens a token sees, itself included; 0 for all.
         scale: factor of q @ k.
+        sinks: one more logit of each head, without a value, [heads].
         splits: into how many parts the keys of a sequence are cut; 0 chooses.
     """
     tokens, heads, dim = q.shape
@@ -202,15 +204,16 @@ def paged_attention(
     rows = triton.next_power_of_2(max(_LEAST_ROWS, queries * group))
 
     kernels.paged_attention[(blocks, kv_heads, splits)](
-        q, keys, values, tables, query_starts, lengths, out, parts, sums, tops,
+        q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
         sequences, kv_heads, dim, tables.stride(0), scale, window,
         GROUP=group, PAGE=page, QUERIES=queries, ROWS=rows, KEYS=tile_keys, DIM=lanes,
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         kernels.join_splits[(tokens * heads,)](
-            parts, sums, tops, out, tokens * heads, splits, dim, DIM=lanes, num_warps=1
-        )
+            parts, sums, tops, sinks, out, tokens * heads, splits, heads, dim,
+            DIM=lanes, num_warps=1,
+        )  # fmt: skip
     return out
 
 

@@ -27,7 +27,7 @@ _SIGNATURES = {
     "attend_packed": "pppp pppp pp iiiiii fn",
     "attend_packed_backward": "pppp pppp ppp pppp iiiiii fn",
     "rotate_store": "ppp f ppppppp iiiiii n",
-    "attend_paged": "pppp i ppp iiiiii fn",
+    "attend_paged": "pppp i pppp iiiiii fn",
     "logit_blocks": "p f ppp ii n",
     "pick": "p f pppppp ii n",
     "draw": "p f ppp ii n",

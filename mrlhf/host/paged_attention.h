@@ -199,9 +199,10 @@ inline void add_block(const Rows& rows, int64_t row, const T* keys, const T* val
 }
 
 // Attention of up to kQueries queries of one sequence to the blocks in `table`, as a running softmax.
+// Sinks, if there are any, are one more score for each head, without a value.
 template <typename T>
-void attend_cut(const T* q, const T* keys, const T* values, const int32_t* table, int64_t first_position, T* out,
-                const Cut& cut, const Shape& shape, float scale, float* scratch) {
+void attend_cut(const T* q, const T* keys, const T* values, const int32_t* table, int64_t first_position,
+                const float* sinks, T* out, const Cut& cut, const Shape& shape, float scale, float* scratch) {
     const int64_t dim = shape.dim, block_size = shape.block_size, heads = shape.kv_heads * shape.per_kv_head;
     const int64_t count = cut.count * shape.per_kv_head;
     const int64_t all = count * shape.kv_heads;
@@ -247,15 +248,17 @@ void attend_cut(const T* q, const T* keys, const T* values, const int32_t* table
     }
 
     for (int64_t row = 0; row < all; ++row) {
-        const float share = 1.0f / rows.totals[row];
+        const int64_t head = row / count * shape.per_kv_head + row % shape.per_kv_head;
+        const float sink = sinks ? std::exp(sinks[head] - rows.highest[row]) : 0.0f;
+        const float share = 1.0f / (rows.totals[row] + sink);
         for (int64_t i = 0, at = place(row); i < dim; ++i) store(out + at + i, rows.sums[row * dim + i] * share);
     }
 }
 
 template <typename T>
 void attend(const T* q, const T* keys, const T* values, const int32_t* tables, int64_t table_stride,
-            const int32_t* query_starts, const int32_t* lengths, T* out, int64_t sequences, int64_t kv_heads,
-            int64_t per_kv_head, int64_t dim, int64_t block_size, int64_t window, float scale, int threads) {
+            const int32_t* query_starts, const int32_t* lengths, const float* sinks, T* out, int64_t sequences,
+            int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t block_size, int64_t window, float scale, int threads) {
     std::vector<Cut> cuts;
     for (int64_t s = 0; s < sequences; ++s)
         for (int64_t first = query_starts[s]; first < query_starts[s + 1]; first += kQueries)
@@ -268,7 +271,7 @@ void attend(const T* q, const T* keys, const T* values, const int32_t* tables, i
         for (size_t c = 0; c < cuts.size(); ++c) {
             const int64_t s = cuts[c].sequence;
             const int64_t position = lengths[s] - (query_starts[s + 1] - cuts[c].first);
-            attend_cut(q, keys, values, tables + s * table_stride, position, out, cuts[c], shape, scale,
+            attend_cut(q, keys, values, tables + s * table_stride, position, sinks, out, cuts[c], shape, scale,
                        scratch.data());
         }
     }

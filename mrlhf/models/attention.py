@@ -38,6 +38,7 @@ def attend(
     window: int | None = None,
     rotation: Rotation | None = None,
     keeps_keys: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention within each sequence, without dropout.
 
@@ -53,27 +54,29 @@ def attend(
         window: how many tokens a token sees, itself included; None for all before it.
         rotation: rotates queries and keys first. A cache holds keys that are rotated already.
         keeps_keys: whether to keep gathered keys, since they are dropped and computed again anyhow.
+        sinks: [heads], a logit of each query head that joins every softmax and has no value, as in
+            gpt-oss.
 
     Returns:
         [tokens, heads * head_dim of `value`].
     """
     if key.shape[-1] != value.shape[-1]:
         assert isinstance(mask, Paged) and rotation is None
-        return attend_gathered(query, key, value, mask, scale, window)
-    backend = next(
-        some for some in _IMPLEMENTATIONS if isinstance(mask, some.mask) and some.serves(query, key)
-    )
+        return attend_gathered(query, key, value, mask, scale, window, sinks)
+    able = [some for some in _IMPLEMENTATIONS if sinks is None or some.takes_sinks]
+    backend = next(some for some in able if isinstance(mask, some.mask) and some.serves(query, key))
     if backend.does_all:
-        return backend.attend(query, key, value, mask, scale, window, rotation)
+        return backend.attend(query, key, value, mask, scale, window, sinks, rotation)
+    more = () if sinks is None else (sinks,)
     query, key = rotated(query, key, rotation)
 
     exchange = mask.exchange if isinstance(mask, Packed) else None
     if exchange is None:
-        return backend.attend(query, key, value, mask, scale, window)
+        return backend.attend(query, key, value, mask, scale, window, *more)
 
     def gather_and_attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = exchange.gather(torch.stack([key, value], dim=1)).unbind(1)
-        return backend.attend(query, keys, values, mask, scale, window)
+        return backend.attend(query, keys, values, mask, scale, window, *more)
 
     if keeps_keys or not torch.is_grad_enabled():
         return gather_and_attend(query, key, value)
@@ -118,8 +121,9 @@ def attend_varlen(
 
 
 def attend_one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, mask: Packed, scale: float, window: int | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Packed, scale: float, window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend by torch's scaled_dot_product_attention, sequence by sequence."""
     outputs = []
     queries = query.flatten(1, 2).split(mask.query_lengths)
@@ -128,16 +132,17 @@ def attend_one_by_one(
 
     for q, k, v in zip(queries, keys, values, strict=True):
         seen = None  # causality alone, for which torch has faster kernels
-        if len(q) < len(k) or (window is not None and len(k) > window):
+        if sinks is not None or len(q) < len(k) or (window is not None and len(k) > window):
             positions = torch.arange(len(k), device=q.device)
             seen = _seen(positions[len(k) - len(q) :, None], positions, window)
-        outputs.append(_attend_by_torch(q[None], k[None], v[None], seen, scale)[0])
+        outputs.append(_attend_by_torch(q[None], k[None], v[None], seen, scale, sinks)[0])
     return torch.cat(outputs).flatten(1)
 
 
 def attend_gathered(
-    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend by torch's scaled_dot_product_attention to copies of the blocks of each sequence."""
     query = query.flatten(1, 2)
 
@@ -149,7 +154,7 @@ def attend_gathered(
         places = torch.arange(count, device=query.device)[:, None]
         positions = mask.lengths[sequences, None, None] - count + places
         seen = _seen(positions, torch.arange(keys.shape[1], device=query.device), window)
-        return _attend_by_torch(queries, keys, values, seen[:, None], scale)
+        return _attend_by_torch(queries, keys, values, seen[:, None], scale, sinks)
 
     if mask.most_queries == 1:
         return attend_last(query[:, None], slice(None), mask.most_keys).flatten(1)
@@ -169,29 +174,31 @@ def attend_gathered(
 
 
 def attend_pages(
-    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend to the blocks of each sequence by a kernel of ours on a GPU."""
     output: Tensor = _paged_attention(
         query.flatten(1, 2), key, value, mask.block_tables, mask.query_edges, mask.lengths,
-        mask.most_queries, mask.most_keys, window or 0, scale,
+        mask.most_queries, mask.most_keys, window or 0, scale, sinks,
     )  # fmt: skip
     return output.flatten(1)
 
 
 def _attend_gathered_flat(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, query_edges: Tensor, lengths: Tensor,
-    most_queries: int, most_keys: int, window: int, scale: float,
+    most_queries: int, most_keys: int, window: int, scale: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`attend_gathered` with the arguments of `mrlhf.gpu.launch.paged_attention`."""
     mask = Paged(query_edges, lengths, tables, most_queries, most_keys)
     query = q.unflatten(1, (keys.shape[2], -1))
-    return attend_gathered(query, keys, values, mask, scale, window or None).view(q.shape)
+    return attend_gathered(query, keys, values, mask, scale, window or None, sinks).view(q.shape)
 
 
 _paged_attention = operator(
     "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor query_edges, "
-    "Tensor lengths, int most_queries, int most_keys, int window, float scale) -> Tensor",
+    "Tensor lengths, int most_queries, int most_keys, int window, float scale, Tensor? sinks) "
+    "-> Tensor",
     _attend_gathered_flat,
 )
 
@@ -202,15 +209,21 @@ def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (keys > queries - window)
 
 
-def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+def _attend_by_torch(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, sinks: Tensor | None
+) -> Tensor:
     """Attend with [sequences, tokens, heads, head_dim] each, to [sequences, tokens of `q`, heads,
     head_dim of `v`].
     """
+    if sinks is not None:
+        assert seen is not None
+        extended = _with_sinks(q, k, v, seen, sinks / scale)
+        return _attend_by_torch(*extended, scale, None)[..., : v.shape[-1]]
     if k.shape[-1] != v.shape[-1] and k.shape[2] == 1 and q.shape[2] > 1 and seen is not None:
         # Heads that share the KV head become rows: torch would copy keys and values for each.
         heads = q.shape[2]
         rows = _attend_by_torch(
-            q.flatten(1, 2)[:, :, None], k, v, seen.repeat_interleave(heads, dim=-2), scale
+            q.flatten(1, 2)[:, :, None], k, v, seen.repeat_interleave(heads, dim=-2), scale, None
         )
         return rows.view(*q.shape[:3], v.shape[-1])
     output = F.scaled_dot_product_attention(
@@ -223,6 +236,21 @@ def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return output.transpose(1, 2)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same with one more key that all see; its product with q is `sinks`, its value 0.
+
+    Heads get 8 dimensions more, of which one is used: fast kernels read 8 numbers together.
+    """
+    more = F.pad(sinks.to(q.dtype)[:, None], (0, 7))
+    q = torch.cat([q, more.expand(*q.shape[:-1], 8)], dim=-1)
+    sink = F.pad(k.new_ones(*k[:, :1].shape[:-1], 1), (k.shape[-1], 7))
+    k = torch.cat([F.pad(k, (0, 8)), sink], dim=1)
+    v = F.pad(v, (0, 8, 0, 0, 0, 1))
+    return q, k, v, F.pad(seen, (0, 1), value=True)
 
 
 def _has_varlen(query: Tensor, key: Tensor) -> bool:
@@ -305,13 +333,15 @@ class _Implementation(NamedTuple):
     mask: type[Mask]  # which it can serve
     serves: Callable[[Tensor, Tensor], bool]  # whether it can take these queries and keys
     does_all: bool = False  # it also rotates, and gathers keys without keeping them
+    takes_sinks: bool = True
 
 
 # The first that serves is taken.
 _IMPLEMENTATIONS = (
     _Implementation(host_attention.attend_packed, Packed, host_attention.serves, does_all=True),
     _Implementation(host_attention.attend_paged, Paged, host_attention.serves),
-    _Implementation(attend_varlen, Packed, _has_varlen),
+    # It gives no gradient of the log-sum-exp, which a sink's has; such layers go one by one.
+    _Implementation(attend_varlen, Packed, _has_varlen, takes_sinks=False),
     _Implementation(attend_pages, Paged, serves),
     _Implementation(attend_one_by_one, Packed, _serves_all),
     _Implementation(attend_gathered, Paged, _serves_all),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
@@ -32,22 +33,38 @@ from mrlhf.models.spec import Experts
 
 
 class ExpertMatrix(torch.nn.Module):
-    """One matrix of one expert, or this rank's slice of it.
+    """One matrix of one expert, or this rank's slice of it, with an optional bias.
 
     Attributes:
         weight: [rows, columns].
+        bias: [rows]; None: there is none.
         gradient_accumulation_fusion: whether the gradient is added to `weight.main_grad` as it is
             computed, as in megatron-core's linear layers.
     """
 
-    def __init__(self, rows: int, columns: int, split: int, config: TransformerConfig) -> None:
-        """Make a slice of zeros of a matrix that is split along dimension `split`."""
+    def __init__(
+        self, rows: int, columns: int, split: int, config: TransformerConfig, sharers: int | None
+    ) -> None:
+        """Make a slice of zeros of a matrix that is split along dimension `split`.
+
+        `sharers` is the number of ranks that split it, or None if it has no bias.
+        """
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=config.params_dtype))
         # No other tensor-parallel rank counts it in the norm of the gradient.
         set_tensor_model_parallel_attributes(self.weight, True, split, 1)
         # Its replicas are those of the expert, also where there is no expert parallelism.
         self.weight.allreduce = False  # type: ignore[attr-defined]
+        self.bias: torch.nn.Parameter | None = None
+        # The outputs of a matrix with split columns add up over the ranks, each with its part.
+        self._bias_part = 1.0
+        if sharers is not None:
+            self.bias = torch.nn.Parameter(torch.zeros(rows, dtype=config.params_dtype))
+            self.bias.allreduce = False  # type: ignore[attr-defined]
+            if split == 0:
+                set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+            else:
+                self._bias_part = 1.0 / sharers
         self.gradient_accumulation_fusion = False
         self.adapters: Adapters | None = None
 
@@ -69,20 +86,36 @@ class ExpertMatrix(torch.nn.Module):
             )
         else:
             output = linear(x, weight)
-        return adapted(output, self.adapters, x)
+        output = adapted(output, self.adapters, x)
+        return output if self.bias is None else output + self.added_bias()
+
+    def added_bias(self) -> Tensor:
+        """This rank's part of the bias, whose gradient is that of the whole bias.
+
+        The ranks that split the columns get the same gradient of their output, which is a part of a
+        sum, so each computes the whole gradient of the bias.
+        """
+        assert self.bias is not None
+        if self._bias_part == 1.0:
+            return self.bias
+        return self.bias - (1 - self._bias_part) * self.bias.detach()
 
 
 class Expert(torch.nn.Module):
     """A gated MLP, or this rank's slice of it, whose outputs add up over the ranks."""
 
-    def __init__(self, config: TransformerConfig, ffn_size: int) -> None:
+    def __init__(self, config: TransformerConfig, experts: Experts, ranks: int) -> None:
+        """Make the slice of one of `ranks` that split each of the `experts`."""
         super().__init__()
-        self.linear_fc1 = ExpertMatrix(2 * ffn_size, config.hidden_size, 0, config)
-        self.linear_fc2 = ExpertMatrix(config.hidden_size, ffn_size, 1, config)
+        ffn_size = experts.ffn_size // ranks
+        sharers = ranks if experts.has_biases else None
+        self.activation = experts.activation
+        self.linear_fc1 = ExpertMatrix(2 * ffn_size, config.hidden_size, 0, config, sharers)
+        self.linear_fc2 = ExpertMatrix(config.hidden_size, ffn_size, 1, config, sharers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [tokens, hidden] to [tokens, hidden]."""
-        return self.linear_fc2.product(gated(self.linear_fc1.product(x)))
+        return self.linear_fc2.product(gated(self.linear_fc1.product(x), self.activation))
 
 
 class RoutedExperts(torch.nn.ModuleDict):
@@ -93,9 +126,9 @@ class RoutedExperts(torch.nn.ModuleDict):
     ) -> None:
         held = experts.count // groups.ep.size()
         first = held * groups.ep.rank()
-        ffn_size = experts.ffn_size // groups.expt_tp.size()
+        ranks = groups.expt_tp.size()
         super().__init__(
-            {str(number): Expert(config, ffn_size) for number in range(first, first + held)}
+            {str(number): Expert(config, experts, ranks) for number in range(first, first + held)}
         )
         self._count = experts.count
         self._group = groups.ep
@@ -171,7 +204,8 @@ class RoutedExperts(torch.nn.ModuleDict):
         if has_kernel(rows, hidden, width // 2, *ranks):
             ends = counts.cumsum(dim=0).int()
             inner = _grouped([expert.linear_fc1 for expert in experts], rows, ends)
-            return _grouped([expert.linear_fc2 for expert in experts], gated(inner), ends)
+            inner = gated(inner, experts[0].activation)
+            return _grouped([expert.linear_fc2 for expert in experts], inner, ends)
 
         parts = zip(experts, rows.split(on_host.tolist()), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
@@ -180,6 +214,9 @@ class RoutedExperts(torch.nn.ModuleDict):
 def _grouped(matrices: Sequence[ExpertMatrix], rows: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row by the matrix of its expert, with what that expert's adapters add."""
     output = grouped_products(rows, ends, [matrix() for matrix in matrices])
+    if matrices[0].bias is not None:
+        biases = torch.stack([matrix.added_bias() for matrix in matrices])
+        output = output + _owners(ends, len(rows)).to(output.dtype) @ biases
     first = matrices[0].adapters
     if first is None or not first.is_on:
         return output
@@ -193,6 +230,15 @@ def _grouped(matrices: Sequence[ExpertMatrix], rows: Tensor, ends: Tensor) -> Te
         inner = grouped_products(rows, ends, firsts)
         outputs[name] = grouped_products(inner * adapters[0].scale, ends, seconds)
     return output + first.in_place(outputs)
+
+
+def _owners(ends: Tensor, rows: int) -> Tensor:
+    """Whether each of `rows` sorted rows is of each group, bool [rows, groups].
+
+    A product with it has gradients whose sums do not depend on the order in which threads run.
+    """
+    numbers = torch.arange(rows, device=ends.device)[:, None]
+    return (numbers < ends) & (numbers >= F.pad(ends[:-1], (1, 0)))
 
 
 def _adapter_ranks(expert: Expert) -> list[int]:

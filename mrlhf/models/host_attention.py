@@ -27,17 +27,20 @@ def serves(query: Tensor, key: Tensor) -> bool:
 
 
 def attend_paged(
-    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend to a cache in whose blocks `rotate_store` has transposed the keys."""
     host = kernels.find(query.dtype)
     assert host is not None
     tokens, kv_heads, per_kv_head, dim = query.shape
     tables = mask.block_tables
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
 
     out = query.new_empty((tokens, kv_heads * per_kv_head * dim))
     host.attend_paged(
-        query, key, value, tables, tables.stride(0), mask.query_edges, mask.lengths, out,
+        query, key, value, tables, tables.stride(0), mask.query_edges, mask.lengths, sinks, out,
         len(mask.lengths), kv_heads, per_kv_head, dim, key.shape[1], window or 0,
         scale, threads_for(64 * query.numel()),
     )  # fmt: skip
@@ -62,6 +65,7 @@ def attend_packed(
     mask: Packed,
     scale: float,
     window: int | None,
+    sinks: Tensor | None,
     rotation: Rotation | None,
 ) -> Tensor:
     """Rotate and attend, as `attention.attend` says."""
@@ -75,7 +79,7 @@ def attend_packed(
     nothing = query.new_empty((0, 0), dtype=torch.float32)
     tables = (nothing, nothing) if rotation is None else (rotation.cosines, rotation.sines)
     settings = _Settings(host, mask, scale, window, *tables)
-    output: Tensor = _PackedAttention.apply(settings, query, key, value)
+    output: Tensor = _PackedAttention.apply(settings, sinks, query, key, value)
     return output
 
 
@@ -86,7 +90,9 @@ class _PackedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, *projections: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, settings: _Settings, sinks: Tensor | None, *projections: Tensor
+    ) -> Tensor:
         projections = tuple(
             tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in projections
         )
@@ -101,13 +107,17 @@ class _PackedAttention(torch.autograd.Function):
         settings.host.attend_packed(
             *seen, _strides(seen), *_tables(settings), output, logsums, *_sizes(query, settings)
         )
-        ctx.save_for_backward(output, logsums, *projections)
+        if sinks is not None:  # a larger sum divides all weights, here and in the backward pass
+            alone = logsums
+            logsums = torch.logaddexp(alone, sinks.float())
+            output.unflatten(1, (heads, dim)).mul_((alone - logsums).exp()[..., None])
+        ctx.save_for_backward(output, logsums, sinks, *projections)
         ctx.settings = settings
         return output
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        output, logsums, *projections = ctx.saved_tensors
+        output, logsums, sinks, *projections = ctx.saved_tensors
         settings: _Settings = ctx.settings
         exchange = settings.mask.exchange
         seen = _seen(projections, settings.mask)
@@ -123,7 +133,12 @@ class _PackedAttention(torch.autograd.Function):
         )  # fmt: skip
         if exchange is not None:
             gradients[1:] = exchange.give_back(both).unbind(2)
-        return None, *gradients
+        grad_sinks = None
+        if sinks is not None:  # a sink's value is 0, so its weight only takes from the others
+            products = (output.float() * output_gradients[0].float()).unflatten(1, (len(sinks), -1))
+            weights = (sinks.float() - logsums).exp()
+            grad_sinks = -(weights * products.sum(dim=-1)).sum(dim=0).to(sinks.dtype)
+        return None, grad_sinks, *gradients
 
 
 def _seen(projections: Sequence[Tensor], mask: Packed) -> list[Tensor]:

@@ -159,7 +159,11 @@ def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
         module=(
             ProjectionNormAttention if spec.qk_norm == "projection" else TensorParallelSelfAttention
         ),
-        params={"attn_mask_type": AttnMaskType.causal, "rope": _rope(spec, rope)},
+        params={
+            "attn_mask_type": AttnMaskType.causal,
+            "rope": _rope(spec, rope),
+            "has_sinks": spec.has_sinks,
+        },
         submodules=submodules,
     )
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from mrlhf.gpu.library import operator, serves
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for
-from mrlhf.models.spec import Activation
+from mrlhf.models.spec import Activation, ClampedSwish
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,8 +39,10 @@ def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """Return activation(gate) * up, [..., ffn]; gate_up [..., 2 * ffn] has the gate columns first.
 
-    `gelu_tanh` is GELU by its approximation with tanh.
+    `gelu_tanh` is GELU by its approximation with tanh. Of a `ClampedSwish` gate and up alternate.
     """
+    if isinstance(activation, ClampedSwish):
+        return _clamped_swish(gate_up, activation)
     if activation == "gelu_tanh":
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
@@ -48,6 +50,15 @@ def gated(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     if host is not None:
         return _HostGated.apply(host, gate_up)
     return _GpuGated.apply(gate_up) if serves(gate_up) else torch_gated(gate_up)
+
+
+def _clamped_swish(gate_up: Tensor, activation: ClampedSwish) -> Tensor:
+    gate = gate_up[..., ::2].clamp(max=activation.limit)
+    up = gate_up[..., 1::2].clamp(-activation.limit, activation.limit)
+    # torch.sigmoid rounds the last numbers of a tensor in another way. Over 1 + e^80, which float32
+    # and bfloat16 hold, all is 0 to rounding.
+    inverse = 1 + (-activation.alpha * gate).clamp(max=80.0).exp()
+    return (up + 1) * (gate / inverse)
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

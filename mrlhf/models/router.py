@@ -56,6 +56,7 @@ class Router(torch.nn.Module):
     Attributes:
         mixture: the number of its mixture in the model, from 0.
         weight: [experts, hidden].
+        bias: [experts], added to the logits; None: the model has none.
         correction: float32 [experts], added to the scores for the choice alone; it is not trained.
         losses: a backward pass adds their gradients; None: no losses.
         load: int64 [experts], how many tokens each expert got in the forward passes of training
@@ -83,6 +84,10 @@ class Router(torch.nn.Module):
         # Under sequence parallelism each rank sees its own tokens, and megatron-core sums the
         # gradients of parameters with this mark over the tensor-parallel group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.bias: torch.nn.Parameter | None = None
+        if experts.has_biases:
+            self.bias = torch.nn.Parameter(torch.zeros(experts.count, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.adapters: Adapters | None = None
         if experts.has_correction:
             correction = torch.zeros(experts.count, dtype=torch.float32)
@@ -94,7 +99,8 @@ class Router(torch.nn.Module):
     def forward(self, hidden: Tensor, packed: PackedSequences) -> Routing:
         """Choose the experts of this rank's tokens, `hidden` [tokens, hidden]."""
         wide = hidden.float()
-        logits = adapted(F.linear(wide, self.weight.float()), self.adapters, wide)
+        bias = None if self.bias is None else self.bias.float()
+        logits = adapted(F.linear(wide, self.weight.float(), bias), self.adapters, wide)
         softmax = self._experts.scoring == "softmax"
         scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
 

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
     all_gather_last_dim_from_tensor_parallel_region,
     checkpoint,
 )
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -59,6 +60,7 @@ class CoreAttention(torch.nn.Module):
         value: Tensor,
         rotation: Rotation | None,
         packed: PackedSequences,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Rotate q and k, unless `rotation` is None, and attend, to [tokens, heads * head_dim]."""
         return attend(
@@ -70,6 +72,7 @@ class CoreAttention(torch.nn.Module):
             window=self._window,
             rotation=rotation,
             keeps_keys=self._is_recomputed,
+            sinks=sinks,
         )
 
 
@@ -84,11 +87,27 @@ class TensorParallelSelfAttention(SelfAttention):
 
     megatron-core gathers the query heads too, over the one set of process groups that a process has
     there; our roles have different layouts.
+
+    Attributes:
+        sinks: [heads of the rank], see `attention.attend`; None: the model has none.
     """
 
-    def __init__(self, config: TransformerConfig, *, rope: Rope | None, **options: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        rope: Rope | None,
+        has_sinks: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(config=config, **options)
         self._rope = rope
+        self.sinks: torch.nn.Parameter | None = None
+        if has_sinks:
+            heads = config.num_attention_heads // self.world_size
+            self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            # The ranks' sinks are different numbers, and all count in the gradient's norm.
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
 
     def forward(
         self,
@@ -167,7 +186,7 @@ class TensorParallelSelfAttention(SelfAttention):
         if self._rope is not None:
             rotation = packed.rotation(self._rope.frequencies, self._rope.scale)
         if isinstance(self.core_attention, CoreAttention):
-            output: Tensor = self.core_attention(query, key, value, rotation, packed)
+            output: Tensor = self.core_attention(query, key, value, rotation, packed, self.sinks)
             return output * gate[0].flatten(1).sigmoid() if gate else output
 
         # TransformerEngine's attention is a module of its own, with the window in its settings.

@@ -21,8 +21,21 @@ WHOLE_MODEL = "whole model"
 Head = Literal["lm", "scalar"]
 QkNorm = Literal["none", "head", "projection"]
 Norms = Literal["before", "after", "both"]
-Activation = Literal["silu", "gelu_tanh"]
 Scoring = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class ClampedSwish:
+    """The gate (up + 1) * gate * sigmoid(alpha * gate), whose inputs are clamped first.
+
+    Gate and up alternate: gate is every other column from the first on, as in gpt-oss.
+    """
+
+    alpha: float
+    limit: float  # gate is at most this; up lies between its negative and this
+
+
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwish
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,8 @@ class Experts:
     has_correction: bool = False
     shared_ffn_size: int = 0  # width of the expert that all tokens go to; 0: there is none
     shared_gate: bool = False  # multiply that expert's output by the sigmoid of a linear layer
+    has_biases: bool = False  # whether the router and both products of an expert have biases
+    activation: Activation = "silu"  # of the gate of an expert that is not shared
 
     @property
     def mixtures(self) -> int:
@@ -208,9 +223,11 @@ class ModelSpec:
     mlp_bias: bool = False  # whether the three matrices of the MLP have biases
     # RMSNorm of q and k before rotation: of each head, or of all heads together
     qk_norm: QkNorm = "none"
+    # whether softmax of attention has one more logit for each query head, a weight, without a value
+    has_sinks: bool = False
     norms: Norms = "before"  # whether inputs of attention and MLP are normalised, outputs, or both
     norms_add_one: bool = False  # every norm multiplies by 1 + its weight, in float32
-    activation: Activation = "silu"  # of the gate of every MLP
+    activation: Activation = "silu"  # of the gate of every dense MLP
     fused_tensors: bool = False  # whether checkpoints have q, k, v in one tensor, and gate and up
     embedding_multiplier: float = 1.0  # the embeddings are multiplied by it
     rounds_multiplier: bool = False  # whether that number has the dtype of the embeddings
@@ -278,8 +295,8 @@ class ModelSpec:
         has_biases = self.o_bias or self.mlp_bias
         has_norms = self.norms_after or self.qk_norm == "projection" or self.norms_add_one
         multiplies = self.residual_multiplier != 1.0
-        is_latent = self.latent is not None
-        return has_biases or has_norms or multiplies or is_latent or self.keeps_weights
+        is_other = self.latent is not None or self.has_sinks
+        return has_biases or has_norms or multiplies or is_other or self.keeps_weights
 
     @property
     def keeps_weights(self) -> bool:

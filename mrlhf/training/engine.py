@@ -195,7 +195,8 @@ class ModelEngine:
             if self.spec.lora is not None:
                 write_adapter(path, self.spec, self.slots, writers)
             else:
-                options = FileOptions(max_shard_bytes)
+                forms = self._family.written_forms(self.spec)
+                options = FileOptions(max_shard_bytes, forms=forms)
                 write_weights(path, self.slots, self._shapes, writers, options)
 
     def cut(

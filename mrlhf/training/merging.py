@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.models.adapters import Adapters, WholeAdapters
+from mrlhf.models.families import family_of
 from mrlhf.models.lora import is_adapter
 from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES
 from mrlhf.training.engine import ModelEngine
@@ -80,7 +81,9 @@ def export_merged(engine: ModelEngine, path: Path, max_shard_bytes: int) -> None
     if writers is not None:
         with engine.residency.needing("params"):
             slots = merged_slots(engine)
-            write_weights(path, slots, base_shapes(engine), writers, FileOptions(max_shard_bytes))
+            forms = family_of(engine.spec).written_forms(engine.spec)
+            options = FileOptions(max_shard_bytes, forms=forms)
+            write_weights(path, slots, base_shapes(engine), writers, options)
 
 
 def base_shapes(engine: ModelEngine) -> dict[str, Shape]:

@@ -36,7 +36,16 @@ from mrlhf.weights.files import (
     temporary,
 )
 from mrlhf.weights.shard import Key, Shape, Slot
-from mrlhf.weights.stored import ExpectedTensors, FileTensor, ModelFiles, match, open_files, survey
+from mrlhf.weights.stored import (
+    ExpectedTensors,
+    FileTensor,
+    ModelFiles,
+    OtherForm,
+    match,
+    names_in_files,
+    open_files,
+    survey,
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class FileOptions:
     metadata: Mapping[str, str] = field(default_factory=dict)
     dtype: torch.dtype | None = None  # in the files; None: that of the parameters
     file: str | None = None  # the name of the only file; None: those of a model
+    # The stacks of whole matrices or vectors in which files hold some of the model's tensors.
+    forms: Mapping[str, OtherForm] = field(default_factory=dict)
 
 
 def read_weights(path: str | Path, slots: Sequence[Slot], expected: ExpectedTensors) -> list[str]:
@@ -107,7 +118,8 @@ def write_weights(
     """
     directory = Path(path)
     model = _survey(slots, shapes, group, options.dtype)
-    sizes = {name: tensor.nbytes for name, tensor in model.items()}
+    held = names_in_files(model, options.forms)
+    sizes = {name: sum(model[part].nbytes for part in held[name]) for name in held}
     contents = split_files(sizes, options.max_shard_bytes)
     names = file_names(len(contents)) if options.file is None else [options.file]
     files = dict(zip(names, contents, strict=True))
@@ -125,10 +137,18 @@ def write_weights(
         wait_for_all(group)  # for those that have written a file
         # In the last turn some ranks may have no file to write.
         own = dict(zip(ranks, list(files.items())[first:], strict=False))
-        writers = {rank: names for rank, (_, names) in own.items()}
+        writers = {
+            rank: [part for name in names for part in held[name]]
+            for rank, (_, names) in own.items()
+        }
         tensors = _collect(writers, model, slots, group)
         if dist.get_rank() in own and error is None:
-            file, _ = own[dist.get_rank()]
+            file, in_file = own[dist.get_rank()]
+            for name in in_file:
+                if name in options.forms:
+                    parts = torch.stack([tensors.pop(part) for part in held[name]])
+                    is_transposed = options.forms[name].is_transposed
+                    tensors[name] = parts.transpose(1, 2).contiguous() if is_transposed else parts
             error = _write(tensors, directory / file, metadata)
         del tensors
 

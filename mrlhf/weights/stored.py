@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mrlhf.data.hub_files import refuse_pointer
 from mrlhf.errors import WeightError
+from mrlhf.weights import mxfp4
 from mrlhf.weights.shard import Shape
 
 SINGLE = "model.safetensors"
@@ -40,6 +41,8 @@ FP8 = "F8_E4M3"
 FP8_BLOCK = 128
 """Rows and columns of a block of a matrix of fp8 numbers, whose scale multiplies them."""
 _SCALES = "_scale_inv"
+_MXFP4_BLOCKS = "_blocks"
+_MXFP4_SCALES = "_scales"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,19 @@ class OtherForm:
     shape: Shape
     # The part of it that each of the model's tensors is, by name; None: all of it.
     parts: Mapping[str, MatrixRows | None]
+    is_transposed: bool = False  # whether the columns of a matrix in the stack are the model's rows
+    is_packed: bool = False  # whether it has bytes of numbers in MXFP4
+
+    def shape_of(self, part: MatrixRows | None) -> Shape:
+        """The shape of the model's tensor that is this part."""
+        if part is None:
+            return self.shape
+        rows = part.stop - part.start
+        if self.is_transposed:
+            return (rows, self.shape[1])
+        if self.is_packed:
+            return (rows, self.shape[2] * mxfp4.BLOCK)
+        return (rows, *self.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,8 @@ class FileTensor:
     dtype: str  # as safetensors calls it
     shape: Shape  # its full shape, or that of the part
     part: MatrixRows | None = None  # the part of the named tensor that it is; None: all of it
-    scales: FileTensor | None = None  # of the blocks of a matrix of fp8 numbers
+    is_transposed: bool = False  # see `OtherForm`
+    scales: FileTensor | None = None  # of the blocks of a matrix of fp8 numbers, or in MXFP4
 
 
 @dataclass(frozen=True)
@@ -155,7 +172,7 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
     """The stored tensor of each tensor of a model.
 
     As transformers does, it adds or removes the prefix `model.` where that makes a name known.
-    Matrices of fp8 numbers come with the scales of their blocks.
+    Matrices of fp8 numbers, and stacks in MXFP4, come with the scales of their blocks.
 
     Raises:
         WeightError: a tensor is missing, unknown, ambiguous, of another shape than the model's, or
@@ -201,6 +218,18 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
     return {name: found[name] for name in expected.shapes if name in found}
 
 
+def names_in_files(names: Iterable[str], forms: Mapping[str, OtherForm]) -> dict[str, list[str]]:
+    """For each tensor of files in these forms the model's tensors in it, in the order of `names`.
+
+    A tensor that no form holds has its own name in a file.
+    """
+    holders = {part: name for name, form in forms.items() for part in form.parts}
+    held: dict[str, list[str]] = {}
+    for name in names:
+        held.setdefault(holders.get(name, name), []).append(name)
+    return held
+
+
 def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> bool:
     """Whether two matrices are equal in `dtype`, or in that of the first one."""
     if one.shape != other.shape:
@@ -227,9 +256,16 @@ def open_files(tensors: Iterable[FileTensor]) -> Iterator[Callable[[FileTensor],
 
         def lazily(tensor: FileTensor) -> Any:
             whole = handles[tensor.file].get_slice(tensor.name)
-            if tensor.scales is not None:
+            if tensor.part is None:
+                if tensor.scales is None:
+                    return whole
                 return _ScaledBlocks(whole, tensor.shape, lazily(tensor.scales)[:])
-            return whole if tensor.part is None else _SliceOfMatrix(whole, tensor.part)
+            if tensor.scales is None:
+                return _SliceOfMatrix(whole, tensor.part, tensor.is_transposed)
+            return _Dequantised(
+                _SliceOfMatrix(whole, tensor.part),
+                _SliceOfMatrix(lazily(tensor.scales), tensor.part),
+            )
 
         yield lazily
 
@@ -245,18 +281,36 @@ def read_tensor(tensor: FileTensor) -> Tensor:
 class _SliceOfMatrix:
     """Some rows of a matrix in a stack, which are read when this is indexed."""
 
-    def __init__(self, stack: Any, part: MatrixRows) -> None:
+    def __init__(self, stack: Any, part: MatrixRows, is_transposed: bool = False) -> None:
         self._stack = stack
         self._part = part
+        self._is_transposed = is_transposed
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         rows, *columns = index if isinstance(index, tuple) else (index,)
         part = self._part
         start, stop, _ = rows.indices(part.stop - part.start)
         matrix = slice(part.number, part.number + 1)
-        place = (matrix, slice(part.start + start, part.start + stop), *columns)
+        rows = slice(part.start + start, part.start + stop)
+        if self._is_transposed:
+            turned: Tensor = self._stack[matrix, columns[0] if columns else slice(None), rows]
+            return turned[0].t()
+        place = (matrix, rows, *columns)
         read: Tensor = self._stack[place]
         return read[0]
+
+
+class _Dequantised:
+    """Some rows of a matrix in MXFP4, of which whole rows are read."""
+
+    def __init__(self, blocks: _SliceOfMatrix, scales: _SliceOfMatrix) -> None:
+        self._blocks = blocks
+        self._scales = scales
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        whole = mxfp4.dequantised(self._blocks[rows], self._scales[rows])
+        return whole[:, columns[0]] if columns else whole
 
 
 class _ScaledBlocks:
@@ -352,23 +406,30 @@ def _by_model_name(
             continue
         form = other_forms[name]
         _require_shape(stored.directory, name, tensor.shape, form.shape)
+        dtype = tensor.dtype if tensor.scales is None else "BF16"
+        read = replace(tensor, dtype=dtype, is_transposed=form.is_transposed)
         for held, part in form.parts.items():
-            rows = form.shape[:-1] if part is None else (part.stop - part.start,)
-            yield held, replace(tensor, shape=(*rows, form.shape[-1]), part=part)
+            yield held, replace(read, shape=form.shape_of(part), part=part)
 
 
 def _with_scales(stored: ModelFiles) -> dict[str, FileTensor]:
-    """The tensors other than scales; matrices of fp8 numbers have theirs."""
+    """The tensors other than scales; matrices of fp8 numbers and stacks in MXFP4 have theirs."""
     tensors = dict(stored.tensors)
     for name, scales in stored.tensors.items():
         matrix = stored.tensors.get(name.removesuffix(_SCALES))
+        stack = stored.tensors.get(f"{name.removesuffix(_MXFP4_SCALES)}{_MXFP4_BLOCKS}")
         if name.endswith(_SCALES) and matrix is not None and matrix.dtype == FP8:
             blocks = tuple(-(-size // FP8_BLOCK) for size in matrix.shape)
             if len(blocks) != 2:
                 continue  # refused for its format
-            _require_shape(stored.directory, name, scales.shape, blocks)
-            tensors[matrix.name] = replace(matrix, scales=scales)
-            del tensors[name]
+        elif stack is not None and stack.dtype == scales.dtype == "U8":
+            matrix = stack
+            blocks = stack.shape[:-1]
+        else:
+            continue
+        _require_shape(stored.directory, name, scales.shape, blocks)
+        tensors[matrix.name] = replace(matrix, scales=scales)
+        del tensors[name]
     return tensors
 
 

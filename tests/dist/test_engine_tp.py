@@ -54,7 +54,7 @@ GREEDY = {
     ],
     4: [
         *(("phi3", 1), ("olmo3", 1)),
-        *(("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4)),
+        *(("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4), ("gpt-oss", 2)),
     ],
 }
 # Its norms of small states enlarge what is rounded.

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from mrlhf.config.sections import ReferenceSection
 from mrlhf.errors import WeightError
-from mrlhf.models.families import load_spec
+from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.parameters import role_pieces
+from mrlhf.models.weight_files import expected_tensors
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine
@@ -80,9 +81,10 @@ def _mixtures(rank: int, root: Path) -> None:
             spec = tiny_spec(model)
             shapes = tensor_shapes(spec)
             slots = make_slots(role_pieces(spec, layout, rank))
-            read_weights(root / model, slots, ExpectedTensors(shapes))
+            read_weights(root / model, slots, expected_tensors(spec))
             if rank in layout.first_copy:
-                options = FileOptions(SHARD_BYTES["few"])
+                forms = family_of(spec).written_forms(spec)
+                options = FileOptions(SHARD_BYTES["few"], forms=forms)
                 write_weights(root / f"{model}-{number}", slots, shapes, writers, options)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
@@ -20,7 +21,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3")
+MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3", "gpt-oss")
 
 
 def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
@@ -62,6 +63,25 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             topk_group=2,
             routed_scaling_factor=1.7,
             pad_token_id=None,
+        ),
+        # Small limits, so that some of the random numbers are clamped.
+        "gpt-oss": GptOssConfig(
+            **sizes,
+            head_dim=16,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            sliding_window=7,
+            swiglu_alpha=1.3,
+            swiglu_limit=0.3,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 15000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
         ),
         "deepseek-v3": deepseek_config(
             sizes,
@@ -124,7 +144,10 @@ def deepseek_config(sizes: dict[str, Any], **options: Any) -> DeepseekV3Config:
 
 
 def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """Tensors under the names, and in the parts, in which transformers writes them to files."""
+    """Tensors under the names, and in the parts, in which transformers writes them to files.
+
+    Those of gpt-oss, which it writes as they are in memory, are under the names that we give parts.
+    """
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, last = name.rpartition(".")
@@ -132,7 +155,9 @@ def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Ten
             named[name] = tensor
             continue
         for number, expert in enumerate(tensor):
-            if last == "gate_up_proj":
+            if model_type == "gpt_oss":
+                named[f"{prefix}.{number}.{last}"] = expert.t() if expert.dim() == 2 else expert
+            elif last == "gate_up_proj":
                 gate, up = expert.chunk(2)
                 named[f"{prefix}.{number}.gate_proj.weight"] = gate
                 named[f"{prefix}.{number}.up_proj.weight"] = up

@@ -22,7 +22,9 @@ from tests.models.mixtures import as_in_files
 RANK = 3
 ALPHA = 4.0
 PREFIX = "base_model.model."
-_LINEAR = re.compile(r"\.layers\..*(_proj(_with_mqa|_qkvz|_ba)?|\.w[123]|\.mlp\.gate)\.weight$")
+_LINEAR = re.compile(
+    r"\.layers\..*(_proj(_with_mqa|_qkvz|_ba)?|\.w[123]|\.mlp\.gate|\.mlp\.router)\.weight$"
+)
 
 
 def adapter_of(model: Path) -> Path:

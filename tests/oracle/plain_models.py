@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 DEEP = ("olmo2", "qwen2-tied")
-MIXTURES = ("qwen2-moe", "qwen3-moe", "deepseek-v3")
+MIXTURES = ("qwen2-moe", "qwen3-moe", "deepseek-v3", "gpt-oss")
 # With four stages, the first one trains nothing.
 FROZEN = ("*.self_attn.*", "model.embed_tokens.*", "model.layers.0.*")
 MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
@@ -97,7 +97,7 @@ def _configs(layers: int) -> dict[str, Any]:
 
 
 def _mixtures(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Of the mixtures of experts; some layers of each are dense."""
+    """Of the mixtures of experts; some layers of each but the last are dense."""
     return {
         "qwen2-moe": transformers.Qwen2MoeConfig(
             **sizes,
@@ -133,6 +133,17 @@ def _mixtures(sizes: dict[str, Any]) -> dict[str, Any]:
             n_group=4,
             topk_group=2,
             routed_scaling_factor=1.7,
+            pad_token_id=None,
+            tie_word_embeddings=False,
+        ),
+        "gpt-oss": transformers.GptOssConfig(
+            **sizes,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=5,
+            swiglu_limit=0.4,
+            rope_parameters=YARN,
             pad_token_id=None,
             tie_word_embeddings=False,
         ),
@@ -180,4 +191,5 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             weights[name] = buffer.clone()
-    return as_in_files(weights, model.config.model_type)
+    is_as_in_files = model.config.model_type == "gpt_oss"
+    return weights if is_as_in_files else as_in_files(weights, model.config.model_type)

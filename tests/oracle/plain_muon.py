@@ -38,7 +38,8 @@ def matrices_of(model: Any, name: str) -> Callable[[Tensor], list[Tensor]] | Non
         size = config.hidden_size // config.num_attention_heads
         kv = config.num_key_value_heads * size
         return lambda tensor: list(tensor.split([tensor.shape[0] - 2 * kv, kv, kv]))
-    halves = 2 if last == "gate_up_proj" else 1
+    # Rows of gate and up alternate in gpt-oss, where they are one matrix to Muon.
+    halves = 2 if last == "gate_up_proj" and config.model_type != "gpt_oss" else 1
 
     def see(tensor: Tensor) -> list[Tensor]:
         experts = [tensor] if tensor.dim() == 2 else list(tensor)

@@ -28,17 +28,21 @@ class Outcome:
 
 def make_optimizer(model: Any, name: str = "adamw") -> Any:
     """AdamW, with weight decay for matrices alone, or Muon with AdamW for all else."""
+    # A stack of the experts' biases has two dimensions, and no matrix in it.
+    stacks = {id(p) for key, p in model.named_parameters() if key.endswith("_bias")}
+
+    def adamw(parameters: list[Any]) -> torch.optim.Optimizer:
+        matrices = [p for p in parameters if p.dim() > 1 and id(p) not in stacks]
+        vectors = [p for p in parameters if p.dim() == 1 or id(p) in stacks]
+        groups = [
+            {"params": matrices, "weight_decay": WEIGHT_DECAY},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+
     if name == "muon":
-        return Muon(model, LR, WEIGHT_DECAY, _adamw)
-    return _adamw(list(model.parameters()))
-
-
-def _adamw(parameters: list[Any]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+        return Muon(model, LR, WEIGHT_DECAY, adamw)
+    return adamw(list(model.parameters()))
 
 
 def differentiate(optimizer: Any, model: Any, loss: Tensor, clip_grad: float) -> float:

@@ -43,7 +43,7 @@ class Routers:
         self._with_losses = with_losses
         self._layers: list[list[Choice]] = []
         for name, module in model.named_modules():
-            if name.endswith(".mlp.gate"):
+            if name.endswith((".mlp.gate", ".mlp.router")):
                 self._watch(module)
 
     def _watch(self, router: Any) -> None:

@@ -16,8 +16,8 @@ from mrlhf.gpu import kernels, launch
 L40S = 99 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB, an H100 227
 A100, H100 = 80, 90  # compute capability times 10
 SIZES = (
-    "rows", "size", "group", "dim", "half", "kv_heads", "sequences", "columns", "blocks", "window",
-    "first", "valid", "splits", "per_token", "count", "entries",
+    "rows", "size", "group", "dim", "half", "heads", "kv_heads", "sequences", "columns", "blocks",
+    "window", "first", "valid", "splits", "per_token", "count", "entries",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),

@@ -128,6 +128,53 @@ def test_the_last_tokens_of_sequences_get_what_they_get_in_whole_ones(dtype, dim
         assert torch.equal(part, whole[-len(part) :])
 
 
+def attend_with_sinks_by_hand(query, keys, values, sinks, window):
+    """One sequence, whose queries are its last tokens, by the formula: a sink has no value."""
+    outputs = []
+    for number, heads in enumerate(query):
+        position = len(keys) - len(query) + number
+        first = 0 if window is None else max(0, position - window + 1)
+        of_heads = []
+        for head, one in enumerate(heads.flatten(0, 1)):
+            kv_head = head // heads.shape[1]
+            scores = 24**-0.5 * keys[first : position + 1, kv_head] @ one
+            total = scores.exp().sum() + sinks[head].exp()
+            of_heads.append(scores.exp() @ values[first : position + 1, kv_head] / total)
+        outputs.append(torch.cat(of_heads))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_sink_joins_every_softmax_once(window):
+    """Of whole sequences, and of last tokens of some, as with shared prompts; gradients too."""
+    generator = torch.Generator().manual_seed(2)
+    layer = core(4, 2, 24, window)
+    queries, seen = [1, 9, 4], [1, 9, 13]
+    shapes = [(sum(queries), 2, 2, 24), (sum(seen), 2, 24), (sum(seen), 2, 24), (4,)]
+    tensors = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+    query, key, value, sinks = tensors
+    slopes = torch.randn(sum(queries), 4 * 24, generator=generator)
+    pack = PackedSequences(
+        "thd",
+        torch.tensor([0, *queries]).cumsum(0).int(),
+        torch.tensor([0, *seen]).cumsum(0).int(),
+        max_seqlen_q=max(queries),
+        max_seqlen_kv=max(seen),
+        position_ids=torch.zeros(sum(queries), dtype=torch.int64),
+        lengths=torch.tensor(seen),
+    )
+    parts = zip(query.split(queries), key.split(seen), value.split(seen), strict=True)
+    wanted = torch.cat([attend_with_sinks_by_hand(*part, sinks, window) for part in parts])
+    slopes_wanted = gradients(wanted, tensors, slopes)
+    for way in both_ways():
+        with way:
+            output = layer(query, key, value, None, pack, sinks)
+            found = gradients(output, tensors, slopes)
+        torch.testing.assert_close(output, wanted, atol=1e-5, rtol=1e-5)
+        for gradient, other in zip(found, slopes_wanted, strict=True):
+            torch.testing.assert_close(gradient, other, atol=4e-5, rtol=4e-5)
+
+
 def test_a_sequence_does_not_depend_on_its_pack_or_the_threads():
     generator = torch.Generator().manual_seed(0)
     layer = core(4, 2, 24, None)

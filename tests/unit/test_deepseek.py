@@ -68,7 +68,8 @@ def test_adapters_train_on_8_machines_of_8_gpus(published: Path) -> None:
     whole = 61 * 7168 * (1536 + 576)
     weights = experts / 64 + (671_026_419_200 - experts - whole) / 8 + whole
     assert sizes.held["actor/params"] == pytest.approx(2 * weights, rel=0.02)
-    assert sizes.sample_bytes == 70_272 * 8192
+    # A byte for each expert that a token goes to stands beside its latents.
+    assert sizes.sample_bytes == (70_272 + 58 * 8) * 8192 == 579_469_312
 
 
 @pytest.mark.parametrize(

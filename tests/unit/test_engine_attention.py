@@ -55,7 +55,9 @@ def _passes() -> list[StepInputs]:
     return passes
 
 
-def _layer(normed: bool, head_normed: bool, biased: bool, window: int | None) -> Attention:
+def _layer(
+    normed: bool, head_normed: bool, biased: bool, window: int | None, has_sinks: bool
+) -> Attention:
     generator = torch.Generator().manual_seed(3)
 
     def some(*shape: int) -> Tensor:
@@ -75,18 +77,28 @@ def _layer(normed: bool, head_normed: bool, biased: bool, window: int | None) ->
         tables=(angles.cos(), angles.sin()),
         window=window,
         proj=linear(some(HIDDEN, KV_HEADS * PER_KV_HEAD * DIM)),
+        sinks=5 * some(KV_HEADS * PER_KV_HEAD) if has_sinks else None,
     )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    ("normed", "head_normed", "biased", "window"),
-    [(True, True, False, None), (True, False, True, 7), (False, True, True, None)],
+    ("normed", "head_normed", "biased", "window", "has_sinks"),
+    [
+        (True, True, False, None, False),
+        (True, False, True, 7, True),
+        (False, True, True, None, True),
+    ],
 )
 def test_compiled_operators_give_what_those_of_torch_give(
-    normed: bool, head_normed: bool, biased: bool, window: int | None, threads: int
+    normed: bool,
+    head_normed: bool,
+    biased: bool,
+    window: int | None,
+    has_sinks: bool,
+    threads: int,
 ) -> None:
-    layer = _layer(normed, head_normed, biased, window)
+    layer = _layer(normed, head_normed, biased, window, has_sinks)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

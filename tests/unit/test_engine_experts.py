@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from mrlhf.inference.native.experts import (
     ExpertStack,
@@ -24,9 +25,9 @@ from mrlhf.inference.native.experts import (
 from mrlhf.inference.native.linear import Factors, linear
 from mrlhf.inference.native.mlp import ExpertChoice
 from mrlhf.models.grouped_products import stacked
-from mrlhf.models.spec import Experts, Scoring
+from mrlhf.models.spec import ClampedSwish, Experts, Scoring
 from tests.models.engines import hf_model, spec_of
-from tests.models.mixtures import MIXTURES, as_in_files
+from tests.models.mixtures import MIXTURES
 
 COUNT = 7
 PER_TOKEN = 3
@@ -137,6 +138,40 @@ def _merge(weight: Tensor, added: Factors | None) -> Tensor:
     return weight if added is None else weight + added.second @ added.first
 
 
+@pytest.mark.parametrize("held", [range(COUNT), range(2, 4)])
+def test_experts_with_biases_and_clamped_gates_equal_transformers(held: range) -> None:
+    config = GptOssConfig(
+        hidden_size=64,
+        intermediate_size=48,
+        num_local_experts=COUNT,
+        swiglu_alpha=1.3,
+        swiglu_limit=0.6,
+    )
+    theirs = GptOssExperts(config)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in theirs.parameters():
+        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    x, chosen, shares = _tokens(9, 64, torch.float32)
+    wanted = theirs(x, chosen, shares * ((chosen >= held.start) & (chosen < held.stop)))
+
+    parts = slice(held.start, held.stop)
+    local = LocalExperts(
+        held.start,
+        fc1=list(theirs.gate_up_proj.detach().transpose(1, 2)[parts]),
+        fc2=list(theirs.down_proj.detach().transpose(1, 2)[parts]),
+        fc1_biases=list(theirs.gate_up_proj_bias.detach()[parts]),
+        fc2_biases=list(theirs.down_proj_bias.detach()[parts]),
+        activation=ClampedSwish(1.3, 0.6),
+    )
+    stack = TorchExperts(local, torch.float32).stack
+    ways = [make_experts(local, torch.float32), partial(one_by_one, stack)]
+    ways.append(partial(all_at_once, stack))
+    if hasattr(F, "grouped_mm"):
+        ways.append(partial(grouped, stack))
+    for way in ways:
+        torch.testing.assert_close(way(x, chosen, shares), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_one_expert_by_hand() -> None:
     """silu(2 * 3) * (5 * 3) * 7, of which one half counts; the other expert is elsewhere."""
     weight = torch.tensor([[2.0], [5.0]])
@@ -178,12 +213,14 @@ def test_routers_choose_as_transformers(name: str) -> None:
     experts = spec_of(model).experts
     assert experts is not None
     number = experts.layers.index(True)
-    gate = model.model.layers[number].mlp.gate
-    weight, correction = _router_tensors(model, number)
-    x = 3 * torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(4))
+    mlp = model.model.layers[number].mlp
+    router = mlp.router if name == "gpt-oss" else mlp.gate
+    bias = router.bias.detach() if name == "gpt-oss" else None
+    correction = getattr(router, "e_score_correction_bias", None)
+    x = 3 * torch.randn(64, router.weight.shape[1], generator=torch.Generator().manual_seed(4))
 
-    chosen, shares = ExpertChoice(experts, linear(weight), correction)(x)
-    _, wanted_shares, wanted = gate(x)
+    chosen, shares = ExpertChoice(experts, linear(router.weight.detach(), bias), correction)(x)
+    _, wanted_shares, wanted = router(x)
     for own, other in ((chosen, wanted), (shares, wanted_shares)):
         assert own.shape == other.shape == (64, experts.per_token)
     by_expert = torch.zeros(64, experts.count).scatter(1, chosen, shares)
@@ -226,12 +263,3 @@ def test_what_a_token_is_given_does_not_depend_on_the_others(
     chosen, shares = choice(logits)
     assert shares[7].isnan().any() and not shares[:7].isnan().any()
     assert int(chosen.min()) >= 0 and int(chosen.max()) < count
-
-
-def _router_tensors(model: Any, layer: int) -> tuple[Tensor, Tensor | None]:
-    """Weight and correction of one router."""
-    tensors = as_in_files(model.state_dict(), model.config.model_type)
-    names = [name for name in tensors if f".layers.{layer}." in name and ".gate." in name]
-    (weight,) = (tensors[name] for name in names if name.endswith("gate.weight"))
-    corrections = [tensors[name] for name in names if "correction" in name]
-    return weight, corrections[0] if corrections else None

@@ -34,7 +34,8 @@ def _routed(model: Any, tokens: list[int]) -> NDArray[Any]:
     hooks = []
     for layer, is_mixture in zip(model.model.layers, experts.layers, strict=True):
         if is_mixture:
-            hooks.append(layer.mlp.gate.register_forward_hook(keep))
+            router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
+            hooks.append(router.register_forward_hook(keep))
     with torch.no_grad():
         model(torch.tensor([tokens]))
     for hook in hooks:

@@ -101,7 +101,7 @@ def test_with_adapters_a_response_does_not_depend_on_others_to_the_last_bit(name
         assert_same(alone, together[3 * number : 3 * number + 3], tolerance=0)
 
 
-@pytest.mark.parametrize("name", (*MODELS, "deepseek-v3"))
+@pytest.mark.parametrize("name", (*MODELS, "deepseek-v3", "gpt-oss"))
 def test_sampling_equals_a_slow_loop_over_transformers(name):
     model = hf_model(name)
     samples = answer(make_engine(model), PROMPTS, UIDS, SAMPLED)
@@ -179,7 +179,7 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
         assert sample.logprobs == pytest.approx(likeliest.tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma3", "gpt-oss"])
 def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
     model = hf_model(name, torch.bfloat16)
     engine = make_engine(model, dtype=torch.bfloat16)

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig
+from transformers import Gemma3TextConfig, GptOssConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from mrlhf.host import kernels
 from mrlhf.models import ops
+from mrlhf.models.spec import ClampedSwish
 
 EPS = 1e-5
 # Both round float32 sums of a few hundred numbers, in another order.
@@ -59,6 +61,21 @@ def test_what_gemma_adds_equals_transformers(dtype):
     theirs += results(lambda x: gate(x[..., :96]) * x[..., 96:], (x,), half)
     for one, other in zip(ours, theirs, strict=True):
         assert one.dtype == other.dtype == dtype
+        scale = other.abs().max().float().clamp(min=1.0)
+        torch.testing.assert_close(one.float() / scale, other.float() / scale, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_gates_equal_transformers(dtype):
+    config = GptOssConfig(hidden_size=8, intermediate_size=96, num_local_experts=2)
+    assert (config.swiglu_alpha, config.swiglu_limit) == (1.702, 7.0)
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (5 * torch.randn((37, 192), generator=generator).to(dtype) for _ in range(2))
+    x[0, :6] = torch.tensor([-1e4, 1.0, 1e4, -1e4, -60.0, 1e4])  # gate, up, gate, up …
+    own = results(lambda x: ops.gated(x, ClampedSwish(1.702, 7.0)), (x,), grad[:, :96])
+    theirs = results(GptOssExperts(config)._apply_gate, (x,), grad[:, :96])
+    for one, other in zip(own, theirs, strict=True):
+        assert one.dtype == other.dtype == dtype and bool(one.isfinite().all())
         scale = other.abs().max().float().clamp(min=1.0)
         torch.testing.assert_close(one.float() / scale, other.float() / scale, **CLOSE[dtype])
 

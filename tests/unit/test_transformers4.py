@@ -16,6 +16,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GptOssConfig,
     MistralConfig,
     PretrainedConfig,
 )
@@ -84,6 +85,7 @@ ROTATIONS: dict[str, list[dict[str, Any]]] = {
     "qwen3-moe": [PLAIN, YARN],
     "mixtral": [PLAIN, YARN],
     "qwen2-moe": [PLAIN, YARN],
+    "gpt-oss": [YARN],
     "glm4-moe": [PLAIN | PART, YARN | PART | {"partial_rotary_factor": 0.25}],
 }
 # Transformers 4 has no place for two bases in one model, nor for yarn in OLMo-2. It must fail with
@@ -106,6 +108,9 @@ def _configs() -> dict[str, PretrainedConfig]:
         **mixture_configs(SIZES),
         "mistral": MistralConfig(**mistral),
     }
+    # Transformers 4 knows the numbers of the published models alone.
+    gates = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    configs["gpt-oss"] = GptOssConfig(**(configs["gpt-oss"].to_dict() | gates))
     for name, rotations in ROTATIONS.items():
         for number, rotation in enumerate(rotations):
             values = configs[name].to_dict() | {"rope_parameters": rotation}

@@ -134,6 +134,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
             spec.logits_divisor,
         )
         != (1.0, 1.0, None, 1.0),
+        "attention sinks": spec.has_sinks,
         "biases on o_proj or the MLP": spec.o_bias or spec.mlp_bias,
         "q, k and v in one tensor": spec.fused_tensors,
         "layers that do not rotate": None in spec.ropes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,16 @@ from mrlhf.models.families import family_of, load_spec, save_config, stated_spec
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import expected_tensors
 from mrlhf.weights.files import file_names, publish, split_files, temporary
-from mrlhf.weights.stored import BUFFER, DTYPES, ModelFiles, match, read_tensor, survey
+from mrlhf.weights.stored import (
+    BUFFER,
+    DTYPES,
+    ModelFiles,
+    OtherForm,
+    match,
+    names_in_files,
+    read_tensor,
+    survey,
+)
 
 CONFIG_FILE = "config.json"
 
@@ -82,6 +92,8 @@ class HuggingFaceSource(ModelSource):
 
         unneeded = 0
         used = {tensor.name for tensor in self._files.values()}
+        scales = {tensor.scales for tensor in self._files.values() if tensor.scales is not None}
+        used |= {tensor.name for tensor in scales}
         for name in sorted(stored.tensors.keys() - used):
             if name.startswith(family.ignored_prefixes(self.spec)):
                 unneeded += 1
@@ -121,11 +133,16 @@ def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int
         write_adapter_config(source.spec, path, directory)
         return [f"an adapter of {path}, for peft and lora.path; --merge makes a whole model"]
 
-    sizes = {name: form.nbytes for name, form in source.tensors.items()}
+    forms = family_of(source.spec).written_forms(source.spec)
+    held = names_in_files(source.tensors, forms)
+    sizes = {name: sum(source.tensors[part].nbytes for part in held[name]) for name in held}
     contents = split_files(sizes, max_file_bytes)
     files = dict(zip(file_names(len(contents)), contents, strict=True))
     for file, names in files.items():
-        tensors = [_to_write(source, name) for name in names]
+        tensors = [
+            _stack_to_write(source, name, forms[name]) if name in forms else _to_write(source, name)
+            for name in names
+        ]
         write_tensors(directory, temporary(Path(file)).name, tensors)
     publish(directory, files, sum(sizes.values()))
 
@@ -140,6 +157,18 @@ def _to_write(source: ModelSource, name: str, prefix: str = "") -> TensorSource:
     """A tensor that is read when it is written, with `prefix` before its name in the file."""
     form = source.tensors[name]
     return TensorSource(prefix + name, form.dtype, form.shape, lambda: [source.read(name).view(-1)])
+
+
+def _stack_to_write(source: ModelSource, name: str, form: OtherForm) -> TensorSource:
+    """A tensor of several of the source's, which are read one after another when it is written."""
+    dtype = source.tensors[next(iter(form.parts))].dtype
+
+    def runs() -> Iterator[Tensor]:
+        for part in form.parts:
+            tensor = source.read(part)
+            yield (tensor.t() if form.is_transposed else tensor).reshape(-1)
+
+    return TensorSource(name, dtype, form.shape, runs)
 
 
 def write_config(spec: ModelSpec, directory: Path, dtype: torch.dtype) -> None:

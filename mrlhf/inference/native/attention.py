@@ -32,7 +32,8 @@ class Attention:
     tables: Tables
     window: int | None  # how many tokens a token sees, itself included; None for all
     proj: Linear  # the output projection, without its bias
-    has_gate: bool = False  # whether `qkv` gives after each q head a gate of its output
+    sinks: Tensor | None  # [heads], of this rank
+    has_gate: bool  # whether `qkv` gives after each q head a gate of its output
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
@@ -50,8 +51,10 @@ class Attention:
             self._norm_projections(qkv, self.projection_norms)
 
         q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
-        output = attend(q, *store, inputs.mask, scale=self.scale, window=self.window)
-        return self.proj(output if gate is None else output * gate.flatten(1).sigmoid())
+        context = attend(
+            q, *store, inputs.mask, scale=self.scale, window=self.window, sinks=self.sinks
+        )
+        return self.proj(context if gate is None else context * gate.flatten(1).sigmoid())
 
     def _norm_projections(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> None:
         """Normalise, in place, q over the heads of all ranks together, and k in the same way.

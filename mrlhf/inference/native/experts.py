@@ -19,9 +19,10 @@ from mrlhf.gpu.library import operator
 from mrlhf.host import kernels
 from mrlhf.host.kernels import Kernels, threads_for_products
 from mrlhf.host.pages import read_often
-from mrlhf.inference.native.linear import Factors, linear, panels, with_added
+from mrlhf.inference.native.linear import Factors, Linear, linear, panels, with_added
 from mrlhf.models.grouped_products import ALIGNMENT, has_kernel, stacked
 from mrlhf.models.ops import gated
+from mrlhf.models.spec import Activation
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,15 @@ class LocalExperts:
     """The experts of one layer that this rank holds, whole or some columns of each."""
 
     first: int  # number in the layer; the others follow it
-    fc1: Sequence[Tensor]  # [2 * width, hidden] each: all gate rows before all up rows
+    # [2 * width, hidden] each: gate rows before up rows, or as the activation wants them
+    fc1: Sequence[Tensor]
     fc2: Sequence[Tensor]  # [hidden, width] each
     # What adapters add to each of these, in the dtype of the products; None: nothing.
     fc1_factors: Sequence[Factors | None] = ()
     fc2_factors: Sequence[Factors | None] = ()
+    fc1_biases: Sequence[Tensor] = ()  # [2 * width] each; empty: there are none
+    fc2_biases: Sequence[Tensor] = ()  # [hidden] each
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,9 @@ class ExpertStack:
     fc2: Tensor  # [experts, hidden, width]
     fc1_factors: Factors | None = None  # with a dimension of experts before the others
     fc2_factors: Factors | None = None
+    fc1_biases: Tensor | None = None  # [experts, 2 * width]
+    fc2_biases: Tensor | None = None  # [experts, hidden]
+    activation: Activation = "silu"
 
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -112,6 +120,9 @@ class TorchExperts:
             stacked(experts.fc2).to(dtype),
             _stacked_factors(experts.fc1_factors, keep, "fc1"),
             _stacked_factors(experts.fc2_factors, keep, "fc2"),
+            _stacked_biases(experts.fc1_biases, dtype, keep, "fc1"),
+            _stacked_biases(experts.fc2_biases, dtype, keep, "fc2"),
+            experts.activation,
         )
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -128,31 +139,45 @@ def make_experts(
 ) -> Experts:
     """Return the fastest experts that this machine has for `dtype`; see `TorchExperts`."""
     on_host = experts.fc1[0].device.type == "cpu"
-    if on_host and any((*experts.fc1_factors, *experts.fc2_factors)):
+    is_plain = experts.activation == "silu" and not experts.fc1_biases
+    if on_host and (not is_plain or any((*experts.fc1_factors, *experts.fc2_factors))):
         return _experts_as_layers(experts, dtype)
     host = kernels.find(dtype) if on_host else None
     return TorchExperts(experts, dtype, keep) if host is None else HostExperts(host, experts, dtype)
 
 
 def _experts_as_layers(experts: LocalExperts, dtype: torch.dtype) -> Experts:
-    """Return experts with adapters on a host: one after another, as linear layers.
+    """Return experts with adapters or biases on a host: one after another, as linear layers.
 
-    The compiled mixture cannot add to its inner products. As in that, what a token gets does not
-    depend on the others.
+    The compiled mixture cannot add to its inner products, and has one activation. As in that, what
+    a token gets does not depend on the others.
     """
+
+    def layer(weight: Tensor, added: Factors | None, bias: Tensor | None) -> Linear:
+        return with_added(linear(weight.to(dtype), None if bias is None else bias.to(dtype)), added)
+
     fc1, fc2 = (
-        [with_added(linear(weight.to(dtype)), added) for weight, added in zip_longest(*matrices)]
-        for matrices in ((experts.fc1, experts.fc1_factors), (experts.fc2, experts.fc2_factors))
+        [layer(*parts) for parts in zip_longest(*tensors)]
+        for tensors in (
+            (experts.fc1, experts.fc1_factors, experts.fc1_biases),
+            (experts.fc2, experts.fc2_factors, experts.fc2_biases),
+        )
     )
     held = range(experts.first, experts.first + len(fc1))
-    return partial(_in_turn, held, lambda number, rows: fc2[number](gated(fc1[number](rows))))
+
+    def compute(number: int, rows: Tensor) -> Tensor:
+        return fc2[number](gated(fc1[number](rows), experts.activation))
+
+    return partial(_in_turn, held, compute)
 
 
 def one_by_one(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Compute each expert in turn on its tokens; the host waits for their number."""
 
     def compute(number: int, rows: Tensor) -> Tensor:
-        return _mlp(experts, lambda x, matrices: F.linear(x, matrices[number]), rows)
+        return _mlp(
+            experts, lambda x, matrices: F.linear(x, matrices[number]), lambda b: b[number], rows
+        )
 
     held = range(experts.first, experts.first + len(experts.fc1))
     return _in_turn(held, compute, x, chosen, shares)
@@ -175,20 +200,36 @@ def _in_turn(
     return out.to(x.dtype)
 
 
-def _mlp(experts: ExpertStack, product: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-    """Compute the gated MLPs; `product` multiplies with one or all matrices [experts, out, in]."""
+def _mlp(
+    experts: ExpertStack,
+    product: Callable[[Tensor, Tensor], Tensor],
+    of_rows: Callable[[Tensor], Tensor],
+    x: Tensor,
+) -> Tensor:
+    """Compute the gated MLPs; `product` multiplies with one or all matrices [experts, out, in].
 
-    def layer(x: Tensor, weights: Tensor, added: Factors | None) -> Tensor:
+    `of_rows` takes the biases [experts, out] to those of the rows of a product.
+    """
+
+    def layer(x: Tensor, weights: Tensor, added: Factors | None, biases: Tensor | None) -> Tensor:
         out = product(x, weights)
+        if biases is not None:
+            out.add_(of_rows(biases))
         return out if added is None else out.add_(product(product(x, added.first), added.second))
 
-    inner = gated(layer(x, experts.fc1, experts.fc1_factors))
-    return layer(inner, experts.fc2, experts.fc2_factors)
+    inner = layer(x, experts.fc1, experts.fc1_factors, experts.fc1_biases)
+    inner = gated(inner, experts.activation)
+    return layer(inner, experts.fc2, experts.fc2_factors, experts.fc2_biases)
 
 
 def all_at_once(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Compute all experts on all tokens, if these are few: it reads all weights and never waits."""
-    outputs = _mlp(experts, lambda x, matrices: torch.matmul(x, matrices.transpose(1, 2)), x)
+    outputs = _mlp(
+        experts,
+        lambda x, matrices: torch.matmul(x, matrices.transpose(1, 2)),
+        lambda biases: biases[:, None],
+        x,
+    )
 
     numbers = torch.arange(len(experts.fc1), device=x.device) + experts.first
     is_chosen = chosen[..., None] == numbers
@@ -200,7 +241,15 @@ def grouped(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> 
     """Sort tokens by expert and use torch's grouped products; nothing waits for the host."""
     tokens, places, ends = _sort_by_expert(chosen, experts.first, len(experts.fc1))
     rows = x.index_select(0, tokens)
-    outputs = _mlp(experts, lambda x, m: F.grouped_mm(x, m.transpose(1, 2), offs=ends), rows)
+
+    def of_rows(biases: Tensor) -> Tensor:
+        numbers = torch.arange(len(rows), dtype=ends.dtype, device=rows.device)
+        owners = torch.searchsorted(ends, numbers, right=True)
+        return biases[owners.clamp(max=len(biases) - 1)]  # rows past the end are not used
+
+    outputs = _mlp(
+        experts, lambda x, m: F.grouped_mm(x, m.transpose(1, 2), offs=ends), of_rows, rows
+    )
     return _join_experts(outputs, places, ends, shares)
 
 
@@ -247,6 +296,14 @@ def _stacked_factors(factors: Sequence[Factors | None], keep: Keep, name: str) -
     return Factors(
         keep(f"{name} first", torch.stack(first)), keep(f"{name} second", torch.stack(second))
     )
+
+
+def _stacked_biases(
+    biases: Sequence[Tensor], dtype: torch.dtype, keep: Keep, name: str
+) -> Tensor | None:
+    if not biases:
+        return None
+    return keep(f"{name} biases", torch.stack([bias.to(dtype) for bias in biases]))
 
 
 def _gate_up_panels(weight: Tensor, columns: int) -> Tensor:

@@ -86,14 +86,22 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return _packed(weight, bias)
 
 
-def linear_in_float32(weight: Tensor) -> Linear:
-    """Return the function `linear` of a weight of any dtype whose results are float32."""
+def linear_in_float32(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """Return the function `linear` of a weight of any dtype whose results are float32.
+
+    The `bias` is float32.
+    """
     if weight.device.type == "cpu" or weight.dtype == torch.float32:
-        widened = linear(weight.float())
+        widened = linear(weight.float(), bias)
         return lambda x: widened(x.float())
     transposed = weight.t()
     columns = len(weight)
-    return lambda x: mm(x, transposed, x.new_empty((len(x), columns), dtype=torch.float32))
+
+    def multiply(x: Tensor) -> Tensor:
+        out = mm(x, transposed, x.new_empty((len(x), columns), dtype=torch.float32))
+        return out if bias is None else out.add_(bias)
+
+    return multiply
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -141,12 +141,20 @@ def mlp_of_layer(
     held = experts_of(spec, place.ep, place.ep_rank)
     fc1 = [f"{prefix}experts.{expert}.linear_fc1.weight" for expert in held]
     fc2 = [f"{prefix}experts.{expert}.linear_fc2.weight" for expert in held]
+    biases: list[list[Tensor]] = [[], []]
+    if experts.has_biases:
+        biases = [[parameters[name.replace("weight", "bias")] for name in fc] for fc in (fc1, fc2)]
+        # The outputs of the ranks that split an expert add up, each with its part of the bias.
+        biases[1] = [bias / place.etp for bias in biases[1]]
     local = LocalExperts(
         first=held.start,
         fc1=[parameters[name] for name in fc1],
         fc2=[parameters[name] for name in fc2],
         fc1_factors=[factors_of(parameters, name, dtype) for name in fc1],
         fc2_factors=[factors_of(parameters, name, dtype) for name in fc2],
+        fc1_biases=biases[0],
+        fc2_biases=biases[1],
+        activation=experts.activation,
     )
 
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
@@ -155,7 +163,8 @@ def mlp_of_layer(
     weight = parameters[name]
     if weight.is_cuda and weight.dtype == torch.bfloat16 and not gpu_gives_float32():
         weight = parameters.kept(name, weight.float())
-    logits = parameters.made_of(name, lambda: linear_in_float32(weight))
+    bias = parameters[prefix + "router.bias"].float() if experts.has_biases else None
+    logits = parameters.made_of(name, lambda: linear_in_float32(weight, bias))
     logits = adapted(parameters, torch.float32, name, logits)
     router = ExpertChoice(experts, logits, correction)
 

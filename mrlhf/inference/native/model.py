@@ -200,6 +200,7 @@ def _attention(
         tables=tables,
         window=spec.windows[number],
         proj=layer(attention + "linear_proj.weight"),
+        sinks=tensor(attention + "sinks") if spec.has_sinks else None,
         has_gate=spec.output_gate,
     )
 

@@ -63,6 +63,9 @@ class Family:
             has the names of both builds, with and without TransformerEngine.
         other_forms: (spec) -> by their names in a file, tensors that it may hold in place of those
             of `tensor_shapes`.
+        written_forms: (spec) -> by their names in a file, tensors that stack some of the model's in
+            the files that are written. Each holds whole tensors, in the order of its parts.
+        quantisations: the values of `quant_method` in a `config.json` whose weights can be read.
         ignored_prefixes: (spec) -> how the names of tensors begin that a checkpoint may hold
             although the model has no place for them, such as the layers of a draft model.
         float32_endings: how the names of tensors end that are float32 whatever the others are.
@@ -83,6 +86,8 @@ class Family:
     base_parameters: Callable[[ModelSpec, Chunk], list[str]]
     base_rules: Callable[[ModelSpec, Chunk], Mapping[str, Rule]]
     other_forms: Callable[[ModelSpec], dict[str, OtherForm]] = lambda spec: {}
+    written_forms: Callable[[ModelSpec], dict[str, OtherForm]] = lambda spec: {}
+    quantisations: tuple[str, ...] = ()
     ignored_prefixes: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ()
     float32_endings: tuple[str, ...] = ()
     classifier_stem: str | None = None

@@ -136,6 +136,8 @@ def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape
         yield prefix + "q_norm.weight", (rows[0] if together else spec.head_dim,)
         yield prefix + "k_norm.weight", (rows[1] if together else spec.head_dim,)
 
+    if spec.has_sinks:
+        yield prefix + "sinks", (spec.num_heads,)
     yield prefix + "o_proj.weight", (spec.hidden_size, spec.num_heads * spec.head_dim)
     if spec.o_bias:
         yield prefix + "o_proj.bias", (spec.hidden_size,)
@@ -157,7 +159,8 @@ def _mlp_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
 
 def _attention_parameters(spec: ModelSpec, layer: int) -> list[str]:
     """The parameters of a layer before its MLP."""
-    attention = ["linear_proj.weight"]
+    attention = ["sinks"] if spec.has_sinks else []
+    attention.append("linear_proj.weight")
     if spec.norms_after:
         attention.append("linear_proj.output_norm.weight")
     if spec.o_bias:
@@ -252,6 +255,7 @@ def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
     rules = {
         "self_attention.q_layernorm.weight": q_norm,
         "self_attention.k_layernorm.weight": k_norm,
+        "self_attention.sinks": Rule((prefix + "sinks",), dim=0),
         "self_attention.linear_proj.weight": Rule((prefix + "o_proj.weight",), dim=1),
         "self_attention.linear_proj.bias": Rule((prefix + "o_proj.bias",), dim=None),
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.mxfp4 import BLOCK, BYTES
 from mrlhf.weights.shard import Rule, Shape
 from mrlhf.weights.stored import MatrixRows, OtherForm
 
@@ -24,7 +25,9 @@ class ExpertNames:
         correction: the vector that is added to the scores for the choice.
         experts: the beginning of the names of the experts' tensors, before the number.
         gate: the matrix of an expert that goes through the activation.
-        up: the matrix of an expert that is multiplied with it.
+        up: the matrix of an expert that is multiplied with it. None: its rows and those of `gate`
+            alternate in one matrix, and files hold the experts of a layer in stacks, as those of
+            gpt-oss. The name of a part has the expert's number: `mlp.experts.3.down_proj`.
         down: the matrix of an expert that gives its output.
         shared: the beginning of the names of the shared expert's tensors.
         shared_gate: the matrix that the shared expert's gate comes from.
@@ -34,7 +37,7 @@ class ExpertNames:
     correction: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
     gate: str = "gate_proj.weight"
-    up: str = "up_proj.weight"
+    up: str | None = "up_proj.weight"
     down: str = "down_proj.weight"
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate.weight"
@@ -47,10 +50,15 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
     hidden = spec.hidden_size
 
     yield prefix + names.router, (experts.count, hidden)
+    if experts.has_biases:
+        yield prefix + _bias_of(names.router), (experts.count,)
     if experts.has_correction:
         yield prefix + names.correction, (experts.count,)
     for number in range(experts.count):
         expert = f"{prefix}{names.experts}.{number}."
+        if names.up is None:
+            yield from _shapes_in_stacks(spec, names, expert)
+            continue
         yield expert + names.gate, (experts.ffn_size, hidden)
         yield expert + names.up, (experts.ffn_size, hidden)
         yield expert + names.down, (hidden, experts.ffn_size)
@@ -64,6 +72,48 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
         yield prefix + names.shared_gate, (1, hidden)
 
 
+def _bias_of(weight: str) -> str:
+    """The name of the bias that belongs to a weight."""
+    module = weight.removesuffix(".weight")
+    return f"{module}_bias" if module == weight else f"{module}.bias"
+
+
+def _shapes_in_stacks(
+    spec: ModelSpec, names: ExpertNames, expert: str
+) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of the tensors of one expert, whose names begin with `expert`."""
+    experts = spec.experts
+    assert experts is not None
+    hidden = spec.hidden_size
+    for name, rows, columns in (
+        (names.gate, 2 * experts.ffn_size, hidden),
+        (names.down, hidden, experts.ffn_size),
+    ):
+        yield expert + name, (rows, columns)
+        if experts.has_biases:
+            yield expert + _bias_of(name), (rows,)
+
+
+def stacked_forms(
+    spec: ModelSpec, names: ExpertNames, prefix: str, in_mxfp4: bool
+) -> Iterator[tuple[str, OtherForm]]:
+    """The stacks of all experts of a layer: in each a matrix is transposed.
+
+    If `in_mxfp4`, those that hold the matrices as bytes; in these they are not transposed.
+    """
+    experts = spec.experts
+    assert experts is not None
+    begin = f"{prefix}{names.experts}."
+    for name, shape in _shapes_in_stacks(spec, names, ""):
+        parts = {f"{begin}{n}.{name}": MatrixRows(n, 0, shape[0]) for n in range(experts.count)}
+        if not in_mxfp4:
+            stack = (experts.count, *reversed(shape))
+            yield begin + name, OtherForm(stack, parts, is_transposed=len(shape) == 2)
+        elif len(shape) == 2 and shape[1] % BLOCK == 0:
+            stack = (experts.count, shape[0], shape[1] // BLOCK, BYTES)
+            yield f"{begin}{name}_blocks", OtherForm(stack, parts, is_packed=True)
+
+
 def forms_in_memory(
     spec: ModelSpec, names: ExpertNames, prefix: str
 ) -> Iterator[tuple[str, OtherForm]]:
@@ -73,7 +123,7 @@ def forms_in_memory(
     All experts are in two tensors, and the router has the same name in all families.
     """
     experts = spec.experts
-    assert experts is not None
+    assert experts is not None and names.up is not None
     width = experts.ffn_size
     gates_and_ups: dict[str, MatrixRows | None] = {}
     downs: dict[str, MatrixRows | None] = {}
@@ -95,11 +145,13 @@ def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
     """The parameters of a mixture whose experts `held` are here, in the model's order."""
     experts = spec.experts
     assert experts is not None
-    parameters = ["mlp.router.weight"]
+    kinds = ("weight", "bias") if experts.has_biases else ("weight",)
+    parameters = [f"mlp.router.{kind}" for kind in kinds]
     if experts.has_correction:
         parameters.append("mlp.router.correction")
     for part in (1, 2):  # the order of `RoutedExperts.named_modules`
-        parameters += [f"mlp.experts.{n}.linear_fc{part}.weight" for n in reversed(held)]
+        for n in reversed(held):
+            parameters += [f"mlp.experts.{n}.linear_fc{part}.{kind}" for kind in kinds]
 
     if experts.shared_ffn_size:
         parameters += [f"mlp.shared.linear_fc{part}.weight" for part in (1, 2)]
@@ -113,11 +165,17 @@ def expert_rules(names: ExpertNames, prefix: str, number: int) -> Mapping[str, R
     """The rules of the parameters of one of the experts of the layer with this prefix."""
     own = f"mlp.experts.{number}."
     expert = f"{prefix}{names.experts}.{number}."
-    gate_up = (expert + names.gate, expert + names.up)
-    return {
+    gate = expert + names.gate
+    down = expert + names.down
+    gate_up = (gate,) if names.up is None else (gate, expert + names.up)
+    rules = {
         own + "linear_fc1.weight": Rule(gate_up, dim=0, of_expert=True),
-        own + "linear_fc2.weight": Rule((expert + names.down,), dim=1, of_expert=True),
+        own + "linear_fc2.weight": Rule((down,), dim=1, of_expert=True),
     }
+    if names.up is None:
+        rules[own + "linear_fc1.bias"] = Rule((_bias_of(gate),), dim=0, of_expert=True)
+        rules[own + "linear_fc2.bias"] = Rule((_bias_of(down),), dim=None, of_expert=True)
+    return rules
 
 
 def shared_rules(names: ExpertNames, prefix: str) -> dict[str, Rule]:
@@ -126,6 +184,7 @@ def shared_rules(names: ExpertNames, prefix: str) -> dict[str, Rule]:
     gate_up = (shared + "gate_proj.weight", shared + "up_proj.weight")
     return {
         "mlp.router.weight": Rule((prefix + names.router,), dim=None),
+        "mlp.router.bias": Rule((prefix + _bias_of(names.router),), dim=None),
         "mlp.router.correction": Rule((prefix + names.correction,), dim=None),
         "mlp.shared.linear_fc1.weight": Rule(gate_up, dim=0),
         "mlp.shared.linear_fc2.weight": Rule((shared + "down_proj.weight",), dim=1),

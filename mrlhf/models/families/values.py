@@ -7,7 +7,7 @@ names no key. This file knows values; families know what they mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,10 +104,15 @@ _ROPE_NUMBERS = {
 }
 
 
-def check_values(config: Mapping[str, Any]) -> None:
-    """Refuse wrong kinds, sizes and quantised weights; a ConfigError names the key."""
+def check_values(config: Mapping[str, Any], quantisations: Sequence[str] = ()) -> None:
+    """Refuse wrong kinds, sizes and quantised weights; a ConfigError names the key.
+
+    `quantisations` are the methods of `quantization_config` that can be read.
+    """
     for key in _QUANTISED:
-        if config.get(key) is not None and not _is_block_fp8(config[key]):
+        stated = config.get(key)
+        method = stated.get("quant_method") if isinstance(stated, dict) else None
+        if stated is not None and method not in quantisations and not _is_block_fp8(stated):
             raise ConfigError(
                 f"{key} says that the weights are quantised, which is not supported but for fp8 "
                 f"with weight_block_size {_FP8_BLOCKS}; give the model in bfloat16, float16 or "

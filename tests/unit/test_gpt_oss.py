@@ -1,0 +1,256 @@
+"""gpt-oss: its published configurations, the stacks of its files, and weights in MXFP4."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of
+from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
+from mrlhf.config.sections import LoraSection
+from mrlhf.errors import CheckpointError, ConfigError, WeightError
+from mrlhf.inference.vllm.pieces import unsupported_feature
+from mrlhf.models.adapter_choice import trained_spec
+from mrlhf.models.families import family_of, load_spec, save_config
+from mrlhf.models.parameters import role_pieces
+from mrlhf.models.rope import rope_of
+from mrlhf.models.spec import ClampedSwish, Experts
+from mrlhf.models.weight_files import read_model
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.weights.mxfp4 import dequantised
+from tests.shards import make_slots, stored, tiny_config, tiny_spec
+
+FILE = "model.safetensors"
+EXPERTS = "model.layers.3.mlp.experts."
+
+
+def _published(layers: int, experts: int) -> dict[str, Any]:
+    """The `config.json` of gpt-oss-20b or gpt-oss-120b."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 201088,
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "parameters"),
+    [(24, 32, 20_914_757_184), (36, 128, 116_829_156_672)],
+)
+def test_the_published_models(layers: int, experts: int, parameters: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_published(layers, experts)))
+    spec = load_spec(tmp_path, "lm")
+    shapes = family_of(spec).tensor_shapes(spec)
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameters
+    config = GptOssConfig(**_published(layers, experts))
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == parameters
+
+    assert spec.windows[:3] == (128, None, 128)
+    assert spec.has_sinks and spec.qkv_bias and spec.o_bias and spec.needs_own_layers
+    assert spec.experts == Experts(
+        count=experts,
+        per_token=4,
+        ffn_size=2880,
+        layers=(True,) * layers,
+        normalised=True,
+        has_biases=True,
+        activation=ClampedSwish(1.702, 7.0),
+    )
+    rotation = theirs.model.rotary_emb
+    assert rope_of(spec).scale == rotation.attention_scaling == pytest.approx(1.3466, abs=1e-4)
+
+    save_config(spec, tmp_path, torch.bfloat16)
+    exported = json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" not in exported and exported["swiglu_limit"] == 7.0
+    assert load_spec(tmp_path, "lm") == spec
+
+
+def _stacks(directory: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """Write a tiny model as transformers does; returns its tensors."""
+    torch.manual_seed(3)
+    config = tiny_config("gpt_oss")
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / FILE)
+    assert tensors.keys() == dict(model.named_parameters()).keys()
+    return tensors
+
+
+def _part(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """One of our tensors, out of stacks."""
+    if name in tensors:
+        return tensors[name]
+    prefix, number, last = name.rsplit(".", 2)
+    matrix = tensors[f"{prefix}.{last}"][int(number)]
+    return matrix if last.endswith("_bias") else matrix.t()
+
+
+LAYOUTS = [
+    ParallelLayout(tp=1, pp=1, dp=1),
+    ParallelLayout(tp=2, pp=2, dp=1),
+    ParallelLayout.for_world("actor", 2, AxisSizes(ep=2)),
+]
+
+
+def _assert_read(directory: Path, tensors: dict[str, torch.Tensor], spec: Any = None) -> None:
+    spec = spec or load_spec(directory, "lm")
+    for layout in LAYOUTS:
+        for rank in range(layout.world_size):
+            slots = make_slots(role_pieces(spec, layout, rank))
+            assert read_model(directory, spec, slots, needs_head=False)
+            for slot in slots:
+                piece = slot.piece
+                whole = _part(tensors, piece.name)
+                wanted = whole.narrow(piece.dim, piece.start, piece.stop - piece.start)
+                assert torch.equal(stored(slot), wanted.to(torch.float32)), (piece.name, layout)
+
+
+def test_experts_are_read_out_of_stacks(tmp_path: Path) -> None:
+    tensors = _stacks(tmp_path)
+    _assert_read(tmp_path, tensors)
+    tensors[EXPERTS + "down_proj"] = torch.zeros(4, 32, 24)
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(WeightError, match=r"3\.mlp\.experts\.down_proj is \[4, 32, 24\] and not"):
+        read_model(tmp_path, tiny_spec("gpt_oss"), [], needs_head=False)
+
+
+def _packed(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+    return blocks, torch.randint(110, 130, shape, dtype=torch.uint8)
+
+
+def test_numbers_in_mxfp4_by_hand() -> None:
+    """Bytes hold the earlier number in their lower bits; the scales are 2^1 and 2^-127."""
+    blocks = torch.zeros(2, 16, dtype=torch.uint8)
+    blocks[:, 0] = 0x71  # 0.5 and 6
+    blocks[:, 15] = 0xF9  # -0.5 and -6
+    found = dequantised(blocks, torch.tensor([128, 0], dtype=torch.uint8)).float()
+    assert found.shape == (64,) and found.dtype == torch.float32
+    assert found[[0, 1, 2, 30, 31]].tolist() == [1.0, 12.0, 0.0, -1.0, -12.0]
+    small = 2.0**-127
+    assert found[[32, 33, 62, 63]].tolist() == [small / 2, 6 * small, -small / 2, -6 * small]
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_converts_them(tmp_path: Path) -> None:
+    tensors = _stacks(tmp_path, intermediate_size=64)
+    packed = dict(tensors)
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        for name, shape in (("gate_up_proj", (4, 128, 1)), ("down_proj", (4, 32, 2))):
+            blocks, scales = _packed(shape)
+            del packed[prefix + name]
+            packed |= {f"{prefix}{name}_blocks": blocks, f"{prefix}{name}_scales": scales}
+            tensors[prefix + name] = convert_moe_packed_tensors(blocks, scales)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(packed, tmp_path / FILE)
+    _assert_read(tmp_path, tensors)
+
+    (tmp_path / "converted").mkdir()
+    write_hugging_face(HuggingFaceSource(tmp_path), tmp_path / "converted", 10**9)
+    converted = load_file(tmp_path / "converted" / FILE)
+    assert converted.keys() == tensors.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
+    assert load_spec(tmp_path / "converted", "lm") == load_spec(tmp_path, "lm")
+
+    scales = packed.pop(EXPERTS + "down_proj_scales")
+    for other, message in (
+        ({}, "down_proj_blocks is of type U8; quantised weights are not supported"),
+        ({EXPERTS + "down_proj_scales": scales[:3]}, r"down_proj_scales is \[3, 32, 2\] and not"),
+    ):
+        save_file(packed | other, tmp_path / FILE)
+        with pytest.raises(WeightError, match=message):
+            read_model(tmp_path, load_spec(tmp_path, "lm"), [], needs_head=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_limit": 0.0}, "has swiglu_limit=0.0; it must be a number above 0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config says that the"),
+        ({"num_local_experts": 1}, "has num_local_experts=1; it must be an integer from 2"),
+        ({"sliding_window": None}, "no sliding_window; a gpt_oss model must state it"),
+        ({"hidden_act": "gelu"}, "only silu is supported"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = json.loads(tiny_config("gpt_oss").to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ConfigError) as refused:
+        load_spec(tmp_path, "lm")
+    assert message in str(refused.value)
+
+
+def test_adapters_go_beside_all_but_experts() -> None:
+    spec = tiny_spec("gpt_oss")
+    adapted = trained_spec(spec, LoraSection(rank=2), [])
+    factors = family_of(adapted).tensor_shapes(adapted).keys() - family_of(spec).tensor_shapes(spec)
+    ends = {name.partition(".lora_")[0].split(".", 3)[3] for name in factors}
+    assert ends == {f"self_attn.{letter}_proj" for letter in "qkvo"}
+    with pytest.raises(ConfigError, match="gate_up_proj"):
+        trained_spec(spec, LoraSection(rank=2, target_modules=["gate_up_proj"]), [])
+
+
+def test_what_others_cannot_build_of_it_is_refused() -> None:
+    spec = tiny_spec("gpt_oss")
+    assert unsupported_feature(spec) == "the family gpt_oss"
+    with pytest.raises(CheckpointError, match="attention sinks"):
+        arguments_of(spec, 128)
