@@ -71,10 +71,11 @@ def whole(name: str, shape: Shape) -> Box:
 def boxes_in(piece: Piece, parameter_shape: Shape, start: int, stop: int) -> list[StoredBox]:
     """The boxes of `piece`'s named tensor in elements [start, stop) of a flat parameter.
 
-    The named tensor has one or two dimensions; `parameter_shape` is that of the parameter that
-    holds the piece.
+    The named tensor has one or two dimensions, or others of size 1 between these;
+    `parameter_shape` is that of the parameter that holds the piece.
     """
-    assert len(parameter_shape) == len(piece.full_shape) <= 2, (piece, parameter_shape)
+    assert len(parameter_shape) == len(piece.full_shape), (piece, parameter_shape)
+    assert math.prod(parameter_shape[1:-1]) == 1, (piece, parameter_shape)
     columns = math.prod(parameter_shape[1:])
     stored = []
     for first_row, last_row, first, last in _rectangles(start, stop, columns):
@@ -122,9 +123,10 @@ def _row_box(
 
     starts: Shape = (piece.start + begin,)
     stops: Shape = (piece.start + end,)
-    if len(piece.full_shape) == 2:
-        starts = (*starts, first)
-        stops = (*stops, last)
+    if len(piece.full_shape) > 1:
+        between = piece.full_shape[1:-1]
+        starts = (*starts, *(0 for _ in between), first)
+        stops = (*stops, *between, last)
     return Box(piece.name, starts, stops), tuple(runs)
 
 

@@ -17,6 +17,10 @@ RULES = {
         Rule(("f", "f", "f"), dim=0, periods=4, intervals=((0, 16), (16, 24), (24, 32))),
         {"f": (32, 5)},
     ),
+    "taps of a convolution": (
+        Rule(("c", "c", "c"), dim=0, intervals=((0, 8), (8, 16), (16, 32))),
+        {"c": (32, 1, 4)},
+    ),
     "gate and up": (Rule(("gate", "up"), dim=0), {"gate": (12, 5), "up": (12, 5)}),
     "row-parallel": (Rule(("o",), dim=1), {"o": (5, 12)}),
     "padded vocabulary": (Rule(("embed",), dim=0), {"embed": (11, 3)}),
