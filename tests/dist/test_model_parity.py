@@ -110,7 +110,7 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "glm4-moe": "full",
     "gpt-oss": "core_attn",
     "deepseek-v3": "core_attn",
-    "moonlight": "none",
+    "glm4-moe-lite": "none",
 }
 # By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
 MIXTURE_LAYOUTS = {
@@ -418,7 +418,7 @@ def _mixture_parity(rank: int, world_size: int, root: str) -> dict[str, float]:
     more = SINK_LAYOUTS[world_size]
     for sizes in MIXTURE_LAYOUTS[world_size] + more:
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
-        names = (*MIXTURES, "moonlight") if world_size == 2 else MIXTURES
+        names = (*MIXTURES, "glm4-moe-lite") if world_size == 2 else MIXTURES
         for name in ("gpt-oss",) if sizes in more else names:
             label = f"{name} {sizes} vpp {sizes.vpp}"
             for sequence_parallel in (False, True) if sizes.tp > 1 else (False,):
