@@ -110,7 +110,7 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "glm4-moe": "full",
     "gpt-oss": "core_attn",
     "deepseek-v3": "core_attn",
-    "moonlight": "none",
+    "glm4-moe-lite": "none",
     "qwen3-next": "core_attn",
 }
 # By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
@@ -433,7 +433,7 @@ def _mixture_parity(
 
 @pytest.mark.parametrize("world_size", MIXTURE_LAYOUTS)
 def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
-    names = MIXTURES if world_size != 2 else (*MIXTURES, "moonlight")
+    names = MIXTURES if world_size != 2 else (*MIXTURES, "glm4-moe-lite")
     cases = [(sizes, names) for sizes in MIXTURE_LAYOUTS[world_size]]
     cases += [(sizes, ("gpt-oss",)) for sizes in SINK_LAYOUTS[world_size]]
     for worst in run_ranks(world_size, _mixture_parity, str(references), cases):

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -95,8 +96,14 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
                 "mscale_all_dim": 0.8,
             },
         ),
-        # As Moonlight: queries come from the hidden state.
-        "moonlight": deepseek_config(sizes, q_lora_rank=None, rope_interleave=False),
+        # Queries come from the hidden state, as in Moonlight, and the first layer has experts.
+        "glm4-moe-lite": deepseek_config(
+            sizes,
+            Glm4MoeLiteConfig,
+            q_lora_rank=None,
+            rope_interleave=False,
+            mlp_layer_types=["sparse", "dense", *["sparse"] * (sizes["num_hidden_layers"] - 2)],
+        ),
         # Half of a head is rotated. Two value heads share a key head, and two ranks the KV head.
         "qwen3-next": Qwen3NextConfig(
             **{**sizes, "num_key_value_heads": 1},
@@ -121,9 +128,13 @@ def _delta_layers(layers: int) -> list[str]:
     return ["full_attention" if layer == 1 else "linear_attention" for layer in range(layers)]
 
 
-def deepseek_config(sizes: dict[str, Any], **options: Any) -> DeepseekV3Config:
-    """A tiny DeepSeek-V3 with odd sizes, whose norms of latents have another epsilon."""
-    return DeepseekV3Config(
+def deepseek_config(
+    sizes: dict[str, Any], kind: type[PreTrainedConfig] = DeepseekV3Config, **options: Any
+) -> PreTrainedConfig:
+    """A tiny model with latent attention and odd sizes; norms of latents have another epsilon."""
+    if kind is DeepseekV3Config:
+        options["first_k_dense_replace"] = 1
+    return kind(
         **{**sizes, "num_key_value_heads": sizes["num_attention_heads"]},
         **options,
         rms_norm_eps=1e-3,
@@ -131,7 +142,6 @@ def deepseek_config(sizes: dict[str, Any], **options: Any) -> DeepseekV3Config:
         qk_nope_head_dim=11,
         qk_rope_head_dim=6,
         v_head_dim=9,
-        first_k_dense_replace=1,
         n_routed_experts=8,
         n_shared_experts=1,
         num_experts_per_tok=3,

@@ -54,6 +54,21 @@ def test_the_published_sizes(published: Path) -> None:
     assert family_of(spec).ignored_prefixes(spec) == ("model.layers.61.",)
 
 
+def test_glm_4_7_flash_has_the_sizes_of_transformers(tmp_path: Path) -> None:
+    config = transformers.Glm4MoeLiteConfig()  # its defaults are the published values
+    config.save_pretrained(tmp_path)
+    spec = load_spec(tmp_path, "lm")
+    shapes = family_of(spec).tensor_shapes(spec)
+    with torch.device("meta"):
+        model = transformers.Glm4MoeLiteForCausalLM(config)
+    # The corrections of the routers' scores, which are no parameters there.
+    assert sum(map(math.prod, shapes.values())) == model.num_parameters() + 46 * 64
+    assert spec.experts is not None and spec.experts.mixtures == 46
+    config.mlp_layer_types = ["sparse"]
+    with pytest.raises(ConfigError, match="dense or sparse of each of 47 layers"):
+        spec_of(config.to_dict(), "lm")
+
+
 @pytest.mark.full
 def test_adapters_train_on_8_machines_of_8_gpus(published: Path) -> None:
     layout = ["tp=8", "pp=1", "ep=64", "etp=1", "lora.rank=16", f"path={published}"]

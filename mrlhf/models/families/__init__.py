@@ -20,6 +20,7 @@ from mrlhf.models.families.base import Chunk, Family
 from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3
 from mrlhf.models.families.gemma3 import GEMMA3
 from mrlhf.models.families.glm4_moe import GLM4_MOE
+from mrlhf.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from mrlhf.models.families.gpt_oss import GPT_OSS
 from mrlhf.models.families.granite import GRANITE
 from mrlhf.models.families.llama import LLAMA
@@ -58,7 +59,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GEMMA3, GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
         *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
-        *(DEEPSEEK_V3, GLM4_MOE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT),
+        *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT),
     )
 }
 

@@ -26,15 +26,21 @@ _ONLY = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq":
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a DeepSeek-V3 `config.json`."""
+    return with_experts(latent_spec(config, head), grouped_experts(config))
+
+
+def latent_spec(config: dict[str, Any], head: Head) -> ModelSpec:
+    """The spec with latent attention, without experts; ConfigError if something is not built."""
+    family = config["model_type"]
     for key, only in _ONLY.items():
         if config.get(key, only) != only:
             raise ConfigError(
-                f"config.json has {key}={config[key]!r}; only {only!r} is supported in a "
-                "deepseek_v3 model"
+                f"config.json has {key}={config[key]!r}; only {only!r} is supported in a {family} "
+                "model"
             )
     if config["attention_bias"]:
         raise ConfigError(
-            "config.json sets attention_bias, which is not supported in a deepseek_v3 model"
+            f"config.json sets attention_bias, which is not supported in a {family} model"
         )
     if config["num_key_value_heads"] != config["num_attention_heads"]:
         raise ConfigError(
@@ -59,13 +65,13 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
             f"qk_rope_head_dim = {head_dim}"
         )
 
-    spec = replace(
-        dense_spec(config, head),  # for which a head has the rotated dimensions alone
+    return replace(
+        # The rotation is that of heads which have the rotated dimensions alone.
+        dense_spec({**config, "head_dim": rotary_dim}, head),
         head_dim=head_dim,
         latent=latent,
         attention_multiplier=_scale(config["rope_parameters"]) * head_dim**-0.5,
     )
-    return with_experts(spec, grouped_experts(config))
 
 
 def _scale(rope: dict[str, Any]) -> float:
@@ -76,17 +82,19 @@ def _scale(rope: dict[str, Any]) -> float:
     return float((0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0) ** 2)
 
 
+REQUIRED = (
+    *("n_routed_experts or num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+"""What the `config.json` of a model with latent attention and experts must state."""
+
 DEEPSEEK_V3 = replace(
     mixture_family(
         "deepseek_v3",
         "DeepseekV3",
         read_config,
         ExpertNames(shared="mlp.shared_experts"),
-        (
-            *("n_routed_experts or num_local_experts", "num_experts_per_tok"),
-            *("moe_intermediate_size", "kv_lora_rank"),
-            *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        ),
+        REQUIRED,
     ),
     ignored_prefixes=draft_layers,
     float32_endings=(ExpertNames().correction,),

@@ -1,0 +1,46 @@
+"""GLM-4.7-Flash: latent attention as in DeepSeek-V3; a list says which layers have experts.
+
+This file knows only what its `config.json` may say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mrlhf.errors import ConfigError
+from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3, REQUIRED, latent_spec
+from mrlhf.models.families.expert_weights import ExpertNames
+from mrlhf.models.families.mixture import grouped_experts, mixture_family, with_experts
+from mrlhf.models.spec import Head, ModelSpec
+
+
+def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
+    """The spec of a GLM-4.7-Flash `config.json`."""
+    if head == "scalar":
+        raise ConfigError(
+            "a critic or reward model cannot be a glm4_moe_lite model, because transformers has no "
+            "Glm4MoeLiteForSequenceClassification; use a model of another family"
+        )
+    kinds = config["mlp_layer_types"]
+    if len(kinds) != config["num_hidden_layers"] or set(kinds) - {"dense", "sparse"}:
+        raise ConfigError(
+            f"config.json has mlp_layer_types={kinds!r}; it must say dense or sparse of each of "
+            f"{config['num_hidden_layers']} layers"
+        )
+    experts = grouped_experts({**config, "first_k_dense_replace": 0})
+    layers = tuple(kind == "sparse" for kind in kinds)
+    return with_experts(latent_spec(config, head), replace(experts, layers=layers))
+
+
+GLM4_MOE_LITE = replace(
+    mixture_family(
+        "glm4_moe_lite",
+        "Glm4MoeLite",
+        read_config,
+        ExpertNames(shared="mlp.shared_experts"),
+        REQUIRED,
+    ),
+    ignored_prefixes=DEEPSEEK_V3.ignored_prefixes,
+    float32_endings=DEEPSEEK_V3.float32_endings,
+)
