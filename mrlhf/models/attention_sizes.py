@@ -86,7 +86,7 @@ def attention_of(spec: ModelSpec) -> AttentionSizes:
     queries = spec.num_heads * spec.head_dim
     keys_and_values = 2 * spec.num_kv_heads * spec.head_dim
     # Heads of q and of k: what the linear layer gives, they rotated, and normed if they are.
-    copies = 3 if spec.qk_norm == "none" else 4
+    copies = 3 if spec.qk_norm == "none" else 4 + spec.norms_add_one  # which norm in float32
     gates = queries if spec.output_gate else 0  # they, their sigmoid, the product are kept
     return AttentionSizes(
         products=(

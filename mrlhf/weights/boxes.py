@@ -75,7 +75,7 @@ def boxes_in(piece: Piece, parameter_shape: Shape, start: int, stop: int) -> lis
     `parameter_shape` is that of the parameter that holds the piece.
     """
     assert len(parameter_shape) == len(piece.full_shape), (piece, parameter_shape)
-    assert math.prod(parameter_shape[1:-1]) == 1, (piece, parameter_shape)
+    assert all(size == 1 for size in parameter_shape[1:-1]), (piece, parameter_shape)
     columns = math.prod(parameter_shape[1:])
     stored = []
     for first_row, last_row, first, last in _rectangles(start, stop, columns):

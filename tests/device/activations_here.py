@@ -6,7 +6,7 @@ import gc
 from functools import partial
 from typing import Any
 
-from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import pick_device
@@ -33,6 +33,7 @@ def compare() -> dict[str, tuple[float, int]]:
     models = {
         **{f"dense {sizes}": partial(_spec, *sizes) for sizes in SIZES},
         "with norms of queries and keys": partial(_spec, *SIZES[2], kind=Qwen3Config),
+        "gates, norms in float32": _gated,
         "latent attention": partial(_latent, None),
         "latents of queries too": partial(_latent, 48),
         **{f"mixture {sizes}": partial(_mixture, *sizes) for sizes in MIXTURES},
@@ -81,6 +82,22 @@ def _latent(q_rank: int | None, layers: int) -> ModelSpec:
         qk_rope_head_dim=8,
         v_head_dim=16,
         first_k_dense_replace=layers,
+        max_position_embeddings=4096,
+    )
+    return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
+
+
+def _gated(layers: int) -> ModelSpec:
+    config = Qwen3NextConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=["full_attention"] * layers,
+        mlp_only_layers=list(range(layers)),
         max_position_embeddings=4096,
     )
     return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
