@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from mrlhf.models.spec import DeltaNet
 from mrlhf.parallel.packed_sequences import PackedSequences
 
 
-class GatedDeltaNet(torch.nn.Module):
+class GatedDeltaNet(MegatronModule):
     """The heads of this rank, with the interface of megatron-core's self-attention."""
 
     def __init__(
@@ -41,8 +42,7 @@ class GatedDeltaNet(torch.nn.Module):
         pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config=config)
         self._net = net
         self._tp_group = pg_collection.tp
         # What the chunks need is many times what goes into them.

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from mrlhf.models.spec import Latent
 from mrlhf.parallel.packed_sequences import PackedSequences
 
 
-class LatentSelfAttention(torch.nn.Module):
+class LatentSelfAttention(MegatronModule):
     """Self-attention of the heads of this rank, with the interface of megatron-core's.
 
     Keys and values are computed for each head, so that the backends of other models attend, and
@@ -46,8 +47,7 @@ class LatentSelfAttention(torch.nn.Module):
         pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config=config)
         self._latent = latent
         self._rope = rope
         self._rotary_dim = 2 * len(rope.frequencies)
