@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.util
 import marshal
 import sys
@@ -24,6 +25,7 @@ from mrlhf.host.user_cache import cache_directory, write_whole
 
 _GENERATION = "transformers.generation"
 _MIXIN = "GenerationMixin"
+_ADDS_MIXIN = "add_generation_mixin_to_remote_model"
 
 
 @contextlib.contextmanager
@@ -66,9 +68,9 @@ def _leave_docstrings(module: ModuleType) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_generation(module: ModuleType) -> Iterator[None]:
-    """Stand in for a base class of models out of a repository's own code, which nothing here reads.
+    """Import generation, and torch's compiler with it, only if a model of foreign code needs it.
 
-    With it comes all of generation, and torch's compiler.
+    Until then something stands in for a base class that such models get.
     """
     name = f"{_GENERATION}.utils"
     if name in sys.modules:
@@ -81,6 +83,15 @@ def _without_generation(module: ModuleType) -> Iterator[None]:
     finally:
         del sys.modules[name]
         vars(sys.modules[_GENERATION]).pop(_MIXIN, None)
+
+    members = vars(module)
+    add = members[_ADDS_MIXIN]
+
+    def with_mixin(model: type) -> Any:
+        members[_MIXIN] = getattr(importlib.import_module(name), _MIXIN)
+        return add(model)
+
+    members[_ADDS_MIXIN] = with_mixin
 
 
 _AROUND: dict[str, Callable[[ModuleType], AbstractContextManager[None]]] = {

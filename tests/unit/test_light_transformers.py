@@ -12,6 +12,13 @@ import mrlhf.models.families
 assert "torch._dynamo" not in sys.modules and "transformers.modeling_utils" not in sys.modules
 
 import transformers
+from transformers.models.auto import auto_factory
+
+class Foreign(transformers.PreTrainedModel):
+    def prepare_inputs_for_generation(self): pass
+
+added = auto_factory.add_generation_mixin_to_remote_model(Foreign)
+assert issubclass(added, transformers.GenerationMixin) and hasattr(added, "generate")
 from transformers.utils.import_utils import define_import_structure as define
 
 [models] = transformers.models.__path__
