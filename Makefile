@@ -10,8 +10,8 @@
 ## make dev           install what tests and checks of style need as well
 ## make lint          style and types
 ## make test          the verdict, ten minutes on two cores
-## make test-full     all other tests that are deterministic
-## make test-recipes  what trains to show a figure
+## make test-full     all other tests that do not take long
+## make test-recipes  what takes long: training to show a figure, benchmarks, a real model
 ## make gpu-hour      checks, steps and benchmarks on an NVIDIA GPU; skipped elsewhere,
 ##                    as are its parts: make test-gpu, make bench-gpu
 ## make vllm          add vLLM for CPUs, an engine beside the native one; make test-vllm tests it
@@ -105,7 +105,6 @@ test: $(DEV_READY)
 	$(PYTEST) --tier=verdict --junitxml=runs/tests/verdict.xml
 
 test-full: $(VENV)/vllm-ready $(VENV)/transformers4/ready $(DEV_READY)
-	@$(MAKE) --no-print-directory $(ENGLISH_READY) || echo "The tests of a real language model are skipped."
 	$(PYTEST) --tier=full --junitxml=runs/tests/full.xml
 
 # Tests of the real model are skipped where its package cannot be had.

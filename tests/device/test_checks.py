@@ -35,7 +35,7 @@ def test_quick_checks(device: Devices) -> None:
     assert found["PPO update in bfloat16"]["counts"].launched > 1000
 
 
-@pytest.mark.full
+@pytest.mark.recipes
 def test_other_checks(device: Devices) -> None:
     (found,) = device.run(f"{BODY}:run", OTHERS)
     assert list(found) == OTHERS

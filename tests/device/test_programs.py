@@ -45,15 +45,17 @@ MIXTURE = (
 CASES = [
     Case("ppo", 1, ("actor.tp=1", "actor.dtype=float32", "critic.dtype=float32")),
     Case("ppo", 2, ("actor.tp=1", "actor.recompute=full", "trainer.async_save=true")),
-    Case("ppo", 2, ("actor.tp=2", "rollout.tp=1", "rollout.enforce_eager=true")),
     Case("ppo", 4, ("actor.tp=2", "actor.pp=2", "critic.cp=2", "rollout.verify_reshard=true")),
     Case("ppo", 2, (*MIXTURE, "actor.ep=2", "critic.dtype=float32")),
-    Case("ppo", 1, (*MIXTURE, "actor.router_replay=rollout")),
-    Case("sft", 1),
     Case("sft", 2),
-    Case("rm", 2),
     Case("critic", 2),
     Case("dpo", 2),
+]
+MORE = [
+    Case("ppo", 2, ("actor.tp=2", "rollout.tp=1", "rollout.enforce_eager=true")),
+    Case("ppo", 1, (*MIXTURE, "actor.router_replay=rollout")),
+    Case("sft", 1),
+    Case("rm", 2),
 ]
 
 
@@ -91,4 +93,10 @@ def test_ppo_on_two_devices(device: Devices, inputs: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_programs(case: Case, device: Devices, inputs: Path, tmp_path: Path) -> None:
+    _run(case, device, inputs, tmp_path)
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
+def test_more_programs(case: Case, device: Devices, inputs: Path, tmp_path: Path) -> None:
     _run(case, device, inputs, tmp_path)

@@ -303,7 +303,7 @@ def test_two_policies_on_a_terminal(policies: Path) -> None:
         assert screen.end() == ("\n", 0)
 
 
-@pytest.mark.full
+@pytest.mark.recipes
 def test_a_text_on_a_terminal_and_leaving(policies: Path) -> None:
     with terminal(str(policies / "plain")) as screen:
         assert "plain: no chat template: it continues your text" in screen.wait_for("\n> ")
@@ -321,14 +321,14 @@ def test_a_text_on_a_terminal_and_leaving(policies: Path) -> None:
         assert screen.end()[1] == 0
 
 
-@pytest.mark.full
+@pytest.mark.recipes
 def test_one_answer_through_a_pipe(policies: Path) -> None:
     command = [sys.executable, "-m", "mrlhf", "chat", str(policies / "ends"), "--prompt", "Sure?"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == (f"{SAID}\n", 0)
 
 
-@pytest.mark.full
+@pytest.mark.recipes
 def test_a_real_model_answers_as_in_transformers(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()

@@ -348,7 +348,7 @@ def test_few_sequences_are_split_over_the_processors(
     assert launch.count_splits(512, 8192, device) == 1
 
 
-@pytest.mark.full
+@pytest.mark.recipes
 def test_all_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
