@@ -1,7 +1,8 @@
 """The contract of training: the same numbers on every layout, whatever is trained.
 
 Each test is one combination of the axes in `invariance_axes`. In the few that `make test` runs,
-every value occurs; with those of `make test-full` every two values meet that go together.
+every value occurs; with those of `make test-full`, of 4 ranks, and of `make test-recipes`, of 8,
+every two values meet that go together.
 Fine-tuning, reward model, critic and actor are trained, and their losses, all their other metrics,
 their gradient norms and their updated weights are compared with plain loops in one process; so is
 what actor, critic and reference say of the batch before that. A policy that is trained on
@@ -53,8 +54,11 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(tmp_path_factory.mktemp("invariance"))
 
 
+LATER = {4: pytest.mark.full, 8: pytest.mark.recipes}
+
+
 @pytest.mark.parametrize(
-    "row", [*FEW, *(pytest.param(row, marks=pytest.mark.full) for row in MORE)], ids=name_of
+    "row", [*FEW, *(pytest.param(row, marks=LATER[row["ranks"]]) for row in MORE)], ids=name_of
 )
 def test_training_equals_plain_loops(matrix: Matrix, row: Row) -> None:
     name = name_of(row)

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.programs import ROOT
 from tests.slurm.cluster import NODES, Cluster
 from tests.slurm.tiny_runs import Gate, records
@@ -99,6 +101,7 @@ def assert_same_run(output: Path, expected: Path) -> None:
         assert (output / name).read_bytes() == (expected / name).read_bytes()
 
 
+@pytest.mark.recipes
 def test_a_node_that_does_not_answer_is_no_failure_of_the_run(
     cluster: Cluster, inputs: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +166,7 @@ def test_array_in_a_container(cluster: Cluster, inputs: Path, tmp_path: Path) ->
     assert all(f"--bind {ROOT}" in call and f"--bind {tmp_path}/sft" in call for call in calls)
 
 
+@pytest.mark.recipes
 def test_a_node_that_cannot_run_it_ends_the_job_early(
     cluster: Cluster, inputs: Path, tmp_path: Path
 ) -> None:

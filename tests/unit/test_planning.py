@@ -367,6 +367,7 @@ def test_what_is_proposed_is_what_a_run_takes(capsys: pytest.CaptureFixture) -> 
         assert (config.reference.tp, config.reference.pp) == (config.actor.tp, config.actor.pp)
 
 
+@pytest.mark.recipes
 def test_the_page_of_scale_has_the_plans_figures(capsys: pytest.CaptureFixture) -> None:
     rows = re.findall(
         r"^\| 1,024 \| (.*?) \| nothing \| (\d+) \| (\d+) \| (\d+) \|$",
